@@ -1,0 +1,42 @@
+# make run and make test work from a fresh clone: they create .venv when needed and activate nothing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint bench soak clean
+
+help:  ## what can be made
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
+
+run: $(VENV)/run.stamp  ## train the laptop job: preflight, plan, two nodes, commits, report (ARGS="--set training.max_steps=100")
+	$(BIN)/python flows/train_flow.py run $(ARGS)
+
+test: $(VENV)/dev.stamp  ## run all tests (ARGS="-k config")
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/dev.stamp  ## check style and format of the code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(VENV)/dev.stamp  ## measure what docs/benchmarks.md reports
+	$(BIN)/python -m training bench $(ARGS)
+
+soak: $(VENV)/dev.stamp  ## the long proof: the job under random kills until ARGS says enough
+	$(BIN)/python -m training soak $(ARGS)
+
+clean:  ## remove the environment and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/run.stamp: $(VENV)/bin/python requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@

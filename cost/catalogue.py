@@ -1,0 +1,207 @@
+"""The dated catalogue of instance types: `instances.csv` and `gpus.csv`, read and checked line by line.
+
+An unknown figure is None, never a guess: whoever needs it rejects the type and says why.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cost.errors import CatalogueError
+
+ON_DEMAND_RECORDED = "2026-07-20"
+ADVISOR_RECORDED = "2025-07"
+REGION = "us-east-1"
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU model. Peaks in dense TFLOP/s; None where the vendor's sheet has no such figure (`note` says why)."""
+
+    name: str
+    compute_capability: float
+    nvlink: bool
+    bf16_tflops: float | None
+    fp32_tflops: float | None
+    source: str
+    note: str
+
+    def peak_flops(self, mixed_precision: bool) -> float | None:
+        """Dense peak in FLOP/s for bfloat16 (mixed precision) or float32."""
+        tflops = self.bf16_tflops if mixed_precision else self.fp32_tflops
+        return None if tflops is None else tflops * 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceType:
+    """One line of the catalogue. gpu_memory_mib per GPU; network_gbps sustained; spot savings against on-demand."""
+
+    name: str
+    gpu: Gpu
+    gpu_count: int
+    gpu_memory_mib: int
+    vcpu: int
+    ram_gib: float
+    network_gbps: float
+    efa: bool
+    on_demand_usd_per_hour: float | None
+    spot_savings_percent: float | None
+    interruption_band: int | None
+
+    @property
+    def gpu_memory_bytes(self) -> int:
+        return self.gpu_memory_mib * 2**20
+
+    @property
+    def spot_usd_per_hour(self) -> float | None:
+        """Typical spot price: the on-demand price less the advisor's savings. Not what any pool costs right now."""
+        if self.on_demand_usd_per_hour is None or self.spot_savings_percent is None:
+            return None
+        return round(self.on_demand_usd_per_hour * (1 - self.spot_savings_percent / 100), 6)
+
+    def usd_per_hour(self, market: str) -> float | None:
+        return self.spot_usd_per_hour if market == "spot" else self.on_demand_usd_per_hour
+
+    def price_kind(self, market: str) -> str:
+        """How the price is known."""
+        if market == "spot":
+            return f"estimated: on-demand recorded {ON_DEMAND_RECORDED}, savings recorded {ADVISOR_RECORDED}"
+        return f"recorded {ON_DEMAND_RECORDED}"
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All instance types by name, in the order of the file."""
+
+    types: tuple[InstanceType, ...]
+
+    def __getitem__(self, name: str) -> InstanceType:
+        for kind in self.types:
+            if kind.name == name:
+                return kind
+        raise KeyError(name)
+
+    def matching(self, prefixes: list[str]) -> tuple[InstanceType, ...]:
+        """The types whose name begins with one of the prefixes; all of them for an empty list."""
+        return tuple(kind for kind in self.types if not prefixes or kind.name.startswith(tuple(prefixes)))
+
+
+def load_catalogue(instances: Path = _HERE / "instances.csv", gpus: Path = _HERE / "gpus.csv") -> Catalogue:
+    """Read both tables. Raises CatalogueError naming file:line:column for anything that cannot be right."""
+    models = {gpu.name: gpu for gpu in _unique(_read_gpus(gpus), gpus)}
+    return Catalogue(tuple(_unique(_read_instances(instances, models), instances)))
+
+
+class _Row:
+    """One line with its place in the file, so that every complaint can name line and column."""
+
+    def __init__(self, path: Path, number: int, line: str, header: list[str]) -> None:
+        self.path, self.number = path, number
+        self.cells = next(csv.reader([line]))
+        self.header = header
+        if len(self.cells) != len(header):
+            raise CatalogueError(f"{path}:{number}:1: {len(self.cells)} cells, expected {len(header)}: {line!r}")
+
+    def parse(self, key: str, convert: Callable[[str], Any], expected: str, *, optional: bool = False) -> Any:
+        index = self.header.index(key)
+        text = self.cells[index]
+        if text == "" and optional:
+            return None
+        try:
+            return convert(text)
+        except (ValueError, KeyError) as error:
+            column = sum(len(cell) + 1 for cell in self.cells[:index]) + 1
+            where = f"{self.path}:{self.number}:{column}"
+            raise CatalogueError(f"{where}: {key}: {text!r} is not {expected}") from error
+
+
+def _rows(path: Path, columns: list[str]) -> Iterator[_Row]:
+    header: list[str] | None = None
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        if header is not None:
+            yield _Row(path, number, line, header)
+            continue
+        header = next(csv.reader([line]))
+        if header != columns:
+            raise CatalogueError(f"{path}:{number}:1: columns {header}, expected {columns}")
+    if header is None:
+        raise CatalogueError(f"{path}:1:1: no header line, expected {','.join(columns)}")
+
+
+def _read_gpus(path: Path) -> Iterator[Gpu]:
+    columns = ["gpu", "compute_capability", "nvlink", "bf16_tflops", "fp32_tflops", "source", "note"]
+    for row in _rows(path, columns):
+        yield Gpu(
+            name=row.parse("gpu", _text, "a name"),
+            compute_capability=row.parse("compute_capability", _number(1, 100), "a compute capability"),
+            nvlink=row.parse("nvlink", _YES_NO.__getitem__, "yes or no"),
+            bf16_tflops=row.parse("bf16_tflops", _number(1, 1e5), "TFLOP/s in 1 … 100000", optional=True),
+            fp32_tflops=row.parse("fp32_tflops", _number(1, 1e4), "TFLOP/s in 1 … 10000", optional=True),
+            source=row.parse("source", _text, "a source"),
+            note=row.parse("note", str, "text"),
+        )
+
+
+def _read_instances(path: Path, gpus: dict[str, Gpu]) -> Iterator[InstanceType]:
+    columns = [*InstanceType.__dataclass_fields__]
+    for row in _rows(path, columns):
+        price = row.parse("on_demand_usd_per_hour", _number(0.01, 1000), "$/h in 0.01 … 1000", optional=True)
+        yield InstanceType(
+            name=row.parse("name", _text, "a name"),
+            gpu=row.parse("gpu", gpus.__getitem__, f"a GPU of gpus.csv ({', '.join(gpus)})"),
+            gpu_count=row.parse("gpu_count", _whole(1, 128), "a count in 1 … 128"),
+            gpu_memory_mib=row.parse("gpu_memory_mib", _whole(1024, 2**20), "MiB in 1024 … 1048576"),
+            vcpu=row.parse("vcpu", _whole(1, 1024), "a count in 1 … 1024"),
+            ram_gib=row.parse("ram_gib", _number(1, 65536), "GiB in 1 … 65536"),
+            network_gbps=row.parse("network_gbps", _number(0.1, 10000), "Gbit/s in 0.1 … 10000"),
+            efa=row.parse("efa", _YES_NO.__getitem__, "yes or no"),
+            on_demand_usd_per_hour=price,
+            spot_savings_percent=row.parse("spot_savings_percent", _number(0, 99), "percent in 0 … 99", optional=True),
+            interruption_band=row.parse("interruption_band", _whole(0, 4), "a band in 0 … 4", optional=True),
+        )
+
+
+_YES_NO = {"yes": True, "no": False}
+
+
+def _text(text: str) -> str:
+    if not text.strip():
+        raise ValueError("empty")
+    return text
+
+
+def _number(low: float, high: float) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high:  # also false for NaN
+            raise ValueError(text)
+        return value
+
+    return convert
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise ValueError(text)
+        return value
+
+    return convert
+
+
+def _unique(items: Iterator[Any], path: Path) -> Iterator[Any]:
+    seen: set[str] = set()
+    for item in items:
+        if item.name in seen:
+            raise CatalogueError(f"{path}: {item.name} is listed twice")
+        seen.add(item.name)
+        yield item

@@ -1,0 +1,31 @@
+"""The exceptions of the money. Each maps to an outcome of the public contract."""
+
+from __future__ import annotations
+
+from infra.outcome import Outcome
+
+
+class CostError(Exception):
+    """Anything `cost` could not do. `outcome` says how a job that dies of it ends."""
+
+    outcome = Outcome.FAILED
+
+
+class CatalogueError(CostError):
+    """A line of a price or GPU table that cannot be right. Names file:line:column, the value and what is expected."""
+
+    outcome = Outcome.CONFIG
+
+
+class PlanError(CostError):
+    """A plan was asked for something it does not have, such as the terms of a refused plan."""
+
+
+class LedgerError(CostError):
+    """The events contradict each other, so that no honest ledger can be made. Names the rank and the classes."""
+
+
+class ReportError(CostError):
+    """There is nothing to report on, or not where it was looked for. Names the places."""
+
+    outcome = Outcome.CONFIG

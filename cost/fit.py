@@ -1,0 +1,107 @@
+"""Does a model fit a GPU? A sum of named parts, in bytes, so that a refusal can show its arithmetic.
+
+All of it is estimated. What each part stands on:
+- parameters: float32, also under mixed precision, where the float32 shards are themselves the master weights and
+  bfloat16 exists only in gathered units (FSDP2's MixedPrecisionPolicy) or autocast copies (DDP).
+- optimizer: AdamW's two float32 moments.
+- unsharded: FSDP2 gathers one unit while the next one is prefetched, and holds the unit's unreduced gradient in
+  backward. DDP: its all-reduce buckets (float32), plus autocast's bfloat16 copies under mixed precision.
+- activations, logits: `infra.model_shape`, per sample, without recomputation. Loss and logits stay float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from infra.config.schema import RunConfig
+from infra.model_shape import ModelShape, causal_lm_shape
+
+GIB = 2**30
+# The CUDA context with loaded kernels takes about 0.5 GiB on data-centre GPUs, NCCL's channel buffers about as much,
+# cuBLAS workspaces some tens of MiB: rounded up.
+CONTEXT_BYTES = GIB * 5 // 4
+# The caching allocator rounds blocks up and splits them; a tenth on top of the tensors is a customary margin.
+FRAGMENTATION_SHARE = 0.10
+
+FLOAT32_BYTES = 4
+BFLOAT16_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Bytes per GPU at the peak of a step, by what they hold; `total` is their sum."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    unsharded: int
+    activations: int
+    logits: int
+    allowance: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+    def render(self) -> str:
+        """One line: the total and its parts, largest kinds named."""
+        parts = " + ".join(f"{name} {gib(size)}" for name, size in asdict(self).items())
+        return f"{gib(self.total)} = {parts}"
+
+
+def gib(size: int) -> str:
+    """Bytes as text, in the unit that keeps three digits."""
+    if size >= GIB:
+        return f"{size / GIB:.2f} GiB"
+    return f"{size / 2**20:.1f} MiB"
+
+
+def micro_batch(config: RunConfig, world_size: int) -> int | None:
+    """Samples per rank and micro-batch: batch_size / (world size × accumulation). None when it does not divide."""
+    parts = world_size * config.training.gradient_accumulation_steps
+    samples, rest = divmod(config.training.batch_size, parts)
+    return samples if rest == 0 and samples > 0 else None
+
+
+def memory_fit(config: RunConfig, world_size: int, shape: ModelShape | None = None) -> Fit:
+    """Bytes per GPU for `config` on `world_size` ranks. Raises ValueError when the batch does not divide."""
+    samples = micro_batch(config, world_size)
+    if samples is None:
+        raise ValueError(batch_arithmetic(config, world_size))
+    shape = shape or causal_lm_shape(config.model)
+    mixed = config.fsdp.use_mixed_precision
+    compute_bytes = BFLOAT16_BYTES if mixed else FLOAT32_BYTES
+    sharded = config.parallel.mode == "fsdp2" and world_size > 1
+    per_rank = -(-shape.parameters // world_size) if sharded else shape.parameters
+    parts = {
+        "parameters": FLOAT32_BYTES * per_rank,
+        "gradients": FLOAT32_BYTES * per_rank,
+        "optimizer": 2 * FLOAT32_BYTES * per_rank,
+        "unsharded": _unsharded(config, shape, world_size, compute_bytes),
+        "activations": shape.activation_bytes_per_sample * samples * compute_bytes // FLOAT32_BYTES,
+        "logits": shape.logits_bytes_per_sample * samples,
+    }
+    return Fit(**parts, allowance=CONTEXT_BYTES + int(FRAGMENTATION_SHARE * sum(parts.values())))
+
+
+def batch_arithmetic(config: RunConfig, world_size: int) -> str:
+    """Why the batch does not divide, in numbers."""
+    size, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps
+    parts = world_size * accumulation
+    return (
+        f"batch_size {size} is no multiple of {world_size} ranks × {accumulation} accumulation = {parts}: "
+        f"{size} = {size // parts} × {parts} + {size % parts}"
+    )
+
+
+def _unsharded(config: RunConfig, shape: ModelShape, world_size: int, compute_bytes: int) -> int:
+    if world_size == 1:
+        return BFLOAT16_BYTES * shape.parameters if config.fsdp.use_mixed_precision else 0
+    if config.parallel.mode == "fsdp2":
+        gathered_prefetched_and_gradient = 3
+        return gathered_prefetched_and_gradient * compute_bytes * shape.largest_unit_parameters
+    copies = BFLOAT16_BYTES if config.fsdp.use_mixed_precision else 0
+    return (FLOAT32_BYTES + copies) * shape.parameters

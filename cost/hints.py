@@ -1,0 +1,90 @@
+"""What would make a refused plan possible: small changes of the configuration, each tried before it is offered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from cost.candidates import AUTO_NODES, Candidate, Rejection, judge, pools
+from cost.catalogue import Catalogue
+from infra.config.schema import RunConfig
+from infra.model_shape import causal_lm_shape
+
+
+def budget_hint(config: RunConfig, cheapest: Candidate, needed_usd: float) -> str:
+    """The budget that would do, and the steps that this one buys."""
+    enough = math.ceil(needed_usd * 100) / 100
+    hint = f"set cost.budget_usd to {enough:.2f} or more"
+    fixed = needed_usd - cheapest.gang_usd_per_hour * config.training.max_steps * cheapest.step_seconds / 3600
+    left = (config.cost.budget_usd or 0.0) - fixed
+    steps = int(left / (cheapest.gang_usd_per_hour * cheapest.step_seconds / 3600)) if left > 0 else 0
+    return f"{hint}, or training.max_steps to {steps} or fewer" if steps > 0 else hint
+
+
+def deadline_hint(config: RunConfig, catalogue: Catalogue) -> str:
+    """The deadline that would do, or more nodes that keep this one."""
+    unlimited = _changed(config, "cost", deadline_hours=None)
+    hours = min(candidate.expected_hours for candidate in _candidates(unlimited, catalogue))
+    hint = f"set cost.deadline_hours to {math.ceil(hours * 100) / 100:g} or more"
+    better = next((text for text, changed in _larger(config) if any(_candidates(changed, catalogue))), None)
+    return f"{hint}, or {better}" if better else hint
+
+
+def capacity_hint(config: RunConfig, catalogue: Catalogue, rejected: tuple[Rejection, ...]) -> str:
+    """The first small change with which some pool can run the job."""
+    if not rejected:
+        families = sorted({kind.name.split(".")[0] for kind in catalogue.types})
+        return f"cluster.instance_types may name any of {', '.join(families)}, or stay empty for all"
+    for text, changed in _changes(config):
+        if any(_candidates(changed, catalogue)):
+            return text
+    return "no single change makes it fit: use a smaller model, or more nodes and gradient accumulation together"
+
+
+def _candidates(config: RunConfig, catalogue: Catalogue) -> Iterator[Candidate]:
+    shape = causal_lm_shape(config.model)
+    for pool, kind in pools(config, catalogue):
+        found = judge(config, shape, pool, kind)
+        if isinstance(found, Candidate):
+            yield found
+
+
+def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    cluster, accumulation = config.cluster, config.training.gradient_accumulation_steps
+    if config.parallel.mode == "ddp":
+        yield "set parallel.mode to fsdp2", _changed(config, "parallel", mode="fsdp2")
+    for factor in (2, 4, 8, 16):
+        steps = accumulation * factor
+        text = f"set training.gradient_accumulation_steps to {steps}"
+        yield text, _changed(config, "training", gradient_accumulation_steps=steps)
+    if not config.fsdp.use_mixed_precision:
+        yield "set fsdp.use_mixed_precision to true", _changed(config, "fsdp", use_mixed_precision=True)
+    if cluster.processes_per_node != "auto":
+        text = "set cluster.processes_per_node to auto: one rank per GPU"
+        yield text, _changed(config, "cluster", processes_per_node="auto")
+    yield from _larger(config)
+    if cluster.market != "auto":
+        yield "set cluster.market to auto", _changed(config, "cluster", market="auto")
+    if cluster.instance_types:
+        yield "leave cluster.instance_types empty", _changed(config, "cluster", instance_types=[])
+    ranks = 1 if cluster.processes_per_node == "auto" else cluster.processes_per_node
+    for nodes in AUTO_NODES:
+        size = nodes * ranks * accumulation
+        if size >= config.training.batch_size or config.training.batch_size % size:
+            batch = math.ceil(config.training.batch_size / size) * size
+            changed = _changed(_changed(config, "training", batch_size=batch), "cluster", nodes=nodes)
+            yield f"set training.batch_size to {batch} and cluster.nodes to {nodes}", changed
+
+
+def _larger(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    nodes = config.cluster.nodes
+    if nodes == "auto":
+        return
+    for more in AUTO_NODES:
+        if more > nodes:
+            yield f"set cluster.nodes to {more}", _changed(config, "cluster", nodes=more)
+
+
+def _changed(config: RunConfig, section: str, **values: object) -> RunConfig:
+    changed = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: changed})

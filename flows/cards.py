@@ -1,0 +1,45 @@
+"""The report as a Metaflow card. The figures are those of every other rendering; only the clothes are Metaflow's."""
+
+from __future__ import annotations
+
+import html
+import math
+from typing import Any
+
+from metaflow.cards import Markdown, Table, VegaChart
+
+from cost.figures import key_figures, ledger_rows
+from cost.report import RunReport
+
+
+def show_report(card: Any, report: dict) -> None:
+    """Fill a blank card. Foreign text is escaped, numbers that are no numbers are left out: one of them blanks a card."""
+    run = RunReport.from_json(report)
+    card.append(Markdown(f"# {_text(run.job)}: {_text(run.outcome)}"))
+    card.append(Table([[_text(name), _text(value)] for name, value in key_figures(run).items()], headers=["", ""]))
+    card.append(Markdown("## Where the paid time went"))
+    rows = [[_text(cell) for cell in row] for row in ledger_rows(run)]
+    card.append(Table(rows, headers=["class", "rank-seconds", "share", "USD", "figure"]))
+    curve = [{"step": step, "loss": loss} for step, loss in run.loss_curve if loss is not None and math.isfinite(loss)]
+    if curve:
+        card.append(Markdown("## Loss"))
+        card.append(VegaChart(_loss_chart(curve)))
+
+
+def _loss_chart(curve: list[dict]) -> dict:
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "width": "container",
+        "height": 260,
+        "data": {"values": curve},
+        "mark": {"type": "line"},
+        "encoding": {
+            "x": {"field": "step", "type": "quantitative", "title": "step"},
+            "y": {"field": "loss", "type": "quantitative", "title": "nats per token", "scale": {"zero": False}},
+        },
+    }
+
+
+def _text(value: object) -> str:
+    """Markdown in a card lets block HTML through; what is not ours must not become markup."""
+    return html.escape(str(value)).replace("|", "\\|")

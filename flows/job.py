@@ -1,0 +1,75 @@
+"""A job as the flow's steps see it: its configuration, its part of the store, its folder on this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.config.schema import RunConfig
+from infra.events import EventLog, Origin
+from infra.layout import job_prefix
+from infra.store import Store
+
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
+RUNS = PROJECT_ROOT / "runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """name: kept over all runs of the job. run: this Metaflow run."""
+
+    name: str
+    run: str
+    config: RunConfig
+
+    @classmethod
+    def of(cls, flow: Any, run: str) -> Job:
+        """The job that a flow's step belongs to."""
+        return cls(name=flow.job, run=run, config=RunConfig.model_validate_json(json.dumps(flow.settings["config"])))
+
+    @property
+    def root_store(self) -> Store:
+        return Store.open(self.config.store)
+
+    @property
+    def store(self) -> Store:
+        return self.root_store.sub(job_prefix(self.name))
+
+    @property
+    def folder(self) -> Path:
+        return local_folder(self.name, self.config.store)
+
+    def events(self, process: str) -> EventLog:
+        """A log for one step of the flow; close it before the step ends."""
+        return EventLog(self.store, Origin(job=self.name, run=self.run, process=process))
+
+
+def local_folder(job: str, store_uri: str) -> Path:
+    """runs/<job> on this machine: the job itself when the store is runs/, else a folder for its reports and logs."""
+    folder = RUNS / job
+    in_store = RUNS / job_prefix(job)
+    if store_uri == str(RUNS):
+        in_store.mkdir(parents=True, exist_ok=True)
+        _link(folder, in_store.relative_to(RUNS))
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def mark_latest(job: str) -> None:
+    """runs/latest points to the job that was started last."""
+    _link(RUNS / "latest", Path(job))
+
+
+def _link(link: Path, target: Path) -> None:
+    """Point `link` at `target` in one step, so that no reader finds it missing."""
+    if link.is_symlink() and link.readlink() == target:
+        return
+    if link.exists() and not link.is_symlink():
+        return  # a folder of an earlier job with another store: leave what is there
+    fresh = link.with_name(f".{link.name}.new")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target)
+    fresh.replace(link)

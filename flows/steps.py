@@ -1,0 +1,173 @@
+"""What the steps of the flow do: each function joins the rooms that its step is about. No training code here."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from metaflow import current
+
+from flows.job import PROJECT_ROOT, Job, mark_latest
+from infra.events import OUTCOME, PLAN, PREFLIGHT, PREPARED, read_events
+from infra.outcome import Outcome
+
+
+class StepFailed(Exception):
+    """A step that ends the run with an outcome of its own; the launcher turns it into the exit code."""
+
+    def __init__(self, outcome: Outcome, message: str) -> None:
+        super().__init__(f"{outcome.value}: {message}")
+        self.outcome = outcome
+
+
+@dataclass(frozen=True)
+class GangShape:
+    """Nodes and ranks of the gang that really runs."""
+
+    nodes: int
+    processes_per_node: int
+
+
+def begin_job(flow: Any) -> None:
+    """Create the job's place in the store and write its configuration there."""
+    job = Job.of(flow, current.run_id)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    mark_latest(job.name)
+    job.store.put("config.json", json.dumps(flow.settings, indent=1, sort_keys=True).encode())
+    say(f"job {job.name}: {job.config.training.max_steps} steps, store {job.store.uri}")
+
+
+def check(flow: Any) -> list[dict]:
+    """Run every room's checks; raise StepFailed when one of them forbids the run."""
+    from cost.checks import CHECKS as cost_checks
+    from infra.checks import CHECKS as infra_checks
+    from infra.preflight import PreflightContext, blocking, render_results, run_checks
+    from training.checks import CHECKS as training_checks
+
+    job = Job.of(flow, current.run_id)
+    context = PreflightContext(
+        config=job.config, project_root=PROJECT_ROOT, config_path=Path(flow.settings["path"])
+    )
+    results = run_checks([*infra_checks, *cost_checks, *training_checks], context)
+    say(render_results(results))
+    records = [result.to_json() for result in results]
+    failed = blocking(results)
+    with job.events("preflight") as events:
+        events.emit(PREFLIGHT, results=records)
+        if failed:
+            events.emit(OUTCOME, outcome=Outcome.PREFLIGHT.value, message=f"{len(failed)} checks failed")
+    if failed:
+        raise StepFailed(Outcome.PREFLIGHT, ", ".join(result.id for result in failed))
+    return records
+
+
+def plan_capacity(flow: Any) -> dict:
+    """The plan as JSON. Raises StepFailed when budget, deadline or capacity cannot be kept."""
+    from cost.plan import make_plan
+    from cost.plan_text import render_plan
+
+    job = Job.of(flow, current.run_id)
+    plan = make_plan(job.config, now_utc=time.time(), simulated=True)
+    say(render_plan(plan))
+    with job.events("plan") as events:
+        events.emit(PLAN, **plan.to_json())
+        if plan.refusal:
+            events.emit(OUTCOME, outcome=plan.refusal.outcome.value, message=plan.refusal.message)
+    if plan.refusal:
+        raise StepFailed(plan.refusal.outcome, f"{plan.refusal.message} ({plan.refusal.hint})")
+    return plan.to_json()
+
+
+def prepare_tokens(flow: Any) -> dict:
+    """Token shards in the store, built once for the same text: their fingerprint and figures."""
+    from training.data import prepare_tokens as prepare
+
+    job = Job.of(flow, current.run_id)
+    tokens = prepare(job.config.data, job.root_store, project_root=PROJECT_ROOT)
+    say(
+        f"{tokens.files:,} files, {tokens.train_tokens:,} tokens to train on and {tokens.held_out_tokens:,} held out, "
+        f"unigram entropy {tokens.unigram_entropy_nats:.4f} nats"
+    )
+    with job.events("prepare") as events:
+        events.emit(PREPARED, **tokens.to_json())
+    return tokens.to_json()
+
+
+def gang_shape(flow: Any) -> GangShape:
+    """Numbers of the configuration; `auto` follows the plan."""
+    job = Job.of(flow, current.run_id)
+    chosen = flow.capacity["chosen"]
+    cluster = job.config.cluster
+    return GangShape(
+        nodes=chosen["nodes"] if cluster.nodes == "auto" else cluster.nodes,
+        processes_per_node=(
+            chosen["processes_per_node"] if cluster.processes_per_node == "auto" else cluster.processes_per_node
+        ),
+    )
+
+
+def train_node(flow: Any, this: Any) -> dict:
+    """Run this node's part of the gang. Raises what a new attempt can cure: a death, or a drain after a notice."""
+    from cost.ledger import spent_usd
+    from cost.plan import Plan
+    from infra.process import die_with_parent
+    from training.launch import GangSpec, run_gang
+    from training.launch.ports import control_ports
+
+    # Nothing of a job outlives it: when the scheduler or the control task is killed, so is this node.
+    die_with_parent()
+    job = Job.of(flow, this.run_id)
+    shape = gang_shape(flow)
+    plan = Plan.from_json(flow.capacity)
+    spent = spent_usd(read_events(job.store))
+    outcome = run_gang(
+        GangSpec(
+            job=job.name,
+            run=this.run_id,
+            attempt=this.retry_count,
+            node=this.parallel.node_index,
+            nodes=shape.nodes,
+            processes_per_node=shape.processes_per_node,
+            main_address=this.parallel.main_ip,
+            config=job.config.model_dump(mode="json"),
+            store_uri=job.config.store,
+            tokens=flow.tokens["fingerprint"],
+            log_folder=str(job.folder / "logs"),
+            terms=plan.terms(spent_usd=spent).to_json(),
+            rehearse=flow.rehearse or None,
+            candidate_ports=control_ports(this.run_id, this.retry_count),
+        )
+    )
+    if outcome.outcome == Outcome.INTERRUPTED:
+        raise StepFailed(Outcome.INTERRUPTED, f"drained at step {outcome.step}: {outcome.message}")
+    return {"outcome": outcome.outcome, "step": outcome.step, "weights_sha256": outcome.weights_sha256}
+
+
+def write_report(flow: Any) -> dict:
+    """Build the report from all events of the job and put it into the store and this machine's runs/<job>/."""
+    from flows.reporting import write_report as write
+
+    return write(Job.of(flow, current.run_id)).to_json()
+
+
+def frames(report: dict) -> tuple[Any, Any]:
+    """Loss curve and ledger as pandas DataFrames, for notebooks."""
+    from cost.frames import ledger_frame, loss_frame
+    from cost.report import RunReport
+
+    run_report = RunReport.from_json(report)
+    return loss_frame(run_report), ledger_frame(run_report)
+
+
+def conclude(flow: Any) -> None:
+    """Fail the run when the job is not complete: a run that looks like success must be one."""
+    outcome = Outcome(flow.run_report["outcome"])
+    if outcome is not Outcome.COMPLETED:
+        raise StepFailed(outcome, f"the job is not complete; report: runs/{flow.job}/report.html")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)

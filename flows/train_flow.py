@@ -1,0 +1,92 @@
+"""The story of a job: check, plan, prepare, train, report. Run it with
+
+    python flows/train_flow.py run [--config configs/laptop.yaml] [--set model.num_layers=8] [--rehearse node-loss@60%]
+
+Each step is a few lines; what happens in it lives in `training/`, `cost/` and `infra/`. `train` runs on every node of
+the gang, is retried from the last commit when something dies, and never decides how the run ends: `report` tells it in
+any case, and `end` fails the run when the job is not complete.
+"""
+
+import sys
+from pathlib import Path
+
+# The rooms are this file's siblings; in a code package they lie beside it.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from flows import launcher
+
+# Before Metaflow is imported: it reads its environment then, and a bad configuration should not have to wait for it.
+launcher.prepare(__name__)
+
+from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, package_sources, parallel, retry, step
+
+from flows import cards, steps
+from flows.local import local  # noqa: F401 - makes `--with local` known
+
+
+@package_sources(["../flows", "../training", "../cost", "../infra"], suffixes=[".py", ".yaml", ".csv"])
+class TrainFlow(FlowSpec):
+    """Cost-aware training that survives interruptions."""
+
+    settings = Parameter("config", type=JSONType, required=True, help="YAML file of the job (configs/laptop.yaml)")
+    job_name = Parameter("job", default="", help="name of the job; a job of that name is continued (default: the run id)")
+    rehearse = Parameter("rehearse", default="", help="inject a fault: node-loss@60%[:node=N], rank-kill@step:120[:rank=N]")
+
+    @step
+    def start(self):
+        """Name the job, which outlives this run, and write its configuration down."""
+        self.job = self.job_name or current.run_id
+        steps.begin_job(self)
+        self.next(self.preflight)
+
+    @step
+    def preflight(self):
+        """Check everything that can be checked before money is spent; all problems at once."""
+        self.checks = steps.check(self)
+        self.next(self.plan)
+
+    @step
+    def plan(self):
+        """Choose the cheapest capacity that fits and meets the deadline, or refuse and say which limit binds."""
+        self.capacity = steps.plan_capacity(self)
+        self.next(self.prepare)
+
+    @step
+    def prepare(self):
+        """Turn the text into token shards, once; then start the gang."""
+        self.tokens = steps.prepare_tokens(self)
+        self.num_nodes = steps.gang_shape(self).nodes
+        self.next(self.train, num_parallel=self.num_nodes)
+
+    @catch(var="train_failure", print_exception=False)
+    @retry(times=4, minutes_between_retries=0)
+    @parallel
+    @step
+    def train(self):
+        """On every node: run its ranks from the last commit to the end."""
+        self.gang_outcome = steps.train_node(self, current)
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        """One story again."""
+        self.merge_artifacts(inputs, include=["job", "capacity", "checks", "tokens", "num_nodes"])
+        self.next(self.report)
+
+    @card(type="blank", id="report")
+    @step
+    def report(self):
+        """Fold the events of every attempt into one report: what was trained, what it cost, what was lost."""
+        self.run_report = steps.write_report(self)
+        self.loss_frame, self.ledger_frame = steps.frames(self.run_report)
+        cards.show_report(current.card["report"], self.run_report)
+        self.next(self.end)
+
+    @step
+    def end(self):
+        """Succeed only when the job is complete."""
+        steps.conclude(self)
+
+
+if __name__ == "__main__":
+    launcher.run(TrainFlow)

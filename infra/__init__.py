@@ -1,0 +1,1 @@
+"""The ground: typed configuration, object store, event log, preflight mechanism. Imports nothing else of ours."""

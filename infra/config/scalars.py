@@ -1,0 +1,210 @@
+"""From what is written in YAML to a value of the type that the schema expects there.
+
+Scalars are read by the rules of YAML 1.2, since those of 1.1, which PyYAML follows, surprise: to it ``1e-3`` is a text,
+``012`` is ten, ``1:30`` is ninety and ``no`` is false.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+
+from infra.config.document import foreign_tag
+
+Value = None | bool | int | float | str
+
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
+_NON_FINITE = re.compile(r"[-+]?\.?(inf|nan|infinity)", re.IGNORECASE)
+_GROUPED = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+")
+_YAML_1_1_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
+_LARGEST = 10**15  # far above anything sensible, and exact as a float
+
+
+class Mismatch(Exception):
+    """The value does not fit. message goes on from the name of the key: "must be a whole number, not …"."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a field takes: some of int, float, str, bool, list, and names out of a fixed set, and perhaps nothing."""
+
+    types: frozenset[type]
+    choices: tuple[str, ...]
+    nullable: bool
+
+    @classmethod
+    def of(cls, annotation: Any) -> Expected:
+        """Read from the annotation of a field, such as ``int | Literal["auto"]``."""
+        types, choices, nullable = set(), [], False
+        for part in _alternatives(annotation):
+            if part in (None, type(None)):
+                nullable = True
+            elif get_origin(part) is Literal:
+                choices += [str(choice) for choice in get_args(part)]
+            else:
+                types.add(get_origin(part) or part)
+        return cls(frozenset(types), tuple(choices), nullable)
+
+    def __str__(self) -> str:
+        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts"}
+        parts = [name for kind, name in names.items() if kind in self.types]
+        if len(self.choices) > 1:
+            parts.append("one of " + ", ".join(self.choices))
+        else:
+            parts += self.choices
+        return " or ".join(parts + ["null"] * self.nullable)
+
+
+def convert(node: yaml.Node, expected: Expected) -> Any:
+    """The value of a node. Raises Mismatch, which says what was given and what is expected."""
+    tag = foreign_tag(node)
+    if tag is not None:
+        raise Mismatch(f"has the tag {tag}, which a configuration has no use for", "remove the tag")
+    if isinstance(node, yaml.SequenceNode):
+        if list not in expected.types:
+            raise Mismatch(f"must be {expected}, not a list")
+        return [_convert_item(item, number) for number, item in enumerate(node.value, start=1)]
+    if isinstance(node, yaml.MappingNode):
+        raise Mismatch(f"must be {expected}, not a section", _mapping_hint(expected))
+    return _convert_scalar(node, expected)
+
+
+def describe(node: yaml.Node) -> str:
+    """What was given, in words."""
+    if isinstance(node, yaml.ScalarNode):
+        return _describe_value(_interpret(node))
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a section"
+
+
+def nearest(word: str, known: list[str] | tuple[str, ...]) -> str | None:
+    """The known word that was probably meant, whatever its case and its dashes."""
+    folded = {_fold(name): name for name in known}
+    matches = difflib.get_close_matches(_fold(word), folded, n=1, cutoff=0.7)
+    return folded[matches[0]] if matches else None
+
+
+def _convert_item(node: yaml.Node, number: int) -> str:
+    try:
+        return convert(node, Expected(frozenset({str}), (), False))
+    except Mismatch as mismatch:
+        raise Mismatch(f"item {number} {mismatch.message}", mismatch.hint) from None
+
+
+def _convert_scalar(node: yaml.ScalarNode, expected: Expected) -> Any:
+    text, types = node.value, expected.types
+    value = _interpret(node)
+    if isinstance(value, str):
+        return _convert_text(node, text, expected)
+    if value is None:
+        if expected.nullable:
+            return None
+        raise Mismatch(f"has no value; it must be {expected}", "remove the line for the default")
+    if isinstance(value, bool):
+        if bool in types:
+            return value
+    elif isinstance(value, int) and types & {int, float}:
+        if abs(value) > _LARGEST:
+            raise Mismatch(f"is too large: more than {_LARGEST:.0e}")
+        return value if int in types else float(value)
+    elif isinstance(value, float) and float in types:
+        if not math.isfinite(value):
+            raise Mismatch(f"must be a finite number, not {text}")
+        return value
+    hint = None
+    if isinstance(value, float) and int in types and value.is_integer() and abs(value) <= _LARGEST:
+        hint = f"write {int(value)}"
+    if str in types:
+        hint = f'put it in quotes: "{text}"'
+    raise Mismatch(f"must be {expected}, not {_describe_value(value)}", hint)
+
+
+def _convert_text(node: yaml.ScalarNode, text: str, expected: Expected) -> Any:
+    types, plain = expected.types, node.style is None
+    if text in expected.choices or str in types:
+        return text
+    if bool in types and plain and text.lower() in _YAML_1_1_BOOLS:
+        return _YAML_1_1_BOOLS[text.lower()]
+    if float in types and _NON_FINITE.fullmatch(text):
+        raise Mismatch(f"must be a finite number, not {text}")
+    raise Mismatch(f"must be {expected}, not the text {_quoted(text)}", _text_hint(text, expected, plain))
+
+
+def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:
+    numeric = bool(expected.types & {int, float})
+    if not plain and (numeric or bool in expected.types) and not isinstance(_interpret_plain(text), str):
+        return f"remove the quotes: {text}"
+    if numeric and _LEADING_ZERO.fullmatch(text):
+        return f"write {text.lstrip('+').replace('_', '').lstrip('0') or '0'}: a leading zero may mean an octal number"
+    if numeric and _GROUPED.fullmatch(text):
+        return f"write {text.replace(',', '')}"
+    if list in expected.types:
+        return f"write [{text}]"
+    close = nearest(text, expected.choices)
+    return f"did you mean {close}?" if close else None
+
+
+def _interpret(node: yaml.ScalarNode) -> Value:
+    return _interpret_plain(node.value) if node.style is None else node.value
+
+
+def _interpret_plain(text: str) -> Value:
+    """An unquoted scalar by YAML 1.2's core schema, with the underscores of 1.1 in numbers."""
+    if text in ("", "~", "null", "Null", "NULL"):
+        return None
+    if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
+        return text.lower() == "true"
+    digits = text.replace("_", "")
+    if _INTEGER.fullmatch(text):
+        return int(digits[:1000], 0)  # Python refuses thousands of digits; too large is too large
+    if _LEADING_ZERO.fullmatch(text):
+        return text
+    if _FLOAT.fullmatch(text):
+        return float(digits)
+    if re.fullmatch(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", text):
+        return float(text.replace(".", ""))
+    return text
+
+
+def _describe_value(value: Value) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"the text {_quoted(value)}"
+    return f"the number {value}"
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "…")
+
+
+def _mapping_hint(expected: Expected) -> str | None:
+    return "quote a text that has ': ' in it" if str in expected.types else None
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """The members of a union, unwrapped from Annotated."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [part for member in get_args(annotation) for part in _alternatives(member)]
+    return [annotation]
+
+
+def _fold(word: str) -> str:
+    return word.strip().lower().replace("-", "_").replace(" ", "_")

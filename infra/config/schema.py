@@ -1,0 +1,123 @@
+"""The one typed configuration of a job. Plain data: no torch, no I/O, safe to import anywhere.
+
+Shapes and cross-field rules live in `infra.config.rules`; reading files and saying what is wrong with them in
+`infra.config.load`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A frozen section that knows no key beyond its own and converts no type behind the user's back."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class ModelConfig(Section):
+    """The shape of the causal language model."""
+
+    hidden_size: int = Field(128, ge=1, description="width of the residual stream")
+    num_layers: int = Field(4, ge=1, description="transformer blocks")
+    num_heads: int = Field(4, ge=1, description="attention heads; must divide hidden_size")
+    sequence_length: int = Field(128, ge=2, description="tokens per sample")
+    vocab_size: int = Field(256, ge=2, description="size of the vocabulary; 256 for bytes")
+
+
+class SchedulerConfig(Section):
+    """Learning rate over steps."""
+
+    type: Literal["constant", "linear_warmup", "cosine", "wsd"] = Field(
+        "cosine", description="all warm up first; wsd holds, then decays over the last fifth"
+    )
+    warmup_steps: int = Field(20, ge=0, description="steps of linear warm-up from zero")
+    final_ratio: float = Field(0.1, ge=0, le=1, description="last learning rate as a share of the peak")
+
+
+class TrainingConfig(Section):
+    """Optimisation. batch_size counts global sequences per step at any world size."""
+
+    batch_size: int = Field(32, ge=1, description="global sequences per step, whatever the world size")
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per step and rank")
+    max_steps: int = Field(300, ge=1, description="optimizer steps of the job")
+    seed: int = Field(1234, ge=0, description="initial weights and data order")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay on matrices")
+    gradient_clip_norm: float | None = Field(1.0, gt=0, description="global norm limit; null turns clipping off")
+    evaluation_interval_steps: int = Field(100, ge=1, description="steps between held-out evaluations")
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+
+class DataConfig(Section):
+    """Text to train on. Without a path: the standard library of the running Python, tests excluded."""
+
+    path: str | None = Field(None, description="folder, file or glob; null: the interpreter's standard library")
+    suffixes: list[str] = Field([".py"], description="file endings taken from a folder")
+    tokenizer: Literal["bytes"] = Field("bytes", description="one token per byte")
+    held_out_fraction: float = Field(0.05, gt=0, lt=1, description="share of the files kept for evaluation")
+    held_out_samples: int = Field(64, ge=1, description="sequences per evaluation")
+
+
+class ParallelConfig(Section):
+    """How the model is spread over ranks."""
+
+    mode: Literal["ddp", "fsdp2"] = Field("fsdp2", description="replicate (ddp) or shard (fsdp2)")
+
+
+class FsdpConfig(Section):
+    """Options of the sharded modes."""
+
+    use_mixed_precision: bool = Field(False, description="bfloat16 compute, float32 gradient reduction")
+
+
+class ClusterConfig(Section):
+    """The gang: how many nodes and ranks, and how long its parts may keep each other waiting."""
+
+    nodes: Count | Literal["auto"] = Field(2, description="nodes, or auto: as the plan says")
+    processes_per_node: Count | Literal["auto"] = Field(1, description="ranks per node, or auto: one per GPU")
+    instance_types: list[str] = Field([], description="candidates by name or prefix (g5, p4d); empty: all")
+    market: Literal["auto", "spot", "on_demand"] = Field("auto", description="which markets the plan may choose")
+    backend: Literal["local", "batch", "kubernetes"] = Field(
+        "batch", description="what the plan is made for: AWS Batch runs no several nodes on Spot, Kubernetes does"
+    )
+    start_deadline_seconds: float = Field(120.0, gt=0, description="for all nodes and ranks to have joined")
+    step_deadline_seconds: float = Field(300.0, gt=0, description="without progress of a rank")
+
+
+class CheckpointConfig(Section):
+    """Commits: how often and how many."""
+
+    interval_steps: int = Field(50, ge=1, description="steps between commits")
+    keep_last: int = Field(3, ge=1, description="commits kept")
+    deadline_seconds: float = Field(120.0, gt=0, description="for one save to be durable")
+
+
+class CostConfig(Section):
+    """The limits the plan and the run must keep."""
+
+    budget_usd: float | None = Field(None, gt=0, description="the most the job may cost")
+    deadline_hours: float | None = Field(None, gt=0, description="hours from the start to the finish")
+
+
+class RunConfig(Section):
+    """All of a job's configuration."""
+
+    store: str = Field("runs", description="folder or s3://bucket/prefix; relative: from the project's root")
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    data: DataConfig = DataConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    fsdp: FsdpConfig = FsdpConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    cost: CostConfig = CostConfig()
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.training.batch_size * self.model.sequence_length

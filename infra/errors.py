@@ -1,0 +1,19 @@
+"""The exceptions of the ground. Each maps to an outcome of the public contract."""
+
+from __future__ import annotations
+
+from infra.outcome import Outcome
+
+
+class InfraError(Exception):
+    """Anything the ground could not do. `outcome` says how a job that dies of it ends."""
+
+    outcome = Outcome.FAILED
+
+
+class StoreError(InfraError):
+    """The object store did not do what was asked, within its deadline. Names store, key, operation and cause."""
+
+
+class ObjectNotFound(StoreError):
+    """There is no object under that key."""

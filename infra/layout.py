@@ -1,0 +1,82 @@
+"""Where everything of a job lies in its store. These keys are a public, versioned contract.
+
+    <store>/jobs/<job>/config.json
+                       events/<generation>/<node>-<rank>-<segment>.jsonl
+                       generations/<generation>-<id>.json
+                       data/<generation>-<id>/...   index/<generation>-<id>/...
+                       commits/<inverted step>/<inverted generation>/<sha256 of the manifest>.json
+                       quarantine/<sha256>.json   tombstones/<sha256>.json    commits never to be read again; being deleted
+                       report.json  report.html  metrics.prom
+    <store>/tokens/<sha256>/...
+"""
+
+from __future__ import annotations
+
+_STEP_LIMIT = 10**12 - 1
+_GENERATION_LIMIT = 10**6 - 1
+
+
+def job_prefix(job: str) -> str:
+    return f"jobs/{job}"
+
+
+def tokens_prefix(fingerprint: str) -> str:
+    return f"tokens/{fingerprint}"
+
+
+def generation_name(generation: int, generation_id: str) -> str:
+    """The name of one start of the gang, such as ``000002-9f3c01ab``."""
+    return f"{generation:06d}-{generation_id}"
+
+
+def generation_key(generation: int, generation_id: str) -> str:
+    return f"generations/{generation_name(generation, generation_id)}.json"
+
+
+def event_key(generation: int, node: int | str, rank: int | str, segment: str) -> str:
+    """``rank`` is a number, or the name of a process that is no rank (``agent``, a flow step)."""
+    return f"events/{generation:06d}/{node}-{rank}-{segment}.jsonl"
+
+
+def data_key(generation: str, step: int, rank: int) -> str:
+    """``generation`` is a `generation_name`: its random id keeps two gangs from ever sharing a key."""
+    return f"{data_prefix(generation, step)}{rank:05d}.bin"
+
+
+def data_prefix(generation: str, step: int) -> str:
+    return f"data/{generation}/{step:012d}/"
+
+
+def index_prefix(generation: str, step: int) -> str:
+    return f"index/{generation}/{step:012d}/"
+
+
+def index_key(generation: str, step: int, rank: int) -> str:
+    return f"{index_prefix(generation, step)}{rank:05d}.json"
+
+
+def commit_prefix(step: int, generation: int) -> str:
+    """Inverted numbers: a plain ascending listing begins with the newest step."""
+    return f"commits/{_STEP_LIMIT - step:012d}/{_GENERATION_LIMIT - generation:06d}/"
+
+
+def commit_key(step: int, generation: int, sha256: str) -> str:
+    return f"{commit_prefix(step, generation)}{sha256}.json"
+
+
+def parse_commit_key(key: str) -> tuple[int, int, str]:
+    """(step, generation, sha256 of the manifest) of a commit key. Raises ValueError for any other key."""
+    head, inverted_step, inverted_generation, name = key.split("/")
+    if head != "commits" or not name.endswith(".json"):
+        raise ValueError(f"not a commit key: {key}")
+    return _STEP_LIMIT - int(inverted_step), _GENERATION_LIMIT - int(inverted_generation), name[: -len(".json")]
+
+
+def quarantine_key(sha256: str) -> str:
+    """Says why the commit with this manifest is never to be restored again."""
+    return f"quarantine/{sha256}.json"
+
+
+def tombstone_key(sha256: str) -> str:
+    """Stands from before the first key of a commit is deleted until after the last is."""
+    return f"tombstones/{sha256}.json"

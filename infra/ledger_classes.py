@@ -1,0 +1,21 @@
+"""The classes into which every paid rank-second falls, each in exactly one: written by training, summed by cost."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class LedgerClass(StrEnum):
+    """Where paid time goes. Ranks report all but the last three, which follow from the whole event log."""
+
+    USEFUL_STEP = "useful_step"  # forward, backward, optimizer of a step that is part of the final weights
+    DATA_WAIT = "data_wait"  # waiting for the next batch
+    CHECKPOINT_STALL = "checkpoint_stall"  # training held up by a save
+    EVALUATION = "evaluation"
+    STARTUP = "startup"  # from the node's start to the first step: processes, rendezvous, model
+    RESTORE = "restore"  # reading a commit
+    SHUTDOWN = "shutdown"  # from the last step to the node's end
+    HANG = "hang"  # no progress, until it was noticed
+    REDONE_STEP = "redone_step"  # a step whose result was thrown away and had to be computed again
+    INTERRUPTION = "interruption"  # from a rank's last sign of life to its node's end, in a generation cut short
+    UNATTRIBUTED = "unattributed"  # paid, but no interval covers it

@@ -1,0 +1,178 @@
+"""One object store for everything: a local folder (the embedded default) or S3, through the same code path.
+
+A `put` that returned is durable: on S3 by the service's promise, locally by fsync of the file and its folders
+(obstore's LocalStore renames into place but never syncs). Keys are never overwritten by checkpoint code; reports are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore.exceptions import BaseError, NotFoundError
+from obstore.store import LocalStore, S3Store
+
+from infra.errors import ObjectNotFound, StoreError
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class ObjectMeta:
+    """key relative to the store, size in bytes, modified as Unix time."""
+
+    key: str
+    size: int
+    modified: float
+
+
+class Store:
+    """Keys are relative to the store's root, parts joined by "/". Not fork-safe: open one per process."""
+
+    def __init__(self, backend: Any, uri: str, root: Path | None, prefix: str = "") -> None:
+        self._backend = backend
+        self._root = root
+        self._prefix = prefix.strip("/")
+        self.uri = uri.rstrip("/")
+
+    @classmethod
+    def open(cls, uri: str, *, request_timeout_seconds: float = 60.0) -> Store:
+        """Open a folder (created when missing) or ``s3://bucket/prefix``.
+
+        request_timeout_seconds bounds each whole request, retries by obstore included.
+        S3 credentials, region and endpoint come from the environment (AWS_ENDPOINT_URL, AWS_REGION ...).
+        """
+        if uri.startswith("s3://"):
+            bucket, _, prefix = uri[len("s3://") :].partition("/")
+            limit = timedelta(seconds=request_timeout_seconds)
+            backend = S3Store(
+                bucket,
+                client_options={"timeout": limit, "allow_http": True},
+                retry_config={"max_retries": 4, "retry_timeout": limit},
+                unsigned_payload=True,
+            )
+            return cls(backend, uri, None, prefix)
+        if "://" in uri and not uri.startswith("file://"):
+            raise StoreError(f"store {uri!r}: unknown kind; use a folder or s3://bucket/prefix")
+        root = Path(uri.removeprefix("file://")).expanduser().resolve()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            return cls(LocalStore(root), str(root), root)
+        except (OSError, BaseError) as error:
+            raise StoreError(f"store {root}: cannot be opened: {error}") from error
+
+    def sub(self, prefix: str) -> Store:
+        """The same store, seen from below `prefix`."""
+        return Store(self._backend, f"{self.uri}/{prefix.strip('/')}", self._root, self._full(prefix))
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Write the whole object and make it durable. Raises StoreError."""
+        with self._translated("put", key):
+            obstore.put(self._backend, self._full(key), memoryview(data).cast("B"))
+            if self._root is not None:
+                _sync_file(self._root / self._full(key), self._root)
+
+    def get(self, key: str) -> bytes:
+        """The whole object. Raises ObjectNotFound or StoreError."""
+        with self._translated("get", key):
+            return bytes(obstore.get(self._backend, self._full(key)).bytes())
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """`length` bytes from `start`. A shorter object raises StoreError, so that truncation is never silent."""
+        if length == 0:
+            return b""
+        with self._translated("get", key):
+            data = bytes(obstore.get_range(self._backend, self._full(key), start=start, length=length))
+        if len(data) != length:
+            raise StoreError(f"get {self.uri}/{key}: {len(data)} bytes at {start}, expected {length}: truncated")
+        return data
+
+    def head(self, key: str) -> ObjectMeta | None:
+        """Size and time of an object, or None when there is none."""
+        try:
+            with self._translated("head", key):
+                return self._meta(obstore.head(self._backend, self._full(key)))
+        except ObjectNotFound:
+            return None
+
+    def list(self, prefix: str = "", *, limit: int | None = None) -> list[ObjectMeta]:
+        """Objects below the folder `prefix`, sorted by key; at most `limit` of them when given."""
+        return sorted(self._scan(prefix, limit), key=lambda meta: meta.key)[:limit]
+
+    def delete(self, key: str) -> None:
+        """Remove an object; one that is already gone is no error."""
+        try:
+            with self._translated("delete", key):
+                obstore.delete(self._backend, self._full(key))
+        except ObjectNotFound:
+            pass
+
+    def local_path(self, key: str) -> Path | None:
+        """Where the object lies on this machine's disk, or None for a remote store."""
+        return None if self._root is None else self._root / self._full(key)
+
+    def _scan(self, prefix: str, limit: int | None) -> Iterator[ObjectMeta]:
+        with self._translated("list", prefix):
+            # A local listing is unsorted, so that a limit can only be applied to the whole of it.
+            chunk = 1000 if limit is None or self._root is not None else limit
+            seen = 0
+            for batch in obstore.list(self._backend, self._full(prefix) or None, chunk_size=chunk):
+                for item in batch:
+                    yield self._meta(item)
+                seen += len(batch)
+                if limit is not None and self._root is None and seen >= limit:
+                    return
+
+    def _full(self, key: str) -> str:
+        key = key.strip("/")
+        return f"{self._prefix}/{key}".strip("/") if self._prefix else key
+
+    def _meta(self, item: Any) -> ObjectMeta:
+        path = item["path"]
+        key = path[len(self._prefix) + 1 :] if self._prefix else path
+        return ObjectMeta(key, int(item["size"]), item["last_modified"].timestamp())
+
+    def _translated(self, operation: str, key: str) -> _Translated:
+        return _Translated(f"{operation} {self.uri}/{key}")
+
+
+class _Translated:
+    """Turns the library's exceptions into ours, with store, key and operation in one line."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, NotFoundError | FileNotFoundError):
+            raise ObjectNotFound(f"{self._what}: no such object") from error
+        if isinstance(error, BaseError | OSError):
+            cause = " ".join(str(error).split())
+            raise StoreError(f"{self._what}: {cause[:500]}") from error
+        return False
+
+
+def _sync_file(path: Path, root: Path) -> None:
+    """fsync a file and each folder up to `root`: a name is durable only when its folder is."""
+    _fsync(path, os.O_RDONLY)
+    folder = path.parent
+    while True:
+        _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
+        if folder == root:
+            return
+        folder = folder.parent
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

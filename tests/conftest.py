@@ -1,0 +1,18 @@
+"""Shared set-up of all tests: the interpreter's folder on PATH, and nothing of the user's environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test may depend on variables that a cluster or a shell happens to have set."""
+    for name in list(os.environ):
+        if name.startswith(("METAFLOW_", "EBBFLOW_", "AWS_", "MF_PARALLEL_")) or name in {"RANK", "WORLD_SIZE"}:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))

@@ -1,0 +1,37 @@
+"""The exceptions of training. Each maps to an outcome of the public contract."""
+
+from __future__ import annotations
+
+from infra.outcome import Outcome
+
+
+class TrainingError(Exception):
+    """Anything training could not do. `outcome` says how a job that dies of it ends."""
+
+    outcome = Outcome.FAILED
+
+
+class CheckpointError(TrainingError):
+    """A save, commit or restore that did not happen. Names the rank, the key and the cause."""
+
+
+class CorruptCommit(CheckpointError):
+    """Stored bytes are not the bytes that were saved: flipped, truncated, swapped or missing."""
+
+
+class CommitMismatch(CheckpointError):
+    """A sound commit that belongs to another model or optimizer than the one it is loaded into."""
+
+    outcome = Outcome.CONFIG
+
+
+class DamagedLineage(CheckpointError):
+    """The generation records do not make one chain, so that nobody can say which commit is the newest."""
+
+
+class TwoLaunchers(DamagedLineage):
+    """Two launchers opened the same generation of one job. Names both records."""
+
+
+class GenerationSuperseded(CheckpointError):
+    """A newer generation of the job was opened: this gang is a zombie and its later commits would never be used."""

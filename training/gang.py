@@ -1,0 +1,116 @@
+"""All the ranks that must live together, as one of them sees it: who it is, and how it hears of the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.errors import RendezvousError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gang:
+    """One rank's place. device: where its model lives; `alone` when there is nobody to talk to."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def alone(self) -> bool:
+        return self.world_size == 1
+
+    def gather(self, row: Tensor) -> Tensor:
+        """Every rank's row [k] as [world_size, k], equal on all ranks. Collective."""
+        if self.alone:
+            return row[None]
+        rows = row.new_empty(self.world_size * row.numel())
+        dist.all_gather_into_tensor(rows, row)
+        return rows.view(self.world_size, -1)
+
+
+def connect(*, start_seconds: float, collective_seconds: float, generation: str) -> Gang:
+    """Join the gang that torchrun's environment names, or stand alone without one.
+
+    start_seconds: for all ranks to have come. collective_seconds: for any one collective. generation: keeps this
+    gang's keys apart from those of a dead one on the same store. Raises RendezvousError, which names the missing.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = _own_device()
+    if "MASTER_ADDR" in os.environ:
+        store = _open_store(os.environ, rank, world_size, start_seconds)
+        store = dist.PrefixStore(generation, store)
+        _roll_call(store, rank, world_size, start_seconds)
+        store.set_timeout(timedelta(seconds=start_seconds))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=collective_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+    return Gang(rank=rank, world_size=world_size, device=device)
+
+
+def disconnect() -> None:
+    """After an orderly end only: with a dead peer, tearing the group down can wait for it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _own_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seconds: float) -> dist.Store:
+    """The key-value store of the gang. Under torchrun its agent keeps it, else rank 0 does."""
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=rank == 0 and not kept_by_agent,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,  # the roll-call does this, and names the missing
+            multi_tenant=True,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        keeper = "torchrun's agent" if kept_by_agent else "rank 0"
+        raise RendezvousError(
+            f"rank {rank}: {keeper} did not answer at {host}:{port} within {seconds:g} s, so rank 0 counts as missing "
+            f"({' '.join(str(error).split())[:200]}); fix: look at its log, and at firewalls between the nodes"
+        ) from error
+
+
+def _roll_call(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
+    keys = [f"joined/{number}" for number in range(world_size)]
+    store.set(keys[rank], "1")
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except (dist.DistError, RuntimeError) as error:
+        missing = [str(number) for number, key in enumerate(keys) if not _is_set(store, key)]
+        raise RendezvousError(
+            f"rank {rank}: {world_size - len(missing)} of {world_size} ranks came within {seconds:g} s "
+            f"(cluster.start_deadline_seconds); missing: rank {', '.join(missing) or 'none, but the store is gone'}; "
+            "fix: look at the logs of the missing ranks first"
+        ) from error
+
+
+def _is_set(store: dist.Store, key: str) -> bool:
+    try:
+        return store.check([key])
+    except (dist.DistError, RuntimeError):
+        return False

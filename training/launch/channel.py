@@ -1,0 +1,173 @@
+"""Agents talking to each other: JSON lines over TCP, node 0 in the middle.
+
+Agents, not ranks, hold this conversation, so that a frozen rank cannot block the news of it. A closed connection is
+the fastest sign of a lost node; silence is the slower one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from training.errors import GangError
+
+Message = dict[str, Any]
+PING_SECONDS = 1.0
+SILENCE_SECONDS = 20.0
+
+
+class Connection:
+    """One peer. `receive` never blocks; `closed` is set when the peer went away or fell silent."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._socket = peer
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setblocking(False)
+        self._buffer = b""
+        self._heard = time.monotonic()
+        self._pinged = 0.0
+        self.closed = ""
+
+    def send(self, message: Message) -> None:
+        """Messages are a few hundred bytes: if the kernel's buffer cannot take one, the peer is not reading."""
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            self.closed = self.closed or f"connection lost: {error.strerror or error}"
+
+    def receive(self) -> list[Message]:
+        """All whole messages that have arrived, pings left out."""
+        self._read()
+        *lines, self._buffer = self._buffer.split(b"\n")
+        messages = [json.loads(line) for line in lines if line]
+        return [message for message in messages if message.get("kind") != "ping"]
+
+    def keep_alive(self) -> None:
+        now = time.monotonic()
+        if now - self._pinged >= PING_SECONDS:
+            self._pinged = now
+            self.send({"kind": "ping"})
+        if now - self._heard > SILENCE_SECONDS and not self.closed:
+            self.closed = f"silent for {now - self._heard:.0f} s"
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self) -> None:
+        while not self.closed:
+            try:
+                data = self._socket.recv(65536)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.closed = f"connection lost: {error.strerror or error}"
+                return
+            if not data:
+                self.closed = "connection closed"
+                return
+            self._heard = time.monotonic()
+            self._buffer += data
+
+
+class Lobby:
+    """Node 0's side of the roll-call: collects one connection for each other node."""
+
+    def __init__(self, address: str, ports: Sequence[int], token: str) -> None:
+        self._token = token
+        # A gang on one machine is nobody else's business.
+        self._listener = _listen("127.0.0.1" if address == "127.0.0.1" else "", ports)
+        self.port = self._listener.getsockname()[1]
+
+    def roll_call(self, nodes: int, deadline_seconds: float) -> dict[int, tuple[Connection, Message]]:
+        """Wait for nodes 1 to nodes - 1. Returns each one's connection and hello; raises GangError naming the missing."""
+        joined: dict[int, tuple[Connection, Message]] = {}
+        strangers: list[Connection] = []
+        limit = time.monotonic() + deadline_seconds
+        while len(joined) < nodes - 1:
+            if time.monotonic() > limit:
+                missing = sorted(set(range(1, nodes)) - set(joined))
+                raise GangError(
+                    f"roll-call: {len(joined) + 1} of {nodes} nodes joined within {deadline_seconds:g} s on port "
+                    f"{self.port}; missing: {', '.join(f'node {node}' for node in missing)}"
+                )
+            strangers += self._accept()
+            strangers = [peer for peer in strangers if not self._admit(peer, joined) and not peer.closed]
+            time.sleep(0.02)
+        return joined
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> list[Connection]:
+        accepted = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                accepted.append(Connection(self._listener.accept()[0]))
+        return accepted
+
+    def _admit(self, peer: Connection, joined: dict[int, tuple[Connection, Message]]) -> bool:
+        try:
+            hello = next(iter(peer.receive()), None)
+        except ValueError:
+            hello = {}
+        if hello is None:
+            return False
+        if hello.get("token") != self._token:
+            peer.send({"kind": "stranger"})
+            peer.close()
+            return True
+        peer.send({"kind": "welcome"})
+        joined[int(hello["node"])] = (peer, hello)
+        return True
+
+
+def join(address: str, ports: Sequence[int], token: str, hello: Message, deadline_seconds: float) -> Connection:
+    """Another node's side of the roll-call. Raises GangError when node 0 cannot be found in time."""
+    limit = time.monotonic() + deadline_seconds
+    last = "no answer"
+    while time.monotonic() < limit:
+        for port in ports:
+            try:
+                peer = socket.create_connection((address, port), timeout=min(5.0, deadline_seconds))
+            except OSError as error:
+                last = f"{address}:{port}: {error}"
+                continue
+            connection = Connection(peer)
+            connection.send({"kind": "hello", "token": token, **hello})
+            if _welcomed(connection, seconds=5.0):
+                return connection
+            last = f"{address}:{port}: somebody else listens there"
+            connection.close()
+        time.sleep(0.1)
+    raise GangError(
+        f"roll-call: node {hello['node']} could not reach node 0 within {deadline_seconds:g} s ({last})\n"
+        f"  hint: is node 0 running, and may nodes talk to each other on ports {min(ports)}-{max(ports)}?"
+    )
+
+
+def _welcomed(connection: Connection, seconds: float) -> bool:
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit and not connection.closed:
+        for message in connection.receive():
+            return message.get("kind") == "welcome"
+        time.sleep(0.01)
+    return False
+
+
+def _listen(address: str, ports: Sequence[int]) -> socket.socket:
+    for port in ports:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+        except OSError:
+            listener.close()
+            continue
+        listener.listen(128)
+        listener.setblocking(False)
+        return listener
+    raise GangError(f"none of the control ports {list(ports)} is free on this machine")

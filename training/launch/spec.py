@@ -1,0 +1,97 @@
+"""What a launcher tells a node, and what a node's agent tells a worker. Plain data, as JSON between processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+SPEC_VARIABLE = "EBBFLOW_SPEC"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangSpec:
+    """One node's view of a gang to run. Every node gets the same but for `node`.
+
+    main_address: where node 0's agent listens for the others.
+    attempt: counts the starts that the scheduler made (Metaflow's retry count, plus earlier runs of the job).
+    candidate_ports: control ports to try in order, the same on every node (see `control_ports`).
+    """
+
+    job: str
+    run: str
+    attempt: int
+    node: int
+    nodes: int
+    processes_per_node: int
+    main_address: str
+    config: dict
+    store_uri: str
+    tokens: str
+    log_folder: str
+    terms: dict | None = None
+    rehearse: str | None = None
+    candidate_ports: list[int] = field(default_factory=list)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.processes_per_node
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
+        first = self.node * self.processes_per_node
+        return range(first, first + self.processes_per_node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """What a worker process is to do. Rank and world size come from torchrun's environment contract.
+
+    candidates: commit keys to restore from, newest of the lineage first; empty: start afresh.
+    config: `RunConfig.model_dump(mode="json")`. tokens: fingerprint of the token shards.
+    rehearse: a fault to inject (`training.rehearse.Fault.to_json`), already known never to have fired.
+    colocated_ranks: ranks that share this machine's cores.
+    """
+
+    job: str
+    run: str
+    attempt: int
+    node: int
+    generation: int
+    generation_id: str
+    candidates: list[str]
+    config: dict
+    store_uri: str
+    tokens: str
+    terms: dict | None = None
+    rehearse: dict | None = None
+    colocated_ranks: int = 1
+    heartbeat_path: str | None = None
+    result_path: str | None = None
+    agent_pid: int | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerSpec:
+        return cls(**json.loads(text))
+
+    @classmethod
+    def from_environment(cls) -> WorkerSpec | None:
+        """The spec that this process's agent wrote, or None when it was started by torchrun or by hand."""
+        path = os.environ.get(SPEC_VARIABLE)
+        return cls.from_json(Path(path).read_text()) if path else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangOutcome:
+    """How a gang ended when it ended by itself: `outcome` is a value of `infra.outcome.Outcome`."""
+
+    outcome: str
+    step: int
+    generation: int
+    weights_sha256: str | None = None
+    message: str = ""

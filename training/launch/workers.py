@@ -1,0 +1,181 @@
+"""The worker processes of one node: start them, watch them, end them.
+
+Workers are started directly, with torchrun's environment contract, and not through torchrun: its agent imports torch
+before it starts anything, does not recover from a killed worker on gloo, and waits up to 1,801 s for a frozen one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from training.launch.heartbeat import Beat, Heartbeat
+from training.launch.spec import SPEC_VARIABLE, WorkerSpec
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailure:
+    """Why a rank ended. killed_by: signal name when it died of one. cascade: it only followed a peer's death."""
+
+    rank: int
+    message: str
+    killed_by: str | None = None
+    cascade: bool = False
+    timestamp: float = 0.0
+
+    @property
+    def priority(self) -> tuple[int, float]:
+        """Smaller is guiltier: killed by a signal, then an own exception by time, then what a lost peer caused."""
+        return (0 if self.killed_by else 2 if self.cascade else 1, self.timestamp)
+
+
+class Worker:
+    """One rank's process, its log, heartbeat and result, all in `folder`."""
+
+    def __init__(self, rank: int, local_rank: int, folder: Path, spec: WorkerSpec, environment: Mapping[str, str]) -> None:
+        self.rank = rank
+        self.log_path = folder / f"rank-{rank}.log"
+        self._result_path = folder / f"rank-{rank}.result.json"
+        self._error_path = folder / f"rank-{rank}.error.json"
+        heartbeat_path = folder / f"rank-{rank}.heartbeat"
+        spec_path = folder / f"rank-{rank}.spec.json"
+        self._heartbeat = Heartbeat.create(heartbeat_path)
+        own = replace(spec, heartbeat_path=str(heartbeat_path), result_path=str(self._result_path))
+        spec_path.write_text(own.to_json())
+        own_environment = dict(
+            environment,
+            RANK=str(rank),
+            LOCAL_RANK=str(local_rank),
+            TORCHELASTIC_ERROR_FILE=str(self._error_path),
+            **{SPEC_VARIABLE: str(spec_path)},
+        )
+        with open(self.log_path, "wb") as log:
+            # A session of its own: Ctrl-C reaches the agent alone, which then decides how its ranks end.
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "training"],
+                env=own_environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def beat(self) -> Beat:
+        return self._heartbeat.read()
+
+    def result(self) -> dict | None:
+        try:
+            return json.loads(self._result_path.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def failure(self) -> WorkerFailure | None:
+        """Why it ended, or None while it runs or when it ended well (a result was written)."""
+        code = self.process.poll()
+        if code is None or self.result() is not None:
+            return None
+        if code < 0:
+            name = signal.Signals(-code).name
+            return WorkerFailure(rank=self.rank, message=f"killed by {name}", killed_by=name, timestamp=time.time())
+        message, timestamp = self._error()
+        return WorkerFailure(rank=self.rank, message=message, cascade=_is_cascade(message), timestamp=timestamp)
+
+    def log_tail(self, lines: int = 20) -> str:
+        try:
+            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        except OSError as error:
+            return f"(no log: {error})"
+
+    def _error(self) -> tuple[str, float]:
+        """The exception that torch's @record wrote: "Type: text" and its Unix time."""
+        try:
+            record = json.loads(self._error_path.read_text())["message"]
+            extra = record.get("extraInfo", {}) if isinstance(record, dict) else {}
+            text = record["message"] if isinstance(record, dict) else str(record)
+            return text, float(extra.get("timestamp", time.time()))
+        except (OSError, ValueError, KeyError, TypeError):
+            return f"exited with code {self.process.returncode} and no error record", time.time()
+
+
+class WorkerGroup:
+    """All ranks of a node."""
+
+    def __init__(self, ranks: range, world_size: int, folder: Path, spec: WorkerSpec, rendezvous: tuple[str, int]) -> None:
+        environment = _environment(rendezvous, world_size, len(ranks), spec.colocated_ranks)
+        self.workers = [
+            Worker(rank, local_rank, folder, spec, environment) for local_rank, rank in enumerate(ranks)
+        ]
+
+    def failures(self) -> list[WorkerFailure]:
+        return [failure for worker in self.workers if (failure := worker.failure())]
+
+    def all_exited(self) -> bool:
+        return all(worker.process.poll() is not None for worker in self.workers)
+
+    def results(self) -> dict[int, dict]:
+        return {worker.rank: result for worker in self.workers if (result := worker.result())}
+
+    def stuck(self, limits: Mapping[str, float], default_seconds: float) -> WorkerFailure | None:
+        """The rank that has been without progress longest, if longer than its phase allows."""
+        now = time.monotonic()
+        running = [worker for worker in self.workers if worker.process.poll() is None]
+        for worker in sorted(running, key=lambda worker: worker.beat.t_mono):
+            beat = worker.beat
+            limit = limits.get(beat.phase, default_seconds)
+            if now - beat.t_mono > limit:
+                text = f"no progress for {now - beat.t_mono:.0f} s (limit {limit:g} s) at step {beat.step} in {beat.phase}"
+                return WorkerFailure(rank=worker.rank, message=text, timestamp=time.time())
+        return None
+
+    def terminate(self) -> None:
+        """Ask every rank to save and leave."""
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                worker.process.send_signal(signal.SIGTERM)
+
+    def end(self, grace_seconds: float) -> None:
+        """Every rank is gone when this returns: SIGTERM, then SIGKILL after the grace (works on frozen ranks too)."""
+        self.terminate()
+        limit = time.monotonic() + grace_seconds
+        while not self.all_exited() and time.monotonic() < limit:
+            time.sleep(0.02)
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                worker.process.kill()
+            worker.process.wait()
+
+
+def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size: int, colocated: int) -> dict[str, str]:
+    address, port = rendezvous
+    threads = max(1, len(os.sched_getaffinity(0)) // max(1, colocated))
+    paths = [str(PROJECT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = dict(
+        os.environ,
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(local_world_size),
+        OMP_NUM_THREADS=str(threads),
+        PYTHONPATH=os.pathsep.join(paths),
+        PYTHONUNBUFFERED="1",
+    )
+    if address == "127.0.0.1":
+        # Otherwise gloo resolves the host name, which may not resolve, or resolve to an interface that is down.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+def _is_cascade(message: str) -> bool:
+    """gloo and the TCP store report a dead peer as one of these; the cause is to be found at the peer."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "connection was closed", "Broken pipe")
+    return any(sign.lower() in message.lower() for sign in signs)
