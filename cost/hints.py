@@ -83,6 +83,10 @@ def _larger(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     for more in AUTO_NODES:
         if more > nodes:
             yield f"set cluster.nodes to {more}", _changed(config, "cluster", nodes=more)
+    if config.cluster.processes_per_node != "auto":
+        for more in AUTO_NODES:
+            text = f"set cluster.nodes to {more} and cluster.processes_per_node to auto: one rank per GPU"
+            yield text, _changed(config, "cluster", nodes=more, processes_per_node="auto")
 
 
 def _changed(config: RunConfig, section: str, **values: object) -> RunConfig:

@@ -13,7 +13,7 @@ from cost.report import RunReport
 
 
 def show_report(card: Any, report: dict) -> None:
-    """Fill a blank card. Foreign text is escaped, numbers that are no numbers are left out: one of them blanks a card."""
+    """Fill a blank card. Foreign text is escaped; a single NaN would leave the whole page blank, so none gets in."""
     run = RunReport.from_json(report)
     card.append(Markdown(f"# {_text(run.job)}: {_text(run.outcome)}"))
     card.append(Table([[_text(name), _text(value)] for name, value in key_figures(run).items()], headers=["", ""]))

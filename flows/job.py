@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from infra.layout import job_prefix
 from infra.store import Store
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
-RUNS = PROJECT_ROOT / "runs"
+# Jobs, reports and logs of this machine; EBBFLOW_RUNS moves them to another disk.
+RUNS = Path(os.environ.get("EBBFLOW_RUNS") or PROJECT_ROOT / "runs").absolute()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ It also checks the configuration first: an error message should not have to wait
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
 import os
 import sys
@@ -48,8 +49,7 @@ def run(flow_class: type) -> None:
         return
     started = time.time()
     code = _metaflow(flow_class)
-    run_id_file = Path(sys.argv[sys.argv.index("--run-id-file") + 1])
-    job = _job_of(flow_class.__name__, run_id_file)
+    job = _job_of(flow_class.__name__, Path(sys.argv[sys.argv.index("--run-id-file") + 1]))
     if job is None:
         sys.exit(code)  # Metaflow itself refused, and has said why
     sys.exit(_tell(job, code, started))
@@ -60,7 +60,8 @@ def _set_environment() -> None:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     # One place for Metaflow's records, so that resume works from any directory.
     os.environ.setdefault("METAFLOW_DATASTORE_SYSROOT_LOCAL", str(PROJECT_ROOT))
-    os.environ.setdefault("METAFLOW_USER", os.environ.get("USER") or "ebbflow")
+    # Metaflow refuses to work for nobody, which is who runs in a bare container.
+    os.environ.setdefault("METAFLOW_USER", getpass.getuser())
 
 
 def _command_index(argv: list[str]) -> int | None:

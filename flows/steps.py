@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from metaflow import current
+from metaflow.exception import MetaflowException
 
 from flows.job import PROJECT_ROOT, Job, mark_latest
 from infra.events import OUTCOME, PLAN, PREFLIGHT, PREPARED, read_events
 from infra.outcome import Outcome
 
 
-class StepFailed(Exception):
-    """A step that ends the run with an outcome of its own; the launcher turns it into the exit code."""
+class StepFailed(MetaflowException):
+    """A step that failed for a known reason: Metaflow prints the message, and no traceback of its own inside."""
+
+    headline = "Step failed"
 
     def __init__(self, outcome: Outcome, message: str) -> None:
         super().__init__(f"{outcome.value}: {message}")
@@ -48,9 +51,7 @@ def check(flow: Any) -> list[dict]:
     from training.checks import CHECKS as training_checks
 
     job = Job.of(flow, current.run_id)
-    context = PreflightContext(
-        config=job.config, project_root=PROJECT_ROOT, config_path=Path(flow.settings["path"])
-    )
+    context = PreflightContext(config=job.config, project_root=PROJECT_ROOT, config_path=Path(flow.settings["path"]))
     results = run_checks([*infra_checks, *cost_checks, *training_checks], context)
     say(render_results(results))
     records = [result.to_json() for result in results]
@@ -114,6 +115,7 @@ def train_node(flow: Any, this: Any) -> dict:
     from cost.ledger import spent_usd
     from cost.plan import Plan
     from infra.process import die_with_parent
+    from training.errors import GangError
     from training.launch import GangSpec, run_gang
     from training.launch.ports import control_ports
 
@@ -123,24 +125,26 @@ def train_node(flow: Any, this: Any) -> dict:
     shape = gang_shape(flow)
     plan = Plan.from_json(flow.capacity)
     spent = spent_usd(read_events(job.store))
-    outcome = run_gang(
-        GangSpec(
-            job=job.name,
-            run=this.run_id,
-            attempt=this.retry_count,
-            node=this.parallel.node_index,
-            nodes=shape.nodes,
-            processes_per_node=shape.processes_per_node,
-            main_address=this.parallel.main_ip,
-            config=job.config.model_dump(mode="json"),
-            store_uri=job.config.store,
-            tokens=flow.tokens["fingerprint"],
-            log_folder=str(job.folder / "logs"),
-            terms=plan.terms(spent_usd=spent).to_json(),
-            rehearse=flow.rehearse or None,
-            candidate_ports=control_ports(this.run_id, this.retry_count),
-        )
+    spec = GangSpec(
+        job=job.name,
+        run=this.run_id,
+        attempt=this.retry_count,
+        node=this.parallel.node_index,
+        nodes=shape.nodes,
+        processes_per_node=shape.processes_per_node,
+        main_address=this.parallel.main_ip,
+        config=job.config.model_dump(mode="json"),
+        store_uri=job.config.store,
+        tokens=flow.tokens["fingerprint"],
+        log_folder=str(job.folder / "logs"),
+        terms=plan.terms(spent_usd=spent).to_json(),
+        rehearse=flow.rehearse or None,
+        candidate_ports=control_ports(this.run_id, this.retry_count),
     )
+    try:
+        outcome = run_gang(spec)
+    except GangError as error:
+        raise StepFailed(error.outcome, str(error)) from error
     if outcome.outcome == Outcome.INTERRUPTED:
         raise StepFailed(Outcome.INTERRUPTED, f"drained at step {outcome.step}: {outcome.message}")
     return {"outcome": outcome.outcome, "step": outcome.step, "weights_sha256": outcome.weights_sha256}

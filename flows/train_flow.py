@@ -29,8 +29,12 @@ class TrainFlow(FlowSpec):
     """Cost-aware training that survives interruptions."""
 
     settings = Parameter("config", type=JSONType, required=True, help="YAML file of the job (configs/laptop.yaml)")
-    job_name = Parameter("job", default="", help="name of the job; a job of that name is continued (default: the run id)")
-    rehearse = Parameter("rehearse", default="", help="inject a fault: node-loss@60%[:node=N], rank-kill@step:120[:rank=N]")
+    job_name = Parameter(
+        "job", default="", help="name of the job; a job of that name is continued (default: the run id)"
+    )
+    rehearse = Parameter(
+        "rehearse", default="", help="inject a fault: node-loss@60%[:node=N], rank-kill@step:120[:rank=N]"
+    )
 
     @step
     def start(self):

@@ -34,6 +34,7 @@ NODE_ENDED = "node_ended"
 PHASE = "phase"
 STEP = "step"
 COMMIT = "commit"  # step, key, bytes, seconds
+COMMIT_FAILED = "commit_failed"  # step, message
 RESTORE = "restore"  # step, key, seconds, rejected (list of {key, reason})
 EVALUATION = "evaluation"  # metrics {name: value}
 NOTICE = "notice"

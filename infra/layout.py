@@ -5,7 +5,7 @@
                        generations/<generation>-<id>.json
                        data/<generation>-<id>/...   index/<generation>-<id>/...
                        commits/<inverted step>/<inverted generation>/<sha256 of the manifest>.json
-                       quarantine/<sha256>.json   tombstones/<sha256>.json    commits never to be read again; being deleted
+                       quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
                        report.json  report.html  metrics.prom
     <store>/tokens/<sha256>/...
 """

@@ -67,7 +67,9 @@ def test_no_file_is_longer_than_300_lines(path: Path) -> None:
 
 
 def test_launchers_agents_and_uploaders_start_without_torch() -> None:
-    modules = "training.launch, training.rehearse, training.data, training.checkpoint.lineage, training.checkpoint.uploader"
+    modules = (
+        "training.launch, training.rehearse, training.data, training.checkpoint.lineage, training.checkpoint.uploader"
+    )
     modules += ", infra.config, infra.preflight, infra.checks, cost.plan, cost.checks, training.checks"
     code = f"import sys, {modules}; print([m for m in ('torch', 'pandas', 'metaflow', 'boto3') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -35,3 +35,34 @@ class TwoLaunchers(DamagedLineage):
 
 class GenerationSuperseded(CheckpointError):
     """A newer generation of the job was opened: this gang is a zombie and its later commits would never be used."""
+
+
+class DataError(TrainingError):
+    """Text that is missing, too little or not what it was. Names the path and the fix."""
+
+    outcome = Outcome.CONFIG
+
+
+class WorkloadError(TrainingError):
+    """A model or workload that the engine cannot train as it is. Names the module and the fix."""
+
+    outcome = Outcome.CONFIG
+
+
+class RendezvousError(TrainingError):
+    """Not all ranks came within the deadline. Names the missing."""
+
+
+class DivergenceError(TrainingError):
+    """Ranks that should be at the same place are not. Names them and where they are."""
+
+
+class GangError(TrainingError):
+    """A gang that ended before its work was done. Names the culprit; a new attempt may cure it.
+
+    user_code: it ended by an exception of the program and not by the loss of a process or machine.
+    """
+
+    def __init__(self, culprit: str, *, user_code: bool = False) -> None:
+        super().__init__(culprit)
+        self.user_code = user_code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -20,7 +20,7 @@ class Gang:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def alone(self) -> bool:
@@ -31,7 +31,7 @@ class Gang:
         if self.alone:
             return row[None]
         rows = row.new_empty(self.world_size * row.numel())
-        dist.all_gather_into_tensor(rows, row)
+        dist.all_gather_single(rows, row)
         return rows.view(self.world_size, -1)
 
 

@@ -64,7 +64,9 @@ class Fault:
         """Refuse a fault that could never fire in this job. Raises RehearsalError."""
         step = self.due_step(max_steps)
         if not 0 < step < max_steps:
-            raise RehearsalError(f"--rehearse: step {step} is not between 1 and training.max_steps - 1 = {max_steps - 1}")
+            raise RehearsalError(
+                f"--rehearse: step {step} is not between 1 and training.max_steps - 1 = {max_steps - 1}"
+            )
         if self.node is not None and self.node >= nodes:
             raise RehearsalError(f"--rehearse: there is no node {self.node}; the job has nodes 0 to {nodes - 1}")
         if self.rank is not None and self.rank >= world_size:
@@ -101,5 +103,7 @@ class Fault:
 
     def __str__(self) -> str:
         when = f"step:{self.step}" if self.step is not None else f"{100 * (self.fraction or 0):g}%"
-        target = f":node={self.node}" if self.node is not None else f":rank={self.rank}" if self.rank is not None else ""
+        target = (
+            f":node={self.node}" if self.node is not None else f":rank={self.rank}" if self.rank is not None else ""
+        )
         return f"{self.kind}@{when}{target}"

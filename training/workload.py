@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from torch import Tensor, nn
 
@@ -42,7 +42,10 @@ class Batch(Protocol):
         ...
 
 
-class Workload[B: Batch](Protocol):
+B = TypeVar("B", bound=Batch)
+
+
+class Workload(Protocol[B]):
     """Model, data and loss. The engine adds up losses and weights over micro-batches and ranks and divides once."""
 
     def model(self) -> nn.Module:

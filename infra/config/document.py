@@ -16,7 +16,7 @@ _SYNTAX_HINTS = (
     ("found character '\\t'", "YAML indents with spaces; replace the tab"),
     ("found character '@'", "put the value in quotes"),
     ("found character '`'", "put the value in quotes"),
-    ("mapping values are not allowed", "one key per line, indented like its neighbours; quote a text that has ': ' in it"),
+    ("mapping values are not allowed", "indent each key like its neighbours; quote a text that has ': ' in it"),
     ("found unexpected end of stream", "a quote or bracket is not closed"),
     ("<stream end>", "a quote or bracket is not closed"),
     ("expected <block end>", "indent the keys of a section alike, two spaces deeper than its name"),
@@ -67,7 +67,7 @@ def parse(source: SourceText) -> tuple[yaml.Node | None, list[Problem]]:
     except yaml.reader.ReaderError as error:
         place = source.place_at(error.position)
         message = f"character U+{ord(source.text[error.position]):04X} is not allowed in YAML"
-        return None, [Problem(message=message, place=place, hint="remove it, or write it as an escape in double quotes")]
+        return None, [Problem(message=message, place=place, hint="remove it")]
     except RecursionError:
         return None, [Problem(message=f"{source.name}: nested too deeply to be a configuration")]
     return node, []

@@ -10,18 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from infra.config.document import SourceText, parse
 from infra.config.problems import ConfigError, Place, Problem
-from infra.config.rules import Violation, violations
-from infra.config.scalars import Expected, Mismatch, convert
 from infra.config.schema import RunConfig
 from infra.config.tree import Entry, collect, leaves, sections, unknown_key
+from infra.config.validate import convert_entries, validate
 
 _LARGEST_FILE_BYTES = 1 << 20
-_DEFAULT, _FILE, _SET = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -45,25 +41,37 @@ def load_config(
     """
     cwd = Path.cwd() if cwd is None else Path(cwd)
     file = Path(os.path.abspath(cwd / Path(path).expanduser()))
-    text, problems = _read(file, path, project_root, cwd)
-    entries: dict[str, Entry] = {}
-    if text is not None:
-        source = SourceText(_display(file, cwd), text)
-        node, syntax = parse(source)
-        entries, found = collect(node, "", source, "file")
-        problems += syntax + found
+    entries, problems, readable = _read_entries(file, path, project_root, cwd)
     for override in overrides:
         given, found = _read_override(override)
         entries |= given
         problems += found
-    values, found = _convert(entries)
-    problems += found
+    values, mismatches = convert_entries(entries)
+    problems += mismatches
     _resolve_paths(values, entries, project_root=project_root, cwd=cwd)
-    config, found = _validate(values, entries, {problem.key for problem in problems})
+    # What could not be read may be anything: rules about it would compare defaults that nobody chose.
+    unknown = {key for key in leaves() if not readable and key not in entries}
+    unknown |= {key for problem in problems for key in leaves() if _hides(problem.key, key, entries, values)}
+    config, found = validate(values, entries, unknown)
     problems += found
     if problems:
-        raise ConfigError(sorted(problems, key=_reading_order))
+        raise ConfigError(_in_reading_order(problems, overrides))
     return LoadedConfig(config, _sources(entries), file)
+
+
+def _read_entries(
+    file: Path, given: Path | str, project_root: Path, cwd: Path
+) -> tuple[dict[str, Entry], list[Problem], bool]:
+    """What the file gives, what is wrong with its form, and whether it could be read at all."""
+    text, problems = _read(file, given, project_root, cwd)
+    if text is None:
+        return {}, problems, False
+    source = SourceText(_display(file, cwd), text)
+    node, problems = parse(source)
+    if problems:
+        return {}, problems, False
+    entries, problems = collect(node, "", source, "file")
+    return entries, problems, all(problem.key for problem in problems)
 
 
 def _read(file: Path, given: Path | str, project_root: Path, cwd: Path) -> tuple[str | None, list[Problem]]:
@@ -107,7 +115,7 @@ def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
 def _read_override(override: str) -> tuple[dict[str, Entry], list[Problem]]:
     """The entries of one "key=value". A whole section can be given too: "model={num_heads: 8}"."""
     key, equals, value = override.partition("=")
-    name = f"--set {override}" if override.isprintable() else f"--set {override!r}"
+    name = _override_name(override)
     stripped = key.strip()
     place = Place(source=name, line=1, column=1, length=max(1, len(key)), text=override.split("\n")[0])
     if not equals or not stripped:
@@ -128,23 +136,11 @@ def _read_override(override: str) -> tuple[dict[str, Entry], list[Problem]]:
     return {stripped: Entry(stripped, node, source.place(node.start_mark, node.end_mark), "set")}, []
 
 
-def _convert(entries: Mapping[str, Entry]) -> tuple[dict[str, Any], list[Problem]]:
-    """Values of the types that the schema wants, by dotted key."""
-    values: dict[str, Any] = {}
-    problems = []
-    for key, entry in entries.items():
-        field = leaves()[key]
-        try:
-            values[key] = convert(entry.node, Expected.of(field.annotation))
-        except Mismatch as mismatch:
-            message = f"{key} {mismatch.message}"
-            problems.append(Problem(message=message, key=key, place=entry.place, hint=mismatch.hint))
-    return values, problems
+def _override_name(override: str) -> str:
+    return f"--set {override}" if override.isprintable() else f"--set {override!r}"
 
 
-def _resolve_paths(
-    values: dict[str, Any], entries: Mapping[str, Entry], *, project_root: Path, cwd: Path
-) -> None:
+def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, project_root: Path, cwd: Path) -> None:
     """Makes the store's folder and the data path absolute. What is empty or of another scheme is left to the rules."""
     values.setdefault("store", leaves()["store"].default)
     for key in ("store", "data.path"):
@@ -158,73 +154,6 @@ def _resolve_paths(
         values[key] = os.path.abspath(os.path.join(base, os.path.expanduser(value)))
 
 
-def _validate(
-    values: Mapping[str, Any], entries: Mapping[str, Entry], broken: set[str]
-) -> tuple[RunConfig, list[Problem]]:
-    """The configuration, with defaults in the place of what is wrong, and what is wrong with ranges and rules."""
-    problems = []
-    good = dict(values)
-    try:
-        RunConfig.model_validate(_nested(good))
-    except ValidationError as error:
-        for key, details in _errors_by_key(error).items():
-            message, hint = _range_message(key, details)
-            problems.append(Problem(message=message, key=key, place=entries[key].place, hint=hint))
-            del good[key]
-    config = RunConfig.model_validate(_nested(good))
-    without = {key for key in leaves() if any(_covers(bad, key) for bad in broken | {p.key for p in problems})}
-    problems += [_rule_problem(violation, entries) for violation in violations(config, without=without)]
-    return config, problems
-
-
-def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
-    """One error for each key. Of a union's branches, a broken limit tells more than "not the other branch"."""
-    found: dict[str, ErrorDetails] = {}
-    for details in error.errors():
-        key = ".".join(str(part) for part in details["loc"])
-        while key not in leaves():
-            key = key.rpartition(".")[0]
-        if key not in found or found[key]["type"] == "literal_error":
-            found[key] = details
-    return found
-
-
-def _range_message(key: str, details: ErrorDetails) -> tuple[str, str | None]:
-    limits = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
-    wanted = [f"{words} {details['ctx'][name]:g}" for name, words in limits.items() if name in details.get("ctx", {})]
-    if not wanted:
-        return f"{key}: {details['msg']}", None
-    default = leaves()[key].default
-    hint = None if default is None else f"the default is {default}"
-    return f"{key} must be {wanted[0]}, not {details['input']}", hint
-
-
-def _rule_problem(violation: Violation, entries: Mapping[str, Entry]) -> Problem:
-    """Blames the key that was given last: on the command line before in the file, and never a default."""
-    blamed = max(violation.keys, key=lambda key: _rank(entries.get(key)))  # the first of equals
-    place = entries[blamed].place if blamed in entries else None
-    return Problem(message=violation.message, key=blamed, place=place, hint=violation.hint)
-
-
-def _rank(entry: Entry | None) -> int:
-    return _DEFAULT if entry is None else _SET if entry.origin == "set" else _FILE
-
-
-def _covers(key: str, leaf: str) -> bool:
-    return bool(key) and (leaf == key or leaf.startswith(f"{key}."))
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *parents, leaf = key.split(".")
-        branch = tree
-        for parent in parents:
-            branch = branch.setdefault(parent, {})
-        branch[leaf] = value
-    return tree
-
-
 def _sources(entries: Mapping[str, Entry]) -> dict[str, str]:
     def name(key: str) -> str:
         entry = entries.get(key)
@@ -235,12 +164,22 @@ def _sources(entries: Mapping[str, Entry]) -> dict[str, str]:
     return {key: name(key) for key in leaves()}
 
 
-def _reading_order(problem: Problem) -> tuple[bool, str, int, int]:
-    """The file from top to bottom, then the overrides."""
-    place = problem.place
-    if place is None:
-        return (False, "", 0, 0)
-    return (place.source.startswith("--set"), place.source, place.line, place.column)
+def _hides(bad: str, key: str, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> bool:
+    """Whether a problem with `bad` leaves it open what the value of `key` was meant to be."""
+    if key in values and key in entries:
+        return False
+    return bool(bad) and (key == bad or key.startswith(f"{bad}."))
+
+
+def _in_reading_order(problems: Sequence[Problem], overrides: Sequence[str]) -> list[Problem]:
+    """The file from top to bottom, then the overrides as they were given."""
+    order = {_override_name(override): number for number, override in enumerate(overrides, start=1)}
+
+    def position(problem: Problem) -> tuple[int, int, int]:
+        place = problem.place
+        return (0, 0, 0) if place is None else (order.get(place.source, 0), place.line, place.column)
+
+    return sorted(problems, key=position)
 
 
 def _display(file: Path, cwd: Path) -> str:

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 
 from infra.config.document import foreign_tag
+from infra.errors import InfraError
+from infra.outcome import Outcome
 
 Value = None | bool | int | float | str
 
@@ -28,8 +30,10 @@ _YAML_1_1_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False
 _LARGEST = 10**15  # far above anything sensible, and exact as a float
 
 
-class Mismatch(Exception):
+class MismatchError(InfraError):
     """The value does not fit. message goes on from the name of the key: "must be a whole number, not …"."""
+
+    outcome = Outcome.CONFIG
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -69,16 +73,16 @@ class Expected:
 
 
 def convert(node: yaml.Node, expected: Expected) -> Any:
-    """The value of a node. Raises Mismatch, which says what was given and what is expected."""
+    """The value of a node. Raises MismatchError, which says what was given and what is expected."""
     tag = foreign_tag(node)
     if tag is not None:
-        raise Mismatch(f"has the tag {tag}, which a configuration has no use for", "remove the tag")
+        raise MismatchError(f"has the tag {tag}, which a configuration has no use for", "remove the tag")
     if isinstance(node, yaml.SequenceNode):
         if list not in expected.types:
-            raise Mismatch(f"must be {expected}, not a list")
+            raise MismatchError(f"must be {expected}, not a list")
         return [_convert_item(item, number) for number, item in enumerate(node.value, start=1)]
     if isinstance(node, yaml.MappingNode):
-        raise Mismatch(f"must be {expected}, not a section", _mapping_hint(expected))
+        raise MismatchError(f"must be {expected}, not a section", _mapping_hint(expected))
     return _convert_scalar(node, expected)
 
 
@@ -99,8 +103,8 @@ def nearest(word: str, known: list[str] | tuple[str, ...]) -> str | None:
 def _convert_item(node: yaml.Node, number: int) -> str:
     try:
         return convert(node, Expected(frozenset({str}), (), False))
-    except Mismatch as mismatch:
-        raise Mismatch(f"item {number} {mismatch.message}", mismatch.hint) from None
+    except MismatchError as mismatch:
+        raise MismatchError(f"item {number} {mismatch.message}", mismatch.hint) from None
 
 
 def _convert_scalar(node: yaml.ScalarNode, expected: Expected) -> Any:
@@ -111,24 +115,24 @@ def _convert_scalar(node: yaml.ScalarNode, expected: Expected) -> Any:
     if value is None:
         if expected.nullable:
             return None
-        raise Mismatch(f"has no value; it must be {expected}", "remove the line for the default")
+        raise MismatchError(f"has no value; it must be {expected}", "remove the line for the default")
     if isinstance(value, bool):
         if bool in types:
             return value
     elif isinstance(value, int) and types & {int, float}:
         if abs(value) > _LARGEST:
-            raise Mismatch(f"is too large: more than {_LARGEST:.0e}")
+            raise MismatchError(f"is too large: more than {_LARGEST:.0e}")
         return value if int in types else float(value)
     elif isinstance(value, float) and float in types:
         if not math.isfinite(value):
-            raise Mismatch(f"must be a finite number, not {text}")
+            raise MismatchError(f"must be a finite number, not {text}")
         return value
     hint = None
     if isinstance(value, float) and int in types and value.is_integer() and abs(value) <= _LARGEST:
         hint = f"write {int(value)}"
     if str in types:
         hint = f'put it in quotes: "{text}"'
-    raise Mismatch(f"must be {expected}, not {_describe_value(value)}", hint)
+    raise MismatchError(f"must be {expected}, not {_describe_value(value)}", hint)
 
 
 def _convert_text(node: yaml.ScalarNode, text: str, expected: Expected) -> Any:
@@ -138,8 +142,9 @@ def _convert_text(node: yaml.ScalarNode, text: str, expected: Expected) -> Any:
     if bool in types and plain and text.lower() in _YAML_1_1_BOOLS:
         return _YAML_1_1_BOOLS[text.lower()]
     if float in types and _NON_FINITE.fullmatch(text):
-        raise Mismatch(f"must be a finite number, not {text}")
-    raise Mismatch(f"must be {expected}, not the text {_quoted(text)}", _text_hint(text, expected, plain))
+        raise MismatchError(f"must be a finite number, not {text}")
+    given = text if plain and types & {int, float} and _LEADING_ZERO.fullmatch(text) else f"the text {_quoted(text)}"
+    raise MismatchError(f"must be {expected}, not {given}", _text_hint(text, expected, plain))
 
 
 def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:

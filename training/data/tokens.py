@@ -160,7 +160,8 @@ def _downloaded(shards: Store, key: str, sha256: str, cache: Path) -> Path:
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise DataError(
-            f"{shards.uri}/{key} has sha256 {found}, not the {sha256} of {_DESCRIPTION}; fix: delete it and prepare again"
+            f"{shards.uri}/{key} has sha256 {found}, not the {sha256} of {_DESCRIPTION}; "
+            "fix: delete it and prepare the tokens again"
         )
     cache.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=cache)

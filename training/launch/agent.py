@@ -95,9 +95,7 @@ class _Agent:
         finally:
             if verdict.culprit:
                 self._emit(FAULT_DETECTED, culprit=verdict.culprit)
-            self._emit(
-                GENERATION_ENDED, reason=verdict.reason, culprit=verdict.culprit, user_code=verdict.user_code
-            )
+            self._emit(GENERATION_ENDED, reason=verdict.reason, culprit=verdict.culprit, user_code=verdict.user_code)
             self._close_log(verdict)
             lead.close()
         return self._conclude(verdict)
@@ -109,7 +107,9 @@ class _Agent:
             if isinstance(start, Verdict):
                 return self._conclude(start)
             self._open_log(start.generation)
-            verdict = Verdict(culprit=f"node {self._spec.node} ({self._host}): the agent was stopped", reason="agent_stopped")
+            verdict = Verdict(
+                culprit=f"node {self._spec.node} ({self._host}): the agent was stopped", reason="agent_stopped"
+            )
             try:
                 verdict = self._run_ranks(start, member)
             finally:

@@ -83,7 +83,7 @@ class Lobby:
         self.port = self._listener.getsockname()[1]
 
     def roll_call(self, nodes: int, deadline_seconds: float) -> dict[int, tuple[Connection, Message]]:
-        """Wait for nodes 1 to nodes - 1. Returns each one's connection and hello; raises GangError naming the missing."""
+        """Wait for the other nodes. Returns each one's connection and hello; raises GangError naming the missing."""
         joined: dict[int, tuple[Connection, Message]] = {}
         strangers: list[Connection] = []
         limit = time.monotonic() + deadline_seconds

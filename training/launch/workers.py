@@ -41,7 +41,9 @@ class WorkerFailure:
 class Worker:
     """One rank's process, its log, heartbeat and result, all in `folder`."""
 
-    def __init__(self, rank: int, local_rank: int, folder: Path, spec: WorkerSpec, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, rank: int, local_rank: int, folder: Path, spec: WorkerSpec, environment: Mapping[str, str]
+    ) -> None:
         self.rank = rank
         self.log_path = folder / f"rank-{rank}.log"
         self._result_path = folder / f"rank-{rank}.result.json"
@@ -110,11 +112,11 @@ class Worker:
 class WorkerGroup:
     """All ranks of a node."""
 
-    def __init__(self, ranks: range, world_size: int, folder: Path, spec: WorkerSpec, rendezvous: tuple[str, int]) -> None:
+    def __init__(
+        self, ranks: range, world_size: int, folder: Path, spec: WorkerSpec, rendezvous: tuple[str, int]
+    ) -> None:
         environment = _environment(rendezvous, world_size, len(ranks), spec.colocated_ranks)
-        self.workers = [
-            Worker(rank, local_rank, folder, spec, environment) for local_rank, rank in enumerate(ranks)
-        ]
+        self.workers = [Worker(rank, local_rank, folder, spec, environment) for local_rank, rank in enumerate(ranks)]
 
     def failures(self) -> list[WorkerFailure]:
         return [failure for worker in self.workers if (failure := worker.failure())]
@@ -133,7 +135,9 @@ class WorkerGroup:
             beat = worker.beat
             limit = limits.get(beat.phase, default_seconds)
             if now - beat.t_mono > limit:
-                text = f"no progress for {now - beat.t_mono:.0f} s (limit {limit:g} s) at step {beat.step} in {beat.phase}"
+                text = (
+                    f"no progress for {now - beat.t_mono:.0f} s (limit {limit:g} s) at step {beat.step} in {beat.phase}"
+                )
                 return WorkerFailure(rank=worker.rank, message=text, timestamp=time.time())
         return None
 

@@ -1,0 +1,93 @@
+"""`python -m cost plan CONFIG` and `python -m cost report JOB`: the money without Metaflow."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cost.errors import CostError, ReportError
+from infra.errors import InfraError
+from infra.outcome import Outcome
+
+_PROJECT_ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (CostError, InfraError) as error:
+        print(error, file=sys.stderr)
+        return error.outcome.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m cost", description="What a job should cost, and what it did cost.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    plan = commands.add_parser("plan", help="rank the capacity pools that could run a configuration")
+    plan.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file such as configs/laptop.yaml")
+    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
+    plan.add_argument("--json", action="store_true", help="the whole plan as JSON")
+    plan.set_defaults(run=_plan)
+    report = commands.add_parser("report", help="rebuild a job's report from its events")
+    report.add_argument("job", metavar="JOB_OR_URI", help="a job's name, 'latest', or the folder or s3:// URI of a job")
+    report.add_argument("--store", default=None, metavar="URI", help="where jobs lie (default: runs/ of the project)")
+    report.add_argument("--json", action="store_true", help="the report as JSON")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from cost.plan import make_plan
+    from cost.plan_text import render_plan
+    from infra.config.load import load_config
+    from infra.config.problems import ConfigError
+
+    try:
+        loaded = load_config(arguments.config, arguments.set, project_root=_PROJECT_ROOT)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return Outcome.CONFIG.exit_code
+    plan = make_plan(loaded.config, now_utc=time.time())
+    print(json.dumps(plan.to_json(), indent=1, allow_nan=False) if arguments.json else render_plan(plan))
+    return 0 if plan.refusal is None else plan.refusal.outcome.exit_code
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from cost.render_text import render
+    from cost.report import build_report
+    from infra.events import read_events
+    from infra.store import Store
+
+    events = read_events(Store.open(_job_uri(arguments.job, arguments.store)))
+    if not events:
+        raise ReportError(f"no events of job {arguments.job!r} in {_job_uri(arguments.job, arguments.store)}")
+    report = build_report(events)
+    print(json.dumps(report.to_json(), indent=1, allow_nan=False) if arguments.json else render(report))
+    return 0
+
+
+def _job_uri(job: str, store: str | None) -> str:
+    """Where the job's events are: a URI as given, a folder that holds them, or a job of the store."""
+    from infra.layout import job_prefix
+
+    if "://" in job:
+        return job
+    root = str(_PROJECT_ROOT / "runs") if store is None else store
+    if store is not None and "://" in store:
+        return f"{store.rstrip('/')}/{job_prefix(job)}"
+    places = [Path(job), Path(root) / job_prefix(job), Path(root) / job]
+    for place in places:
+        if (place / "events").is_dir():
+            return str(place)
+    listed = "\n".join(f"  {place}/events" for place in places)
+    raise ReportError(f"no events of job {job!r}; looked for\n{listed}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

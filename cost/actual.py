@@ -1,0 +1,75 @@
+"""What came of the plan, from the events: speed, loss against entropy, commits. Measured, unless it says otherwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from cost.generations import Generation
+from cost.ledger import Ledger
+from infra.events import COMMIT, EVALUATION, PREPARED, STEP, Event
+from infra.ledger_classes import LedgerClass
+
+
+def actual_figures(events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger) -> dict[str, Any]:
+    """The `actual` part of a report. Figures that the events do not hold are None.
+
+    tokens_per_second: median over the kept steps, waiting for data included, saves and evaluations not.
+    held_out_loss and unigram_entropy_nats in nats per token; held_out_ratio is the first over the second, below 1
+    when the model beats the best guess that ignores context. goodput: useful steps' share of the paid rank-seconds.
+    """
+    kept = [event for event in events if event.name == STEP and _is_kept(event, generations)]
+    prepared = next((event.data for event in reversed(events) if event.name == PREPARED), {})
+    entropy = _number(prepared.get("unigram_entropy_nats"))
+    held_out = _held_out_loss(events)
+    commits = {event.data.get("key", event.step) for event in events if event.name == COMMIT}
+    return {
+        "wall_hours": (max(e.t_wall for e in events) - min(e.t_wall for e in events)) / 3600,
+        "steps": max((event.step for event in kept if event.step is not None), default=0),
+        "tokens_per_second": _median(_tokens_per_second(event) for event in kept),
+        "mfu": _median(_number(event.data.get("mfu")) for event in kept),
+        "held_out_loss": held_out,
+        "unigram_entropy_nats": entropy,
+        "held_out_ratio": held_out / entropy if held_out is not None and entropy else None,
+        "train_tokens": prepared.get("train_tokens"),
+        "commits": len(commits),
+        "generations": len(generations),
+        "goodput": _goodput(ledger),
+        "unattributed_share": ledger.unattributed_share,
+        "price_kind": ledger.price_kind,
+    }
+
+
+def _is_kept(event: Event, generations: dict[int, Generation]) -> bool:
+    generation = generations.get(event.generation)
+    return generation is not None and event.step is not None and generation.keeps(event.step)
+
+
+def _held_out_loss(events: Sequence[Event]) -> float | None:
+    for event in reversed(events):
+        if event.name == EVALUATION and "held_out_loss" in event.data.get("metrics", {}):
+            return _number(event.data["metrics"]["held_out_loss"])
+    return None
+
+
+def _tokens_per_second(event: Event) -> float | None:
+    seconds = event.data.get("seconds", {})
+    busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
+    tokens = event.data.get("tokens")
+    return tokens / busy if tokens and busy > 0 else None
+
+
+def _goodput(ledger: Ledger) -> float | None:
+    useful = sum(line.rank_microseconds for line in ledger.lines if line.ledger_class == LedgerClass.USEFUL_STEP)
+    return useful / ledger.paid_microseconds if ledger.paid_microseconds else None
+
+
+def _median(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

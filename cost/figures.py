@@ -1,0 +1,198 @@
+"""How figures are written: one place, so that terminal, card and page can be compared letter by letter.
+
+Dollars: cents from $10 on, else four decimals, since a laptop's whole run costs less than a cent's worth of any GPU.
+The lines of a ledger are rounded by the largest remainder at those decimals, so that what is displayed adds up too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+from typing import Any
+
+from cost.ledger import MEASURED, SIMULATED, UNPRICED
+from cost.money import apportion, rounded
+from cost.report import RunReport
+
+NONE = "n/a"
+_CENTS_FROM = Decimal(10)
+
+
+def plain(text: object) -> str:
+    """Foreign text without control characters, which could move a terminal's cursor or colour what follows."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+", " ", str(text)).strip()
+
+
+def usd_decimals(total: Decimal | float) -> int:
+    return 2 if abs(Decimal(str(total))) >= _CENTS_FROM else 4
+
+
+def usd(amount: Decimal | float | None, decimals: int | None = None) -> str:
+    """Dollars; n/a for None and for what is no number."""
+    if amount is None or not math.isfinite(amount):
+        return NONE
+    exact = amount if isinstance(amount, Decimal) else Decimal(str(amount))
+    value = rounded(exact, usd_decimals(exact) if decimals is None else decimals)
+    return f"{'-' if value < 0 else ''}${abs(value):,}"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number to `digits` decimals, with commas; n/a for None, NaN and infinity."""
+    return NONE if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    return NONE if share is None or not math.isfinite(share) else f"{100 * share:.{digits}f} %"
+
+
+def seconds(value: float | None) -> str:
+    """Rank-seconds, always in seconds, so that lines can be added up."""
+    return number(value, 2)
+
+
+def duration(value: float | None) -> str:
+    """Wall time as people say it: 42.3 s, 3 min 20 s, 5 h 12 min."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def count(value: int, noun: str) -> str:
+    return f"{value:,} {noun}{'' if value == 1 else 's'}"
+
+
+def ledger_rows(report: RunReport) -> list[tuple[str, str, str, str, str]]:
+    """(class, rank-seconds, share of the paid time, dollars, kind) of each line, and of the total as the last row.
+
+    The displayed seconds and dollars of the lines sum to the displayed totals.
+    """
+    decimals = usd_decimals(report.total_usd)
+    dollars = apportion([line.usd for line in report.ledger], decimals)
+    time = apportion([Decimal(line.rank_microseconds) / 1_000_000 for line in report.ledger], 2)
+    paid = report.paid_rank_seconds
+    rows = [
+        (
+            str(line.ledger_class).replace("_", " "),
+            f"{shown_seconds:,}",
+            percent(line.rank_seconds / paid if paid else None),
+            usd(shown_usd, decimals),
+            line.kind,
+        )
+        for line, shown_seconds, shown_usd in zip(report.ledger, time, dollars, strict=True)
+    ]
+    kinds = {line.kind for line in report.ledger}
+    kind = "estimated" if kinds - {MEASURED} else MEASURED
+    return [*rows, ("total", seconds(paid), percent(1.0 if paid else None), usd(report.total_usd, decimals), kind)]
+
+
+def key_figures(report: RunReport) -> dict[str, str]:
+    """The headline figures by name. Every rendering holds each of them, letter by letter."""
+    actual = report.actual
+    return {
+        "job": plain(report.job),
+        "outcome": f"{report.outcome} (exit code {report.exit_code})",
+        "total": usd(report.total_usd),
+        "savings": usd(report.savings_usd, usd_decimals(report.total_usd)),
+        "prices": price_text(report),
+        "paid time": f"{seconds(report.paid_rank_seconds)} rank-seconds",
+        "wall time": duration(_seconds_of(actual.get("wall_hours"))),
+        "speed": f"{number(actual.get('tokens_per_second'), 0)} tokens/s",
+        "held-out loss": f"{number(actual.get('held_out_loss'))} nats per token",
+        "unigram entropy": f"{number(actual.get('unigram_entropy_nats'))} nats per token",
+        "loss / entropy": number(actual.get("held_out_ratio"), 3),
+        "final loss": number(final_loss(report)),
+        "commits": count(actual.get("commits", 0), "commit"),
+        "interruptions": count(report.interruptions, "interruption"),
+        "failures": count(report.failures, "failure"),
+        "redone": count(report.redone_steps, "redone step"),
+        "goodput": percent(actual.get("goodput")),
+        "unattributed": percent(actual.get("unattributed_share"), 2),
+        "weights": report.weights_sha256 or NONE,
+    }
+
+
+def price_text(report: RunReport) -> str:
+    """How the dollars are to be read."""
+    kind = plain(report.actual.get("price_kind", UNPRICED))
+    if kind == SIMULATED:
+        pool = plain(pool_text(report.plan))
+        return f"simulated: this run was local, priced as if on {pool}"
+    if kind == UNPRICED:
+        return "unpriced: the events hold no plan"
+    return kind
+
+
+def pool_text(plan: dict[str, Any] | None) -> str:
+    """Such as "2 × g5.xlarge on-demand"; n/a without a pool."""
+    chosen = (plan or {}).get("chosen")
+    if not chosen:
+        return NONE
+    return f"{chosen['nodes']} × {chosen['instance_type']} {str(chosen['market']).replace('_', '-')}"
+
+
+def final_loss(report: RunReport) -> float | None:
+    return report.loss_curve[-1][1] if report.loss_curve else None
+
+
+def comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
+    """(figure, planned, actual): what the plan promised and what came of it. Empty without a plan."""
+    chosen = (report.plan or {}).get("chosen")
+    if not chosen:
+        return []
+    actual = report.actual
+    return [
+        ("hours", number(chosen["expected_hours"]), number(actual.get("wall_hours"))),
+        ("dollars", usd(chosen["expected_usd"]), usd(report.total_usd)),
+        ("tokens/s", number(chosen["tokens_per_second"], 0), number(actual.get("tokens_per_second"), 0)),
+        ("MFU", percent(chosen["mfu"]), percent(actual.get("mfu"))),
+        ("interruptions", number(chosen["interruptions"], 4), str(report.interruptions)),
+    ]
+
+
+def trust_lines(report: RunReport) -> list[str]:
+    """What each kind of figure rests on."""
+    inferred = [str(line.ledger_class).replace("_", " ") for line in report.ledger if line.kind != MEASURED]
+    lines = [
+        "measured: losses, steps, speed and all time that agents and ranks recorded",
+        f"dollars: {price_text(report)}; exact at that price, no invoice (taxes, credits, storage, transfer left out)",
+    ]
+    if inferred:
+        why = "a node's end was not recorded, so it is billed to its last sign of life"
+        lines.append(f"estimated: {', '.join(inferred)}: {why}")
+    if (report.plan or {}).get("chosen"):
+        lines.append("estimated: the plan's hours, dollars, speed and interruptions")
+    share = report.actual.get("unattributed_share") or 0.0
+    if share > 0.01:
+        lines.append(f"caution: {percent(share, 2)} of the paid time is unattributed, more than 1 %")
+    if report.savings_usd is not None:
+        lines.append(
+            "savings: the useful work alone at the on-demand price, less the total: redone work counts against"
+        )
+    return lines
+
+
+def resume_line(report: RunReport) -> str | None:
+    """How to go on with a job that is not completed; None when it is."""
+    if report.exit_code == 0:
+        return None
+    run = plain(report.events.get("run") or "")
+    return f"python flows/train_flow.py resume train --origin-run-id {run or 'RUN'}"
+
+
+def failure_lines(report: RunReport) -> list[str]:
+    """The failures, first one first."""
+    return [
+        f"{duration(failure['seconds'])}: {plain(failure['what'])}"
+        + (f" ({plain(failure['culprit'])})" if failure.get("culprit") else "")
+        for failure in report.events.get("failures", [])
+    ]
+
+
+def _seconds_of(hours: float | None) -> float | None:
+    return None if hours is None else hours * 3600

@@ -1,0 +1,155 @@
+"""The generations of a job as its events tell them: how each ended, and which of its steps are in the final weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infra.events import COMMIT, GENERATION_ENDED, GENERATION_STARTED, NODE_STARTED, OUTCOME, PHASE, STEP, Event
+from infra.layout import parse_commit_key
+from infra.outcome import Outcome
+
+# Ends that were meant: the job was done, or stopped itself. Anything else cut the generation short.
+PLANNED_ENDS = frozenset({Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE, Outcome.NO_CAPACITY})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One start of the gang.
+
+    reason: how it ended, None while nothing says so. kept: the steps (after, up to) that are part of the final
+    weights; the rest of its steps was thrown away. started_wall, ended_wall: Unix time.
+    """
+
+    number: int
+    parent_step: int
+    started_wall: float
+    ended_wall: float
+    reason: str | None
+    culprit: str
+    user_code: bool
+    planned: bool
+    running: bool
+    kept: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def unplanned(self) -> bool:
+        return not self.planned and not self.running
+
+    def keeps(self, step: int) -> bool:
+        return self.kept[0] < step <= self.kept[1]
+
+
+def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[int, Generation]:
+    """All generations by number, oldest first.
+
+    running: the job is still going on, so that a newest generation without an end is no interruption and its steps
+    after the last commit are not lost yet.
+    """
+    by_number: dict[int, list[Event]] = {}
+    for event in events:
+        if event.rank >= 0 or event.name in (GENERATION_STARTED, GENERATION_ENDED, NODE_STARTED):
+            by_number.setdefault(event.generation, []).append(event)
+    numbers = sorted(by_number)
+    kept = _kept_steps(by_number, running)
+    return {
+        number: _generation(number, by_number[number], running and number == numbers[-1], kept.get(number, (0.0, 0.0)))
+        for number in numbers
+    }
+
+
+def final_outcome(events: Sequence[Event]) -> Event | None:
+    """The last `outcome` event that concerns the newest generation: its own, or one that the flow wrote after it."""
+    started = [event for event in events if event.name == GENERATION_STARTED]
+    newest = max((event.generation for event in started), default=None)
+    since = max((event.t_wall for event in started if event.generation == newest), default=-math.inf)
+    found = None
+    for event in events:
+        concerns = newest is None or event.generation == newest or (event.rank < 0 and event.t_wall >= since)
+        if event.name == OUTCOME and concerns:
+            found = event
+    return found
+
+
+def _generation(number: int, events: list[Event], running: bool, kept: tuple[float, float]) -> Generation:
+    ended = _last(events, GENERATION_ENDED)
+    outcome = _last(events, OUTCOME)
+    data: dict[str, Any] = {} if ended is None else ended.data
+    reason = data.get("reason")
+    if ended is None and outcome is not None and outcome.data.get("outcome") in PLANNED_ENDS:
+        reason = outcome.data["outcome"]  # the gang was done; only its agent did not live to say so
+    return Generation(
+        number=number,
+        parent_step=_parent_step(events),
+        started_wall=min(event.t_wall for event in events),
+        ended_wall=max(event.t_wall for event in events),
+        reason=reason,
+        culprit=str(data.get("culprit") or ""),
+        user_code=bool(data.get("user_code")),
+        planned=reason in PLANNED_ENDS,
+        running=running and reason is None,
+        kept=kept,
+    )
+
+
+def _kept_steps(by_number: dict[int, list[Event]], running: bool) -> dict[int, tuple[float, float]]:
+    """Walk from the newest generation to its parent commit's generation, and so on: what lies on the way is kept."""
+    kept: dict[int, tuple[float, float]] = {}
+    if not by_number:
+        return kept
+    number: int | None = max(by_number)
+    high = _newest_kept(by_number[number], running)
+    while number is not None:
+        low = _parent_step(by_number[number])
+        kept[number] = (float(low), high)
+        high = float(low)
+        number = _parent_generation(by_number, number) if low > 0 else None
+    return kept
+
+
+def _newest_kept(events: list[Event], running: bool) -> float:
+    """The newest generation's last kept step: its last commit, unless it completed or is still going on."""
+    outcome = _last(events, OUTCOME)
+    ended = _last(events, GENERATION_ENDED)
+    completed = outcome is not None and outcome.data.get("outcome") == Outcome.COMPLETED
+    completed = completed or (ended is not None and ended.data.get("reason") == Outcome.COMPLETED)
+    if completed or running:
+        return math.inf
+    commits = [event.step for event in events if event.name == COMMIT and event.step is not None]
+    return float(max(commits, default=_parent_step(events)))
+
+
+def _parent_step(events: list[Event]) -> int:
+    started = _last(events, GENERATION_STARTED)
+    if started is not None:
+        return int(started.data.get("parent_step") or 0)
+    steps = [event.step for event in events if event.name == STEP and event.step is not None]
+    return min(steps, default=1) - 1  # its start was not recorded: it began before its first step
+
+
+def _parent_generation(by_number: dict[int, list[Event]], number: int) -> int | None:
+    """The generation that wrote the parent commit: from its key, else the newest earlier one that got that far."""
+    started = _last(by_number[number], GENERATION_STARTED)
+    key = started.data.get("parent") if started is not None else None
+    older = [other for other in by_number if other < number]
+    if key:
+        try:
+            _, parent, _ = parse_commit_key(key)
+        except ValueError:
+            parent = None
+        if parent in older:
+            return parent
+    step = _parent_step(by_number[number])
+    reached = [other for other in older if any(e.name == STEP and e.step == step for e in by_number[other])]
+    return max(reached, default=None)
+
+
+def _last(events: list[Event], name: str) -> Event | None:
+    return next((event for event in reversed(events) if event.name == name), None)
+
+
+def is_clock(event: Event) -> bool:
+    """Whether the event accounts for a rank's time."""
+    return event.rank >= 0 and event.name in (PHASE, STEP)

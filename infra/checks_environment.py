@@ -1,0 +1,166 @@
+"""Checks of what a job is started with: configuration, interpreter, packages, ports and names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from infra.config.rules import violations
+from infra.config.tree import leaves
+from infra.footprint import local_gang
+from infra.preflight import Finding, PreflightContext
+from infra.requirements import REQUIREMENTS, TESTED_PYTHON
+
+_ANSWER_SECONDS = 1.5
+_IMPORT_SECONDS = 90.0
+_INSTALL = f"{sys.executable} -m pip install -r requirements.txt"
+
+
+def check_configuration(context: PreflightContext) -> Finding:
+    """The rules once more, on the configuration that the job will really run with, wherever it came from."""
+    broken = violations(context.config)
+    if broken:
+        hints = [violation.hint or f"change {violation.keys[0]}" for violation in broken]
+        return Finding.failed("\n".join(violation.message for violation in broken), "\n".join(hints))
+    where = "no file" if context.config_path is None else context.config_path.name
+    return Finding.passed(f"{where}: {len(leaves())} keys, types, ranges and rules hold")
+
+
+def check_interpreter(context: PreflightContext) -> Finding:
+    """Metaflow starts the further nodes of a local run as the bare word `python`: it must mean this interpreter."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < TESTED_PYTHON:
+        return Finding.failed(f"Python {version} is too old", "use Python 3.11 or newer")
+    folder = os.path.dirname(os.path.abspath(sys.executable))
+    found = shutil.which("python", path=os.pathsep.join([folder, os.environ.get("PATH", "")]))
+    if found is None:
+        detail = f"Python {version}, but there is no `python` in {folder} nor on PATH"
+    elif _same_environment(found):
+        now = shutil.which("python")
+        first = now is not None and _same_environment(now)
+        note = "" if first else f"; `python` is {now or 'not on PATH'} here, and the flow puts {folder} first"
+        return Finding.passed(f"Python {version}, {sys.executable}{note}")
+    else:
+        detail = f"`python` is {found}, another interpreter than {sys.executable}"
+    if context.config.cluster.nodes == 1:
+        return Finding.passed(f"Python {version}; one node starts no other, though {detail}")
+    return Finding.failed(
+        detail, f"run with the project's .venv/bin/python, or: ln -s {sys.executable} {folder}/python"
+    )
+
+
+def check_packages(context: PreflightContext) -> Finding:
+    """Everything needed is installed, and torch is of the range that was tested. Imports nothing."""
+    versions = {requirement: requirement.installed() for requirement in REQUIREMENTS}
+    wrong = [f"{requirement} is not installed" for requirement, version in versions.items() if version is None]
+    wrong += [
+        f"{requirement.name} {version} is installed, {requirement} is needed"
+        for requirement, version in versions.items()
+        if version is not None and requirement.strict and not requirement.is_tested(version)
+    ]
+    if wrong:
+        return Finding.failed("\n".join(wrong), _INSTALL)
+    return Finding.passed(", ".join(f"{name.name} {version}" for name, version in versions.items() if name.strict))
+
+
+def check_versions(context: PreflightContext) -> Finding:
+    """Versions that should work and that nobody has tested."""
+    untested = []
+    if sys.version_info[:2] != TESTED_PYTHON:
+        untested.append(f"Python {sys.version_info[0]}.{sys.version_info[1]} (tested: 3.11)")
+    for requirement in REQUIREMENTS:
+        version = requirement.installed()
+        if version is not None and not requirement.strict and not requirement.is_tested(version):
+            untested.append(f"{requirement.name} {version} (tested: {requirement})")
+    if untested:
+        return Finding.failed("untested: " + ", ".join(untested), _INSTALL)
+    return Finding.passed("all packages are of tested versions")
+
+
+def check_imports(context: PreflightContext) -> Finding:
+    """What a rank imports can be imported, in a process of its own, from any folder."""
+    code = "import torch.distributed, numpy, obstore, awscrt.checksums, training; print(torch.__version__)"
+    environment = os.environ | {"PYTHONPATH": _python_path(context.project_root)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd="/",
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding.failed(f"importing torch took more than {_IMPORT_SECONDS:g} s", "see what the disk is busy with")
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return Finding.failed(f"a rank's imports fail: {said[-1]}", _INSTALL)
+    return Finding.passed(f"torch {done.stdout.strip()} and what else a rank imports")
+
+
+def check_ports(context: PreflightContext) -> Finding:
+    """A connection over the loopback, as between the ranks of this machine."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(_ANSWER_SECONDS)
+            with socket.create_connection(server.getsockname(), timeout=_ANSWER_SECONDS) as client:
+                accepted, _ = server.accept()
+                with accepted:
+                    accepted.sendall(b"ebb")
+                    if client.recv(3) != b"ebb":
+                        return Finding.failed("127.0.0.1 garbles what is sent", "look for a proxy on the loopback")
+    except OSError as error:
+        fix = "bring the loopback interface up (ip link set lo up) and let the firewall pass it"
+        return Finding.failed(f"no connection over 127.0.0.1: {error}", fix)
+    return Finding.passed("127.0.0.1 accepts connections")
+
+
+def check_host_name(context: PreflightContext) -> Finding:
+    """Gloo looks for its interface by the host's name; a name that hangs or leads elsewhere delays every start."""
+    if context.config.cluster.nodes == 1:
+        return Finding.skipped("a single node looks up no names")
+    name = socket.gethostname()
+    fix = f"add the line '127.0.0.1 {name}' to /etc/hosts"
+    try:
+        found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
+    except OSError as error:
+        return Finding.failed(f"host name {name} does not resolve: {error}; gloo falls back to the loopback", fix)
+    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return Finding.passed(f"host name {name} is {address[0]}, an address of this machine")
+    return Finding.failed(f"host name {name} leads to {', '.join(addresses)}, no address of this machine", fix)
+
+
+def check_batch(context: PreflightContext) -> Finding:
+    """Each rank gets the same number of samples in each micro-batch."""
+    gang = local_gang(context.config)
+    if gang is None:
+        return Finding.skipped("cluster.nodes or cluster.processes_per_node is auto; the plan's check decides")
+    training = context.config.training
+    accumulation = training.gradient_accumulation_steps
+    parts = gang.ranks * accumulation
+    samples, rest = divmod(training.batch_size, parts)
+    arithmetic = f"{training.batch_size} = {gang.ranks} ranks × {accumulation} accumulation × {samples}"
+    if rest:
+        return Finding.failed(f"{arithmetic} + {rest}", f"set training.batch_size to a multiple of {parts}")
+    return Finding.passed(f"{arithmetic} samples per micro-batch")
+
+
+def _same_environment(python: str) -> bool:
+    """Two names of one folder are one environment; links into another folder are not (a venv is a folder of links)."""
+    return os.path.dirname(os.path.abspath(python)) == os.path.dirname(os.path.abspath(sys.executable))
+
+
+def _python_path(project_root: Path) -> str:
+    given = os.environ.get("PYTHONPATH")
+    return f"{project_root}{os.pathsep}{given}" if given else str(project_root)

@@ -1,0 +1,106 @@
+"""One rank of a small gang that saves or restores; started as a process with torchrun's environment.
+
+    checkpoint_rank.py save MODE JOB_STORE OUT GENERATION_ID   train two steps, save, write digests to OUT.<rank>
+    checkpoint_rank.py restore MODES JOB_STORE OUT             restore into a fresh model of each mode (joined by "+")
+    checkpoint_rank.py hold PARAMETERS JOB_STORE OUT           save, write the uploader's pid to OUT, and wait to be killed
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from infra.store import Store
+from training.checkpoint import Checkpointer, Generation, reachable_commits
+
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Uneven on purpose: 5 and 2 rows do not divide by 2 or 3 ranks, and 2 rows leave a third rank with none."""
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    if mode == "ddp":
+        model = DistributedDataParallel(model)
+    elif mode in ("fsdp2", "hsdp"):
+        shape = (WORLD_SIZE,) if mode == "fsdp2" else (WORLD_SIZE, 1)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+
+
+def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """SHA-256 of every full tensor by name, and the learning rate."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    found = {name: digest(tensor) for name, tensor in inner.state_dict().items()}
+    for name, parameter in inner.named_parameters():
+        for key, value in sorted(optimizer.state[parameter].items()):
+            found[f"{name}/{key}"] = digest(value)
+    return {**found, "lr": repr(optimizer.param_groups[0]["lr"])}
+
+
+def digest(tensor: Tensor) -> str:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return hashlib.sha256(whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def main(action: str, modes: str, job_store: str, out: str, generation_id: str = "reader") -> None:
+    if WORLD_SIZE > 1 or modes == "fsdp2":
+        dist.init_process_group("gloo")
+    if action == "hold":
+        hold(int(modes), job_store, out)
+    store = Store.open(job_store)
+    results = {}
+    for mode in modes.split("+"):
+        number = 1 if action == "save" else 2
+        gang = {"rank": RANK, "world_size": WORLD_SIZE, "deadline_seconds": 20.0}
+        with Checkpointer(job_store, generation=Generation(number, generation_id), **gang) as checkpointer:
+            model, optimizer = build(mode, seed=number)
+            if action == "save":
+                train(model, optimizer, 2)
+                torch.manual_seed(100 + RANK)
+                torch.rand(7)
+                optimizer.param_groups[0]["lr"] = 0.1 + 0.2  # a float that must come back to the last bit
+                checkpointer.save(2, model, optimizer, {"cursor": 16})
+                result = {"commit": checkpointer.wait().key}
+            else:
+                restored = checkpointer.restore([ref.key for ref in reachable_commits(store)], model, optimizer)
+                result = {"rng": restored.rng, "extra": restored.extra, "bytes": restored.bytes_read}
+            drawn = torch.rand(3).tolist()
+            results[mode] = {**result, "drawn": drawn, "digests": digests(model, optimizer)}
+    Path(f"{out}.{RANK}").write_text(json.dumps(results))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def hold(parameters: int, job_store: str, out: str) -> None:
+    checkpointer = Checkpointer(job_store, generation=Generation(1, "hold"))
+    checkpointer.save(1, nn.Linear(parameters, 1), None, {})
+    Path(out).write_text(str(checkpointer.uploader_pid))
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,160 @@
+"""One rank of a small gang, run as a process: trains as a scenario says, and writes down what it saw.
+
+`python -m tests.support.engine_rank SCENARIO.json`, with torchrun's environment. Commits go nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infra.config.schema import RunConfig
+from infra.store import Store
+from training.clock import Clock
+from training.data import open_tokens
+from training.engine import train
+from training.gang import Gang, connect, disconnect
+from training.limits import Limits
+from training.optimizer import make_optimizer
+from training.parallel import spread_model
+from training.text import TextBatch, TextWorkload
+from training.trainer import Position, Reporter, Trainer
+from training.workload import Cursor, Loss
+
+
+class NoSaver:
+    """Remembers which steps it was asked to save."""
+
+    last_commit = None
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def save(self, step: int, model: Any, optimizer: Any, extra: dict) -> float:
+        self.steps.append(step)
+        return 0.0
+
+    def wait(self) -> None:
+        return None
+
+
+class ScenarioWorkload(TextWorkload):
+    """Text, with what a scenario does to it."""
+
+    scenario: dict[str, Any]
+    seen: list[tuple[int, int]]
+
+    def next_batch(self, model: Any, cursor: Cursor) -> TextBatch:
+        self.seen.append((cursor.first, cursor.count))
+        if self.scenario.get("ragged"):
+            return RaggedBatch.cut(super().next_batch(model, cursor), cursor)
+        return super().next_batch(model, cursor)
+
+    def loss(self, model: Any, batch: TextBatch) -> Loss:
+        if isinstance(batch, RaggedBatch):
+            logits = model(batch.inputs)
+            losses = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch.targets.flatten(), reduction="none", ignore_index=-1
+            )
+            return Loss(losses.sum(), batch.weight)
+        loss = super().loss(model, batch)
+        poison = self.scenario.get("poison")
+        if poison and self._gang.rank == poison["rank"] and len(self.seen) == poison["step"]:
+            return Loss(loss.sum * float("nan"), loss.weight)
+        return loss
+
+
+class RaggedBatch(TextBatch):
+    """Samples of different length: sample i counts only its first 1 + i mod length tokens."""
+
+    @classmethod
+    def cut(cls, whole: TextBatch, cursor: Cursor) -> RaggedBatch:
+        targets = whole.targets.clone()
+        for row in range(cursor.count):
+            targets[row, 1 + (7 * (cursor.first + row)) % targets.shape[1] :] = -1
+        return cls(whole.inputs, targets)
+
+    @property
+    def weight(self) -> float:
+        return float((self.targets >= 0).sum())
+
+    def split(self, parts: int) -> list[RaggedBatch]:
+        return [RaggedBatch(part.inputs, part.targets) for part in super().split(parts)]
+
+
+def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
+    config = RunConfig.model_validate(scenario["config"])
+    events: list[tuple[str, dict]] = []
+    clock = Clock(lambda name, **data: events.append((name, data)))
+    reporter = Reporter(clock, lambda name, **data: events.append((name, data)))
+    tokens = open_tokens(Store.open(config.store), scenario["tokens"])
+    workload = ScenarioWorkload(config, tokens, gang)
+    workload.scenario, workload.seen = scenario, []
+    spread = spread_model(workload, config, gang)
+    limits = Limits(None, world_size=gang.world_size, elapsed_seconds=lambda: clock.elapsed_seconds)
+    limits.watch_signals()
+    saver = NoSaver()
+    trainer = Trainer(
+        config=config,
+        gang=gang,
+        workload=workload,
+        spread=spread,
+        optimizer=make_optimizer(spread.module, config.training),
+        saver=saver,
+        limits=limits,
+        reporter=reporter,
+        extra={},
+        start=Position(),
+    )
+    if (leave := scenario.get("leave")) and gang.rank == leave["rank"]:
+        trainer = replace(trainer, workload=_leaving(workload, leave["step"]))
+    clock.emit_phases()
+    ending = train(trainer)
+    clock.emit_phases()
+    steps = [data for name, data in events if name == "step"]
+    return {
+        "outcome": str(ending.outcome),
+        "step": ending.step,
+        "message": ending.message,
+        "weights_sha256": ending.weights_sha256,
+        "losses": [data["loss"] for data in steps],
+        "seconds": [data["seconds"] for data in steps],
+        "norms": [data["gradient_norm"] for data in steps],
+        "evaluations": [data["metrics"]["held_out_loss"] for name, data in events if name == "evaluation"],
+        "saved": saver.steps,
+        "seen": workload.seen,
+    }
+
+
+def _leaving(workload: ScenarioWorkload, step: int) -> ScenarioWorkload:
+    """Sends itself SIGTERM when the batch of `step` is asked for."""
+    next_batch = workload.next_batch
+
+    def leave(model: Any, cursor: Cursor) -> TextBatch:
+        if len(workload.seen) + 1 == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return next_batch(model, cursor)
+
+    workload.next_batch = leave  # type: ignore[method-assign]
+    return workload
+
+
+def main() -> None:
+    scenario = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    gang = connect(start_seconds=60, collective_seconds=60, generation="test")
+    result = run(scenario, gang)
+    Path(f"{sys.argv[1]}.{gang.rank}").write_text(json.dumps(result))
+    disconnect()
+
+
+if __name__ == "__main__":
+    main()

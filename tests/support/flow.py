@@ -1,0 +1,119 @@
+"""Running the real flow as a user does, in folders of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOW = ROOT / "flows" / "train_flow.py"
+
+# Small enough for a test, large enough to lose work and to redo it.
+TINY = {
+    "model.hidden_size": 64,
+    "model.num_layers": 2,
+    "model.sequence_length": 64,
+    "training.batch_size": 16,
+    "training.max_steps": 60,
+    "training.evaluation_interval_steps": 30,
+    "training.scheduler.warmup_steps": 5,
+    "checkpoint.interval_steps": 8,
+    "data.held_out_samples": 16,
+}
+
+
+@dataclass(frozen=True)
+class FlowRun:
+    """A finished run: its exit code, all that it printed, and the report of its job."""
+
+    exit_code: int
+    output: str
+    report: dict[str, Any]
+    folder: Path
+
+
+class FlowRunner:
+    """Runs flows whose records, jobs and reports all lie below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs = folder / "runs"
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def options(self, **settings: object) -> list[str]:
+        """The tiny job's options; keyword arguments use __ for the dot: training__max_steps=100."""
+        values = {**TINY, "store": str(self.runs), **{key.replace("__", "."): value for key, value in settings.items()}}
+        return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+    def start(self, *words: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+        """Start the flow in a process group of its own; its output goes to a file beside its records."""
+        environment = dict(os.environ, EBBFLOW_RUNS=str(self.runs), METAFLOW_DATASTORE_SYSROOT_LOCAL=str(self.folder))
+        self.log = self.folder / f"output-{time.monotonic_ns()}.log"
+        with open(self.log, "w") as log:
+            return subprocess.Popen(
+                [sys.executable, str(FLOW), *words],
+                cwd=cwd or self.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+    def finish(self, process: subprocess.Popen[str], timeout: float = 200) -> FlowRun:
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError(f"the flow did not end within {timeout} s:\n{self.log.read_text()}") from None
+        folder = self.runs / "latest"
+        report = folder / "report.json"
+        return FlowRun(
+            exit_code=code,
+            output=self.log.read_text(),
+            report=json.loads(report.read_text()) if report.exists() else {},
+            folder=folder.resolve(),
+        )
+
+    def run(self, *words: str, timeout: float = 200, cwd: Path | None = None) -> FlowRun:
+        return self.finish(self.start(*words, cwd=cwd), timeout)
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events of the latest job that are in the store now."""
+        events = []
+        for path in sorted((self.runs / "latest" / "events").rglob("*.jsonl")):
+            events += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return sorted(events, key=lambda event: event["t_wall"])
+
+
+def wait_until(what: str, happened: Callable[[], Any], timeout: float = 90) -> Any:
+    """The first true answer of `happened`; fails by naming what was waited for."""
+    limit = time.monotonic() + timeout
+    while time.monotonic() < limit:
+        if answer := happened():
+            return answer
+        time.sleep(0.1)
+    raise AssertionError(f"waited {timeout} s for {what}")
+
+
+def processes_with(text: str) -> list[int]:
+    """Pids of all live processes whose environment or command line has `text` in it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            known = (path / "environ").read_bytes() + (path / "cmdline").read_bytes()
+            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if text.encode() in known and state != "Z" and int(path.name) != os.getpid():
+            found.append(int(path.name))
+    return found

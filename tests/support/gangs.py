@@ -1,0 +1,60 @@
+"""Runs small gangs of real processes for the tests of the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from infra.config.schema import RunConfig
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+_DEADLINE_SECONDS = 120
+
+
+def run_ranks(world_size: int, command: list[str], *, deadline_seconds: float = _DEADLINE_SECONDS) -> list[str]:
+    """Run `command` once per rank, with torchrun's environment. Returns the outputs; fails with them if any failed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = dict(
+        os.environ,
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=str(PROJECT_ROOT),
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=PROJECT_ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=deadline_seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * world_size, f"exit codes {codes}\n" + "\n".join(outputs)
+    return outputs
+
+
+def train_gang(folder: Path, config: RunConfig, tokens: str, *, world_size: int, **scenario: Any) -> list[dict]:
+    """Train as `tests.support.engine_rank` does; one result per rank."""
+    path = folder / f"scenario-{len(list(folder.glob('scenario-*.json')))}.json"
+    path.write_text(json.dumps({"config": config.model_dump(mode="json"), "tokens": tokens, **scenario}))
+    run_ranks(world_size, ["-m", "tests.support.engine_rank", str(path)])
+    return [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(world_size)]

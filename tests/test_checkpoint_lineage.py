@@ -1,0 +1,158 @@
+"""Lineage, not step, decides: a zombie's late commit and the steps of a rewind are never restored."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from infra.store import Store
+from training.checkpoint import Checkpointer, Generation, open_generation, reachable_commits, trace_lineage
+from training.checkpoint.checksum import sha256_text
+from training.checkpoint.manifest import Manifest, Save
+from training.errors import CheckpointError, DamagedLineage, GenerationSuperseded, TwoLaunchers
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Store:
+    return Store.open(str(tmp_path / "jobs" / "test"))
+
+
+def model_of(value: float) -> nn.Module:
+    model = nn.Linear(3, 3)
+    torch.nn.init.constant_(model.weight, value)
+    return model
+
+
+def steps(job: Store) -> list[tuple[int, int]]:
+    return [(ref.generation, ref.step) for ref in reachable_commits(job)]
+
+
+def test_a_zombies_late_commit_is_never_restored(job: Store, capfd: pytest.CaptureFixture) -> None:
+    first = open_generation(job, run="r", attempt=0)
+    with Checkpointer(job.uri, generation=first) as zombie:
+        zombie.save(10, model_of(10), None, {})
+        zombie.wait()
+        second = open_generation(job, run="r", attempt=1)
+        with Checkpointer(job.uri, generation=second) as checkpointer:
+            checkpointer.save(20, model_of(20), None, {})
+            checkpointer.wait()
+            zombie.save(30, model_of(30), None, {})  # late, and further than anybody
+            deadline = time.monotonic() + 10
+            while zombie.last_commit.step != 30:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert steps(job) == [(2, 20), (1, 10)]
+            reason = trace_lineage(job)[-1].unreachable_because
+            assert reason == "generation 1 was left at step 10"
+            model = model_of(0)
+            checkpointer.restore([ref.key for ref in reachable_commits(job)], model, None)
+            assert model.weight[0, 0].item() == 20
+        with pytest.raises(GenerationSuperseded, match="generation 2 was opened while 000001-"):
+            zombie.wait()  # it is told, and its retention has deleted nothing
+    assert "would never be restored" in capfd.readouterr().err
+
+
+def test_steps_abandoned_by_a_rewind_do_not_count_though_they_are_higher(job: Store) -> None:
+    with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=0)) as checkpointer:
+        commits = {}
+        for step in (10, 20, 30):
+            checkpointer.save(step, model_of(step), None, {})
+            commits[step] = checkpointer.wait().key
+    middle = open_generation(job, run="r", attempt=1)
+    assert middle.parent == commits[30]
+    rewound = open_generation(job, run="r", attempt=2, parent=commits[10])
+    assert steps(job) == [(1, 10)]
+    with Checkpointer(job.uri, generation=rewound) as checkpointer:
+        with pytest.raises(CheckpointError, match="to rewind, open the generation with that commit as its parent"):
+            checkpointer.restore([commits[20]], model_of(0), None)
+        assert checkpointer.restore([commits[10]], model_of(0), None).step == 10
+        checkpointer.save(15, model_of(15), None, {})
+        checkpointer.wait()
+    assert steps(job) == [(3, 15), (1, 10)]
+
+
+def test_a_generation_that_started_afresh_inherits_nothing(job: Store) -> None:
+    first, second = (open_generation(job, run="r", attempt=attempt) for attempt in (0, 1))
+    assert (first.number, second.number, second.parent) == (1, 2, None)
+    put_commit(job, first, 40)
+    assert steps(job) == []
+
+
+def test_a_parent_is_a_commit_that_reads_well(job: Store, capfd: pytest.CaptureFixture) -> None:
+    generation = open_generation(job, run="r", attempt=0)
+    older, newer = put_commit(job, generation, 10), put_commit(job, generation, 20)
+    job.put(newer, job.get(newer)[:-1])
+    assert open_generation(job, run="r", attempt=1).parent == older
+    assert f"passed over as a parent: {newer}" in capfd.readouterr().err
+
+
+def test_two_launchers_are_noticed_and_both_records_named(job: Store) -> None:
+    generation = open_generation(job, run="r", attempt=0)
+    put_commit(job, generation, 10)
+    record = job.get(f"generations/{generation.name}.json")
+    job.put("generations/000001-deadbeef.json", record)
+    with pytest.raises(TwoLaunchers, match=rf"000001-deadbeef.*{generation.name}|{generation.name}.*000001-deadbeef"):
+        reachable_commits(job)
+    job.delete("generations/000001-deadbeef.json")
+    job.put(f"generations/{generation.name}.json", record.replace(b'"attempt":0', b'"attempt":1'))
+    with pytest.raises(DamagedLineage, match="its seal says"):
+        reachable_commits(job)
+
+
+def test_at_most_one_of_racing_launchers_goes_on(tmp_path: Path) -> None:
+    for round_number in range(10):
+        uri = str(tmp_path / str(round_number))
+
+        def launch(_: int, uri: str = uri) -> Generation | None:
+            try:
+                return open_generation(Store.open(uri), run="r", attempt=0)
+            except TwoLaunchers:
+                return None
+
+        with ThreadPoolExecutor(4) as pool:
+            opened = [generation for generation in pool.map(launch, range(4)) if generation is not None]
+        numbers = [generation.number for generation in opened]
+        assert len(numbers) == len(set(numbers)), "one number was given out twice"
+        assert sorted(meta.key for meta in Store.open(uri).list("generations")) == sorted(
+            f"generations/{generation.name}.json" for generation in opened
+        )
+
+
+def put_commit(job: Store, generation: Generation, step: int) -> str:
+    """A commit without data: lineage looks at manifests only."""
+    save = Save(job="test", generation=generation.name, step=step, world_size=1)
+    raw = Manifest(save=save, data=(), indexes=(), tensors={}).to_bytes()
+    key = f"commits/{10**12 - 1 - step:012d}/{10**6 - 1 - generation.number:06d}/{sha256_text(raw)}.json"
+    job.put(key, raw)
+    return key
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans()), min_size=1, max_size=6))
+def test_what_counts_is_exactly_the_history_of_the_newest_generation(
+    tmp_path_factory: pytest.TempPathFactory, history: list[tuple[int, int, bool]]
+) -> None:
+    """Against a model: each start inherits its parent's history up to the parent; zombies add nothing to it."""
+    job = Store.open(str(tmp_path_factory.mktemp("lineage")))
+    past: list[tuple[int, int, str]] = []  # (generation, step, key) of the living lineage, oldest first
+    previous: Generation | None = None
+    for rewind, commits, zombie in history:
+        past = past[: max(1, len(past) - rewind)] if past else []
+        parent = past[-1][2] if past and rewind else None
+        generation = open_generation(job, run="r", attempt=0, parent=parent)
+        start = past[-1][1] if past else 0
+        assert (generation.parent, generation.parent_step) == ((past[-1][2], start) if past else (None, 0))
+        if zombie and previous is not None:
+            put_commit(job, previous, 1000)
+        for number in range(commits):
+            step = start + number + 1
+            past.append((generation.number, step, put_commit(job, generation, step)))
+        previous = generation
+        assert [ref.key for ref in reachable_commits(job)] == [key for _, _, key in reversed(past)]

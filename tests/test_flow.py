@@ -1,0 +1,134 @@
+"""The flow as its users meet it: the default job, its report in every rendering, its refusals and exit codes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cost.figures import key_figures
+from cost.report import RunReport
+from tests.support.flow import ROOT, FlowRun, FlowRunner
+
+pytestmark = pytest.mark.flow
+
+FIXED_FIELDS = {
+    "schema", "job", "outcome", "exit_code", "interruptions", "failures", "redone_steps", "weights_sha256",
+    "loss_curve", "ledger", "total_usd", "paid_rank_seconds", "savings_usd", "plan", "actual", "events",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory: pytest.TempPathFactory) -> tuple[FlowRunner, FlowRun]:
+    """The laptop job as it is shipped, run from a directory that is not the project's."""
+    runner = FlowRunner(tmp_path_factory.mktemp("default"))
+    run = runner.run("run", "--set", f"store={runner.runs}", timeout=300)
+    assert run.exit_code == 0, run.output
+    return runner, run
+
+
+def test_the_default_job_learns_commits_and_completes(default: tuple[FlowRunner, FlowRun]) -> None:
+    report = default[1].report
+    assert set(report) >= FIXED_FIELDS
+    assert (report["outcome"], report["exit_code"], report["interruptions"]) == ("completed", 0, 0)
+    assert report["actual"]["commits"] >= 3
+    assert report["actual"]["held_out_loss"] <= 0.85 * report["actual"]["unigram_entropy_nats"]
+    assert re.fullmatch(r"[0-9a-f]{64}", report["weights_sha256"])
+    assert [step for step, _ in report["loss_curve"]] == list(range(1, len(report["loss_curve"]) + 1))
+
+
+def test_the_ledger_of_the_default_job_adds_up(default: tuple[FlowRunner, FlowRun]) -> None:
+    report = default[1].report
+    lines = report["ledger"]
+    assert round(sum(line["usd"] for line in lines), 6) == report["total_usd"] > 0
+    assert sum(line["rank_seconds"] for line in lines) == pytest.approx(report["paid_rank_seconds"], abs=1e-3)
+    unattributed = sum(line["rank_seconds"] for line in lines if line["class"] == "unattributed")
+    assert unattributed <= 0.01 * report["paid_rank_seconds"]
+    assert all(line["kind"] for line in lines)
+
+
+def test_every_rendering_shows_the_same_figures(default: tuple[FlowRunner, FlowRun]) -> None:
+    runner, run = default
+    figures = key_figures(RunReport.from_json(run.report))
+    page = (run.folder / "report.html").read_text()
+    card = runner.run("card", "get", f"{run.report['job']}/report", "--id", "report")
+    assert card.exit_code == 0, card.output
+    assert len(figures) >= 8
+    for name, figure in figures.items():
+        assert figure in run.output, f"{name} is missing on the terminal"
+        assert figure in page, f"{name} is missing in report.html"
+        assert figure in card.output, f"{name} is missing in the card"
+    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page), "report.html makes network requests"
+
+
+def test_the_terminal_tells_the_story(default: tuple[FlowRunner, FlowRun]) -> None:
+    output = default[1].output
+    order = ["preflight", "plan", "prepare", "train", "join", "report", "end"]
+    starts = [output.index(f"/{step}/") for step in order]
+    assert starts == sorted(starts)
+    assert re.search(r"step +\d+/\d+ .*loss .*tok/s .*MFU .*ETA", output)
+
+
+BAD_INPUT = {
+    "indivisible": ("model: {hidden_size: 770, num_heads: 12}", 2, "770 = 12 × 64 + 2"),
+    "unknown key": ("model:\n  hiden_size: 64", 2, "did you mean"),
+    "duplicate key": ("store: a\nstore: b", 2, "store"),
+    "wrong type": ("training: {max_steps: many}", 2, "training.max_steps"),
+    "not YAML": ("model: [1, 2", 2, "bad.yaml:"),
+    "not a mapping": ("- 1\n- 2", 2, "bad.yaml:1:1"),
+    "out of range": ("training: {learning_rate: -1}", 2, "training.learning_rate"),
+    "batch indivisible": ("training: {batch_size: 31}", 2, "31"),
+    "no such data": ("data: {path: /no/such/folder}", 3, "/no/such/folder"),
+    "budget too small": ("cost: {budget_usd: 0.0000001}", 3, "budget"),
+    "deadline too near": ("cost: {deadline_hours: 0.0000001}", 3, "deadline"),
+}
+
+
+@pytest.mark.parametrize(("text", "code", "says"), BAD_INPUT.values(), ids=BAD_INPUT.keys())
+def test_bad_input_is_refused_before_anything_is_written(text: str, code: int, says: str, tmp_path: Path) -> None:
+    config = tmp_path / "bad.yaml"
+    config.write_text(text + "\n")
+    runner = FlowRunner(tmp_path / "home")
+    run = runner.run("run", "--config", str(config), *(() if "store" in text else ("--set", f"store={runner.runs}")))
+    assert run.exit_code == code, run.output
+    assert says in run.output
+    assert "Traceback" not in run.output and "Metaflow" not in run.output
+    assert [path.name for path in runner.folder.iterdir()] == [runner.log.name]
+
+
+def test_a_missing_configuration_file_and_a_bad_rehearsal_are_refused(tmp_path: Path) -> None:
+    runner = FlowRunner(tmp_path)
+    missing = runner.run("run", "--config", "nowhere.yaml")
+    assert missing.exit_code == 2 and "nowhere.yaml" in missing.output
+    rehearsal = runner.run("run", *runner.options(), "--rehearse", "meteor@60%")
+    assert rehearsal.exit_code == 2 and "node-loss" in rehearsal.output
+
+
+def test_with_local_and_a_job_name(tmp_path: Path) -> None:
+    runner = FlowRunner(tmp_path)
+    run = runner.run(
+        "run", *runner.options(training__max_steps=8, checkpoint__interval_steps=4), "--with", "local", "--job", "mine"
+    )
+    assert run.exit_code == 0, run.output
+    assert run.folder.name == "mine" and run.report["job"] == "mine"
+
+
+def test_a_number_that_is_not_finite_ends_the_job_with_its_own_exit_code(tmp_path: Path) -> None:
+    runner = FlowRunner(tmp_path)
+    options = runner.options(training__learning_rate=1e30, training__gradient_clip_norm="null")
+    run = runner.run("run", *options)
+    assert run.exit_code == 7, run.output
+    assert run.report["outcome"] == "non_finite"
+    assert "rank" in run.output
+
+
+def test_importing_the_flow_file_is_light_and_without_side_effects(tmp_path: Path) -> None:
+    """Every card refresh does it."""
+    heavy = "sorted(m for m in ('torch', 'pandas', 'boto3') if m in sys.modules)"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import flows.train_flow; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,103 @@
+"""A job that loses a rank, a node or everything ends as if nothing had happened: the same weights, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.flow import FlowRun, FlowRunner, processes_with, wait_until
+
+pytestmark = pytest.mark.flow
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> FlowRun:
+    """The same job without a fault."""
+    runner = FlowRunner(tmp_path_factory.mktemp("quiet"))
+    run = runner.run("run", *runner.options())
+    assert run.exit_code == 0, run.output
+    return run
+
+
+def assert_same_result(run: FlowRun, quiet: FlowRun) -> None:
+    assert run.report["outcome"] == "completed"
+    assert run.report["weights_sha256"] == quiet.report["weights_sha256"]
+    assert run.report["loss_curve"] == quiet.report["loss_curve"]
+
+
+def assert_ledger_adds_up(report: dict) -> None:
+    lines = report["ledger"]
+    assert round(sum(line["usd"] for line in lines), 6) == report["total_usd"]
+    assert sum(line["rank_seconds"] for line in lines) == pytest.approx(report["paid_rank_seconds"], abs=1e-3)
+    unattributed = sum(line["rank_seconds"] for line in lines if line["class"] == "unattributed")
+    assert unattributed <= 0.01 * report["paid_rank_seconds"]
+
+
+def test_quiet_run_has_nothing_to_tell_of(quiet: FlowRun) -> None:
+    assert quiet.report["interruptions"] == quiet.report["failures"] == quiet.report["redone_steps"] == 0
+    assert_ledger_adds_up(quiet.report)
+
+
+@pytest.mark.parametrize("fault", ["node-loss@60%", "rank-kill@60%", "node-loss@60%:node=0"])
+def test_rehearsed_fault(fault: str, quiet: FlowRun, tmp_path: Path) -> None:
+    runner = FlowRunner(tmp_path)
+    run = runner.run("run", *runner.options(), "--rehearse", fault)
+    assert run.exit_code == 0, run.output
+    assert_same_result(run, quiet)
+    assert run.report["interruptions"] == 1
+    assert run.report["failures"] == 0
+    assert run.report["redone_steps"] >= 1
+    assert run.report["events"]["counts"]["fault_injected"] == 1
+    assert_ledger_adds_up(run.report)
+
+
+def test_rank_killed_from_outside(quiet: FlowRun, tmp_path: Path) -> None:
+    runner = FlowRunner(tmp_path)
+    process = runner.start("run", *runner.options())
+    wait_until("a commit", lambda: any(event["name"] == "commit" for event in runner.events()))
+    victim = wait_until("rank 1", lambda: worker_pids(runner, rank=1))[0]
+    os.kill(victim, signal.SIGKILL)
+    run = runner.finish(process)
+    assert run.exit_code == 0, run.output
+    assert_same_result(run, quiet)
+    assert run.report["interruptions"] == 1
+    assert_ledger_adds_up(run.report)
+
+
+def test_everything_killed_then_resumed(quiet: FlowRun, tmp_path: Path) -> None:
+    runner = FlowRunner(tmp_path)
+    process = runner.start("run", *runner.options())
+    wait_until("a commit", lambda: any(event["name"] == "commit" for event in runner.events()))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    killed_at = time.monotonic()
+    wait_until("the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=10)
+    assert time.monotonic() - killed_at <= 3
+
+    run = runner.run("resume")
+    assert run.exit_code == 0, run.output
+    assert_same_result(run, quiet)
+    assert run.report["interruptions"] == 1
+    assert_ledger_adds_up(run.report)
+    first, second = (generation_seconds(run.report, number) for number in (1, 2))
+    assert first > 0 and second > 0
+    assert run.report["paid_rank_seconds"] > second  # the killed run's time is in the bill
+
+
+def worker_pids(runner: FlowRunner, rank: int) -> list[int]:
+    return [
+        pid
+        for pid in processes_with(str(runner.runs))
+        if f"rank-{rank}.spec.json" in Path(f"/proc/{pid}/environ").read_text(errors="replace")
+        and Path(f"/proc/{pid}/cmdline").read_text().split("\0")[1:3] == ["-m", "training"]
+    ]
+
+
+def generation_seconds(report: dict, number: int) -> float:
+    return next(
+        entry["paid_rank_seconds"] for entry in report["actual"]["generations"] if entry["generation"] == number
+    )

@@ -1,0 +1,107 @@
+"""Agents find each other, name who is missing, and tell a stranger from a peer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from training.errors import GangError
+from training.launch.channel import Lobby, join
+from training.launch.heartbeat import Heartbeat
+from training.launch.ports import control_ports, free_port
+
+
+def test_ports_are_the_same_everywhere_and_differ_between_attempts() -> None:
+    assert control_ports("run-1", 0) == control_ports("run-1", 0)
+    assert control_ports("run-1", 0) != control_ports("run-1", 1)
+    assert all(1024 < port < 32768 for port in control_ports("run-1", 0))
+
+
+def test_roll_call_names_the_missing_nodes_within_its_deadline() -> None:
+    ports = [free_port("127.0.0.1")]
+    lobby = Lobby("127.0.0.1", ports, "token")
+    present = threading.Thread(target=join, args=("127.0.0.1", ports, "token", {"node": 2, "host": "b"}, 5))
+    present.start()
+    began = time.monotonic()
+    with pytest.raises(GangError, match=r"2 of 4 nodes joined within 1 s .* missing: node 1, node 3"):
+        lobby.roll_call(4, deadline_seconds=1)
+    assert time.monotonic() - began < 3
+    present.join()
+    lobby.close()
+
+
+def test_a_node_that_finds_nobody_says_so() -> None:
+    with pytest.raises(GangError, match="node 1 could not reach node 0 within 1 s"):
+        join("127.0.0.1", [free_port("127.0.0.1")], "token", {"node": 1, "host": "b"}, deadline_seconds=1)
+
+
+def test_a_taken_port_is_passed_over_by_both_sides() -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        ports = [stranger.getsockname()[1], free_port("127.0.0.1")]
+        lobby = Lobby("127.0.0.1", ports, "token")
+        assert lobby.port == ports[1]
+        stranger.close()  # refuses from now on: the node goes on to the next port
+        joiner = threading.Thread(target=join, args=("127.0.0.1", ports, "token", {"node": 1, "host": "b"}, 10))
+        joiner.start()
+        assert set(lobby.roll_call(2, deadline_seconds=10)) == {1}
+        joiner.join()
+        lobby.close()
+
+
+def test_an_agent_of_another_job_is_sent_away() -> None:
+    ports = [free_port("127.0.0.1")]
+    lobby = Lobby("127.0.0.1", ports, "ours")
+    errors: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            join("127.0.0.1", ports, "theirs", {"node": 1, "host": "b"}, deadline_seconds=1)
+        except GangError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(GangError, match="missing: node 1"):
+        lobby.roll_call(2, deadline_seconds=2)
+    thread.join()
+    lobby.close()
+    assert "somebody else listens there" in str(errors[0])
+
+
+def test_messages_cross_and_a_closed_end_is_noticed() -> None:
+    ports = [free_port("127.0.0.1")]
+    lobby = Lobby("127.0.0.1", ports, "t")
+    ends: list = []
+    thread = threading.Thread(
+        target=lambda: ends.append(join("127.0.0.1", ports, "t", {"node": 1, "host": "b"}, deadline_seconds=5))
+    )
+    thread.start()
+    connection, hello = lobby.roll_call(2, deadline_seconds=5)[1]
+    thread.join()
+    assert hello["host"] == "b"
+    ends[0].send({"kind": "failed", "text": "x" * 100_000})
+    limit = time.monotonic() + 5
+    messages: list = []
+    while not messages and time.monotonic() < limit:
+        messages = connection.receive()
+    assert messages[0]["kind"] == "failed" and len(messages[0]["text"]) == 100_000
+    ends[0].close()
+    while not connection.closed and time.monotonic() < limit:
+        connection.receive()
+    assert connection.closed == "connection closed"
+    lobby.close()
+
+
+def test_heartbeat_carries_progress(tmp_path) -> None:
+    agent_side = Heartbeat.create(tmp_path / "beat")
+    worker_side = Heartbeat(tmp_path / "beat")
+    before = time.monotonic()
+    worker_side.beat(17, "backward")
+    beat = agent_side.read()
+    assert (beat.step, beat.phase) == (17, "backward")
+    assert before <= beat.t_mono <= time.monotonic()

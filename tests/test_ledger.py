@@ -1,0 +1,296 @@
+"""The ledger adds up: by hand for the cases that matter, and for random timelines by its identity."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost.errors import LedgerError
+from cost.ledger import Ledger, fold, spent_usd
+from cost.money import apportion, rounded
+from infra.events import PHASE, Event
+from infra.ledger_classes import LedgerClass
+from tests.timelines import GangLog, event, plan_event
+
+
+def seconds_of(ledger: Ledger) -> dict[str, float]:
+    return {str(line.ledger_class): line.rank_seconds for line in ledger.lines}
+
+
+def usd_of(ledger: Ledger) -> dict[str, Decimal]:
+    return {str(line.ledger_class): line.usd for line in ledger.lines}
+
+
+def kinds_of(ledger: Ledger) -> dict[str, str]:
+    return {str(line.ledger_class): line.kind for line in ledger.lines}
+
+
+def clean_run(ranks: int = 2) -> list[Event]:
+    """One node for 20 s: a second until the process began, 3 s of start, 4 steps of 3 s, 2 s of end, 2 s of agent."""
+    gang = GangLog(1, 100.0, [list(range(ranks))])
+    gang.wait(1.0)
+    gang.phase("startup", 3.0)
+    gang.steps(1, 4, useful_step=2.5, data_wait=0.5)
+    gang.commit(4)
+    gang.outcome("completed")
+    gang.phase("shutdown", 2.0)
+    gang.ended("completed", 20.0)
+    return [plan_event(), *gang.events]
+
+
+def killed_run() -> list[Event]:
+    """6 steps of 2 s, a commit after step 4, a kill; then steps 5 to 8 again. One node, one rank."""
+    first = GangLog(1, 0.0, [[0]])
+    first.phase("startup", 5.0)
+    first.steps(1, 6, useful_step=1.5, data_wait=0.5)
+    first.commit(4)
+    first.ended("rank_killed", 20.0, culprit="rank 0 on node 0 was killed by SIGKILL")
+    second = GangLog(2, 30.0, [[0]], parent=(4, 1))
+    second.phase("startup", 3.0)
+    second.phase("restore", 1.0)
+    second.steps(5, 8, useful_step=1.5, data_wait=0.5)
+    second.commit(8)
+    second.outcome("completed")
+    second.phase("shutdown", 1.0)
+    second.ended("completed", 14.0)
+    return [plan_event(), *first.events, *second.events]
+
+
+def test_a_clean_run_by_hand():
+    ledger = fold(clean_run())
+    assert seconds_of(ledger) == {"useful_step": 20.0, "data_wait": 4.0, "startup": 8.0, "shutdown": 8.0}
+    # $3.60 per node and hour is $0.0005 per second of each of its two ranks.
+    assert usd_of(ledger) == {
+        "useful_step": Decimal("0.010000"),
+        "data_wait": Decimal("0.002000"),
+        "startup": Decimal("0.004000"),
+        "shutdown": Decimal("0.004000"),
+    }
+    assert ledger.total_usd == Decimal("0.020000")
+    assert ledger.paid_rank_seconds == 40.0
+    assert set(kinds_of(ledger).values()) == {"measured"}
+    assert (ledger.price_kind, ledger.redone_steps, ledger.unattributed_share) == ("simulated", 0, 0.0)
+    assert ledger.clean_on_demand_usd == Decimal("0.040000")
+    assert spent_usd(clean_run()) == pytest.approx(0.02)
+
+
+def test_a_kill_by_hand():
+    ledger = fold(killed_run())
+    assert seconds_of(ledger) == {
+        "useful_step": (4 + 4) * 1.5,
+        "data_wait": (4 + 4) * 0.5,
+        "startup": 5.0 + 3.0,
+        "restore": 1.0,
+        "shutdown": 1.0 + 1.0,
+        "redone_step": 2 * 2.0,
+        "interruption": 20.0 - 17.0,
+    }
+    assert ledger.redone_steps == 2
+    assert ledger.paid_rank_seconds == 34.0
+    assert ledger.total_usd == Decimal("0.034000")
+    # On-demand at $7.20: 16 s of kept steps, 3 s of the last start-up, 2 s of shutdown.
+    assert ledger.clean_on_demand_usd == Decimal("0.042000")
+
+
+def test_a_node_without_an_end_is_billed_to_its_last_sign_of_life_and_says_so():
+    gang = GangLog(1, 0.0, [[0], [1]])
+    gang.phase("startup", 4.0)
+    gang.steps(1, 3, useful_step=2.0)
+    gang.heartbeat(0, 9.0)  # older than the ranks' last step at 10 s
+    gang.heartbeat(1, 12.5)
+    gang.commit(3)
+    ledger = fold([plan_event(), *gang.events])
+    assert ledger.paid_rank_seconds == 10.0 + 12.5
+    assert seconds_of(ledger) == {"useful_step": 12.0, "startup": 8.0, "interruption": 2.5}
+    assert kinds_of(ledger) == {"useful_step": "measured", "startup": "measured", "interruption": "estimated"}
+    assert ledger.total_usd == Decimal("0.022500")
+
+
+def test_two_nodes_that_end_apart_and_a_rank_that_never_spoke():
+    gang = GangLog(1, 0.0, [[0], [1]])
+    del gang.clock[1]
+    gang.phase("startup", 4.0)
+    gang.steps(1, 2, useful_step=3.0)
+    gang.add("generation_ended", 11.0, reason="node_lost", culprit="node 1", user_code=False)
+    gang.node_ended(0, 11.0)
+    gang.node_ended(1, 6.0)
+    ledger = fold([plan_event(), *gang.events])
+    # No commit: both steps are lost. Node 0 waited one second for its end, node 1 was never heard of.
+    assert seconds_of(ledger) == {"startup": 4.0, "redone_step": 6.0, "interruption": 1.0 + 6.0}
+    assert ledger.total_usd == Decimal("0.017000")
+
+
+def test_lineage_decides_what_was_thrown_away_not_the_step_number():
+    first = GangLog(1, 0.0, [[0]])
+    first.steps(1, 10, useful_step=1.0)
+    first.commit(4)
+    first.commit(8)
+    first.ended("rank_killed", 10.0)
+    zombie = GangLog(2, 20.0, [[0]], parent=(8, 1))
+    zombie.steps(9, 14, useful_step=1.0)
+    zombie.commit(12)
+    zombie.ended("node_lost", 6.0)
+    last = GangLog(3, 40.0, [[0]], parent=(4, 1))  # the newer commits were damaged
+    last.steps(5, 14, useful_step=1.0)
+    last.outcome("completed")
+    last.ended("completed", 10.0)
+    ledger = fold([plan_event(), *first.events, *zombie.events, *last.events])
+    assert seconds_of(ledger) == {"useful_step": 4.0 + 10.0, "redone_step": 6.0 + 6.0}
+    assert ledger.redone_steps == 6 + 6
+
+
+@pytest.mark.parametrize("reason", ["budget", "rank_failed"])
+def test_a_job_that_did_not_complete_loses_what_lies_after_its_last_commit(reason: str):
+    gang = GangLog(1, 0.0, [[0]])
+    gang.steps(1, 7, useful_step=1.0, checkpoint_stall=0.5)
+    gang.commit(5)
+    if reason == "budget":
+        gang.outcome("budget")
+    gang.ended(reason, 10.5)
+    events = [plan_event(), *gang.events]
+    ledger = fold(events)
+    assert seconds_of(ledger) == {"useful_step": 5.0, "checkpoint_stall": 3.5, "redone_step": 2.0}
+    assert ledger.redone_steps == 2
+    still_going = fold([one for one in events if one.name not in ("outcome", "generation_ended")], running=True)
+    assert still_going.redone_steps == 0
+
+
+def test_intervals_that_cannot_all_be_true_are_an_error_that_names_the_rank():
+    gang = GangLog(1, 0.0, [[0]])
+    gang.wait(10.0)
+    gang.phase("startup", 2.0)
+    gang.add(PHASE, 14.0, rank=0, **{"class": "data_wait", "seconds": 9.0})
+    gang.ended("completed", 14.0)
+    with pytest.raises(LedgerError, match=r"generation 1, node 0, rank 0: .* exceed .* by 7\.000 s: .*data_wait 9\.000"):
+        fold([plan_event(), *gang.events])
+
+
+def test_jitter_comes_off_the_largest_class_and_gaps_are_unattributed():
+    gang = GangLog(1, 0.0, [[0]])
+    gang.phase("startup", 1.0)
+    gang.steps(1, 1, useful_step=5.0)
+    gang.add(PHASE, 8.0, rank=0, **{"class": "shutdown", "seconds": 2.03})
+    gang.outcome("completed")
+    gang.ended("completed", 8.0)
+    ledger = fold([plan_event(), *gang.events])
+    assert seconds_of(ledger) == {"useful_step": 4.97, "startup": 1.0, "shutdown": 2.03}
+    gang.events = [one for one in gang.events if one.data.get("class") != "shutdown"]
+    ledger = fold([plan_event(), *gang.events])
+    assert seconds_of(ledger) == {"useful_step": 5.0, "startup": 1.0, "unattributed": 2.0}
+    assert ledger.unattributed_share == pytest.approx(0.25)
+
+
+def test_time_before_the_node_was_paid_for_costs_nothing():
+    gang = GangLog(1, 10.0, [[0]])
+    gang.clock[0] = 8.0  # the process began two seconds before the agent said so
+    gang.phase("startup", 5.0)
+    gang.steps(1, 1, useful_step=2.0)
+    gang.outcome("completed")
+    gang.ended("completed", 5.0)
+    ledger = fold([plan_event(), *gang.events])
+    assert seconds_of(ledger) == {"useful_step": 2.0, "startup": 3.0}
+
+
+def test_each_node_is_priced_by_the_plan_that_was_in_force():
+    first = GangLog(1, 10.0, [[0]])
+    first.phase("startup", 10.0)
+    first.ended("node_lost", 10.0)
+    second = GangLog(2, 40.0, [[0, 1]])
+    second.phase("startup", 10.0)
+    second.outcome("completed")
+    second.phase("shutdown", 0.0)
+    second.ended("completed", 10.0)
+    plans = [plan_event(3.6, t=0.0), plan_event(36.0, None, simulated=False, t=30.0)]
+    ledger = fold([*plans, *first.events, *second.events])
+    assert ledger.total_usd == Decimal("0.110000")  # 10 s at a tenth of a cent, 10 s at a cent: a node, not a rank
+    assert ledger.price_kind == "recorded 2026-07-20"
+    assert ledger.clean_on_demand_usd is None
+    assert fold(first.events).price_kind == "unpriced"
+
+
+def test_ranks_without_an_agent_are_billed_from_their_own_events():
+    events = [one for one in clean_run() if one.rank >= 0]
+    ledger = fold([plan_event(), *events])
+    assert ledger.paid_rank_seconds == 2 * 17.0  # from the process start to the last event
+    assert seconds_of(ledger)["startup"] == 6.0
+    assert fold([]).total_usd == 0
+
+
+@given(st.lists(st.decimals(min_value=0, max_value=1000, places=9), min_size=1, max_size=12), st.integers(0, 6))
+def test_apportioned_parts_sum_to_the_rounded_whole(amounts: list[Decimal], decimals: int):
+    parts = apportion(amounts, decimals)
+    assert sum(parts) == rounded(sum(amounts), decimals)
+    assert all(abs(part - amount) < Decimal(1).scaleb(-decimals) for part, amount in zip(parts, amounts, strict=True))
+
+
+_some_seconds = st.floats(0.001, 30.0)
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> tuple[list[Event], int]:
+    """Random jobs with kills, lost ends and unspoken time, and how many step executions they threw away."""
+    events = [plan_event(draw(st.floats(0.1, 500.0)))]
+    generations = draw(st.integers(1, 4))
+    t, kept, parent, thrown = 1.0, 0, None, 0
+    for number in range(1, generations + 1):
+        sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+        nodes = [list(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]
+        gang = GangLog(number, t, nodes, parent)
+        gang.wait(draw(_some_seconds))
+        gang.phase("startup", draw(_some_seconds))
+        steps = draw(st.integers(0, 5))
+        gang.steps(kept + 1, kept + steps, useful_step=draw(_some_seconds), data_wait=draw(_some_seconds))
+        last = number == generations and draw(st.booleans())
+        committed = steps if last else draw(st.integers(0, steps))
+        if committed:
+            gang.commit(kept + committed)
+            kept, parent = kept + committed, (kept + committed, number)
+        thrown += steps - committed
+        gang.wait(draw(st.sampled_from([0.0, 0.4, 7.0])))
+        lived = gang.now - t + draw(_some_seconds)
+        if last:
+            gang.outcome("completed")
+            gang.phase("shutdown", 0.1)
+            gang.ended("completed", lived + 0.1)
+        elif draw(st.booleans()):
+            gang.ended("node_lost", lived)
+        else:
+            gang.heartbeat(0, lived)
+        events += gang.events
+        t = gang.now + 100.0
+    return events, thrown
+
+
+@settings(max_examples=120, deadline=None)
+@given(timelines(), st.randoms(use_true_random=False))
+def test_every_paid_rank_second_is_in_exactly_one_class(timeline: tuple[list[Event], int], random):
+    events, thrown = timeline
+    ledger = fold(events)
+    assert sum(line.rank_microseconds for line in ledger.lines) == ledger.paid_microseconds
+    assert sum((line.usd for line in ledger.lines), Decimal(0)) == ledger.total_usd
+    assert all(line.rank_microseconds > 0 and line.usd >= 0 for line in ledger.lines)
+    assert ledger.redone_steps == thrown
+    shuffled = list(events)
+    random.shuffle(shuffled)
+    assert fold(shuffled) == ledger
+
+
+@settings(max_examples=40, deadline=None)
+@given(timelines(), st.data())
+def test_any_prefix_of_a_log_has_a_ledger(timeline: tuple[list[Event], int], data: st.DataObject):
+    events = sorted(timeline[0], key=lambda one: one.t_wall)
+    ledger = fold(events[: data.draw(st.integers(0, len(events)))])
+    assert sum(line.rank_microseconds for line in ledger.lines) == ledger.paid_microseconds
+    assert sum((line.usd for line in ledger.lines), Decimal(0)) == ledger.total_usd
+
+
+def test_an_unknown_class_is_named():
+    gang = GangLog(1, 0.0, [[0]])
+    gang.phase("coffee", 2.0)
+    with pytest.raises(LedgerError, match="rank 0: a phase event without classes and seconds: .*coffee"):
+        fold(gang.events)
+    assert "coffee" not in set(LedgerClass)
+    assert event(PHASE, 1.0).rank == -1

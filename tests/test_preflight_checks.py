@@ -1,0 +1,248 @@
+"""Each check is seen to fail and to pass, by the condition itself wherever that can be brought about."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cost.checks import CHECKS as COST_CHECKS
+from infra.checks import CHECKS as INFRA_CHECKS
+from infra.config import RunConfig
+from infra.preflight import PreflightContext, Result, run_checks
+from infra.requirements import REQUIREMENTS
+from training.checks import CHECKS as TRAINING_CHECKS
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECKS = {check.id: check for check in [*INFRA_CHECKS, *COST_CHECKS, *TRAINING_CHECKS]}
+HUGE = {"hidden_size": 65536, "num_layers": 100, "num_heads": 64}
+
+
+def run(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
+    config = RunConfig.model_validate(sections)
+    context = PreflightContext(config=config, project_root=project_root)
+    return run_checks([CHECKS[name]], context)[0]
+
+
+def failed(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
+    result = run(name, project_root, **sections)
+    assert result.status == ("warning" if CHECKS[name].severity == "warning" else "failed"), result
+    assert result.fix
+    return result
+
+
+def passed(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
+    result = run(name, project_root, **sections)
+    assert result.status == "passed", result
+    return result
+
+
+def skipped(name: str, **sections: Any) -> Result:
+    result = run(name, **sections)
+    assert result.status == "skipped"
+    assert result.detail.startswith("skipped, because ")
+    return result
+
+
+def fake_distribution(folder: Path, name: str, version: str) -> None:
+    information = folder / f"{name}-{version}.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_every_check_names_itself_and_a_symptom() -> None:
+    assert len(CHECKS) == len(INFRA_CHECKS) + len(COST_CHECKS) + len(TRAINING_CHECKS)
+    for check in CHECKS.values():
+        assert check.title
+        assert check.symptoms
+        assert check.deadline_seconds > 0
+
+
+def test_configuration() -> None:
+    assert "770 = 12 × 64 + 2" in failed("configuration", model={"hidden_size": 770, "num_heads": 12}).detail
+    passed("configuration")
+
+
+def test_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed("interpreter")
+    monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
+    assert "the flow puts" in passed("interpreter").detail
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3.11"))
+    assert "there is no `python`" in failed("interpreter").detail
+    passed("interpreter", cluster={"nodes": 1})
+    (tmp_path / "elsewhere").mkdir()
+    other = shutil.copy(shutil.which("true", path="/usr/bin:/bin") or "", tmp_path / "elsewhere" / "python")
+    assert f"`python` is {other}, another interpreter" in failed("interpreter").detail
+
+
+def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed("packages")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [str(ROOT)])
+        assert "torch>=2.13,<2.14 is not installed" in failed("packages").detail
+    fake_distribution(tmp_path, "torch", "2.12.1+cpu")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert failed("packages").detail == "torch 2.12.1+cpu is installed, torch>=2.13,<2.14 is needed"
+
+
+def test_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_distribution(tmp_path, "numpy", "1.26.4")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "numpy 1.26.4 (tested: numpy>=2.4,<3)" in failed("versions").detail
+
+
+def test_the_required_versions_are_those_of_setup_cfg() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    declared = setup["options"]["install_requires"].split()
+    exact = {f"{one.name}=={'.'.join(map(str, one.least))}": str(one) for one in REQUIREMENTS}
+    assert [exact.get(line, line) for line in declared] == [str(one) for one in REQUIREMENTS]
+
+
+def test_imports(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch.so: cannot open shared object file')")
+    assert "libtorch.so: cannot open shared object file" in failed("imports", tmp_path).detail
+    passed("imports")
+
+
+def test_ports_without_a_network() -> None:
+    passed("ports")
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-rn", "true"], capture_output=True).returncode != 0:
+        pytest.skip("skipped, because this system gives tests no network namespace")
+    command = [unshare, "-rn", sys.executable, "-m", "infra", "preflight", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    results = {result["id"]: result for result in json.loads(done.stdout)["results"]}
+    assert done.returncode == 3
+    assert "no connection over 127.0.0.1" in results["ports"]["detail"]
+
+
+def test_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    passed("host-name")
+    monkeypatch.setattr(socket, "gethostname", lambda: "ebbflow-test.invalid")
+    failed("host-name")  # a name server that does not answer is cut off by the deadline
+    monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.1")  # reserved for documentation: nobody's address
+    assert "no address of this machine" in failed("host-name").detail
+    skipped("host-name", cluster={"nodes": 1})
+
+
+def test_batch() -> None:
+    assert passed("batch").detail == "32 = 2 ranks × 1 accumulation × 16 samples per micro-batch"
+    assert "+ 1" in failed("batch", training={"batch_size": 33}).detail
+    skipped("batch", cluster={"nodes": "auto"})
+
+
+def test_store_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert passed("store-folder", store=str(tmp_path / "new" / "store"))
+    detail = failed("store-folder", store=str(tmp_path / "file" / "store")).detail
+    assert detail == f"{tmp_path / 'file'} is in the way: it is not a folder"
+    skipped("store-folder", store="s3://bucket/prefix")
+    if os.geteuid() != 0:
+        (tmp_path / "closed").mkdir(mode=0o500)
+        failed("store-folder", store=str(tmp_path / "closed" / "store"))
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["file"], ["closed", "file"])
+
+
+def test_store_probe_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "store" / "jobs").mkdir(parents=True)
+    for folder in ("store", "new/and/deep"):
+        passed("store-probe", store=str(tmp_path / folder))
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["store", "store/jobs"]
+    (tmp_path / "file").write_text("")
+    failed("store-probe", store=str(tmp_path / "file"))
+
+
+def test_store_probe_of_a_bucket_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # closed again before it is asked
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "nobody",
+        "AWS_SECRET_ACCESS_KEY": "nothing",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    result = failed("store-probe", store="s3://bucket/prefix")
+    assert "put s3://bucket/prefix/preflight-" in result.detail
+    assert "AWS_" in result.fix
+
+
+def test_shared_memory() -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("skipped, because this system has no /dev/shm")
+    assert "needed for 2 staging slabs" in failed("shared-memory", model=HUGE).detail
+    passed("shared-memory", model={"hidden_size": 16, "num_layers": 1})
+
+
+def test_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        assert failed("open-files").detail.startswith("200 open files allowed, about 288 needed")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    passed("open-files")
+    skipped("open-files", cluster={"processes_per_node": "auto"})
+
+
+def test_memory() -> None:
+    passed("memory", model={"hidden_size": 16, "num_layers": 1}, cluster={"nodes": 1}, training={"batch_size": 1})
+    assert "parameters" not in failed("memory", model=HUGE).detail
+    assert "fsdp2" in failed("memory", model=HUGE, parallel={"mode": "ddp"}).fix
+    skipped("memory", cluster={"nodes": "auto"})
+
+
+def test_dataset(tmp_path: Path) -> None:
+    passed("dataset")
+    assert "is no folder, no file" in failed("dataset", data={"path": str(tmp_path / "nowhere")}).detail
+    for number in range(3):
+        (tmp_path / f"{number}.md").write_text("ebb and flow " * 10)
+    missing = failed("dataset", data={"path": str(tmp_path)})
+    assert ".py; it holds 3 × .md" in missing.detail
+    text = {"path": str(tmp_path), "suffixes": [".md"]}
+    small = failed("dataset", data=text)
+    assert "one batch takes 32 (16 for each of 2 ranks)" in small.detail
+    passed("dataset", data=text, training={"batch_size": 2}, model={"sequence_length": 16})
+    assert "held-out" in failed("dataset", data={"path": str(tmp_path / "0.md")}).detail
+
+
+def test_disk(tmp_path: Path) -> None:
+    passed("disk", store=str(tmp_path / "new"))
+    assert "(3 kept + 1) ×" in failed("disk", store=str(tmp_path), model=HUGE).detail
+    skipped("disk", store="s3://bucket")
+
+
+def test_planned_memory() -> None:
+    assert "per GPU (estimated)" in passed("planned-memory").detail
+    assert "GiB" in failed("planned-memory", model=HUGE).detail
+    passed("planned-memory", cluster={"nodes": "auto", "processes_per_node": "auto"})
+
+
+def test_budget_and_deadline() -> None:
+    passed("budget-deadline", cost={"budget_usd": 5.0, "deadline_hours": 2.0})
+    assert "cost.budget_usd" in failed("budget-deadline", cost={"budget_usd": 0.0001}).detail
+    assert "deadline" in failed("budget-deadline", cost={"deadline_hours": 0.0001}).detail
+    skipped("budget-deadline", model=HUGE)
+
+
+def test_a_check_that_is_slower_than_its_deadline_is_cut_off(tmp_path: Path) -> None:
+    fifo = tmp_path / "text.py"
+    os.mkfifo(fifo)  # nobody writes to it: whoever opened it would wait for ever
+    hasty = replace(CHECKS["dataset"], deadline_seconds=5.0)
+    config = RunConfig.model_validate({"data": {"path": str(tmp_path)}})
+    (result,) = run_checks([hasty], PreflightContext(config=config, project_root=ROOT))
+    assert result.status == "failed"
+    assert "no file that ends in .py" in result.detail

@@ -1,0 +1,20 @@
+"""`torchrun -m training CONFIG` trains; `python -m training checkpoints …` looks at commits."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(arguments: list[str]) -> None:
+    """Imports what is asked for only: looking at commits needs no torch."""
+    if arguments[:1] == ["checkpoints"]:
+        from training.checkpoint.commands import main as checkpoints
+
+        sys.exit(checkpoints(arguments[1:]))
+    from training.worker import main as work
+
+    work(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

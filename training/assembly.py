@@ -1,0 +1,138 @@
+"""Puts one rank's parts together: data, model, optimizer, commits, limits, progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from infra.config.schema import RunConfig
+from infra.events import RESTORE
+from infra.layout import job_prefix, parse_commit_key
+from infra.store import Store
+from infra.terms import Terms
+from training.checkpoint import Checkpointer, Generation
+from training.clock import Clock
+from training.data import open_tokens
+from training.errors import DataError
+from training.gang import Gang
+from training.launch.heartbeat import Heartbeat
+from training.launch.spec import WorkerSpec
+from training.limits import Limits
+from training.optimizer import make_optimizer
+from training.parallel import spread_model
+from training.peak import measure_flops_per_second
+from training.progress import Progress
+from training.rehearse import Fault
+from training.text import TextWorkload
+from training.trainer import Position, Rehearsal, Reporter, Trainer
+
+Emit = Callable[..., object]
+
+
+def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporter, saver: Checkpointer) -> Trainer:
+    """A trainer at the newest commit of the spec's candidates, or at the start. Collective.
+
+    Raises DataError when that commit was trained on other data, CheckpointError when no candidate can be restored.
+    """
+    config = RunConfig.model_validate(spec.config)
+    terms = Terms.from_json(spec.terms) if spec.terms else None
+    clock = reporter.clock
+    limits = Limits(terms, world_size=gang.world_size, elapsed_seconds=lambda: clock.elapsed_seconds)
+    limits.watch_signals()
+    tokens = open_tokens(Store.open(spec.store_uri), spec.tokens)
+    workload = TextWorkload(config, tokens, gang)
+    spread = spread_model(workload, config, gang)
+    trainer = Trainer(
+        config=config,
+        gang=gang,
+        workload=workload,
+        spread=spread,
+        optimizer=make_optimizer(spread.module, config.training),
+        saver=saver,
+        limits=limits,
+        reporter=reporter,
+        extra={
+            "seed": config.training.seed,
+            "data_fingerprint": tokens.about.fingerprint,
+            "batch_size": config.training.batch_size,
+            "schedule": config.training.scheduler.model_dump(mode="json"),
+        },
+        progress=_progress(gang, config, terms, reporter),
+        rehearsal=_rehearsal(spec, nodes),
+    )
+    clock.emit_phases()
+    return trainer
+
+
+def open_saver(spec: WorkerSpec, gang: Gang, emit: Emit) -> Checkpointer:
+    """The commits of this gang's generation."""
+    checkpoint = RunConfig.model_validate(spec.config).checkpoint
+    parent = spec.candidates[0] if spec.candidates else None
+    return Checkpointer(
+        Store.open(spec.store_uri).sub(job_prefix(spec.job)).uri,
+        generation=Generation(
+            spec.generation, spec.generation_id, parent, parse_commit_key(parent)[0] if parent else 0
+        ),
+        rank=gang.rank,
+        world_size=gang.world_size,
+        node=spec.node,
+        deadline_seconds=checkpoint.deadline_seconds,
+        keep_last=checkpoint.keep_last,
+        emit=emit,
+    )
+
+
+def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Position:
+    """Load the newest candidate that is sound, and say where it leaves off. Collective."""
+    if not candidates:
+        return Position()
+    trainer.enter("restore", 0)
+    begun = time.monotonic()
+    restored = saver.restore(candidates, trainer.spread.module, trainer.optimizer)
+    if restored is None:
+        return Position()
+    for key in ("seed", "data_fingerprint"):
+        if restored.extra[key] != trainer.extra[key]:
+            raise DataError(
+                f"commit {restored.key} was trained with {key} {restored.extra[key]}, this run has "
+                f"{trainer.extra[key]}: sample {restored.extra['cursor']} would be another; "
+                "fix: bring back the former text and seed, or start a new job"
+            )
+    if trainer.gang.rank == 0:
+        trainer.reporter.emit(
+            RESTORE,
+            step=restored.step,
+            key=restored.key,
+            seconds=time.monotonic() - begun,
+            rejected=[{"key": key, "reason": reason} for key, reason in restored.rejected],
+        )
+    trainer.reporter.clock.emit_phases()
+    return Position(restored.step, restored.extra["cursor"])
+
+
+def make_reporter(spec: WorkerSpec, clock: Clock, emit: Emit) -> Reporter:
+    if spec.heartbeat_path is None:
+        return Reporter(clock, emit)
+    return Reporter(clock, emit, Heartbeat(Path(spec.heartbeat_path)).beat)
+
+
+def _progress(gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter) -> Progress | None:
+    """Measures the peak on all ranks at once, as they will work. Collective."""
+    dtype = torch.bfloat16 if config.fsdp.use_mixed_precision else torch.float32
+    own = measure_flops_per_second(gang.device, dtype)
+    reporter.emit("peak", flops_per_second=own, dtype=str(dtype).removeprefix("torch."))
+    peak = float(gang.gather(torch.tensor([own], dtype=torch.float64, device=gang.device)).sum())
+    if gang.rank != 0:
+        return None
+    return Progress(max_steps=config.training.max_steps, peak_flops_per_second=peak, terms=terms)
+
+
+def _rehearsal(spec: WorkerSpec, nodes: int) -> Rehearsal | None:
+    if spec.rehearse is None:
+        return None
+    return Rehearsal(
+        fault=Fault.from_json(spec.rehearse), node=spec.node, nodes=nodes, agent_pid=spec.agent_pid
+    )

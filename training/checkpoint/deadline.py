@@ -1,0 +1,46 @@
+"""A point in time that every wait of a save shares, and the pauses between two tries."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from infra.errors import StoreError
+from training.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """`seconds` from now, on the monotonic clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def remaining_seconds(self) -> float:
+        return self._end - time.monotonic()
+
+
+def pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iterator[float]:
+    """Doubling pauses with full jitter above the first, so that ranks that failed together do not return together."""
+    pause = first_seconds
+    while True:
+        yield random.uniform(first_seconds, pause)
+        pause = min(pause * 2, longest_seconds)
+
+
+def retried(what: str, operation: Callable[[], T], deadline: Deadline) -> T:
+    """Repeat `operation` while it raises StoreError. Raises CheckpointError naming `what`, the tries and the cause."""
+    for tries, pause in enumerate(pauses(), start=1):
+        try:
+            return operation()
+        except StoreError as error:
+            if deadline.remaining_seconds <= pause:
+                limit = f"{deadline.seconds:g} s"
+                raise CheckpointError(f"{what}: gave up after {tries} tries within {limit}: {error}") from error
+        time.sleep(pause)
+    raise AssertionError("pauses never end")

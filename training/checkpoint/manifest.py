@@ -1,0 +1,232 @@
+"""What a commit is made of, as data: one index per rank, merged into one canonical manifest. Versioned JSON, no pickle.
+
+    data object   the rank's pieces of tensors as little-endian bytes, back to back, each start aligned to 64 bytes
+    index         the pieces in it and the checksum of each 16 MiB of it; sealed; rank 0's also carries `extra`
+    manifest      all indexes merged: per tensor its pieces and where they lie; no host and no time in it, so that
+                  whoever writes it writes the same bytes, under a key that contains their SHA-256
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from training.checkpoint.checksum import canonical_json, seal, sha256_text, unseal
+from training.errors import CheckpointError, CorruptCommit
+
+VERSION = 1
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """Which save: what all its objects agree on. `generation` is the generation's name, with its random id."""
+
+    job: str
+    generation: str
+    step: int
+    world_size: int
+
+    @property
+    def generation_number(self) -> int:
+        return int(self.generation.split("-")[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A box of one tensor: `sizes` elements from `offsets` in a tensor of `shape`, `length` bytes at `start`."""
+
+    name: str
+    dtype: str  # as torch names it, without "torch."
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    length: int
+
+    def to_json(self) -> list[Any]:
+        return [self.name, self.dtype, self.shape, self.offsets, self.sizes, self.start, self.length]
+
+    @classmethod
+    def from_json(cls, row: Sequence[Any]) -> Item:
+        name, dtype, shape, offsets, sizes, start, length = row
+        boxes = {"shape": tuple(shape), "offsets": tuple(offsets), "sizes": tuple(sizes)}
+        return cls(name=name, dtype=dtype, start=start, length=length, **boxes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataObject:
+    """One rank's bytes: key in the job's store, size in bytes, CRC64NVME of the whole and of each chunk."""
+
+    key: str
+    size: int
+    crc64nvme: str
+    chunk_bytes: int
+    chunks: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "chunks": list(self.chunks)}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> DataObject:
+        return cls(**{**document, "chunks": tuple(document["chunks"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankIndex:
+    """What one rank saved. `common`: what is stored once, by rank 0: extra, optimizer settings, parent commit."""
+
+    save: Save
+    rank: int
+    data: DataObject
+    items: tuple[Item, ...]
+    common: dict[str, Any] | None = None
+
+    def to_bytes(self) -> bytes:
+        document = {
+            "version": VERSION,
+            **self.save.__dict__,
+            "rank": self.rank,
+            "data": self.data.to_json(),
+            "items": [item.to_json() for item in self.items],
+            "common": self.common,
+        }
+        return seal(document)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, key: str) -> RankIndex:
+        document = unseal(data, key)
+        _check_version(document, key)
+        try:
+            return cls(
+                save=_save_of(document),
+                rank=document["rank"],
+                data=DataObject.from_json(document["data"]),
+                items=tuple(Item.from_json(row) for row in document["items"]),
+                common=document["common"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptCommit(f"{key}: not an index of version {VERSION}: {error!r}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Where a box of a tensor lies: in the data object of `rank`, `length` bytes at `start`."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """A whole tensor: its pieces cover it exactly once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A commit. indexes: SHA-256 of each rank's index. common: extra, optimizer settings, key of the parent commit."""
+
+    save: Save
+    data: tuple[DataObject, ...]
+    indexes: tuple[str, ...]
+    tensors: dict[str, TensorEntry]
+    common: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes of data."""
+        return sum(item.size for item in self.data)
+
+    def to_bytes(self) -> bytes:
+        rows = {
+            name: [entry.dtype, entry.shape, [[p.rank, p.offsets, p.sizes, p.start, p.length] for p in entry.pieces]]
+            for name, entry in self.tensors.items()
+        }
+        document = {
+            "version": VERSION,
+            **self.save.__dict__,
+            "data": [item.to_json() for item in self.data],
+            "indexes": self.indexes,
+            "tensors": rows,
+            "common": self.common,
+        }
+        return canonical_json(document)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, key: str) -> Manifest:
+        """Raises CorruptCommit unless the bytes have the SHA-256 that `key` contains."""
+        stated = key.rsplit("/", 1)[-1].removesuffix(".json")
+        if (actual := sha256_text(data)) != stated:
+            raise CorruptCommit(f"{key}: the manifest's SHA-256 is {actual}")
+        document = json.loads(data)
+        _check_version(document, key)
+        tensors = {
+            name: TensorEntry(dtype=dtype, shape=tuple(shape), pieces=tuple(_piece(row) for row in pieces))
+            for name, (dtype, shape, pieces) in document["tensors"].items()
+        }
+        return cls(
+            save=_save_of(document),
+            data=tuple(DataObject.from_json(item) for item in document["data"]),
+            indexes=tuple(document["indexes"]),
+            tensors=tensors,
+            common=document["common"],
+        )
+
+
+def merge(save: Save, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
+    """The manifest of the indexes of all ranks, in the order of ranks.
+
+    Raises CheckpointError when an index is of another save, or when the pieces do not cover a tensor exactly once.
+    """
+    for rank, (index, _) in enumerate(indexes):
+        if index.save != save or index.rank != rank:
+            raise CheckpointError(f"the index of rank {rank} is of rank {index.rank} of {index.save}, not of {save}")
+    pieces: dict[str, dict[tuple[int, ...], Piece]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for index, _ in indexes:
+        for item in index.items:
+            kind = kinds.setdefault(item.name, (item.dtype, item.shape))
+            if kind != (item.dtype, item.shape):
+                raise CheckpointError(f"{item.name} is {item.dtype} {item.shape} on rank {index.rank}, else {kind}")
+            box = {"offsets": item.offsets, "sizes": item.sizes, "start": item.start, "length": item.length}
+            pieces.setdefault(item.name, {}).setdefault(item.offsets, Piece(rank=index.rank, **box))
+    tensors = {name: _entry(name, kinds[name], boxes) for name, boxes in pieces.items()}
+    return Manifest(
+        save=save,
+        data=tuple(index.data for index, _ in indexes),
+        indexes=tuple(sha256_text(raw) for _, raw in indexes),
+        tensors=tensors,
+        common=indexes[0][0].common or {},
+    )
+
+
+def _entry(name: str, kind: tuple[str, tuple[int, ...]], boxes: dict[tuple[int, ...], Piece]) -> TensorEntry:
+    dtype, shape = kind
+    covered = sum(math.prod(piece.sizes) for piece in boxes.values())
+    if covered != math.prod(shape):
+        raise CheckpointError(f"{name}: its pieces hold {covered} elements, its shape {list(shape)} {math.prod(shape)}")
+    return TensorEntry(dtype=dtype, shape=shape, pieces=tuple(boxes[offsets] for offsets in sorted(boxes)))
+
+
+def _piece(row: Sequence[Any]) -> Piece:
+    rank, offsets, sizes, start, length = row
+    return Piece(rank=rank, offsets=tuple(offsets), sizes=tuple(sizes), start=start, length=length)
+
+
+def _save_of(document: dict[str, Any]) -> Save:
+    return Save(**{name: document[name] for name in ("job", "generation", "step", "world_size")})
+
+
+def _check_version(document: dict[str, Any], key: str) -> None:
+    if document.get("version") != VERSION:
+        raise CheckpointError(f"{key}: version {document.get('version')}; this program reads version {VERSION}")

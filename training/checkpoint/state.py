@@ -1,0 +1,183 @@
+"""Model and optimizer as named tensors, without a collective and without a hidden optimizer step.
+
+    model.<fqn>                    parameters and persistent buffers (a DTensor where FSDP2 made it one)
+    optimizer.<fqn>.<state>        such as exp_avg, exp_avg_sq, step
+    and as JSON: param groups and those optimizer states that are no tensors
+
+Names are those of the unwrapped model: what DDP, torch.compile and activation checkpointing put in front is dropped,
+so that any mode reads what any other wrote. Tied parameters are kept once, under their first name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from training.checkpoint.manifest import Manifest, TensorEntry
+from training.errors import CheckpointError, CommitMismatch
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """The tensors to save, by name. They alias the model's and the optimizer's own memory.
+
+    Raises CheckpointError for what cannot be saved as a named tensor.
+    """
+    state = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
+    if optimizer is None:
+        return state
+    for fqn, parameter in _optimized(model, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if "." in key:
+                raise CheckpointError(f"optimizer state {key!r} of {fqn}: a dot in its name is not supported")
+            if isinstance(value, Tensor):
+                state[f"optimizer.{fqn}.{key}"] = value.detach()
+    return state
+
+
+def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Param groups, their parameters by name, and the states that are plain numbers; all as JSON."""
+    names = {id(parameter): fqn for fqn, parameter in _optimized(model, optimizer)}
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {key: _plain(value) for key, value in group.items() if key != "params"}
+        groups.append({**settings, "params": [names[id(parameter)] for parameter in group["params"]]})
+    scalars: dict[str, dict[str, Any]] = {}
+    for fqn, parameter in _optimized(model, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                scalars.setdefault(fqn, {})[key] = value
+    return {"param_groups": groups, "scalars": scalars}
+
+
+def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """The tensors to be filled from a commit; missing optimizer state is allocated, surplus state dropped.
+
+    Raises CommitMismatch naming what differs: the same on every rank, since it looks at global names and shapes.
+    """
+    targets = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
+    stored = {name for name in manifest.tensors if name.startswith("model.")}
+    _compare_names(stored, set(targets), manifest)
+    if optimizer is not None:
+        _prepare_optimizer(manifest, model, optimizer)
+        targets |= {name: t for name, t in named_state(model, optimizer).items() if name.startswith("optimizer.")}
+    for name, tensor in targets.items():
+        entry = manifest.tensors[name]
+        have = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if have != (entry.dtype, entry.shape):
+            raise CommitMismatch(
+                f"{name} is {entry.dtype} {list(entry.shape)} in the commit, {have[0]} {list(have[1])} in this model; "
+                "hint: the configuration was changed; use a new job name for a new model"
+            )
+    return targets
+
+
+def apply_settings(settings: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+    """Put back what `optimizer_settings` took. Groups are matched by place; a differing count is a mismatch."""
+    groups = settings["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise CommitMismatch(f"{len(groups)} optimizer groups in the commit, {len(optimizer.param_groups)} here")
+    for stored, group in zip(groups, optimizer.param_groups, strict=True):
+        for key, value in stored.items():
+            if key == "params":
+                continue
+            current = group.get(key)
+            if isinstance(current, Tensor):
+                current.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) and not isinstance(current, list) else value
+    parameters = dict(_optimized(model, optimizer))
+    for fqn, values in settings["scalars"].items():
+        optimizer.state[parameters[fqn]].update(values)
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    inner = model
+    while (wrapped := _wrapped(inner)) is not None:
+        inner = wrapped
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in inner.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise CheckpointError(f"model.state_dict()[{name!r}] is a {kind}: only tensors can be saved")
+        if id(value) not in seen:
+            seen.add(id(value))
+            found[_bare(name)] = value
+    return found
+
+
+def _wrapped(model: nn.Module) -> nn.Module | None:
+    """What DDP or torch.compile was given, in whatever order they were put around each other."""
+    return model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+
+
+def _bare(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _optimized(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    names = {id(tensor): name for name, tensor in _model_tensors(model).items()}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                where = f"optimizer group {number}, parameter {place} {list(parameter.shape)}"
+                raise CheckpointError(f"{where}: is no parameter of the model")
+            yield names[id(parameter)], parameter
+
+
+def _prepare_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimizer) -> None:
+    wanted: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in manifest.tensors.items():
+        if name.startswith("optimizer."):
+            fqn, key = name.removeprefix("optimizer.").rsplit(".", 1)
+            wanted.setdefault(fqn, {})[key] = entry
+    for fqn, parameter in _optimized(model, optimizer):
+        state, entries = optimizer.state[parameter], wanted.pop(fqn, {})
+        for key in set(state) - set(entries):
+            del state[key]
+        for key, entry in entries.items():
+            if key not in state:
+                state[key] = _allocate(fqn, key, entry, parameter, optimizer)
+        if not state:
+            del optimizer.state[parameter]
+    if wanted:
+        raise CommitMismatch(f"the commit has optimizer state of {sorted(wanted)[:5]}, which this optimizer has not")
+
+
+def _allocate(fqn: str, key: str, entry: TensorEntry, parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
+    """As torch's own `Optimizer.load_state_dict` places it: `step` on the CPU, unless fused or capturable."""
+    dtype = getattr(torch, entry.dtype)
+    if key != "step" and entry.shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
+    if isinstance(parameter, DTensor) and key != "step" and entry.shape != ():
+        raise CheckpointError(
+            f"optimizer state {key!r} {list(entry.shape)} of the sharded {fqn} {list(parameter.shape)} has a shape of "
+            "its own, so how to shard it is not known; hint: let the optimizer make it (one step), then restore"
+        )
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    on_cpu = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return torch.zeros(entry.shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
+
+
+def _compare_names(stored: set[str], have: set[str], manifest: Manifest) -> None:
+    if stored == have:
+        return
+    only_stored, only_here = sorted(stored - have)[:5] or "none", sorted(have - stored)[:5] or "none"
+    raise CommitMismatch(
+        f"the commit of step {manifest.save.step} and this model have different tensors; "
+        f"only in the commit: {only_stored}; only in the model: {only_here}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

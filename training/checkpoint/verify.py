@@ -1,0 +1,72 @@
+"""Reads every byte of a commit and says all that is wrong with it. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from infra.errors import ObjectNotFound
+from infra.layout import data_key, data_prefix, index_key, index_prefix
+from infra.store import Store
+from training.checkpoint.checksum import sha256_text
+from training.checkpoint.lineage import CommitRef
+from training.checkpoint.manifest import Manifest
+from training.checkpoint.reader import VerifiedObject, read_manifest
+from training.errors import CheckpointError, CorruptCommit
+
+
+def verify_commit(store: Store, key: str) -> list[str]:
+    """What is wrong, one line per object; empty when all of it is sound.
+
+    Compared are: the manifest with its key, each index with the manifest's hash of it, each data object's size and
+    chunks with their sums, and the objects that lie there with those that should. Raises StoreError when the store
+    cannot be read, which says nothing of the commit.
+    """
+    try:
+        manifest = read_manifest(store, key)
+    except CheckpointError as error:
+        return [str(error)]
+    return [*_manifest_problems(manifest, key), *_index_problems(store, manifest), *_data_problems(store, manifest)]
+
+
+def _manifest_problems(manifest: Manifest, key: str) -> Iterator[str]:
+    ref, save = CommitRef.from_key(key), manifest.save
+    if (ref.step, ref.generation) != (save.step, save.generation_number):
+        yield f"{key}: its manifest is of step {save.step} of generation {save.generation}"
+    if not len(manifest.data) == len(manifest.indexes) == save.world_size:
+        yield f"{key}: {len(manifest.data)} data objects, {len(manifest.indexes)} indexes, {save.world_size} ranks"
+
+
+def _index_problems(store: Store, manifest: Manifest) -> Iterator[str]:
+    save = manifest.save
+    expected = [index_key(save.generation, save.step, rank) for rank in range(save.world_size)]
+    for key, stated in zip(expected, manifest.indexes, strict=False):
+        try:
+            if (actual := sha256_text(store.get(key))) != stated:
+                yield f"{key}: SHA-256 {actual}, the manifest says {stated}"
+        except ObjectNotFound:
+            yield f"{key}: there is no such object"
+    yield from _extra(store, index_prefix(save.generation, save.step), expected)
+
+
+def _data_problems(store: Store, manifest: Manifest) -> Iterator[str]:
+    save = manifest.save
+    for rank, data in enumerate(manifest.data):
+        if data.key != data_key(save.generation, save.step, rank):
+            yield f"{data.key}: is not the place of rank {rank} of this commit"
+        meta = store.head(data.key)
+        if meta is None or meta.size != data.size:
+            yield f"{data.key}: {f'{meta.size} bytes' if meta else 'no such object'}, {data.size} bytes were saved"
+            continue
+        verified = VerifiedObject(store, data)
+        for number in range(len(data.chunks)):
+            try:
+                verified.chunk(number)
+            except CorruptCommit as error:
+                yield str(error)
+    yield from _extra(store, data_prefix(save.generation, save.step), [data.key for data in manifest.data])
+
+
+def _extra(store: Store, prefix: str, expected: list[str]) -> Iterator[str]:
+    for meta in store.list(prefix):
+        if meta.key not in expected:
+            yield f"{meta.key}: is no part of this commit"

@@ -1,0 +1,122 @@
+"""Training's part of the preflight: text to learn from, and room for what the job writes. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+from infra.checks_machine import nearest_existing, store_folder
+from infra.config.schema import RunConfig
+from infra.footprint import commit_bytes, local_gang, size_text
+from infra.preflight import Check, Finding, PreflightContext
+from training.data.files import SourceFile, find_files, split_files
+from training.errors import DataError
+
+_OTHERS_NAMED = 5
+_OTHERS_LOOKED_AT = 2000
+_READABLE_LOOKED_AT = 200
+
+
+def check_dataset(context: PreflightContext) -> Finding:
+    """The text exists, can be read, and suffices for one batch and one held-out sample."""
+    config = context.config
+    try:
+        files = find_files(config.data, project_root=context.project_root)
+        train, held_out = split_files(files, config.data.held_out_fraction)
+    except DataError as error:
+        message, _, fix = str(error).partition("; fix: ")
+        return Finding.failed(message + _instead(config, context.project_root), fix or "set data.path to text")
+    closed = [str(file.path) for file in files[:_READABLE_LOOKED_AT] if not os.access(file.path, os.R_OK)]
+    if closed:
+        return Finding.failed(f"{closed[0]} and perhaps more cannot be read", f"chmod u+r {closed[0]}, or move it away")
+    return _suffices(config, len(files), _bytes(train), _bytes(held_out))
+
+
+def check_disk(context: PreflightContext) -> Finding:
+    """Room in a local store for the commits that are kept, the one being written, and the token shards."""
+    folder = store_folder(context)
+    if folder is None:
+        return Finding.skipped("the store is remote")
+    config = context.config
+    try:
+        text = _bytes(find_files(config.data, project_root=context.project_root))
+    except DataError:
+        return Finding.skipped("there is no dataset to size the token shards by")
+    there = nearest_existing(folder)
+    kept, one = config.checkpoint.keep_last + 1, commit_bytes(config)
+    needed, free = kept * one + text, shutil.disk_usage(there if there.is_dir() else there.parent).free
+    arithmetic = (
+        f"{folder}: {size_text(free)} free, {size_text(needed)} needed = ({config.checkpoint.keep_last} kept + 1) × "
+        f"{size_text(one)} commit (12 bytes per parameter: weights 4, AdamW moments 8) + {size_text(text)} tokens"
+    )
+    if free < needed:
+        return Finding.failed(arithmetic, "set store to a larger disk, or checkpoint.keep_last to less")
+    return Finding.passed(arithmetic)
+
+
+def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: int) -> Finding:
+    """One token is one byte; a sample takes sequence_length of them and one more to predict."""
+    length, batch = config.model.sequence_length, config.training.batch_size
+    samples = max(0, train_bytes - 1) // length
+    gang = local_gang(config)
+    ranks = "" if gang is None else f" ({batch // gang.ranks} for each of {gang.ranks} ranks)"
+    if samples < batch:
+        return Finding.failed(
+            f"{size_text(train_bytes)} of train text in {files} files make {samples} samples of {length} + 1 tokens; "
+            f"one batch takes {batch}{ranks}",
+            "add text, or lower training.batch_size or model.sequence_length",
+        )
+    if held_out_bytes < length + 1:
+        return Finding.failed(
+            f"{held_out_bytes} bytes of held-out text are less than one sample of {length} + 1 tokens",
+            "add text, or raise data.held_out_fraction",
+        )
+    steps, epochs = config.training.max_steps, config.training.max_steps * batch / samples
+    return Finding.passed(
+        f"{files} files, {size_text(train_bytes)} to learn from and {size_text(held_out_bytes)} held out: {samples} "
+        f"samples, a batch takes {batch}{ranks}; {steps} steps are {epochs:.2g} epochs"
+    )
+
+
+def _instead(config: RunConfig, project_root: Path) -> str:
+    """What a folder holds that has none of the wanted endings."""
+    if config.data.path is None:
+        return ""
+    folder = project_root / Path(config.data.path).expanduser()
+    if not folder.is_dir():
+        return ""
+    endings: Counter[str] = Counter()
+    for _, _, names in os.walk(folder):
+        endings.update(Path(name).suffix or "no ending" for name in names)
+        if endings.total() > _OTHERS_LOOKED_AT:
+            break
+    found = ", ".join(f"{count} × {ending}" for ending, count in endings.most_common(_OTHERS_NAMED))
+    return f"; it holds {found or 'no file at all'}"
+
+
+def _bytes(files: list[SourceFile]) -> int:
+    return sum(os.stat(file.path).st_size for file in files)
+
+
+CHECKS: list[Check] = [
+    Check(
+        id="dataset",
+        title="there is text enough",
+        severity="error",
+        tier="quick",
+        deadline_seconds=30.0,  # a large tree on a cold disk; the standard library takes a tenth of a second
+        symptoms=("A07", "A08", "E09"),
+        run=check_dataset,
+    ),
+    Check(
+        id="disk",
+        title="disk holds commits and tokens",
+        severity="error",
+        tier="quick",
+        deadline_seconds=30.0,
+        symptoms=("H10",),
+        run=check_disk,
+    ),
+]

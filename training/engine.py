@@ -1,0 +1,69 @@
+"""The training loop. It knows nothing of models, prices or stores; those stand behind the names that it calls.
+
+    next_batch → split → forward and backward → pulse → clip → step → heartbeat
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infra.outcome import Outcome
+from training.limits import Stop
+from training.optimizer import scale_and_clip, set_learning_rate
+from training.schedule import learning_rate
+from training.trainer import Ending, Trainer
+from training.workload import Batch, Loss
+
+
+def train(trainer: Trainer) -> Ending:
+    """Take steps until the last one, a limit, or a number that is not finite; all ranks end alike. Collective."""
+    training, optimizer, spread = trainer.config.training, trainer.optimizer, trainer.spread
+    at, stop = trainer.start, Stop.NONE
+    while at.step < training.max_steps and stop is Stop.NONE:
+        step = at.step + 1
+        trainer.enter("data", step)
+        trainer.seed_random_numbers(step)
+        batch = trainer.workload.next_batch(spread.model, trainer.share(at))
+
+        loss = forward_backward(trainer, batch, step)
+
+        gradients = spread.gradient_tensors()
+        pulse = trainer.exchange_pulse(at, batch, loss, gradients)
+        if pulse.non_finite:
+            return trainer.end(at, Outcome.NON_FINITE, f"step {step}: {pulse.non_finite}; the last commit stands")
+
+        trainer.enter("optimizer", step)
+        rate = learning_rate(training, step)
+        set_learning_rate(optimizer, rate)
+        scale_and_clip(gradients, scale=pulse.scale, norm=pulse.gradient_norm, limit=training.gradient_clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        at, stop = at.next(training.batch_size), pulse.stop
+        trainer.record_step(at, pulse, rate)
+        trainer.rehearse_fault(step)
+        last = step == training.max_steps or stop is not Stop.NONE
+        if last or step % trainer.config.checkpoint.interval_steps == 0:
+            trainer.save(at)
+        if not last and step % training.evaluation_interval_steps == 0:
+            trainer.evaluate(at)
+
+    if stop is not Stop.NONE:
+        return trainer.end(at, stop.outcome, trainer.limits.describe(stop))
+    trainer.evaluate(at)
+    return trainer.end(at, Outcome.COMPLETED)
+
+
+def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
+    """Add up gradients, loss and weight over the micro-batches; dividing is left to the pulse, which knows them all."""
+    parts = batch.split(trainer.config.training.gradient_accumulation_steps)
+    sums, weight = torch.zeros((), device=trainer.gang.device), 0.0
+    for number, part in enumerate(parts, start=1):
+        with trainer.spread.gradients(last=number == len(parts)):
+            trainer.enter("forward", step)
+            loss = trainer.workload.loss(trainer.spread.model, part)
+            trainer.enter("backward", step)
+            loss.sum.backward()
+        sums += loss.sum.detach()
+        weight += loss.weight
+    return Loss(sums, weight)

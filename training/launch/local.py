@@ -1,0 +1,62 @@
+"""A whole gang on this machine, one agent process per node: for rehearsals, soaks and benchmarks without Metaflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from training.errors import GangError
+from training.launch.ports import control_ports
+from training.launch.spec import GangOutcome, GangSpec
+from training.launch.workers import PROJECT_ROOT
+
+
+class LocalGang:
+    """One start of a gang. `spec` is node 0's; the other nodes' differ only by `node`.
+
+    output: where all agents' output goes (rank 0's lines among it).
+    """
+
+    def __init__(self, spec: GangSpec, folder: Path, output: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        ports = control_ports(f"{spec.job}/{spec.run}", spec.attempt)
+        paths = [str(PROJECT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
+        self._results = [folder / f"node-{node}.result.json" for node in range(spec.nodes)]
+        self.agents = []
+        for node, result in enumerate(self._results):
+            result.unlink(missing_ok=True)
+            own = folder / f"node-{node}.spec.json"
+            own.write_text(json.dumps(asdict(replace(spec, node=node, candidate_ports=ports))))
+            with open(output, "ab") as log:
+                command = [sys.executable, "-m", "training.launch.node", str(own), str(result)]
+                self.agents.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+
+    def wait(self, timeout_seconds: float) -> GangOutcome:
+        """The outcome that node 0 tells. Raises GangError when the gang died, or did not end in time."""
+        limit = time.monotonic() + timeout_seconds
+        try:
+            for agent in self.agents:
+                agent.wait(max(0.0, limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise GangError(f"the gang did not end within {timeout_seconds:g} s") from None
+        finally:
+            self.kill()
+        if not self._results[0].exists():
+            raise GangError("node 0's agent was killed")
+        result = json.loads(self._results[0].read_text())
+        if "error" in result:
+            raise GangError(result["error"])
+        return GangOutcome(**result)
+
+    def kill(self) -> None:
+        """Every agent is gone when this returns; their ranks go with them."""
+        for agent in self.agents:
+            if agent.poll() is None:
+                agent.kill()
+            agent.wait()

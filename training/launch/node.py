@@ -1,0 +1,33 @@
+"""`python -m training.launch.node SPEC.json RESULT.json`: one node's agent as a process of its own.
+
+Metaflow's task is a node's agent in the flow; this is the same without Metaflow, for several nodes on one machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from infra.process import die_with_parent
+from training.errors import TrainingError
+from training.launch.agent import run_gang
+from training.launch.spec import GangSpec
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 0 with the outcome in the result file, 1 with an "error" in it."""
+    spec_path, result_path = map(Path, argv)
+    die_with_parent()
+    spec = GangSpec(**json.loads(spec_path.read_text()))
+    try:
+        result: dict = asdict(run_gang(spec))
+    except TrainingError as error:
+        result = {"error": str(error)}
+    result_path.write_text(json.dumps(result))
+    return int("error" in result)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

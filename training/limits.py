@@ -1,0 +1,72 @@
+"""Reasons to stop before the last step. Each rank knows some of them; through the pulse all stop at the same step."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from enum import IntEnum
+
+from infra.outcome import Outcome
+from infra.terms import Terms
+
+
+class Stop(IntEnum):
+    """Where ranks differ, the largest counts: who is told to leave has seconds, who runs out of money has some more."""
+
+    NONE = 0
+    DEADLINE = 1
+    BUDGET = 2
+    INTERRUPTED = 3
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome[self.name]
+
+
+class Limits:
+    """Budget and deadline of the terms, and SIGTERM. elapsed_seconds: since this rank's process started."""
+
+    def __init__(self, terms: Terms | None, *, world_size: int, elapsed_seconds: Callable[[], float]) -> None:
+        self.terms = terms
+        self._usd_per_second = terms.usd_per_rank_second * world_size if terms else 0.0
+        self._elapsed_seconds = elapsed_seconds
+        self._signalled = False
+
+    def watch_signals(self) -> None:
+        """SIGTERM from now on asks for a stop at the end of the step. To be called in the main thread."""
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_signalled", True))
+
+    @property
+    def spent_usd(self) -> float:
+        """Of the whole job so far, at the planned price: what ended attempts cost plus this one since its start."""
+        if self.terms is None:
+            return 0.0
+        return self.terms.spent_usd + self._usd_per_second * self._elapsed_seconds()
+
+    def stop(self) -> Stop:
+        if self._signalled:
+            return Stop.INTERRUPTED
+        terms = self.terms
+        if terms is None:
+            return Stop.NONE
+        if terms.budget_usd is not None and self.spent_usd >= terms.budget_usd - terms.reserve_usd:
+            return Stop.BUDGET
+        # The reserve pays for the last save; the same seconds are kept back from the deadline.
+        reserve_seconds = terms.reserve_usd / self._usd_per_second if self._usd_per_second > 0 else 0.0
+        if terms.deadline_utc is not None and time.time() >= terms.deadline_utc - reserve_seconds:
+            return Stop.DEADLINE
+        return Stop.NONE
+
+    def describe(self, stop: Stop) -> str:
+        """The arithmetic behind a stop, for the message of the outcome."""
+        terms = self.terms
+        if stop is Stop.BUDGET and terms and terms.budget_usd is not None:
+            return (
+                f"budget: ${self.spent_usd:.4f} spent of ${terms.budget_usd:.4f}, of which ${terms.reserve_usd:.4f} "
+                "is kept for the last save; fix: raise cost.budget_usd and resume"
+            )
+        if stop is Stop.DEADLINE and terms and terms.deadline_utc is not None:
+            over = time.time() - terms.deadline_utc
+            return f"deadline: now is {over:+.0f} s from it; fix: raise cost.deadline_hours and resume"
+        return "asked to leave (SIGTERM): saved, to be resumed" if stop is Stop.INTERRUPTED else ""

@@ -1,0 +1,39 @@
+"""AdamW, and the one multiplication that turns summed gradients into clipped means."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from infra.config.schema import TrainingConfig
+
+_CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
+    """AdamW with decay on matrices only: norms and other vectors are not pulled to zero.
+
+    Fused: one kernel, and one dispatch through DTensor, for all parameters of a group.
+    """
+    parameters = list(module.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def scale_and_clip(gradients: list[Tensor], *, scale: float, norm: float, limit: float | None) -> None:
+    """Multiply by `scale`, and further so that the scaled norm does not exceed `limit`, in place and in one pass.
+
+    norm: of all gradients together once scaled. The same as scaling, then torch.nn.utils.clip_grad_norm_.
+    """
+    if limit is not None:
+        scale *= min(1.0, limit / (norm + _CLIP_EPSILON))
+    torch._foreach_mul_(gradients, scale)

@@ -1,0 +1,115 @@
+"""The pulse: one small all-gather per step in which every rank tells every other where it stands.
+
+From it all ranks learn the same things at the same step: the exact mean loss, the total weight, the gradient norm, a
+number that is not finite and whose it is, ranks that have gone apart, who is slow, and whether to stop.
+
+On a CPU the pulse is read at once. On a GPU reading it would make the host wait for the device at every step. There
+the row and the gathered rows stay on the device, the scale of the gradients is computed from them there, the optimizer
+step is guarded on the device (the `found_inf` tensor of fused AdamW), and the host reads the rows of step s while step
+s + 1 runs; every decision then falls one step later, on all ranks alike. `Row` and `Pulse` are the halves to keep.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from training.errors import DivergenceError
+from training.gang import Gang
+from training.limits import Stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one rank tells. loss_sum, weight, flops: over its micro-batches. square_sum: its share of the squared norm
+    of the summed gradients, as reduced. The seconds are its own, of this step."""
+
+    step: float
+    cursor: float
+    loss_sum: float
+    weight: float
+    square_sum: float
+    flops: float
+    compute_seconds: float
+    data_seconds: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """All ranks' rows of one step, the same on every rank."""
+
+    rows: list[Row]
+
+    @property
+    def weight(self) -> float:
+        return sum(row.weight for row in self.rows)
+
+    @property
+    def loss(self) -> float:
+        """Exact mean: the sum of all ranks' loss sums over the sum of their weights, in float64."""
+        return sum(row.loss_sum for row in self.rows) / self.weight
+
+    @property
+    def scale(self) -> float:
+        """Turns gradients that were averaged over ranks (as DDP and FSDP do) into those of the mean loss."""
+        return len(self.rows) / self.weight
+
+    @property
+    def gradient_norm(self) -> float:
+        """Of the mean loss, over all parameters, before clipping."""
+        return self.scale * math.sqrt(sum(row.square_sum for row in self.rows))
+
+    @property
+    def flops(self) -> float:
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def stop(self) -> Stop:
+        return Stop(int(max(row.stop for row in self.rows)))
+
+    @property
+    def non_finite(self) -> str:
+        """Which number is not finite, on which rank; empty when all are finite."""
+        ranks = [str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.loss_sum)]
+        if ranks:
+            return f"loss is not finite on rank {', '.join(ranks)}"
+        ranks = [str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.square_sum)]
+        if ranks:
+            return f"gradient is not finite on rank {', '.join(ranks)}, though every loss is"
+        return ""
+
+    @property
+    def slowest(self) -> tuple[int, float]:
+        """(rank, its time over the mean) by the seconds of its own data and compute."""
+        seconds = [row.compute_seconds + row.data_seconds for row in self.rows]
+        rank = max(range(len(seconds)), key=seconds.__getitem__)
+        return rank, seconds[rank] * len(seconds) / max(sum(seconds), 1e-9)
+
+    def check(self) -> None:
+        """Raises DivergenceError when ranks are at different places; the minority, or the higher ranks, are named."""
+        places = [(int(row.step), int(row.cursor)) for row in self.rows]
+        usual = max(places, key=lambda place: (places.count(place), -places.index(place)))
+        strays = [f"rank {rank} at step {p[0]}, sample {p[1]}" for rank, p in enumerate(places) if p != usual]
+        if strays:
+            raise DivergenceError(
+                f"ranks have gone apart: {'; '.join(strays)}; the others at step {usual[0]}, sample {usual[1]}; "
+                "fix: restart from the last commit, and give every rank the same configuration and code"
+            )
+        if self.weight <= 0:
+            raise DivergenceError(f"step {usual[0]}: the batch has weight {self.weight:g}; there is nothing to average")
+
+
+def exchange(gang: Gang, row: Row) -> Pulse:
+    """Tell, hear and check. Collective."""
+    rows = gang.gather(_to_tensor(row, gang.device)).tolist()
+    pulse = Pulse([Row(**dict(zip(Row.__dataclass_fields__, values, strict=True))) for values in rows])
+    pulse.check()
+    return pulse
+
+
+def _to_tensor(row: Row, device: torch.device) -> Tensor:
+    return torch.tensor(astuple(row), dtype=torch.float64, device=device)

@@ -1,0 +1,133 @@
+"""`python -m training soak`: one job under many random kills ends with the weights of the quiet job, bit for bit.
+
+Victims are drawn by seed: a rank, its uploader, a node's agent, or everything at once, each by SIGKILL at a random
+moment. The schedule is printed, so that a failing seed can be run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from infra.config.schema import RunConfig
+from infra.store import Store
+from training.data import prepare_tokens
+from training.errors import GangError
+from training.launch.local import LocalGang
+from training.launch.spec import GangOutcome, GangSpec
+from training.launch.workers import PROJECT_ROOT
+
+_VICTIMS = ("rank", "uploader", "agent", "everything")
+_TIMEOUT_SECONDS = 300.0
+_CONFIG = {
+    "model": {"hidden_size": 64, "num_layers": 2, "sequence_length": 64},
+    "training": {"batch_size": 16, "max_steps": 400, "evaluation_interval_steps": 200},
+    "checkpoint": {"interval_steps": 10},
+    "data": {"held_out_samples": 16},
+}
+
+
+@dataclass
+class Tally:
+    """What a soaked job went through."""
+
+    starts: int = 0
+    kills: dict[str, int] = field(default_factory=dict)
+
+
+def main(arguments: list[str]) -> int:
+    """0 when the soaked job ends like the quiet one, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m training soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20, help="how many (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="of the schedule (default 0)")
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="ebbflow-soak-") as folder:
+        spec = _spec(Path(folder))
+        quiet, _ = _run(spec("quiet"), Path(folder), kills=0, seed=given.seed)
+        print(f"quiet job: step {quiet.step}, weights {quiet.weights_sha256}", flush=True)
+        soaked, tally = _run(spec("soaked"), Path(folder), kills=given.kills, seed=given.seed)
+    same = soaked.weights_sha256 == quiet.weights_sha256 and soaked.step == quiet.step
+    kills = ", ".join(f"{count} × {victim}" for victim, count in sorted(tally.kills.items())) or "none"
+    print(f"soaked job: step {soaked.step}, weights {soaked.weights_sha256}, {tally.starts} starts, killed: {kills}")
+    print("equal, bit for bit" if same else f"DIFFERENT: run again with --seed {given.seed}")
+    return 0 if same else 1
+
+
+def _spec(folder: Path):
+    """Specs of jobs that share one store in `folder`, by job name."""
+    config = RunConfig(store=str(folder / "store"), **_CONFIG)
+    store = Store.open(config.store)
+    tokens = prepare_tokens(config.data, store, project_root=PROJECT_ROOT)
+    return lambda job: GangSpec(
+        job=job,
+        run=job,
+        attempt=0,
+        node=0,
+        nodes=2,
+        processes_per_node=1,
+        main_address="127.0.0.1",
+        config=config.model_dump(mode="json"),
+        store_uri=config.store,
+        tokens=tokens.fingerprint,
+        log_folder=str(folder / job / "logs"),
+    )
+
+
+def _run(spec: GangSpec, folder: Path, *, kills: int, seed: int) -> tuple[GangOutcome, Tally]:
+    """Start the gang again until it ends by itself; kill something in each start while kills are left."""
+    chance = random.Random(seed)
+    tally = Tally()
+    while True:
+        spec = GangSpec(**{**spec.__dict__, "attempt": tally.starts})
+        gang = LocalGang(spec, folder / spec.job / f"start-{tally.starts}", folder / f"{spec.job}.log")
+        tally.starts += 1
+        if sum(tally.kills.values()) < kills:
+            victim, after_seconds = chance.choice(_VICTIMS), chance.uniform(0.5, 12.0)
+            if _kill(gang, victim, after_seconds, chance):
+                tally.kills[victim] = tally.kills.get(victim, 0) + 1
+                print(f"start {tally.starts}: {victim} killed after {after_seconds:.1f} s", flush=True)
+        try:
+            return gang.wait(_TIMEOUT_SECONDS), tally
+        except GangError as error:
+            if sum(tally.kills.values()) == 0 or tally.starts > 3 * kills + 3:
+                raise
+            print(f"start {tally.starts}: {str(error).splitlines()[0]}", flush=True)
+
+
+def _kill(gang: LocalGang, victim: str, after_seconds: float, chance: random.Random) -> bool:
+    """Whether there was such a victim. A gang that ends first is let go."""
+    limit = time.monotonic() + after_seconds
+    while time.monotonic() < limit:
+        if all(agent.poll() is not None for agent in gang.agents):
+            return False
+        time.sleep(0.02)
+    agents = [agent.pid for agent in gang.agents if agent.poll() is None]
+    ranks = [child for agent in agents for child in _children(agent)]
+    uploaders = [child for rank in ranks for child in _children(rank)]
+    candidates = {"rank": ranks, "uploader": uploaders, "agent": agents, "everything": agents}[victim]
+    if not candidates:
+        return False
+    for pid in candidates if victim == "everything" else [chance.choice(candidates)]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return True
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

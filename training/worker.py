@@ -1,0 +1,121 @@
+"""One rank as a process: from its first moment to its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from infra.config.schema import RunConfig
+from infra.events import EventLog, Origin
+from infra.layout import generation_name, job_prefix
+from infra.outcome import Outcome
+from infra.process import die_with_parent
+from infra.store import Store
+from training.assembly import build_trainer, make_reporter, open_saver, restore
+from training.clock import Clock
+from training.engine import train
+from training.gang import Gang, connect, disconnect
+from training.launch.spec import WorkerSpec
+from training.standalone import parse_arguments, share_spec
+from training.trainer import Ending
+
+
+def main(arguments: list[str]) -> None:
+    """Train as the environment's spec says, or (under torchrun, or alone) as the arguments say. Does not return.
+
+    Exit code 0 for every outcome that was agreed, 75 when asked to leave, else that of the exception's outcome.
+    """
+    try:
+        ending = _recorded(arguments)
+    except Exception as error:
+        traceback.print_exc()
+        code = getattr(error, "outcome", Outcome.FAILED).exit_code
+    else:
+        code = ending.outcome.exit_code if ending.outcome is Outcome.INTERRUPTED else 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: with a dead peer, the clean-up of process groups and threads can wait for it for ever.
+    os._exit(code)
+
+
+@record
+def _recorded(arguments: list[str]) -> Ending:
+    """With @record, so that an agent learns of an exception here in its type's own words."""
+    spec = WorkerSpec.from_environment()
+    die_with_parent(spec.agent_pid if spec else None)
+    request = None if spec else parse_arguments(arguments)
+    config = RunConfig.model_validate(spec.config) if spec else request.config
+    _settle_threads(spec.colocated_ranks if spec else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    gang = connect(
+        start_seconds=config.cluster.start_deadline_seconds,
+        collective_seconds=config.cluster.step_deadline_seconds,
+        generation=generation_name(spec.generation, spec.generation_id) if spec else _torchrun_generation(),
+    )
+    ending = run_rank(spec or share_spec(request, gang), gang)
+    disconnect()
+    return ending
+
+
+def run_rank(spec: WorkerSpec, gang: Gang) -> Ending:
+    """Train, write the result file, and leave events behind however it ends."""
+    origin = Origin(
+        job=spec.job,
+        run=spec.run,
+        attempt=spec.attempt,
+        generation=spec.generation,
+        node=spec.node,
+        rank=gang.rank,
+    )
+    nodes = gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), origin) as log:
+        clock = Clock(log.emit)
+        try:
+            reporter = make_reporter(spec, clock, log.emit)
+            reporter.enter("init", 0)
+            saver = open_saver(spec, gang, log.emit)
+            trainer = build_trainer(spec, gang, nodes=nodes, reporter=reporter, saver=saver)
+            ending = train(replace(trainer, start=restore(trainer, saver, spec.candidates)))
+            saver.close()
+        finally:
+            clock.emit_phases()
+    if spec.result_path:
+        _write_result(Path(spec.result_path), ending)
+    return ending
+
+
+def _settle_threads(colocated_ranks: int) -> None:
+    """Each rank gets its share of the cores; on the CPU equal runs are then equal bit for bit."""
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // colocated_ranks))
+    torch.set_num_interop_threads(1)
+    if not torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs every allocation
+
+
+def _torchrun_generation() -> str:
+    """Restarted workers find the keys of the dead ones in the store that outlived them; these keep them apart."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _write_result(path: Path, ending: Ending) -> None:
+    """Whole or not at all: an agent may look at any time."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(
+        json.dumps(
+            {
+                "outcome": str(ending.outcome),
+                "step": ending.step,
+                "weights_sha256": ending.weights_sha256,
+                "message": ending.message,
+            }
+        )
+    )
+    os.replace(temporary, path)
