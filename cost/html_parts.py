@@ -51,7 +51,8 @@ def loss_chart(report: RunReport) -> str:
     if not losses:
         return '<p class="quiet">no finite loss was recorded</p>'
     entropy = report.actual.get("unigram_entropy_nats")
-    low, high = min(losses), max([*losses, entropy or losses[0]])
+    seen = losses if entropy is None else [*losses, entropy]
+    low, high = min(seen), max(seen)
     margin = 0.05 * (high - low) or 0.5
     first, last = points[0][0], points[-1][0]
 

@@ -60,8 +60,9 @@ def _set_environment() -> None:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     # One place for Metaflow's records, so that resume works from any directory.
     os.environ.setdefault("METAFLOW_DATASTORE_SYSROOT_LOCAL", str(PROJECT_ROOT))
-    # Metaflow refuses to work for nobody, which is who runs in a bare container.
-    os.environ.setdefault("METAFLOW_USER", getpass.getuser())
+    # Metaflow refuses to work for root, which is who runs in a bare container.
+    user = getpass.getuser()
+    os.environ.setdefault("METAFLOW_USER", "ebbflow" if user == "root" else user)
 
 
 def _command_index(argv: list[str]) -> int | None:

@@ -46,7 +46,7 @@ def causal_lm_shape(model: ModelConfig) -> ModelShape:
     per_token = layers * (18 * d + 2 * heads * length) + 4 * d
     return ModelShape(
         parameters=parameters,
-        largest_unit_parameters=max(block, embeddings, head),
+        largest_unit_parameters=max(block, embeddings, head + d),  # the last norm travels with the head
         activation_bytes_per_sample=4 * length * per_token,
         logits_bytes_per_sample=2 * 4 * length * vocab,
         flops_per_sample=float(length) * (6.0 * matmul_parameters + 12.0 * layers * length * d),

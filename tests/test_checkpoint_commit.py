@@ -58,8 +58,9 @@ def job(tmp_path: Path) -> Store:
 def test_a_restored_run_goes_on_as_if_nothing_had_happened(job: Store) -> None:
     events: list[tuple[str, dict]] = []
     model, optimizer = build()
+    generation = open_generation(job, run="r", attempt=0)
     with Checkpointer(
-        job.uri, generation=open_generation(job, run="r", attempt=0), emit=lambda name, **data: events.append((name, data))
+        job.uri, generation=generation, emit=lambda name, **data: events.append((name, data))
     ) as checkpointer:
         train(model, optimizer, 3)
         stall = checkpointer.save(3, model, optimizer, {"cursor": 24, "money": 0.1 + 0.2})
@@ -78,7 +79,8 @@ def test_a_restored_run_goes_on_as_if_nothing_had_happened(job: Store) -> None:
         assert restored.extra == {"cursor": 24, "money": 0.1 + 0.2}
         assert [train(model, optimizer) for _ in range(3)] == expected
         assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
-        with pytest.raises(CommitMismatch, match=r"model\.0\.weight is float32 \[9, 4\] in the commit, float32 \[8, 4\]"):
+        differs = r"model\.0\.weight is float32 \[9, 4\] in the commit, float32 \[8, 4\]"
+        with pytest.raises(CommitMismatch, match=differs):
             checkpointer.restore([commit.key], *build(width=8))
         assert checkpointer.restore([], model, optimizer) is None
     assert len(reachable_commits(job)) == 1, "a mismatch is not a reason for quarantine"
@@ -137,7 +139,8 @@ def test_a_store_that_refuses_is_named_and_two_failures_end_the_gang(job: Store,
     ) as checkpointer:
         state = build()
         checkpointer.save(1, *state, {})
-        with pytest.raises(CheckpointError, match=r"rank 0: put data/000001-\w+/0+1/00000.bin: gave up after \d+ tries"):
+        gave_up = r"rank 0: put data/000001-\w+/0+1/00000.bin: gave up after \d+ tries"
+        with pytest.raises(CheckpointError, match=gave_up):
             checkpointer.wait()
         checkpointer.save(2, *state, {})  # one failure is survived
         with pytest.raises(CheckpointError, match="2 saves in a row have failed"):

@@ -14,7 +14,7 @@ from torch import nn
 
 from infra.errors import StoreError
 from infra.store import Store
-from training.checkpoint import Checkpointer, open_generation, reachable_commits
+from training.checkpoint import Checkpointer, Generation, open_generation, reachable_commits
 from training.checkpoint.commands import main as checkpoints
 from training.errors import CheckpointError
 
@@ -45,7 +45,7 @@ def reader(pristine: Path) -> Iterator[tuple[Checkpointer, Path]]:
     """A checkpointer on a copy that the tests damage and mend."""
     job = pristine.parent / "copy"
     shutil.copytree(pristine, job)
-    with Checkpointer(str(job), generation=open_generation(Store.open(str(job)), run="r", attempt=1)) as checkpointer:
+    with Checkpointer(str(job), generation=Generation(2, "reader")) as checkpointer:
         yield checkpointer, job
 
 
@@ -113,7 +113,7 @@ def test_a_missing_data_object_is_found(damaged: tuple[Checkpointer, Path], capf
     assert_found_and_previous_used(*damaged, capfd)
 
 
-def test_another_steps_data_in_its_place_is_found(damaged: tuple[Checkpointer, Path], capfd: pytest.CaptureFixture) -> None:
+def test_data_of_another_step_is_found(damaged: tuple[Checkpointer, Path], capfd: pytest.CaptureFixture) -> None:
     """Right size, sound bytes, wrong step: what a listing by name would take for whole."""
     earlier, later = (files(damaged[1], "data", step)[0] for step in (1, 2))
     shutil.copy(earlier, later)
@@ -187,7 +187,7 @@ def test_an_unreadable_store_is_no_reason_for_quarantine(
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "get_range", time_out)
-        with pytest.raises(CheckpointError, match="says nothing of the commit itself: .*timed out"):
+        with pytest.raises(CheckpointError, match=r"says nothing of the commit itself: .*timed out"):
             restore(checkpointer, job)
     assert restore(checkpointer, job) == (2, 2.0, [])
 

@@ -27,7 +27,8 @@ def run_gang(world_size: int, action: str, modes: str, job_store: Path, out: Pat
     ranks = []
     for rank in range(world_size):
         contract = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env = {**os.environ, **{k: str(v) for k, v in contract.items()}, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **{key: str(v) for key, v in contract.items()}}
+        env = {**os.environ, **ours}
         command = [sys.executable, str(SCRIPT), action, modes, str(job_store), str(out), *more]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         ranks.append(subprocess.Popen(command, env=env, **pipes))

@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +199,7 @@ def test_open_files() -> None:
 
 def test_memory() -> None:
     passed("memory", model={"hidden_size": 16, "num_layers": 1}, cluster={"nodes": 1}, training={"batch_size": 1})
-    assert "parameters" not in failed("memory", model=HUGE).detail
+    assert "needed by 2 × 1 = 2 ranks (estimated)" in failed("memory", model=HUGE).detail
     assert "fsdp2" in failed("memory", model=HUGE, parallel={"mode": "ddp"}).fix
     skipped("memory", cluster={"nodes": "auto"})
 
@@ -236,13 +235,3 @@ def test_budget_and_deadline() -> None:
     assert "cost.budget_usd" in failed("budget-deadline", cost={"budget_usd": 0.0001}).detail
     assert "deadline" in failed("budget-deadline", cost={"deadline_hours": 0.0001}).detail
     skipped("budget-deadline", model=HUGE)
-
-
-def test_a_check_that_is_slower_than_its_deadline_is_cut_off(tmp_path: Path) -> None:
-    fifo = tmp_path / "text.py"
-    os.mkfifo(fifo)  # nobody writes to it: whoever opened it would wait for ever
-    hasty = replace(CHECKS["dataset"], deadline_seconds=5.0)
-    config = RunConfig.model_validate({"data": {"path": str(tmp_path)}})
-    (result,) = run_checks([hasty], PreflightContext(config=config, project_root=ROOT))
-    assert result.status == "failed"
-    assert "no file that ends in .py" in result.detail

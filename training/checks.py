@@ -75,8 +75,9 @@ def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: i
         )
     steps, epochs = config.training.max_steps, config.training.max_steps * batch / samples
     return Finding.passed(
-        f"{files} files, {size_text(train_bytes)} to learn from and {size_text(held_out_bytes)} held out: {samples} "
-        f"samples, a batch takes {batch}{ranks}; {steps} steps are {epochs:.2g} epochs"
+        f"{config.data.path or 'standard library'}: {files} files, {size_text(train_bytes)} to learn from and "
+        f"{size_text(held_out_bytes)} held out: {samples} samples, a batch takes {batch}{ranks}; "
+        f"{steps} steps are {epochs:.2g} epochs"
     )
 
 

@@ -44,7 +44,7 @@ def validate(
         RunConfig.model_validate(_nested(good))
     except ValidationError as error:
         for key, details in _errors_by_key(error).items():
-            message, hint = _range_message(key, details)
+            message, hint = _range_message(entries[key], details)
             problems.append(Problem(message=message, key=key, place=entries[key].place, hint=hint))
             del good[key]
     config = RunConfig.model_validate(_nested(good))
@@ -65,14 +65,15 @@ def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
     return found
 
 
-def _range_message(key: str, details: ErrorDetails) -> tuple[str, str | None]:
+def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None]:
+    key = entry.key
     limits = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
     wanted = [f"{words} {details['ctx'][name]:g}" for name, words in limits.items() if name in details.get("ctx", {})]
     if not wanted:
         return f"{key}: {details['msg']}", None
     default = leaves()[key].default
     hint = None if default is None else f"the default is {default}"
-    return f"{key} must be {wanted[0]}, not {details['input']}", hint
+    return f"{key} must be {wanted[0]}, not {entry.node.value}", hint
 
 
 def _rule_problem(violation: Violation, entries: Mapping[str, Entry]) -> Problem:

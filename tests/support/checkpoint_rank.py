@@ -2,7 +2,7 @@
 
     checkpoint_rank.py save MODE JOB_STORE OUT GENERATION_ID   train two steps, save, write digests to OUT.<rank>
     checkpoint_rank.py restore MODES JOB_STORE OUT             restore into a fresh model of each mode (joined by "+")
-    checkpoint_rank.py hold PARAMETERS JOB_STORE OUT           save, write the uploader's pid to OUT, and wait to be killed
+    checkpoint_rank.py hold PARAMETERS JOB_STORE OUT           save, write the uploader's pid to OUT, await the kill
 """
 
 from __future__ import annotations
