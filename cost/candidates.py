@@ -11,6 +11,7 @@ from cost.fit import Fit, batch_arithmetic, gib, memory_fit, micro_batch
 from cost.hazard import gang_hazard_per_hour
 from cost.throughput import Throughput, estimate_throughput
 from infra.config.schema import RunConfig
+from infra.footprint import COMMIT_BYTES_PER_PARAMETER
 from infra.model_shape import ModelShape
 from infra.reliability import young_interval_seconds
 
@@ -21,8 +22,6 @@ START_SECONDS = 240.0
 # A save stages to host memory at about a third of a memcpy's 6 GB/s, plus planning.
 STAGING_BYTES_PER_SECOND = 2e9
 SAVE_OVERHEAD_SECONDS = 0.05
-# float32 parameters and two AdamW moments.
-CHECKPOINT_BYTES_PER_PARAMETER = 12
 # Oldest GPUs with kernels in torch's default wheels since CUDA 13 (pytorch/pytorch issues 172352 and 190385).
 OLDEST_COMPUTE_CAPABILITY = 7.5
 
@@ -189,7 +188,7 @@ def _expect(config: RunConfig, shape: ModelShape, pool: Pool, kind: InstanceType
 
 
 def _save_seconds(shape: ModelShape, ranks: int) -> float:
-    return SAVE_OVERHEAD_SECONDS + CHECKPOINT_BYTES_PER_PARAMETER * shape.parameters / ranks / STAGING_BYTES_PER_SECOND
+    return SAVE_OVERHEAD_SECONDS + COMMIT_BYTES_PER_PARAMETER * shape.parameters / ranks / STAGING_BYTES_PER_SECOND
 
 
 def _expected_hours(config: RunConfig, speed: Throughput, save_seconds: float, hazard: float) -> tuple[float, float]:

@@ -140,6 +140,13 @@ def final_loss(report: RunReport) -> float | None:
     return report.loss_curve[-1][1] if report.loss_curve else None
 
 
+def comparison_header(report: RunReport) -> tuple[str, str, str]:
+    """Column titles of `comparison_rows`: a local run is not what was planned, so it must not look like it."""
+    if (report.plan or {}).get("simulated"):
+        return "plan against actual", "planned on the pool (estimated)", "actual on this machine"
+    return "plan against actual", "planned (estimated)", "actual (measured)"
+
+
 def comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
     """(figure, planned, actual): what the plan promised and what came of it. Empty without a plan."""
     chosen = (report.plan or {}).get("chosen")

@@ -99,8 +99,9 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
     clean: Decimal | None = Decimal(0)
     paid = 0
     nodes = paid_nodes(ordered)
+    plans = [event for event in ordered if event.name == PLAN and event.data.get("chosen")]
     for node in nodes:
-        price = _price(ordered, node)
+        price = _price(plans, node)
         per_rank = Decimal(3600) * len(node.ranks) * MICRO
         for rank in rank_times(node, generations[node.generation]):
             paid += rank.paid
@@ -113,7 +114,7 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
         lines=_lines(micros, usd, estimated),
         paid_microseconds=paid,
         total_usd=rounded(sum(usd.values(), Decimal(0))),
-        price_kind=_price(ordered, nodes[-1]).kind if nodes else UNPRICED,
+        price_kind=_price(plans, nodes[-1]).kind if nodes else UNPRICED,
         clean_on_demand_usd=None if clean is None else rounded(clean),
         redone_steps=_redone_steps(ordered, generations),
     )
@@ -135,9 +136,8 @@ def _lines(
     )
 
 
-def _price(events: Sequence[Event], node: NodeTime) -> _Price:
+def _price(plans: list[Event], node: NodeTime) -> _Price:
     """The price of the last plan made before the node started, or of the first plan at all."""
-    plans = [event for event in events if event.name == PLAN and event.data.get("chosen")]
     if not plans:
         return _Price(Decimal(0), None, UNPRICED)
     before = [event for event in plans if event.t_wall <= node.started_wall]

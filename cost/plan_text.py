@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from cost.candidates import Candidate, Rejection
 from cost.catalogue import ADVISOR_RECORDED, ON_DEMAND_RECORDED, REGION
-from cost.figures import duration, number, percent, plain, usd
+from cost.figures import count, duration, number, percent, plain, usd
 from cost.fit import gib
 from cost.plan import Plan
 
@@ -59,7 +59,9 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
     used = (
         f"{best.ranks} of {best.nodes * best.gpu_count} GPUs used" if best.processes_per_node < best.gpu_count else ""
     )
-    gpus = f"{size} × {best.processes_per_node} {best.gpu} = {best.ranks} ranks, micro-batch {best.micro_batch}"
+    gpus = (
+        f"{size} × {best.processes_per_node} {best.gpu} = {count(best.ranks, 'rank')}, micro-batch {best.micro_batch}"
+    )
     hours = f"{number(best.expected_hours)} h ({duration(best.expected_hours * 3600)})"
     speed = (
         f"{number(best.tokens_per_second, 0)} tokens/s, bound by {best.bound}, MFU {percent(best.mfu)}, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cost.figures import (
+    comparison_header,
     comparison_rows,
     failure_lines,
     key_figures,
@@ -72,7 +73,7 @@ def _comparison(report: RunReport) -> str:
     if not rows:
         return ""
     body = "".join(f"<tr><td>{escape(row[0])}</td>{_cells(row[1:])}</tr>" for row in rows)
-    return _section("Plan against actual", _table(("", "planned (estimated)", "actual (measured)"), body))
+    return _section("Plan against actual", _table(("", *comparison_header(report)[1:]), body))
 
 
 def _definitions(figures: dict[str, str]) -> str:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from cost.figures import (
+    comparison_header,
     comparison_rows,
     failure_lines,
     key_figures,
@@ -29,7 +30,7 @@ def render(report: RunReport) -> str:
         _table(ledger_rows(report), ("where the paid time went", "rank-seconds", "share", "USD", "figure")),
     ]
     if compared := comparison_rows(report):
-        sections.append(_table(compared, ("plan against actual", "planned (estimated)", "actual (measured)")))
+        sections.append(_table(compared, comparison_header(report)))
     if found := failure_lines(report):
         more = len(found) - _LISTED_FAILURES
         listed = found[:_LISTED_FAILURES] + ([f"… and {more} more"] if more > 0 else [])

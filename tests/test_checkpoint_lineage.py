@@ -35,27 +35,27 @@ def steps(job: Store) -> list[tuple[int, int]]:
 
 
 def test_a_zombies_late_commit_is_never_restored(job: Store, capfd: pytest.CaptureFixture) -> None:
-    first = open_generation(job, run="r", attempt=0)
-    with Checkpointer(job.uri, generation=first) as zombie:
-        zombie.save(10, model_of(10), None, {})
+    """Rank 1 of the first gang freezes before its save of step 30 and thaws when the second gang is at step 20."""
+    gang = {"generation": open_generation(job, run="r", attempt=0), "world_size": 2}
+    with Checkpointer(job.uri, rank=0, **gang) as zombie, Checkpointer(job.uri, rank=1, **gang) as frozen:
+        for rank in (zombie, frozen):
+            rank.save(10, model_of(10), None, {})
         zombie.wait()
-        second = open_generation(job, run="r", attempt=1)
-        with Checkpointer(job.uri, generation=second) as checkpointer:
+        zombie.save(30, model_of(30), None, {})
+        with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=1)) as checkpointer:
             checkpointer.save(20, model_of(20), None, {})
             checkpointer.wait()
-            zombie.save(30, model_of(30), None, {})  # late, and further than anybody
-            deadline = time.monotonic() + 10
-            while zombie.last_commit.step != 30:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            assert steps(job) == [(2, 20), (1, 10)]
-            reason = trace_lineage(job)[-1].unreachable_because
-            assert reason == "generation 1 was left at step 10"
+            frozen.save(30, model_of(30), None, {})
+            assert frozen.wait().step == 30, "the zombie does commit"
+            assert steps(job) == [(2, 20), (1, 10)], "but it does not count"
+            assert trace_lineage(job)[-1].unreachable_because == "generation 1 was left at step 10"
             model = model_of(0)
             checkpointer.restore([ref.key for ref in reachable_commits(job)], model, None)
             assert model.weight[0, 0].item() == 20
+        deadline = time.monotonic() + 10
         with pytest.raises(GenerationSuperseded, match="generation 2 was opened while 000001-"):
-            zombie.wait()  # it is told, and its retention has deleted nothing
+            while time.monotonic() < deadline:
+                zombie.wait()
     assert "would never be restored" in capfd.readouterr().err
 
 

@@ -16,10 +16,11 @@ from training.checkpoint import open_generation, reachable_commits
 from training.checkpoint.commands import main as checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
+MODES = ("ddp", "fsdp2", "hsdp")
 SCRIPT = ROOT / "tests" / "support" / "checkpoint_rank.py"
 
 
-def run_gang(world_size: int, action: str, modes: str, job_store: Path, out: Path, *more: str) -> list[dict]:
+def run_gang(world_size: int, action: str, modes: str, folder: Path, out: Path) -> list[dict]:
     """What each rank wrote; fails with the output of all when one fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -29,7 +30,7 @@ def run_gang(world_size: int, action: str, modes: str, job_store: Path, out: Pat
         contract = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **{key: str(v) for key, v in contract.items()}}
         env = {**os.environ, **ours}
-        command = [sys.executable, str(SCRIPT), action, modes, str(job_store), str(out), *more]
+        command = [sys.executable, str(SCRIPT), action, modes, str(folder), str(out)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         ranks.append(subprocess.Popen(command, env=env, **pipes))
     try:
@@ -43,47 +44,43 @@ def run_gang(world_size: int, action: str, modes: str, job_store: Path, out: Pat
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
-    """A job whose one commit two FSDP2 ranks wrote, and what they had in memory."""
+    """Three jobs, each with one commit that two ranks wrote in one mode, and what the ranks had in memory."""
     folder = tmp_path_factory.mktemp("gang")
-    job = folder / "jobs" / "gang"
-    generation = open_generation(Store.open(str(job)), run="r", attempt=0)
-    return job, run_gang(2, "save", "fsdp2", job, folder / "saved", generation.id)
+    for mode in MODES:
+        open_generation(Store.open(str(folder / "jobs" / mode)), run="r", attempt=0)
+    return folder, run_gang(2, "save", "+".join(MODES), folder, folder / "saved")
 
 
-def test_two_ranks_agree_on_one_commit_and_share_the_bytes(saved: tuple[Path, list[dict]]) -> None:
-    job, (first, second) = saved
-    assert first["fsdp2"]["commit"] == second["fsdp2"]["commit"]
-    assert first["fsdp2"]["digests"] == second["fsdp2"]["digests"]
-    sizes = [meta.size for meta in Store.open(str(job)).list("data")]
-    assert len(sizes) == 2 and min(sizes) > 0.5 * max(sizes)
-    assert checkpoints(["verify", str(job)]) == 0
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_make_one_commit_and_write_each_byte_once(saved: tuple[Path, list[dict]], mode: str) -> None:
+    folder, (first, second) = saved
+    store = Store.open(str(folder / "jobs" / mode))
+    (commit,) = reachable_commits(store)
+    assert first[mode]["commit"] == second[mode]["commit"] == commit.key
+    assert first[mode]["digests"] == second[mode]["digests"]
+    assert checkpoints(["verify", store.uri]) == 0
+    pieces = {name: rows for name, (_, _, rows) in json.loads(store.get(commit.key))["tensors"].items()}
+    assert {row[0] for rows in pieces.values() for row in rows} == {0, 1}, "one rank wrote all"
+    shards = {"fsdp2": 2, "hsdp": 1, "ddp": 1}[mode]
+    assert len(pieces["model.0.weight"]) == len(pieces["optimizer.0.weight.exp_avg"]) == shards
+    assert len(pieces["model.1.running_mean"]) == 1
 
 
 @pytest.mark.parametrize(("world_size", "modes"), [(1, "plain"), (2, "fsdp2+ddp+hsdp"), (3, "fsdp2")])
-def test_restore_is_bit_equal(saved: tuple[Path, list[dict]], tmp_path: Path, world_size: int, modes: str) -> None:
-    job, ranks = saved
-    restored = run_gang(world_size, "restore", modes, job, tmp_path / "restored")
-    for rank, by_mode in enumerate(restored):
-        for mode, result in by_mode.items():
-            assert result["digests"] == ranks[0]["fsdp2"]["digests"], (rank, mode)
+def test_every_mode_restores_every_other_bit_for_bit(
+    saved: tuple[Path, list[dict]], tmp_path: Path, world_size: int, modes: str
+) -> None:
+    folder, ranks = saved
+    restored = run_gang(world_size, "restore", modes, folder, tmp_path / "restored")
+    for rank, results in enumerate(restored):
+        assert set(results) == {f"{job}>{mode}" for job in MODES for mode in modes.split("+")}
+        for name, result in results.items():
+            job = name.split(">")[0]
+            assert result["digests"] == ranks[0][job]["digests"], (rank, name)
             assert result["extra"] == {"cursor": 16}
-            same_size = world_size == 2
-            assert result["rng"] == ("restored" if same_size else "reseeded from the commit")
-            assert (result["drawn"] == ranks[rank]["fsdp2"]["drawn"] if same_size else True)
-    if world_size == 3:
-        drawn = {tuple(by_mode["fsdp2"]["drawn"]) for by_mode in restored}
-        assert len(drawn) == 3, "each rank needs random numbers of its own"
-
-
-@pytest.mark.parametrize("mode", ["ddp", "hsdp"])
-def test_replicas_share_the_writing_and_restore_as_shards(tmp_path: Path, mode: str) -> None:
-    job = tmp_path / "jobs" / mode
-    store = Store.open(str(job))
-    generation = open_generation(store, run="r", attempt=0)
-    ranks = run_gang(2, "save", mode, job, tmp_path / "saved", generation.id)
-    whole = run_gang(2, "restore", "fsdp2", job, tmp_path / "restored")
-    assert whole[0]["fsdp2"]["digests"] == ranks[0][mode]["digests"]
-    (commit,) = reachable_commits(store)
-    pieces = json.loads(store.get(commit.key))["tensors"]
-    assert all(len(rows) == 1 for _, _, rows in pieces.values()), "a replica was written twice"
-    assert {rows[0][0] for name, (_, _, rows) in pieces.items() if name.startswith("model.")} == {0, 1}
+            if world_size == 2:
+                assert result["rng"] == "restored" and result["drawn"] == ranks[rank][job]["drawn"]
+            else:
+                assert result["rng"] == "reseeded from the commit"
+    drawn = {tuple(results["ddp>" + modes.split("+")[0]]["drawn"]) for results in restored}
+    assert len(drawn) == world_size, "each rank needs random numbers of its own"

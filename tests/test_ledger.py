@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from cost.errors import LedgerError
 from cost.ledger import Ledger, fold, spent_usd
 from cost.money import apportion, rounded
-from infra.events import PHASE, Event
-from tests.support.timelines import GangLog, plan_event
+from infra.events import PHASE, STEP, Event
+from tests.support.timelines import GangLog, plan_event, timelines
 
 
 def seconds_of(ledger: Ledger) -> dict[str, float]:
@@ -141,6 +141,14 @@ def test_lineage_decides_what_was_thrown_away_not_the_step_number():
     assert ledger.redone_steps == 6 + 6
 
 
+def test_the_parent_commit_names_its_generation_even_when_a_step_was_never_recorded():
+    lost = [one for one in killed_run() if not (one.generation == 1 and one.step == 4 and one.name == STEP)]
+    ledger = fold(lost)
+    assert ledger.redone_steps == 2
+    assert seconds_of(ledger)["unattributed"] == 2.0
+    assert seconds_of(ledger)["useful_step"] == (3 + 4) * 1.5
+
+
 @pytest.mark.parametrize("reason", ["budget", "rank_failed"])
 def test_a_job_that_did_not_complete_loses_what_lies_after_its_last_commit(reason: str):
     gang = GangLog(1, 0.0, [[0]])
@@ -225,44 +233,6 @@ def test_apportioned_parts_sum_to_the_rounded_whole(amounts: list[Decimal], deci
     parts = apportion(amounts, decimals)
     assert sum(parts) == rounded(sum(amounts), decimals)
     assert all(abs(part - amount) < Decimal(1).scaleb(-decimals) for part, amount in zip(parts, amounts, strict=True))
-
-
-_some_seconds = st.floats(0.001, 30.0)
-
-
-@st.composite
-def timelines(draw: st.DrawFn) -> tuple[list[Event], int]:
-    """Random jobs with kills, lost ends and unspoken time, and how many step executions they threw away."""
-    events = [plan_event(draw(st.floats(0.1, 500.0)))]
-    generations = draw(st.integers(1, 4))
-    t, kept, parent, thrown = 1.0, 0, None, 0
-    for number in range(1, generations + 1):
-        sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-        nodes = [list(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]
-        gang = GangLog(number, t, nodes, parent)
-        gang.wait(draw(_some_seconds))
-        gang.phase("startup", draw(_some_seconds))
-        steps = draw(st.integers(0, 5))
-        gang.steps(kept + 1, kept + steps, useful_step=draw(_some_seconds), data_wait=draw(_some_seconds))
-        last = number == generations and draw(st.booleans())
-        committed = steps if last else draw(st.integers(0, steps))
-        if committed:
-            gang.commit(kept + committed)
-            kept, parent = kept + committed, (kept + committed, number)
-        thrown += steps - committed
-        gang.wait(draw(st.sampled_from([0.0, 0.4, 7.0])))
-        lived = gang.now - t + draw(_some_seconds)
-        if last:
-            gang.outcome("completed")
-            gang.phase("shutdown", 0.1)
-            gang.ended("completed", lived + 0.1)
-        elif draw(st.booleans()):
-            gang.ended("node_lost", lived)
-        else:
-            gang.heartbeat(0, lived)
-        events += gang.events
-        t = gang.now + 100.0
-    return events, thrown
 
 
 @settings(max_examples=120, deadline=None)

@@ -133,6 +133,4 @@ def _progress(gang: Gang, config: RunConfig, terms: Terms | None, reporter: Repo
 def _rehearsal(spec: WorkerSpec, nodes: int) -> Rehearsal | None:
     if spec.rehearse is None:
         return None
-    return Rehearsal(
-        fault=Fault.from_json(spec.rehearse), node=spec.node, nodes=nodes, agent_pid=spec.agent_pid
-    )
+    return Rehearsal(fault=Fault.from_json(spec.rehearse), node=spec.node, nodes=nodes, agent_pid=spec.agent_pid)

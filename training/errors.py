@@ -19,6 +19,10 @@ class CorruptCommit(CheckpointError):
     """Stored bytes are not the bytes that were saved: flipped, truncated, swapped or missing."""
 
 
+class MisplacedCommit(CorruptCommit):
+    """A sound manifest under the key of another step or generation; where it belongs it may well be in use."""
+
+
 class CommitMismatch(CheckpointError):
     """A sound commit that belongs to another model or optimizer than the one it is loaded into."""
 

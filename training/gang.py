@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -59,8 +61,19 @@ def connect(*, start_seconds: float, collective_seconds: float, generation: str)
     return Gang(rank=rank, world_size=world_size, device=device)
 
 
+def leave(code: int) -> NoReturn:
+    """End this process now, without the interpreter's clean-up.
+
+    With a dead peer, tearing the group down can wait for it. And even after an orderly end of gloo's group torch 2.13
+    aborts in about one of ten interpreter exits ("terminate called without an active exception").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def disconnect() -> None:
-    """After an orderly end only: with a dead peer, tearing the group down can wait for it."""
+    """After an orderly end only."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

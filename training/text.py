@@ -34,9 +34,7 @@ class TextBatch:
     def split(self, parts: int) -> list[TextBatch]:
         return [
             TextBatch(inputs, targets)
-            for inputs, targets in zip(
-                self.inputs.tensor_split(parts), self.targets.tensor_split(parts), strict=True
-            )
+            for inputs, targets in zip(self.inputs.tensor_split(parts), self.targets.tensor_split(parts), strict=True)
         ]
 
 

@@ -8,11 +8,13 @@ import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from infra.config.schema import RunConfig
+from infra.errors import InfraError
 from infra.events import EventLog, Origin
 from infra.layout import generation_name, job_prefix
 from infra.outcome import Outcome
@@ -21,36 +23,44 @@ from infra.store import Store
 from training.assembly import build_trainer, make_reporter, open_saver, restore
 from training.clock import Clock
 from training.engine import train
-from training.gang import Gang, connect, disconnect
+from training.gang import Gang, connect, disconnect, leave
 from training.launch.spec import WorkerSpec
-from training.standalone import parse_arguments, share_spec
+from training.standalone import Request, parse_arguments, share_spec
 from training.trainer import Ending
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> NoReturn:
     """Train as the environment's spec says, or (under torchrun, or alone) as the arguments say. Does not return.
 
     Exit code 0 for every outcome that was agreed, 75 when asked to leave, else that of the exception's outcome.
     """
+    spec = WorkerSpec.from_environment()
+    request = None if spec else _request(arguments)
     try:
-        ending = _recorded(arguments)
+        ending = _recorded(spec, request)
     except Exception as error:
-        traceback.print_exc()
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # without one, @record has printed it
+            traceback.print_exc()
         code = getattr(error, "outcome", Outcome.FAILED).exit_code
     else:
         code = ending.outcome.exit_code if ending.outcome is Outcome.INTERRUPTED else 0
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: with a dead peer, the clean-up of process groups and threads can wait for it for ever.
-    os._exit(code)
+    leave(code)
+
+
+def _request(arguments: list[str]) -> Request:
+    """A bad configuration is said once, by rank 0, and without a traceback."""
+    try:
+        return parse_arguments(arguments)
+    except InfraError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        leave(error.outcome.exit_code)
 
 
 @record
-def _recorded(arguments: list[str]) -> Ending:
+def _recorded(spec: WorkerSpec | None, request: Request | None) -> Ending:
     """With @record, so that an agent learns of an exception here in its type's own words."""
-    spec = WorkerSpec.from_environment()
     die_with_parent(spec.agent_pid if spec else None)
-    request = None if spec else parse_arguments(arguments)
     config = RunConfig.model_validate(spec.config) if spec else request.config
     _settle_threads(spec.colocated_ranks if spec else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     gang = connect(

@@ -1,8 +1,8 @@
 """One rank of a small gang that saves or restores; started as a process with torchrun's environment.
 
-    checkpoint_rank.py save MODE JOB_STORE OUT GENERATION_ID   train two steps, save, write digests to OUT.<rank>
-    checkpoint_rank.py restore MODES JOB_STORE OUT             restore into a fresh model of each mode (joined by "+")
-    checkpoint_rank.py hold PARAMETERS JOB_STORE OUT           save, write the uploader's pid to OUT, await the kill
+    checkpoint_rank.py save MODES FOLDER OUT          in each mode (joined by "+"): train two steps, save as job MODE
+    checkpoint_rank.py restore MODES FOLDER OUT       restore each job of the folder into a fresh model of each mode
+    checkpoint_rank.py hold PARAMETERS JOB_STORE OUT  save, write the uploader's pid to OUT, await the kill
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from infra.store import Store
 from training.checkpoint import Checkpointer, Generation, reachable_commits
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+GANG = {"rank": RANK, "world_size": WORLD_SIZE, "deadline_seconds": 30.0}
 
 
 def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -66,33 +67,42 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def main(action: str, modes: str, job_store: str, out: str, generation_id: str = "reader") -> None:
-    if WORLD_SIZE > 1 or modes == "fsdp2":
-        dist.init_process_group("gloo")
+def main(action: str, modes: str, folder: str, out: str) -> None:
     if action == "hold":
-        hold(int(modes), job_store, out)
-    store = Store.open(job_store)
-    results = {}
+        hold(int(modes), folder, out)
+    if WORLD_SIZE > 1:
+        dist.init_process_group("gloo")
+    results: dict[str, dict] = {}
     for mode in modes.split("+"):
-        number = 1 if action == "save" else 2
-        gang = {"rank": RANK, "world_size": WORLD_SIZE, "deadline_seconds": 20.0}
-        with Checkpointer(job_store, generation=Generation(number, generation_id), **gang) as checkpointer:
-            model, optimizer = build(mode, seed=number)
-            if action == "save":
-                train(model, optimizer, 2)
-                torch.manual_seed(100 + RANK)
-                torch.rand(7)
-                optimizer.param_groups[0]["lr"] = 0.1 + 0.2  # a float that must come back to the last bit
-                checkpointer.save(2, model, optimizer, {"cursor": 16})
-                result = {"commit": checkpointer.wait().key}
-            else:
-                restored = checkpointer.restore([ref.key for ref in reachable_commits(store)], model, optimizer)
-                result = {"rng": restored.rng, "extra": restored.extra, "bytes": restored.bytes_read}
-            drawn = torch.rand(3).tolist()
-            results[mode] = {**result, "drawn": drawn, "digests": digests(model, optimizer)}
+        if action == "save":
+            results[mode] = save(mode, f"{folder}/jobs/{mode}")
+        for job in sorted(path.name for path in Path(folder, "jobs").iterdir()) if action == "restore" else []:
+            results[f"{job}>{mode}"] = restore(mode, f"{folder}/jobs/{job}")
     Path(f"{out}.{RANK}").write_text(json.dumps(results))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def save(mode: str, job_store: str) -> dict:
+    number, generation_id = Store.open(job_store).list("generations")[0].key.split("/")[1][: -len(".json")].split("-")
+    with Checkpointer(job_store, generation=Generation(int(number), generation_id), **GANG) as checkpointer:
+        model, optimizer = build(mode, seed=1)
+        train(model, optimizer, 2)
+        torch.manual_seed(100 + RANK)
+        torch.rand(7)
+        optimizer.param_groups[0]["lr"] = 0.1 + 0.2  # a float that must come back to the last bit
+        checkpointer.save(2, model, optimizer, {"cursor": 16})
+        commit = checkpointer.wait()
+        return {"commit": commit.key, "drawn": torch.rand(3).tolist(), "digests": digests(model, optimizer)}
+
+
+def restore(mode: str, job_store: str) -> dict:
+    candidates = [ref.key for ref in reachable_commits(Store.open(job_store))]
+    with Checkpointer(job_store, generation=Generation(2, "reader"), **GANG) as checkpointer:
+        model, optimizer = build(mode, seed=2)
+        restored = checkpointer.restore(candidates, model, optimizer)
+        result = {"rng": restored.rng, "extra": restored.extra, "drawn": torch.rand(3).tolist()}
+        return {**result, "digests": digests(model, optimizer)}
 
 
 def hold(parameters: int, job_store: str, out: str) -> None:

@@ -1,6 +1,6 @@
-"""One rank of a small gang, run as a process: trains as a scenario says, and writes down what it saw.
+"""One rank of a small gang, run as a process: trains as each scenario says, and writes down what it saw.
 
-`python -m tests.support.engine_rank SCENARIO.json`, with torchrun's environment. Commits go nowhere.
+`python -m tests.support.engine_rank SCENARIOS.json`, with torchrun's environment. Commits go nowhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infra.store import Store
 from training.clock import Clock
 from training.data import open_tokens
 from training.engine import train
-from training.gang import Gang, connect, disconnect
+from training.gang import Gang, connect, disconnect, leave
 from training.limits import Limits
 from training.optimizer import make_optimizer
 from training.parallel import spread_model
@@ -147,13 +147,14 @@ def _leaving(workload: ScenarioWorkload, step: int) -> ScenarioWorkload:
 
 
 def main() -> None:
-    scenario = json.loads(Path(sys.argv[1]).read_text())
+    scenarios = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     gang = connect(start_seconds=60, collective_seconds=60, generation="test")
-    result = run(scenario, gang)
-    Path(f"{sys.argv[1]}.{gang.rank}").write_text(json.dumps(result))
+    results = {name: run(scenario, gang) for name, scenario in scenarios.items()}
+    Path(f"{sys.argv[1]}.{gang.rank}").write_text(json.dumps(results))
     disconnect()
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infra.config.schema import RunConfig
-
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE_SECONDS = 120
 
@@ -52,9 +50,13 @@ def run_ranks(world_size: int, command: list[str], *, deadline_seconds: float = 
     return outputs
 
 
-def train_gang(folder: Path, config: RunConfig, tokens: str, *, world_size: int, **scenario: Any) -> list[dict]:
-    """Train as `tests.support.engine_rank` does; one result per rank."""
-    path = folder / f"scenario-{len(list(folder.glob('scenario-*.json')))}.json"
-    path.write_text(json.dumps({"config": config.model_dump(mode="json"), "tokens": tokens, **scenario}))
+def train_gang(folder: Path, scenarios: dict[str, dict[str, Any]], *, world_size: int) -> dict[str, list[dict]]:
+    """Train each scenario, one after the other in one gang, as `tests.support.engine_rank` does.
+
+    A scenario holds `config` (a RunConfig), `tokens` and what is to happen. Returns one result per rank for each.
+    """
+    path = folder / f"scenarios-{len(list(folder.glob('scenarios-*.json')))}.json"
+    path.write_text(json.dumps(scenarios, default=lambda config: config.model_dump(mode="json")))
     run_ranks(world_size, ["-m", "tests.support.engine_rank", str(path)])
-    return [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(world_size)]
+    ranks = [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(world_size)]
+    return {name: [rank[name] for rank in ranks] for name in scenarios}

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from infra.layout import parse_commit_key
 from training.checkpoint.checksum import canonical_json, seal, sha256_text, unseal
-from training.errors import CheckpointError, CorruptCommit
+from training.errors import CheckpointError, CorruptCommit, MisplacedCommit
 
 VERSION = 1
 ALIGNMENT = 64
@@ -164,8 +165,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, key: str) -> Manifest:
-        """Raises CorruptCommit unless the bytes have the SHA-256 that `key` contains."""
-        stated = key.rsplit("/", 1)[-1].removesuffix(".json")
+        """Raises CorruptCommit unless the bytes have the SHA-256 of the commit key, MisplacedCommit at another's."""
+        step, generation, stated = parse_commit_key(key)
         if (actual := sha256_text(data)) != stated:
             raise CorruptCommit(f"{key}: the manifest's SHA-256 is {actual}")
         document = json.loads(data)
@@ -174,8 +175,11 @@ class Manifest:
             name: TensorEntry(dtype=dtype, shape=tuple(shape), pieces=tuple(_piece(row) for row in pieces))
             for name, (dtype, shape, pieces) in document["tensors"].items()
         }
+        save = _save_of(document)
+        if (save.step, save.generation_number) != (step, generation):
+            raise MisplacedCommit(f"{key}: its manifest is of step {save.step} of generation {save.generation}")
         return cls(
-            save=_save_of(document),
+            save=save,
             data=tuple(DataObject.from_json(item) for item in document["data"]),
             indexes=tuple(document["indexes"]),
             tensors=tensors,

@@ -22,10 +22,10 @@ from training.checkpoint.lineage import CommitRef
 from training.checkpoint.manifest import VERSION
 from training.checkpoint.rng import reseed_rng, restore_rng, rng_name
 from training.checkpoint.state import apply_settings, prepare_for_loading
-from training.errors import CheckpointError, CommitMismatch, CorruptCommit
+from training.errors import CheckpointError, CommitMismatch, CorruptCommit, MisplacedCommit
 
 _VERDICT_BYTES = 1024
-_SOUND, _CORRUPT, _MISMATCH, _ERROR = "sound", "corrupt", "mismatch", "error"
+_SOUND, _CORRUPT, _MISPLACED, _MISMATCH, _ERROR = "sound", "corrupt", "misplaced", "mismatch", "error"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +57,10 @@ def restore_newest(
     for key in candidates:
         loaded, verdict = _attempt(store, key, model, optimizer, rank, world_size)
         kind, reason = _agree(verdict, rank, world_size)
-        if kind == _CORRUPT:
+        if kind in (_CORRUPT, _MISPLACED):
             rejected.append((key, reason))
             if rank == 0:
-                _quarantine(store, key, reason)
+                _report(store, key, reason, quarantine=kind == _CORRUPT)
             continue
         if kind == _MISMATCH:
             raise CommitMismatch(f"{key}: {reason}")
@@ -85,8 +85,6 @@ def _attempt(
     """Load this rank's part. Every exception becomes a verdict: a rank that left would hold up the others."""
     try:
         reader = CommitReader(store, key)
-        if reader.manifest.save.step != CommitRef.from_key(key).step:
-            raise CorruptCommit(f"the manifest is of step {reader.manifest.save.step}")
         targets = prepare_for_loading(reader.manifest, model, optimizer)
         rng = {}
         if reader.manifest.save.world_size == world_size:
@@ -98,6 +96,8 @@ def _attempt(
         plan = planner.finish_plan(planner.create_local_plan())
         reader.read_data(plan, planner).wait()
         return _Loaded(reader, rng), (_SOUND, "")
+    except MisplacedCommit as error:
+        return None, (_MISPLACED, str(error))
     except CorruptCommit as error:
         return None, (_CORRUPT, str(error))
     except CommitMismatch as error:
@@ -123,20 +123,21 @@ def _agree(verdict: tuple[str, str], rank: int, world_size: int) -> tuple[str, s
         kind, _, reason = bytes(row.cpu().numpy()).rstrip(b"\0").decode(errors="replace").partition("\n")
         verdicts.append((kind, f"rank {number}: {reason}"))
     # An error says nothing of the commit, so it must not be outvoted into a quarantine; nor a mismatch.
-    order = (_ERROR, _MISMATCH, _CORRUPT, _SOUND)
+    order = (_ERROR, _MISMATCH, _MISPLACED, _CORRUPT, _SOUND)
     return min(verdicts, key=lambda v: order.index(v[0]))
 
 
-def _quarantine(store: Store, key: str, reason: str) -> None:
-    sha256 = CommitRef.from_key(key).sha256
-    where = quarantine_key(sha256)
+def _report(store: Store, key: str, reason: str, *, quarantine: bool) -> None:
+    """Loudly, before the put that may fail. A misplaced manifest is sound elsewhere, and a quarantine goes by hash."""
+    where = quarantine_key(CommitRef.from_key(key).sha256)
     print(
-        f"checkpoint: ERROR: {store.uri}/{key} is damaged and will not be used again: {reason}\n"
-        f"checkpoint: quarantined in {where}; going back to the commit before it",
+        f"checkpoint: ERROR: {store.uri}/{key} is damaged and will not be used: {reason}\n"
+        f"checkpoint: {f'quarantined in {where}; ' if quarantine else ''}going back to the commit before it",
         file=sys.stderr,
         flush=True,
     )
-    store.put(where, seal({"version": VERSION, "key": key, "reason": reason, "t_wall": time.time()}))
+    if quarantine:
+        store.put(where, seal({"version": VERSION, "key": key, "reason": reason, "t_wall": time.time()}))
 
 
 def _finish(

@@ -1,0 +1,97 @@
+"""The price table is our own, dated and sane in every line; a line that cannot be right is named."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+import cost.catalogue
+from cost.catalogue import Catalogue, load_catalogue
+from cost.errors import CatalogueError
+from cost.hazard import gang_hazard_per_hour, reclaim_hazard_per_hour
+
+INSTANCES = Path(cost.catalogue.__file__).with_name("instances.csv")
+GPUS = Path(cost.catalogue.__file__).with_name("gpus.csv")
+
+
+@pytest.fixture(scope="module")
+def catalogue() -> Catalogue:
+    return load_catalogue()
+
+
+def test_every_type_is_sane(catalogue: Catalogue):
+    assert len(catalogue.types) >= 30
+    for kind in catalogue.types:
+        assert kind.vcpu >= 4 and kind.ram_gib >= kind.gpu_count, kind.name
+        if kind.on_demand_usd_per_hour is not None:
+            per_gpu = kind.on_demand_usd_per_hour / kind.gpu_count
+            assert 0.3 < per_gpu < 25, f"{kind.name}: ${per_gpu} per GPU and hour"
+        if kind.spot_usd_per_hour is not None:
+            assert 0.05 < kind.spot_usd_per_hour < kind.on_demand_usd_per_hour, kind.name
+            assert kind.interruption_band is not None, kind.name
+        assert kind.price_kind("on_demand").startswith("recorded 20")
+        assert kind.price_kind("spot").startswith("estimated")
+
+
+def test_peaks_are_dense_and_sourced(catalogue: Catalogue):
+    gpus = {kind.gpu.name: kind.gpu for kind in catalogue.types}
+    for gpu in gpus.values():
+        assert gpu.source and (gpu.bf16_tflops or gpu.note), gpu.name
+        if gpu.bf16_tflops and gpu.fp32_tflops:
+            assert 2 <= gpu.bf16_tflops / gpu.fp32_tflops <= 32, gpu.name
+    assert gpus["A100"].peak_flops(True) == 312e12  # 624 is the sparse figure
+    assert gpus["T4"].peak_flops(True) is None  # Turing has no bfloat16 tensor cores
+    assert gpus["T4"].peak_flops(False) == 8.1e12
+
+
+def test_known_lines(catalogue: Catalogue):
+    p5 = catalogue["p5.48xlarge"]
+    assert (p5.gpu.name, p5.gpu_count, p5.efa, p5.on_demand_usd_per_hour) == ("H100", 8, True, 55.04)
+    g5 = catalogue["g5.xlarge"]
+    assert g5.spot_usd_per_hour == pytest.approx(1.006 * 0.41)
+    assert catalogue["p5e.48xlarge"].on_demand_usd_per_hour is None
+    assert catalogue["g7.2xlarge"].spot_usd_per_hour is None
+    assert {kind.name.split(".")[0] for kind in catalogue.matching(["g5.", "p4"])} == {"g5", "p4d", "p4de"}
+
+
+BAD_LINES = {
+    "price": ("g5.xlarge,A10G,1,22888,4,16,2.5,no,free,59,4", 36, "on_demand_usd_per_hour: 'free' is not"),
+    "nan": ("g5.xlarge,A10G,1,22888,4,16,2.5,no,nan,59,4", 36, "on_demand_usd_per_hour: 'nan' is not"),
+    "gpu": ("g5.xlarge,A11G,1,22888,4,16,2.5,no,1.006,59,4", 11, "gpu: 'A11G' is not a GPU of gpus.csv"),
+    "band": ("g5.xlarge,A10G,1,22888,4,16,2.5,no,1.006,59,5", 45, "interruption_band: '5' is not a band in 0 … 4"),
+    "memory": ("g5.xlarge,A10G,1,22.9,4,16,2.5,no,1.006,59,4", 18, "gpu_memory_mib: '22.9' is not MiB"),
+    "cells": ("g5.xlarge,A10G,1,22888", 1, "4 cells, expected 11"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_is_named_with_its_place(name: str, tmp_path: Path):
+    line, column, message = BAD_LINES[name]
+    header = next(row for row in INSTANCES.read_text().splitlines() if not row.startswith("#"))
+    path = tmp_path / "instances.csv"
+    path.write_text(f"# comment\n{header}\n{line}\n")
+    with pytest.raises(CatalogueError) as error:
+        load_catalogue(path, GPUS)
+    assert str(error.value).startswith(f"{path}:3:{column}: ") and message in str(error.value)
+
+
+def test_a_type_listed_twice_and_a_table_without_lines(tmp_path: Path):
+    path = tmp_path / "instances.csv"
+    path.write_text(INSTANCES.read_text() + INSTANCES.read_text().splitlines()[-1] + "\n")
+    with pytest.raises(CatalogueError, match="is listed twice"):
+        load_catalogue(path, GPUS)
+    path.write_text("# nothing\n")
+    with pytest.raises(CatalogueError, match=r"instances\.csv:1:1: no header line"):
+        load_catalogue(path, GPUS)
+
+
+def test_hazard_of_a_band_loses_its_share_in_a_month():
+    for band, share in enumerate([0.025, 0.075, 0.125, 0.175, 0.25]):
+        assert 1 - math.exp(-730 * reclaim_hazard_per_hour(band)) == pytest.approx(share)
+    one, eight = (gang_hazard_per_hour("spot", 4, gpus) for gpus in (1, 8))
+    failures = gang_hazard_per_hour("on_demand", None, 7)
+    # The pool takes the whole gang at once; only failures of machines grow with it.
+    assert eight - one == pytest.approx(failures)
+    assert gang_hazard_per_hour("spot", None, 8) is None

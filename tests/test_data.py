@@ -1,0 +1,164 @@
+"""Text becomes shards once, by content; samples come in an order that nothing but seed and index decides."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.config.schema import DataConfig
+from infra.store import Store
+from training.data import SampleOrder, open_tokens, prepare_tokens
+from training.data.files import find_files, is_held_out
+from training.errors import DataError
+
+
+@settings(max_examples=60, deadline=None)
+@given(windows=st.integers(1, 3000), seed=st.integers(0, 2**70), epoch=st.integers(0, 2**20))
+def test_each_epoch_visits_every_window_once(windows: int, seed: int, epoch: int) -> None:
+    seen = SampleOrder(windows, seed).window(epoch * windows, windows)
+    assert sorted(seen.tolist()) == list(range(windows))
+
+
+def test_the_order_is_a_pure_function_of_seed_and_index() -> None:
+    whole = SampleOrder(1009, 7).window(0, 3000)
+    pieces = [SampleOrder(1009, 7).window(first, 100) for first in range(0, 3000, 100)]
+    assert np.array_equal(whole, np.concatenate(pieces))
+    assert not np.array_equal(whole[:1009], whole[1009:2018]), "each epoch has an order of its own"
+    assert not np.array_equal(whole, SampleOrder(1009, 8).window(0, 3000))
+
+
+def test_the_order_shuffles() -> None:
+    """Neighbours land far apart on average: n/3 for a uniform permutation; and no position is fixed much."""
+    windows = 20_000
+    order = SampleOrder(windows, 3).window(0, windows)
+    assert abs(np.abs(np.diff(order)).mean() / windows - 1 / 3) < 0.02
+    assert (order == np.arange(windows)).sum() < 12
+
+
+def write_texts(folder: Path, count: int = 40) -> None:
+    for number in range(count):
+        path = folder / f"part{number % 3}" / f"text{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text number {number}\n" * (number + 1))
+
+
+def test_shards_hold_the_files_and_leak_none_into_the_held_out_text(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    data = DataConfig(path=str(tmp_path / "texts"), suffixes=[".txt"], held_out_fraction=0.2)
+    store = Store.open(str(tmp_path / "store"))
+    tokens = prepare_tokens(data, store, project_root=tmp_path)
+    arrays = open_tokens(store, tokens.fingerprint)
+    train, held_out = arrays.train.tobytes(), arrays.held_out.tobytes()
+    files = find_files(data, project_root=tmp_path)
+    assert tokens.files == len(files) == 40
+    for file in files:
+        text = file.path.read_bytes()
+        assert (text in held_out.split(b"\0")) == is_held_out(file.name, 0.2)
+        assert (text in train.split(b"\0")) != is_held_out(file.name, 0.2)
+    assert (tokens.train_tokens, tokens.held_out_tokens) == (len(train), len(held_out))
+    assert hashlib.sha256(train).hexdigest() == tokens.shard_sha256["train"]
+    counts = np.bincount(np.frombuffer(train, np.uint8))
+    shares = counts[counts > 0] / len(train)
+    assert tokens.unigram_entropy_nats == pytest.approx(-(shares * np.log(shares)).sum(), rel=1e-12)
+
+
+def test_shards_are_built_once_and_named_by_content(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    store = Store.open(str(tmp_path / "store"))
+    data = DataConfig(path=str(tmp_path / "texts"), suffixes=[".txt"])
+    first = prepare_tokens(data, store, project_root=tmp_path)
+    before = {meta.key: meta.modified for meta in store.list()}
+    (tmp_path / "texts").rename(tmp_path / "moved")
+    moved = DataConfig(path="moved", suffixes=[".txt"])
+    assert prepare_tokens(moved, store, project_root=tmp_path) == first, "the place of the text does not matter"
+    assert {meta.key: meta.modified for meta in store.list()} == before
+    with open(tmp_path / "moved" / "part1" / "text1.txt", "a") as file:
+        file.write("!")
+    assert prepare_tokens(moved, store, project_root=tmp_path).fingerprint != first.fingerprint
+
+
+def test_a_crash_before_the_description_leaves_no_shards_to_be_believed(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    store = Store.open(str(tmp_path / "store"))
+    data = DataConfig(path=str(tmp_path / "texts"), suffixes=[".txt"])
+    tokens = prepare_tokens(data, store, project_root=tmp_path)
+    store.delete(f"tokens/{tokens.fingerprint}/tokens.json")
+    with pytest.raises(DataError, match="no complete token shards"):
+        open_tokens(store, tokens.fingerprint)
+    assert prepare_tokens(data, store, project_root=tmp_path) == tokens
+
+
+def test_a_truncated_shard_is_noticed(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    store = Store.open(str(tmp_path / "store"))
+    tokens = prepare_tokens(DataConfig(path="texts", suffixes=[".txt"]), store, project_root=tmp_path)
+    key = f"tokens/{tokens.fingerprint}/train.bin"
+    store.put(key, store.get(key)[:-1])
+    with pytest.raises(DataError, match=r"train\.bin is not the"):
+        open_tokens(store, tokens.fingerprint)
+
+
+class RemoteStore:
+    """A store that keeps its place to itself, as an object store does."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+
+    def sub(self, prefix: str) -> RemoteStore:
+        return RemoteStore(self._inner.sub(prefix))
+
+    def local_path(self, key: str) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_a_remote_shard_is_downloaded_once_and_verified(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    local = Store.open(str(tmp_path / "store"))
+    tokens = prepare_tokens(DataConfig(path="texts", suffixes=[".txt"]), local, project_root=tmp_path)
+    remote = RemoteStore(local)
+    arrays = open_tokens(remote, tokens.fingerprint, cache=tmp_path / "cache")
+    assert arrays.train.tobytes() == local.get(f"tokens/{tokens.fingerprint}/train.bin")
+    key = f"tokens/{tokens.fingerprint}/train.bin"
+    content = bytearray(local.get(key))
+    content[5] ^= 1
+    local.put(key, bytes(content))
+    again = open_tokens(remote, tokens.fingerprint, cache=tmp_path / "cache")
+    assert np.array_equal(again.train, arrays.train), "the cache is used"
+    with pytest.raises(DataError, match="sha256"):
+        open_tokens(remote, tokens.fingerprint, cache=tmp_path / "other")
+
+
+def test_the_standard_library_comes_without_its_tests() -> None:
+    names = [file.name for file in find_files(DataConfig(), project_root=Path())]
+    assert "argparse.py" in names and names == sorted(names)
+    assert not [name for name in names if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/"))]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataConfig(path="nowhere"), "no folder, no file"),
+        (DataConfig(path="texts", suffixes=[".rs"]), r"no file that ends in \.rs"),
+        (DataConfig(path="texts/part1/text1.txt"), "cannot be split"),
+    ],
+)
+def test_text_that_cannot_serve_is_refused_with_a_fix(data: DataConfig, message: str, tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    with pytest.raises(DataError, match=f"{message}.*fix:"):
+        prepare_tokens(data, Store.open(str(tmp_path / "store")), project_root=tmp_path)
+
+
+def test_a_glob_finds_what_a_folder_does(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    folder = find_files(DataConfig(path="texts", suffixes=[".txt"]), project_root=tmp_path)
+    matched = find_files(DataConfig(path="texts/**/*.txt"), project_root=tmp_path)
+    assert [file.name for file in matched] == [file.name for file in folder]

@@ -1,0 +1,147 @@
+"""The model's size, its start, and that spreading it changes neither weights nor gradients."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from infra.config.schema import ModelConfig, RunConfig, SchedulerConfig, TrainingConfig
+from infra.model_shape import causal_lm_shape
+from tests.support.gangs import run_ranks
+from training.errors import WorkloadError
+from training.model import CausalLM
+from training.optimizer import make_optimizer, scale_and_clip
+from training.schedule import learning_rate
+from training.weights import initialise, weights_sha256
+
+MODELS = [
+    ModelConfig(hidden_size=32, num_layers=2, num_heads=4, sequence_length=16),
+    ModelConfig(hidden_size=16, num_layers=3, num_heads=2, sequence_length=64, vocab_size=1000),
+]
+
+
+def meta_model(config: ModelConfig) -> CausalLM:
+    with torch.device("meta"):
+        return CausalLM(config)
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_the_planner_knows_the_models_size(config: ModelConfig) -> None:
+    model, shape = meta_model(config), causal_lm_shape(config)
+    units = [model.embeddings, *model.blocks, model.head]
+    sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters()) == sum(sizes)
+    assert shape.largest_unit_parameters == max(sizes)
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_the_planner_knows_the_models_flops(config: ModelConfig) -> None:
+    model, samples = CausalLM(config), 3
+    counter = FlopCounterMode(display=False)
+    # The counter knows no fused attention on the CPU; as plain matrix products it is the same arithmetic.
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        model(torch.zeros(samples, config.sequence_length, dtype=torch.long)).sum().backward()
+    assert counter.get_total_flops() == samples * causal_lm_shape(config).flops_per_sample
+
+
+def test_no_token_sees_a_later_one() -> None:
+    config = MODELS[0]
+    torch.manual_seed(0)
+    model = CausalLM(config)
+    tokens = torch.randint(0, config.vocab_size, (1, config.sequence_length))
+    changed = tokens.clone()
+    changed[0, 9:] = (changed[0, 9:] + 1) % config.vocab_size
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.equal(before[:, 9:], after[:, 9:])
+
+
+def test_initial_weights_depend_on_seed_and_name_alone() -> None:
+    config = MODELS[0]
+    digests = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(len(digests))  # what else was drawn before must not matter
+        model = meta_model(config).to_empty(device="cpu")
+        initialise(model, meta_model(config), seed=seed)
+        digests.append(weights_sha256(model))
+    assert digests[0] == digests[1] != digests[2]
+    assert model.blocks[0].mlp_out.weight.std().item() == pytest.approx(0.02 / (2 * config.num_layers) ** 0.5, rel=0.1)
+    assert model.blocks[0].mlp_in.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(model.head.norm.weight, torch.ones(config.hidden_size))
+
+
+def test_a_module_that_cannot_start_itself_is_named() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    with torch.device("meta"):
+        blank, model = Bare(), Bare()
+    with pytest.raises(WorkloadError, match=r"Bare.*'scale'.*fix:"):
+        initialise(model.to_empty(device="cpu"), blank, seed=0)
+
+
+def test_the_digest_of_weights_is_what_its_description_says() -> None:
+    model = nn.Module()
+    model.register_parameter("b", nn.Parameter(torch.tensor([[1.0, -2.0, 3.0]])))
+    model.register_parameter("a", nn.Parameter(torch.tensor(1.5, dtype=torch.bfloat16)))
+    expected = b"a\nbfloat16\n\n" + bytes.fromhex("c03f")
+    expected += b"b\nfloat32\n1,3\n" + bytes.fromhex("0000803f000000c000004040")
+    assert weights_sha256(model) == hashlib.sha256(expected).hexdigest()
+
+
+@pytest.mark.parametrize("limit", [None, 0.5, 1e6])
+def test_scaling_and_clipping_is_what_torch_does(limit: float | None) -> None:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(5, 7)), nn.Parameter(torch.zeros(11))]
+    ours = [torch.randn_like(parameter) for parameter in parameters]
+    scale = 0.125
+    for parameter, gradient in zip(parameters, ours, strict=True):
+        parameter.grad = gradient * scale
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    if limit is not None:
+        nn.utils.clip_grad_norm_(parameters, limit)
+    scale_and_clip(ours, scale=scale, norm=float(norm), limit=limit)
+    for parameter, gradient in zip(parameters, ours, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=0)
+
+
+def test_only_matrices_decay() -> None:
+    model = CausalLM(MODELS[0])
+    matrices, others = make_optimizer(model, TrainingConfig(weight_decay=0.3)).param_groups
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    assert {parameter.ndim for parameter in matrices["params"]} == {2}
+    assert len(matrices["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("constant", {1: 0.1, 5: 0.5, 10: 1.0, 60: 1.0, 110: 1.0}),
+        ("linear_warmup", {1: 0.1, 5: 0.5, 10: 1.0, 60: 0.6, 110: 0.2}),
+        ("cosine", {1: 0.1, 5: 0.5, 10: 1.0, 35: 0.2 + 0.8 * 0.853553, 60: 0.6, 110: 0.2}),
+        ("wsd", {1: 0.1, 10: 1.0, 88: 1.0, 99: 0.6, 110: 0.2}),
+    ],
+)
+def test_schedules(kind: str, expected: dict[int, float]) -> None:
+    scheduler = SchedulerConfig(type=kind, warmup_steps=10, final_ratio=0.2)
+    training = TrainingConfig(max_steps=110, learning_rate=4.0, scheduler=scheduler)
+    for step, share in expected.items():
+        assert learning_rate(training, step) == pytest.approx(4.0 * share, rel=1e-5)
+
+
+def test_spreading_changes_no_bit_of_the_initial_weights() -> None:
+    """Three ranks, so that no dimension divides evenly; both modes in one gang; the reference is one process."""
+    config = RunConfig(model=MODELS[0])
+    outputs = run_ranks(3, ["-m", "tests.support.spread_rank", config.model_dump_json()])
+    found = [line.split()[1:] for output in outputs for line in output.splitlines() if line.startswith("sha256")]
+    model = meta_model(MODELS[0]).to_empty(device="cpu")
+    initialise(model, meta_model(MODELS[0]), seed=config.training.seed)
+    digest = weights_sha256(model)
+    assert sorted(found) == [["ddp", digest]] * 3 + [["fsdp2", digest]] * 3
