@@ -1,13 +1,13 @@
 """Where everything of a job lies in its store. These keys are a public, versioned contract.
 
-    <store>/jobs/<job>/config.json
-                       events/<generation>/<node>-<rank>-<segment>.jsonl
-                       generations/<generation>-<id>.json
-                       data/<generation>-<id>/...   index/<generation>-<id>/...
-                       commits/<inverted step>/<inverted generation>/<sha256 of the manifest>.json
-                       quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
-                       report.json  report.html  metrics.prom
-    <store>/tokens/<sha256>/...
+<store>/jobs/<job>/config.json
+                   events/<generation>/<node>-<rank>-<segment>.jsonl
+                   generations/<generation>-<id>.json
+                   data/<generation>-<id>/...   index/<generation>-<id>/...
+                   commits/<inverted step>/<inverted generation>/<sha256 of the manifest>.json
+                   quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
+                   report.json  report.html  metrics.prom
+<store>/tokens/<sha256>/...
 """
 
 from __future__ import annotations

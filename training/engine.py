@@ -1,6 +1,6 @@
 """The training loop. It knows nothing of models, prices or stores; those stand behind the names that it calls.
 
-    next_batch → split → forward and backward → pulse → clip → step → heartbeat
+next_batch → split → forward and backward → pulse → clip → step → heartbeat
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One rank of a small gang that saves or restores; started as a process with torchrun's environment.
 
-    checkpoint_rank.py save MODES FOLDER OUT          in each mode (joined by "+"): train two steps, save as job MODE
-    checkpoint_rank.py restore MODES FOLDER OUT       restore each job of the folder into a fresh model of each mode
-    checkpoint_rank.py hold PARAMETERS JOB_STORE OUT  save, write the uploader's pid to OUT, await the kill
+checkpoint_rank.py save MODES FOLDER OUT          in each mode (joined by "+"): train two steps, save as job MODE
+checkpoint_rank.py restore MODES FOLDER OUT       restore each job of the folder into a fresh model of each mode
+checkpoint_rank.py hold PARAMETERS JOB_STORE OUT  save, write the uploader's pid to OUT, await the kill
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ def main(argv: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("list", "what is there, and what counts"), ("verify", "read and check every byte")):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("uri", metavar="URI", help="the job's folder: STORE/jobs/JOB or s3://bucket/prefix/jobs/JOB")
+        command.add_argument(
+            "uri", metavar="URI", help="the job's folder: STORE/jobs/JOB or s3://bucket/prefix/jobs/JOB"
+        )
         command.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     try:

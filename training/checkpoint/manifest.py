@@ -1,9 +1,9 @@
 """What a commit is made of, as data: one index per rank, merged into one canonical manifest. Versioned JSON, no pickle.
 
-    data object   the rank's pieces of tensors as little-endian bytes, back to back, each start aligned to 64 bytes
-    index         the pieces in it and the checksum of each 16 MiB of it; sealed; rank 0's also carries `extra`
-    manifest      all indexes merged: per tensor its pieces and where they lie; no host and no time in it, so that
-                  whoever writes it writes the same bytes, under a key that contains their SHA-256
+data object   the rank's pieces of tensors as little-endian bytes, back to back, each start aligned to 64 bytes
+index         the pieces in it and the checksum of each 16 MiB of it; sealed; rank 0's also carries `extra`
+manifest      all indexes merged: per tensor its pieces and where they lie; no host and no time in it, so that
+              whoever writes it writes the same bytes, under a key that contains their SHA-256
 """
 
 from __future__ import annotations

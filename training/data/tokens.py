@@ -1,7 +1,7 @@
 """Token shards: text as bytes, built once, found again by what is in it.
 
-    <store>/tokens/<fingerprint>/train.bin  held_out.bin    one unsigned byte per token
-                                 tokens.json                written last: where it is, the shards are complete
+<store>/tokens/<fingerprint>/train.bin  held_out.bin    one unsigned byte per token
+                             tokens.json                written last: where it is, the shards are complete
 """
 
 from __future__ import annotations
