@@ -9,7 +9,7 @@ from typing import Any
 
 from cost.generations import Generation
 from cost.ledger import Ledger
-from infra.events import COMMIT, EVALUATION, PREPARED, STEP, Event
+from infra.events import COMMIT, EVALUATION, PEAK, PREPARED, STEP, Event
 from infra.ledger_classes import LedgerClass
 
 
@@ -18,8 +18,10 @@ def actual_figures(events: Sequence[Event], generations: dict[int, Generation], 
 
     tokens_per_second: median over the kept steps, waiting for data included, saves and evaluations not.
     held_out_loss and unigram_entropy_nats in nats per token; held_out_ratio is the first over the second, below 1
-    when the model beats the best guess that ignores context. goodput: useful steps' share of the paid rank-seconds.
+    when the model beats the best guess that ignores context. mfu: model flops over time × the matrix product peak that
+    the ranks measured at their start. goodput: useful steps' share of the paid rank-seconds.
     """
+    peaks = _gang_peaks(events)
     kept = [event for event in events if event.name == STEP and _is_kept(event, generations)]
     prepared = next((event.data for event in reversed(events) if event.name == PREPARED), {})
     entropy = _number(prepared.get("unigram_entropy_nats"))
@@ -29,7 +31,7 @@ def actual_figures(events: Sequence[Event], generations: dict[int, Generation], 
         "wall_hours": (max(e.t_wall for e in events) - min(e.t_wall for e in events)) / 3600,
         "steps": max((event.step for event in kept if event.step is not None), default=0),
         "tokens_per_second": _median(_tokens_per_second(event) for event in kept),
-        "mfu": _median(_number(event.data.get("mfu")) for event in kept),
+        "mfu": _median(_mfu(event, peaks.get(event.generation)) for event in kept),
         "held_out_loss": held_out,
         "unigram_entropy_nats": entropy,
         "held_out_ratio": held_out / entropy if held_out is not None and entropy else None,
@@ -55,10 +57,28 @@ def _held_out_loss(events: Sequence[Event]) -> float | None:
 
 
 def _tokens_per_second(event: Event) -> float | None:
-    seconds = event.data.get("seconds", {})
-    busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
+    busy = _busy_seconds(event)
     tokens = event.data.get("tokens")
     return tokens / busy if tokens and busy > 0 else None
+
+
+def _gang_peaks(events: Sequence[Event]) -> dict[int, float]:
+    """flops per second of all ranks together, by generation."""
+    peaks: dict[int, float] = {}
+    for event in events:
+        if event.name == PEAK:
+            peaks[event.generation] = peaks.get(event.generation, 0.0) + float(event.data["flops_per_second"])
+    return peaks
+
+
+def _mfu(event: Event, peak_flops_per_second: float | None) -> float | None:
+    flops, busy = event.data.get("flops"), _busy_seconds(event)
+    return flops / busy / peak_flops_per_second if flops and busy > 0 and peak_flops_per_second else None
+
+
+def _busy_seconds(event: Event) -> float:
+    seconds = event.data.get("seconds", {})
+    return seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
 
 
 def _goodput(ledger: Ledger) -> float | None:

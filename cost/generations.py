@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infra.events import COMMIT, GENERATION_ENDED, GENERATION_STARTED, NODE_STARTED, OUTCOME, PHASE, STEP, Event
+from infra.events import (
+    COMMIT,
+    GENERATION_ENDED,
+    GENERATION_STARTED,
+    NODE_STARTED,
+    OUTCOME,
+    PHASE,
+    RESTORE,
+    STEP,
+    Event,
+)
 from infra.layout import parse_commit_key
 from infra.outcome import Outcome
 
@@ -122,6 +132,10 @@ def _newest_kept(events: list[Event], running: bool) -> float:
 
 
 def _parent_step(events: list[Event]) -> int:
+    """Where the generation went on from: what it restored, which is older than planned when a commit was corrupt."""
+    restored = _last(events, RESTORE)
+    if restored is not None and restored.step is not None:
+        return restored.step
     started = _last(events, GENERATION_STARTED)
     if started is not None:
         return int(started.data.get("parent_step") or 0)
@@ -131,8 +145,9 @@ def _parent_step(events: list[Event]) -> int:
 
 def _parent_generation(by_number: dict[int, list[Event]], number: int) -> int | None:
     """The generation that wrote the parent commit: from its key, else the newest earlier one that got that far."""
-    started = _last(by_number[number], GENERATION_STARTED)
-    key = started.data.get("parent") if started is not None else None
+    events = by_number[number]
+    told = _last(events, RESTORE) or _last(events, GENERATION_STARTED)
+    key = None if told is None else told.data.get("key" if told.name == RESTORE else "parent")
     older = [other for other in by_number if other < number]
     if key:
         try:

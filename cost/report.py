@@ -18,7 +18,7 @@ from cost.failures import failures, notable
 from cost.generations import Generation, final_outcome, read_generations
 from cost.ledger import Ledger, LedgerLine, fold
 from cost.money import USD_DECIMALS, rounded
-from cost.timeline import MICRO
+from cost.timeline import MICRO, paid_nodes
 from infra.events import PLAN, PREFLIGHT, STEP, Event
 from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
@@ -35,7 +35,8 @@ class RunReport:
     last execution, None where the loss was not finite. savings_usd: what the useful work alone would have cost
     on-demand without an interruption, less what was paid, redone work included; negative when interruptions cost
     more than the market saved; None without a price. plan: what was expected; actual: what came of it.
-    events: counts by name, failures (first one first), notable events.
+    events: counts by name, failures (first one first), notable events, generations (the step it went
+    on from, the last one it took, its paid rank-seconds, its end).
     """
 
     job: str
@@ -133,6 +134,7 @@ def build_report(events: Sequence[Event], *, running: bool = False) -> RunReport
             "counts": _counts(ordered),
             "failures": failures(ordered, generations),
             "notable": notable(ordered),
+            "generations": _generation_lines(ordered, generations),
             "run": ordered[-1].run,
             "message": None if outcome_event is None else outcome_event.data.get("message"),
         },
@@ -149,6 +151,27 @@ def loss_curve(events: Sequence[Event]) -> list[tuple[int, float | None]]:
             continue
         latest[event.step] = (event.generation, _finite(event.data["loss"]))
     return [(step, latest[step][1]) for step in sorted(latest)]
+
+
+def _generation_lines(events: Sequence[Event], generations: dict[int, Generation]) -> list[dict[str, Any]]:
+    nodes = paid_nodes(events)
+    return [
+        {
+            "generation": generation.number,
+            "from_step": generation.parent_step,
+            "last_step": max((event.step or 0 for event in events if _is_step_of(event, generation)), default=None),
+            "paid_rank_seconds": sum(
+                node.paid_seconds * len(node.ranks) for node in nodes if node.generation == generation.number
+            ),
+            "ended": generation.reason,
+            "culprit": generation.culprit,
+        }
+        for generation in generations.values()
+    ]
+
+
+def _is_step_of(event: Event, generation: Generation) -> bool:
+    return event.name == STEP and event.generation == generation.number
 
 
 def _outcome(events: list[Event], generations: dict[int, Generation]) -> Outcome:

@@ -19,6 +19,7 @@ from typing import Any
 from flows.job import PROJECT_ROOT, RUNS, Job, local_folder
 from infra.outcome import Outcome
 
+_RUN_ID_PREFIX = "ebbflow-run-id-"
 _DEFAULT_CONFIG = PROJECT_ROOT / "configs" / "laptop.yaml"
 
 
@@ -37,8 +38,9 @@ def prepare(module_name: str) -> None:
     if sys.argv[at] == "run":
         sys.argv[at + 1 :] = _checked_options(sys.argv[at + 1 :])
     if "--run-id-file" not in sys.argv:
-        folder = tempfile.mkdtemp(prefix="ebbflow-")
-        sys.argv[at + 1 : at + 1] = ["--run-id-file", str(Path(folder) / "run_id")]
+        descriptor, path = tempfile.mkstemp(prefix=_RUN_ID_PREFIX)
+        os.close(descriptor)
+        sys.argv[at + 1 : at + 1] = ["--run-id-file", path]
 
 
 def run(flow_class: type) -> None:
@@ -49,7 +51,7 @@ def run(flow_class: type) -> None:
         return
     started = time.time()
     code = _metaflow(flow_class)
-    job = _job_of(flow_class.__name__, Path(sys.argv[sys.argv.index("--run-id-file") + 1]))
+    job = _job_of(flow_class.__name__, _read_run_id(Path(sys.argv[sys.argv.index("--run-id-file") + 1])))
     if job is None:
         sys.exit(code)  # Metaflow itself refused, and has said why
     sys.exit(_tell(job, code, started))
@@ -129,13 +131,20 @@ def _metaflow(flow_class: type) -> int:
     return 0
 
 
-def _job_of(flow_name: str, run_id_file: Path) -> Job | None:
+def _read_run_id(file: Path) -> str:
+    """The run id that Metaflow wrote, or "" when it did not get that far."""
+    run_id = file.read_text().strip() if file.exists() else ""
+    if file.name.startswith(_RUN_ID_PREFIX):
+        file.unlink(missing_ok=True)
+    return run_id
+
+
+def _job_of(flow_name: str, run_id: str) -> Job | None:
     """The job that this run belonged to, from the artifacts of its start step."""
     from metaflow import Run, namespace
 
-    if not run_id_file.exists():
+    if not run_id:
         return None
-    run_id = run_id_file.read_text().strip()
     namespace(None)
     try:
         data = Run(f"{flow_name}/{run_id}")["start"].task.data

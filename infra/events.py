@@ -30,12 +30,14 @@ GENERATION_ENDED = "generation_ended"
 NODE_STARTED = "node_started"
 NODE_HEARTBEAT = "node_heartbeat"  # seconds (since started)
 NODE_ENDED = "node_ended"
-# Written by each rank. phase: class (a ledger class), seconds. step: loss, tokens, seconds ({ledger class: seconds}).
+# Written by each rank. phase: class (a ledger class), seconds. step: loss, tokens, seconds ({ledger class: seconds}),
+# on rank 0 also flops (of all ranks).
 PHASE = "phase"
 STEP = "step"
 COMMIT = "commit"  # step, key, bytes, seconds
 COMMIT_FAILED = "commit_failed"  # step, message
 RESTORE = "restore"  # step, key, seconds, rejected (list of {key, reason})
+PEAK = "peak"  # flops_per_second (measured, of one rank), dtype
 EVALUATION = "evaluation"  # metrics {name: value}
 NOTICE = "notice"
 FAULT_INJECTED = "fault_injected"  # kind, target, step

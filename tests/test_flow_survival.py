@@ -99,5 +99,5 @@ def worker_pids(runner: FlowRunner, rank: int) -> list[int]:
 
 def generation_seconds(report: dict, number: int) -> float:
     return next(
-        entry["paid_rank_seconds"] for entry in report["actual"]["generations"] if entry["generation"] == number
+        entry["paid_rank_seconds"] for entry in report["events"]["generations"] if entry["generation"] == number
     )

@@ -1,4 +1,4 @@
-"""`torchrun -m training CONFIG` trains; `python -m training checkpoints …` looks at commits."""
+"""`torchrun -m training CONFIG` trains; `python -m training checkpoints|soak|bench …` looks, proves and measures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ def main(arguments: list[str]) -> None:
         from training.checkpoint.commands import main as checkpoints
 
         sys.exit(checkpoints(arguments[1:]))
+    if arguments[:1] == ["soak"]:
+        from training.soak import main as soak
+
+        sys.exit(soak(arguments[1:]))
+    if arguments[:1] == ["bench"]:
+        from training.bench import main as bench
+
+        sys.exit(bench(arguments[1:]))
     from training.worker import main as work
 
     work(arguments)

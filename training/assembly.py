@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from infra.config.schema import RunConfig
-from infra.events import RESTORE
+from infra.events import PEAK, RESTORE
 from infra.layout import job_prefix, parse_commit_key
 from infra.store import Store
 from infra.terms import Terms
@@ -123,7 +123,7 @@ def _progress(gang: Gang, config: RunConfig, terms: Terms | None, reporter: Repo
     """Measures the peak on all ranks at once, as they will work. Collective."""
     dtype = torch.bfloat16 if config.fsdp.use_mixed_precision else torch.float32
     own = measure_flops_per_second(gang.device, dtype)
-    reporter.emit("peak", flops_per_second=own, dtype=str(dtype).removeprefix("torch."))
+    reporter.emit(PEAK, flops_per_second=own, dtype=str(dtype).removeprefix("torch."))
     peak = float(gang.gather(torch.tensor([own], dtype=torch.float64, device=gang.device)).sum())
     if gang.rank != 0:
         return None

@@ -116,8 +116,10 @@ class Lead:
         worst = min(self._failures, key=lambda failure: failure.priority)
         lost_node = (worst.killed_by or "").startswith("node ")
         culprit = worst.message if lost_node else f"rank {worst.rank}: {worst.message}"
-        reason = "node_lost" if lost_node else "rank_killed" if worst.killed_by else "rank_failed"
-        return Verdict(culprit=culprit, reason=reason, user_code=not worst.killed_by and not worst.cascade)
+        reason = (
+            "node_lost" if lost_node else "rank_killed" if worst.killed_by else "hang" if worst.hung else "rank_failed"
+        )
+        return Verdict(culprit=culprit, reason=reason, user_code=reason == "rank_failed" and not worst.cascade)
 
     def _agreed(self) -> Verdict:
         results = {rank: result for node in self._finished.values() for rank, result in node.items()}

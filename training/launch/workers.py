@@ -24,12 +24,16 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """Why a rank ended. killed_by: signal name when it died of one. cascade: it only followed a peer's death."""
+    """Why a rank ended, or must be.
+
+    killed_by: signal name when it died of one. cascade: it only followed a peer's death. hung: alive, without progress.
+    """
 
     rank: int
     message: str
     killed_by: str | None = None
     cascade: bool = False
+    hung: bool = False
     timestamp: float = 0.0
 
     @property
@@ -138,7 +142,7 @@ class WorkerGroup:
                 text = (
                     f"no progress for {now - beat.t_mono:.0f} s (limit {limit:g} s) at step {beat.step} in {beat.phase}"
                 )
-                return WorkerFailure(rank=worker.rank, message=text, timestamp=time.time())
+                return WorkerFailure(rank=worker.rank, message=text, hung=True, timestamp=time.time())
         return None
 
     def terminate(self) -> None:
