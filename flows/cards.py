@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from metaflow.cards import Markdown, Table, VegaChart
 
-from cost.figures import key_figures, ledger_rows
+from cost.figures import comparison_header, comparison_rows, key_figures, ledger_rows, trust_lines
 from cost.report import RunReport
 
 
@@ -16,14 +17,18 @@ def show_report(card: Any, report: dict) -> None:
     """Fill a blank card. Foreign text is escaped; a single NaN would leave the whole page blank, so none gets in."""
     run = RunReport.from_json(report)
     card.append(Markdown(f"# {_text(run.job)}: {_text(run.outcome)}"))
-    card.append(Table([[_text(name), _text(value)] for name, value in key_figures(run).items()], headers=["", ""]))
+    card.append(Table([_cells(figure) for figure in key_figures(run).items()], headers=["", ""]))
     card.append(Markdown("## Where the paid time went"))
-    rows = [[_text(cell) for cell in row] for row in ledger_rows(run)]
-    card.append(Table(rows, headers=["class", "rank-seconds", "share", "USD", "figure"]))
+    headers = ["class", "rank-seconds", "share", "USD", "figure"]
+    card.append(Table([_cells(row) for row in ledger_rows(run)], headers=headers))
     curve = [{"step": step, "loss": loss} for step, loss in run.loss_curve if loss is not None and math.isfinite(loss)]
     if curve:
         card.append(Markdown("## Loss"))
         card.append(VegaChart(_loss_chart(curve)))
+    card.append(Markdown("## Plan against actual"))
+    card.append(Table([_cells(row) for row in comparison_rows(run)], headers=_cells(comparison_header(run))))
+    card.append(Markdown("## How far to trust this"))
+    card.append(Markdown("\n".join(f"- {_text(line)}" for line in trust_lines(run))))
 
 
 def _loss_chart(curve: list[dict]) -> dict:
@@ -38,6 +43,10 @@ def _loss_chart(curve: list[dict]) -> dict:
             "y": {"field": "loss", "type": "quantitative", "title": "nats per token", "scale": {"zero": False}},
         },
     }
+
+
+def _cells(row: Iterable[object]) -> list[str]:
+    return [_text(cell) for cell in row]
 
 
 def _text(value: object) -> str:

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flows.checks import run_all_checks
 from flows.job import PROJECT_ROOT, RUNS, Job, local_folder
 from infra.outcome import Outcome
 
@@ -90,7 +91,7 @@ def _checked_options(options: list[str]) -> list[str]:
         _refuse(str(error), Outcome.CONFIG)
     except InfraError as error:
         _refuse(str(error), error.outcome)
-    _quick_checks(loaded.config, Path(known.config))
+    _quick_checks(loaded.config, known.config)
     settings = {"path": known.config, "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
     return ["--config", json.dumps(settings), "--rehearse", known.rehearse, *rest]
 
@@ -105,15 +106,10 @@ def _check_rehearsal(text: str, config: Any) -> None:
         Fault.parse(text)
 
 
-def _quick_checks(config: Any, path: Path) -> None:
-    from cost.checks import CHECKS as cost_checks
-    from infra.checks import CHECKS as infra_checks
-    from infra.preflight import PreflightContext, blocking, render_results, run_checks
-    from training.checks import CHECKS as training_checks
+def _quick_checks(config: Any, path: str) -> None:
+    from infra.preflight import blocking, render_results
 
-    context = PreflightContext(config=config, project_root=PROJECT_ROOT, config_path=path)
-    quick = [check for check in [*infra_checks, *cost_checks, *training_checks] if check.tier == "quick"]
-    failed = blocking(run_checks(quick, context))
+    failed = blocking(run_all_checks(config, path, quick_only=True))
     if failed:
         _refuse(render_results(failed), Outcome.PREFLIGHT)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from metaflow import current
 from metaflow.exception import MetaflowException
 
+from flows.checks import run_all_checks
 from flows.job import PROJECT_ROOT, Job, mark_latest
 from infra.events import OUTCOME, PLAN, PREFLIGHT, PREPARED, read_events
 from infra.outcome import Outcome
@@ -19,10 +19,10 @@ from infra.outcome import Outcome
 class StepFailed(MetaflowException):
     """A step that failed for a known reason: Metaflow prints the message, and no traceback of its own inside."""
 
-    headline = "Step failed"
+    headline = "This attempt ended"
 
     def __init__(self, outcome: Outcome, message: str) -> None:
-        super().__init__(f"{outcome.value}: {message}")
+        super().__init__(message if outcome is Outcome.FAILED else f"{outcome.value}: {message}")
         self.outcome = outcome
 
 
@@ -45,14 +45,10 @@ def begin_job(flow: Any) -> None:
 
 def check(flow: Any) -> list[dict]:
     """Run every room's checks; raise StepFailed when one of them forbids the run."""
-    from cost.checks import CHECKS as cost_checks
-    from infra.checks import CHECKS as infra_checks
-    from infra.preflight import PreflightContext, blocking, render_results, run_checks
-    from training.checks import CHECKS as training_checks
+    from infra.preflight import blocking, render_results
 
     job = Job.of(flow, current.run_id)
-    context = PreflightContext(config=job.config, project_root=PROJECT_ROOT, config_path=Path(flow.settings["path"]))
-    results = run_checks([*infra_checks, *cost_checks, *training_checks], context)
+    results = run_all_checks(job.config, flow.settings["path"])
     say(render_results(results))
     records = [result.to_json() for result in results]
     failed = blocking(results)

@@ -6,6 +6,7 @@ import base64
 import html
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,25 @@ def test_every_rendering_shows_the_same_figures(default: tuple[FlowRunner, FlowR
         assert figure in page, f"{name} is missing in report.html"
         assert figure in card_text, f"{name} is missing in the card"
     assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page), "report.html makes network requests"
+
+
+def test_the_card_is_not_blank_in_a_browser(default: tuple[FlowRunner, FlowRun], tmp_path: Path) -> None:
+    """One NaN in its data leaves a card blank while its task reports success: only a browser can tell."""
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("chromium is not installed")
+    runner, run = default
+    page = tmp_path / "card.html"
+    assert runner.run("card", "get", f"{run.report['job']}/report", str(page), "--id", "report").exit_code == 0
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    options += ["--disable-component-update", "--disable-sync", "--disable-quic", f"--user-data-dir={tmp_path}/profile"]
+    shown = subprocess.run(
+        [browser, *options, "--virtual-time-budget=40000", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    ).stdout  # fmt: skip
+    body = html.unescape(re.sub(r"<script.*?</script>", "", shown, flags=re.DOTALL))
+    for name, figure in key_figures(RunReport.from_json(run.report)).items():
+        assert figure in body, f"{name} is missing on the card's page"
 
 
 def test_the_terminal_tells_the_story(default: tuple[FlowRunner, FlowRun]) -> None:

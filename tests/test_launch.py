@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,8 @@ from training.errors import GangError
 from training.launch.channel import Lobby, join
 from training.launch.heartbeat import Heartbeat
 from training.launch.ports import control_ports, free_port
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_ports_are_the_same_everywhere_and_differ_between_attempts() -> None:
@@ -105,3 +110,21 @@ def test_heartbeat_carries_progress(tmp_path) -> None:
     beat = agent_side.read()
     assert (beat.step, beat.phase) == (17, "backward")
     assert before <= beat.t_mono <= time.monotonic()
+
+
+def test_a_heartbeat_is_never_read_half_written(tmp_path) -> None:
+    """An agent that reads half a beat sees a rank that has been silent since the machine started, and kills it."""
+    agent_side = Heartbeat.create(tmp_path / "beat")
+    code = (
+        "import sys, time; from pathlib import Path; from training.launch.heartbeat import Heartbeat\n"
+        "beat = Heartbeat(Path(sys.argv[1])); end = time.monotonic() + 2; step = 0\n"
+        "while time.monotonic() < end: step += 1; beat.beat(step, 'forward')"
+    )
+    before = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "beat")], cwd=ROOT) as writer:
+        reads = 0
+        while writer.poll() is None:
+            beat = agent_side.read()
+            assert before - 1 <= beat.t_mono <= time.monotonic()
+            reads += 1
+    assert writer.returncode == 0 and reads > 1000 and agent_side.read().step > 1000

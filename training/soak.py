@@ -28,7 +28,7 @@ _VICTIMS = ("rank", "uploader", "agent", "everything")
 _TIMEOUT_SECONDS = 300.0
 _CONFIG = {
     "model": {"hidden_size": 64, "num_layers": 2, "sequence_length": 64},
-    "training": {"batch_size": 16, "max_steps": 400, "evaluation_interval_steps": 200},
+    "training": {"batch_size": 16, "max_steps": 1500, "evaluation_interval_steps": 500},
     "checkpoint": {"interval_steps": 10},
     "data": {"held_out_samples": 16},
 }
@@ -81,18 +81,14 @@ def _spec(folder: Path):
 
 
 def _run(spec: GangSpec, folder: Path, *, kills: int, seed: int) -> tuple[GangOutcome, Tally]:
-    """Start the gang again until it ends by itself; kill something in each start while kills are left."""
+    """Start the gang again until it ends by itself, killed again and again while kills are left."""
     chance = random.Random(seed)
     tally = Tally()
     while True:
         spec = GangSpec(**{**spec.__dict__, "attempt": tally.starts})
         gang = LocalGang(spec, folder / spec.job / f"start-{tally.starts}", folder / f"{spec.job}.log")
         tally.starts += 1
-        if sum(tally.kills.values()) < kills:
-            victim, after_seconds = chance.choice(_VICTIMS), chance.uniform(0.5, 12.0)
-            if _kill(gang, victim, after_seconds, chance):
-                tally.kills[victim] = tally.kills.get(victim, 0) + 1
-                print(f"start {tally.starts}: {victim} killed after {after_seconds:.1f} s", flush=True)
+        _torment(gang, tally, kills, chance)
         try:
             return gang.wait(_TIMEOUT_SECONDS), tally
         except GangError as error:
@@ -101,11 +97,24 @@ def _run(spec: GangSpec, folder: Path, *, kills: int, seed: int) -> tuple[GangOu
             print(f"start {tally.starts}: {str(error).splitlines()[0]}", flush=True)
 
 
+def _torment(gang: LocalGang, tally: Tally, kills: int, chance: random.Random) -> None:
+    """Kill until none are left to do or the gang has ended. A lost uploader ends no gang: training goes on."""
+    while sum(tally.kills.values()) < kills and not _ended(gang):
+        victim, after_seconds = chance.choice(_VICTIMS), chance.uniform(0.5, 12.0)
+        if _kill(gang, victim, after_seconds, chance):
+            tally.kills[victim] = tally.kills.get(victim, 0) + 1
+            print(f"start {tally.starts}: {victim} killed after {after_seconds:.1f} s", flush=True)
+
+
+def _ended(gang: LocalGang) -> bool:
+    return all(agent.poll() is not None for agent in gang.agents)
+
+
 def _kill(gang: LocalGang, victim: str, after_seconds: float, chance: random.Random) -> bool:
     """Whether there was such a victim. A gang that ends first is let go."""
     limit = time.monotonic() + after_seconds
     while time.monotonic() < limit:
-        if all(agent.poll() is not None for agent in gang.agents):
+        if _ended(gang):
             return False
         time.sleep(0.02)
     agents = [agent.pid for agent in gang.agents if agent.poll() is None]

@@ -35,7 +35,7 @@ from training.errors import GangError
 from training.launch.peers import Lead, Member, Peers, Start, Verdict
 from training.launch.ports import free_port
 from training.launch.spec import GangOutcome, GangSpec, WorkerSpec
-from training.launch.workers import WorkerGroup
+from training.launch.workers import WorkerFailure, WorkerGroup
 from training.rehearse import Fault
 
 _POLL_SECONDS = 0.05
@@ -62,6 +62,7 @@ class _Agent:
         self._host = socket.gethostname()
         self._log: EventLog | None = None
         self._echoed = 0
+        self._muted = False
         self._last_beat = 0.0
         self._asked_to_stop = False
 
@@ -168,7 +169,7 @@ class _Agent:
 
     def _watch(self, group: WorkerGroup, peers: Peers) -> Verdict:
         """Until the gang's verdict: report this node's news, hear the others'."""
-        reported: set[int] = set()
+        reported: dict[int, WorkerFailure] = {}
         finished = stopping = False
         limits = {"init": self._cluster.start_deadline_seconds, "restore": self._cluster.start_deadline_seconds}
         while (verdict := peers.poll()) is None:
@@ -177,8 +178,8 @@ class _Agent:
                 failures.append(stuck)
             for failure in failures:
                 if failure.rank not in reported:
-                    reported.add(failure.rank)
-                    self._print(f"node {self._spec.node}: rank {failure.rank}: {failure.message}")
+                    reported[failure.rank] = failure
+                    self._print(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
                     peers.report(failure)
             if not finished and not failures and group.all_exited():
                 finished = True
@@ -190,7 +191,7 @@ class _Agent:
             self._echo(group)
             time.sleep(_POLL_SECONDS)
         if verdict.culprit:
-            self._show_logs(group, reported)
+            self._show_logs(group, [rank for rank, failure in reported.items() if not failure.cascade])
         return verdict
 
     def _conclude(self, verdict: Verdict) -> GangOutcome:
@@ -226,7 +227,10 @@ class _Agent:
         return time.monotonic() - self._born[1]
 
     def _echo(self, group: WorkerGroup) -> None:
-        """Pass rank 0's whole lines on to our own output, which is what the user watches."""
+        """Pass rank 0's whole lines on to our own output, which is what the user watches.
+
+        Up to a traceback: whether that is the cause or only follows from it, the verdict will say.
+        """
         first = group.workers[0]
         if first.rank != 0:
             return
@@ -236,12 +240,15 @@ class _Agent:
         whole = data[: data.rfind(b"\n") + 1]
         if whole:
             self._echoed += len(whole)
-            sys.stdout.write(whole.decode(errors="replace"))
-            sys.stdout.flush()
+            text, traceback, _ = whole.decode(errors="replace").partition("Traceback (most recent call last)")
+            if not self._muted:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            self._muted = self._muted or bool(traceback)
 
-    def _show_logs(self, group: WorkerGroup, ranks: set[int]) -> None:
+    def _show_logs(self, group: WorkerGroup, ranks: list[int]) -> None:
         for worker in group.workers:
-            if worker.rank in ranks and worker.rank != 0:
+            if worker.rank in ranks:
                 self._print(f"last lines of rank {worker.rank} ({worker.log_path}):")
                 self._print("\n".join(f"| {line}" for line in worker.log_tail().splitlines()))
 

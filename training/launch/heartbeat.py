@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 PHASES = ("init", "data", "forward", "backward", "optimizer", "checkpoint", "evaluation", "restore", "done")
-_RECORD = struct.Struct("<qqqd")  # pid, step, phase, monotonic seconds
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASES)}
+_PID, _STEP, _PHASE, _NANOSECONDS = range(4)
 
 
 @dataclass(frozen=True)
@@ -30,25 +29,28 @@ class Beat:
 class Heartbeat:
     """Created by the agent, opened by the worker: one writer, one reader, no lock.
 
-    A beat is four aligned 8-byte stores; a reader may see a mix of two neighbouring beats, never a torn number.
+    Four aligned 8-byte integers, each stored whole: a reader may see a mix of two neighbouring beats, never half a
+    number. (`struct.pack_into` would not do: it clears the buffer first, and a reader that comes then sees zeros.)
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), _RECORD.size)
+            self._record = memoryview(mmap.mmap(file.fileno(), 4 * 8)).cast("q")
 
     @classmethod
     def create(cls, path: Path) -> Heartbeat:
-        path.write_bytes(_RECORD.pack(0, 0, 0, time.monotonic()))
-        return cls(path)
+        path.write_bytes(bytes(4 * 8))
+        heartbeat = cls(path)
+        heartbeat._record[_NANOSECONDS] = time.monotonic_ns()
+        return heartbeat
 
     def beat(self, step: int, phase: str) -> None:
-        _RECORD.pack_into(self._memory, 0, os.getpid(), step, _PHASE_NUMBER[phase], time.monotonic())
+        record = self._record
+        record[_PID] = os.getpid()
+        record[_STEP] = step
+        record[_PHASE] = _PHASE_NUMBER[phase]
+        record[_NANOSECONDS] = time.monotonic_ns()
 
     def read(self) -> Beat:
-        pid, step, phase, t_mono = _RECORD.unpack_from(self._memory, 0)
-        return Beat(pid, step, PHASES[phase], t_mono)
-
-    def close(self) -> None:
-        self._memory.close()
+        record = self._record
+        return Beat(record[_PID], record[_STEP], PHASES[record[_PHASE]], record[_NANOSECONDS] / 1e9)

@@ -37,6 +37,12 @@ class WorkerFailure:
     timestamp: float = 0.0
 
     @property
+    def headline(self) -> str:
+        """One line for the terminal."""
+        first = self.message.splitlines()[0] if self.message else "no message"
+        return f"followed a lost peer ({first[:60]}…)" if self.cascade else first[:300]
+
+    @property
     def priority(self) -> tuple[int, float]:
         """Smaller is guiltier: killed by a signal, then an own exception by time, then what a lost peer caused."""
         return (0 if self.killed_by else 2 if self.cascade else 1, self.timestamp)
