@@ -1,0 +1,132 @@
+"""One rank of `bench checkpoint`: the same state saved and restored by each contestant in turn, beside a memcpy."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from infra.config.schema import RunConfig
+from infra.layout import job_prefix
+from infra.store import Store
+from training.bench.laps import await_all
+from training.bench.savers import CommitSaver, DcpAsyncSaver, DcpSaver, Saver
+from training.checkpoint import Generation
+from training.gang import Gang
+from training.model import CausalLM
+from training.optimizer import make_optimizer
+from training.parallel import make_mesh
+
+_COLD_SAVES = 2  # ours has two buffers, each cold once; all contestants get as many
+
+
+def measure_checkpoint(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
+    """Seconds by contestant and, of this rank, the bytes that the memcpy copied. Collective."""
+    model, optimizer = _trained_state(RunConfig.model_validate(task["config"]), gang)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in _local_state(model, optimizer))
+    uri = Store.open(task["store_uri"]).sub(job_prefix(task["job"])).uri
+    generation = Generation(task["generation"], task["generation_id"])
+    folder = Path(task["store_uri"])
+    savers: dict[str, Saver] = {
+        "engine": CommitSaver(uri, generation, model, optimizer, gang.rank),
+        "dcp_save": DcpSaver(folder / "dcp-save", model, optimizer),
+        "dcp_async_save": DcpAsyncSaver(folder / "dcp-async-save", model, optimizer),
+    }
+    found: dict[str, Any] = {name: {"cold": [], "blocked": [], "durable": [], "restore": []} for name in savers}
+    found |= {"memcpy": [], "bytes": size}
+    copy = _memcpy(size)
+    copy()
+    for number in range(_COLD_SAVES + task["rounds"]):
+        if number >= _COLD_SAVES:
+            found["memcpy"].append(_timed(copy))
+        for name, saver in savers.items():
+            _measure_save(saver, number + 1, found[name], cold=number < _COLD_SAVES)
+    for name, saver in savers.items():
+        found[name]["restored_equal"] = _measure_restore(
+            saver, model, optimizer, found[name]["restore"], task["rounds"]
+        )
+        saver.close()
+    return found
+
+
+def _measure_save(saver: Saver, step: int, found: dict[str, list[float]], *, cold: bool) -> None:
+    await_all()
+    began = time.monotonic()
+    saver.save(step)
+    blocked = time.monotonic() - began
+    saver.finish()
+    durable = time.monotonic() - began
+    if cold:
+        found["cold"].append(blocked)
+    else:
+        found["blocked"].append(blocked)
+        found["durable"].append(durable)
+    saver.tidy()
+
+
+def _measure_restore(saver: Saver, model: nn.Module, optimizer: Optimizer, seconds: list[float], rounds: int) -> bool:
+    """Whether every restore brought back what was there before, bit for bit."""
+    before, equal = _digest(model, optimizer), True
+    for _ in range(rounds):
+        with torch.no_grad():
+            for tensor in _local_state(model, optimizer):
+                tensor.zero_()
+        seconds.append(_timed(saver.restore))
+        equal = equal and _digest(model, optimizer) == before
+    return equal
+
+
+def _timed(call: Callable[[], object]) -> float:
+    await_all()
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
+
+
+def _memcpy(size: int) -> Callable[[], object]:
+    """A copy of `size` bytes between two buffers whose pages are present, with one thread."""
+    source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    return lambda: target.copy_(source)
+
+
+def _trained_state(config: RunConfig, gang: Gang) -> tuple[nn.Module, Optimizer]:
+    """A model sharded as in training, and the optimizer after a step: weights and two moments."""
+    torch.manual_seed(config.training.seed + gang.rank)
+    with torch.device("meta"):
+        model = CausalLM(config.model)
+    mesh = make_mesh(gang, shard=gang.world_size)["shard"]
+    for unit in [model.embeddings, *model.blocks, model.head]:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device=gang.device)
+    optimizer = make_optimizer(model, config.training)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.detach().to_local().normal_()
+        parameter.grad.to_local().normal_()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def _local_state(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
+    """This rank's part of every tensor that a save has to hold."""
+    for parameter in model.parameters():
+        states = optimizer.state[parameter].values()
+        for tensor in (parameter.detach(), *(state for state in states if isinstance(state, Tensor))):
+            yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _digest(model: nn.Module, optimizer: Optimizer) -> str:
+    digest = hashlib.sha256()
+    for tensor in _local_state(model, optimizer):
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

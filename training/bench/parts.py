@@ -1,0 +1,63 @@
+"""What the engine adds to a step, part by part, each called many times by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infra.events import STEP, EventLog, Origin
+from infra.store import Store
+from training.bench.laps import await_all
+from training.gang import Gang
+from training.launch.heartbeat import Heartbeat
+from training.pulse import Row, exchange
+
+_STEP_DATA = {
+    "loss": 2.345678901234567,
+    "tokens": 2048.0,
+    "learning_rate": 1e-3,
+    "gradient_norm": 0.987654321,
+    "seconds": {"useful_step": 0.0512345678, "data_wait": 0.000456789},
+}
+
+
+def measure_parts(task: dict[str, Any], gang: Gang) -> dict[str, list[float]]:
+    """Microseconds per call, one figure for each round, by part. Collective."""
+    path = Path(task["folder"]) / f"heartbeat-parts-{gang.rank}"
+    heartbeat = Heartbeat.create(path)
+    row = Row(
+        step=1.0,
+        cursor=0.0,
+        loss_sum=4803.9,
+        weight=2048.0,
+        square_sum=1.5,
+        flops=1e9,
+        compute_seconds=0.05,
+        data_seconds=0.0005,
+        stop=0.0,
+    )
+    values = torch.tensor(astuple(row), dtype=torch.float64, device=gang.device)
+    with EventLog(Store.open(task["store_uri"]).sub("jobs/parts"), Origin(job="parts", rank=gang.rank)) as log:
+        parts: dict[str, Callable[[], object]] = {
+            "heartbeat_beat": lambda: heartbeat.beat(1, "forward"),
+            "event_emit": lambda: log.emit(STEP, step=1, **_STEP_DATA),
+            "pulse": lambda: exchange(gang, row),
+            "pulse_all_gather": lambda: gang.gather(values),
+        }
+        return {name: _microseconds(call, task["rounds"], task["calls"]) for name, call in parts.items()}
+
+
+def _microseconds(call: Callable[[], object], rounds: int, calls: int) -> list[float]:
+    found = []
+    for _ in range(rounds + 1):
+        await_all()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append(1e6 * (time.perf_counter() - began) / calls)
+    return found[1:]

@@ -1,0 +1,99 @@
+"""Figures as text: tables of at most 100 columns, each with what was measured and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_ENGINE_NAMES = {
+    "engine": "Ebbflow's engine",
+    "bare": "bare loop, torch's defaults",
+    "bare_tuned": "bare loop, the engine's options",
+}
+_PARTS = {
+    "heartbeat_beat": ("heartbeat beat", "4"),
+    "event_emit": ("event emit", "1"),
+    "pulse": ("pulse: row, all-gather, checks", "1"),
+    "pulse_all_gather": ("  of which the all-gather", ""),
+}
+_SAVERS = {
+    "engine": "Ebbflow's save",
+    "dcp_save": "torch DCP save",
+    "dcp_async_save": "torch DCP async_save, kept stager",
+}
+
+
+def machine_line(machine: dict[str, Any]) -> str:
+    return (
+        f"measured {machine['measured_at']} on {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
+        f"load {machine['load_average']}"
+    )
+
+
+def engine_text(engine: dict[str, Any]) -> str:
+    """Modes and contestants, then the parts."""
+    about = (
+        f"measured · {engine['parameters']:,} parameters, {engine['tokens_per_step']:,} tokens per step\n"
+        f"medians of {engine['rounds']} rounds of {engine['steps']} steps, in turn; 1 thread per rank; low–high of the "
+        "rounds in brackets"
+    )
+    rows = []
+    for mode, contestants in engine["modes"].items():
+        ranks = engine["ranks"][mode]
+        for number, (name, found) in enumerate(contestants.items()):
+            rows.append(
+                [
+                    f"{mode}, {ranks} rank{'s' if ranks > 1 else ''}" if number == 0 else "",
+                    _ENGINE_NAMES[name],
+                    f"{found['tokens_per_second']['median']:,.0f}",
+                    f"{found['milliseconds_per_step']['median']:.2f}",
+                    "" if name == "engine" else _bracketed(found["engine_over_this"], ".3f"),
+                    f"{found['last_loss']:.4f}",
+                ]
+            )
+    steps = _table(["mode", "loop", "tokens/s", "ms/step", "engine ÷ this", "last loss"], rows, text_columns=2)
+    parts = [[_PARTS[name][0], _bracketed(found, ".1f"), _PARTS[name][1]] for name, found in engine["parts"].items()]
+    costs = _table(["part of a step, 2 ranks", "microseconds per call", "calls per step"], parts, text_columns=1)
+    return f"engine: {about}\n\n{steps}\n\n{costs}"
+
+
+def checkpoint_text(checkpoint: dict[str, Any]) -> str:
+    copy = checkpoint["memcpy_seconds"]
+    about = (
+        f"measured · {checkpoint['bytes'] / 1e6:.1f} MB over {checkpoint['ranks']} ranks of 1 thread, store on "
+        f"{checkpoint['file_system']}\nmedians of {checkpoint['rounds']} warm saves and restores, in turn; low–high in "
+        f"brackets\nwarm memcpy of the same bytes: {1e3 * copy['median']:.1f} ms "
+        f"({1e3 * copy['low']:.1f}–{1e3 * copy['high']:.1f}), = 1 below"
+    )
+    rows = [
+        [
+            _SAVERS[name],
+            f"{1e3 * found['blocked_seconds']['median']:,.1f}",
+            _bracketed(found["blocked_over_memcpy"], ".2f"),
+            f"{found['first_blocked_over_memcpy']:.1f}",
+            f"{found['durable_seconds']['median']:.3f}",
+            f"{found['durable_bytes_per_second']['median'] / 1e6:,.0f}",
+            f"{found['restore_seconds']['median']:.3f}",
+        ]
+        for name, found in checkpoint["contestants"].items()
+    ]
+    heads = ["save", "stall ms", "stall ÷ memcpy", "first ÷", "durable s", "MB/s", "restore s"]
+    return f"checkpoint: {about}\n\n{_table(heads, rows, text_columns=1)}"
+
+
+def _bracketed(found: dict[str, float], form: str) -> str:
+    return f"{found['median']:{form}} ({found['low']:{form}}–{found['high']:{form}})"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:
+    """The first `text_columns` to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if column < text_columns else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(heads), line(["-" * width for width in widths]), *map(line, rows)])
