@@ -18,6 +18,7 @@ from typing import Any
 
 from flows.checks import run_all_checks
 from flows.job import PROJECT_ROOT, RUNS, Job, local_folder
+from infra.layout import check_job_name
 from infra.outcome import Outcome
 
 _RUN_ID_PREFIX = "ebbflow-run-id-"
@@ -82,9 +83,12 @@ def _checked_options(options: list[str]) -> list[str]:
     parser.add_argument("--config", default=str(_DEFAULT_CONFIG))
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--rehearse", default="")
+    parser.add_argument("--job", default="")
     known, rest = parser.parse_known_args(options)
     try:
         loaded = load_config(known.config, known.overrides, project_root=PROJECT_ROOT, cwd=Path.cwd())
+        if known.job:
+            check_job_name(known.job)
         if known.rehearse:
             _check_rehearsal(known.rehearse, loaded.config)
     except ConfigError as error:
@@ -93,7 +97,7 @@ def _checked_options(options: list[str]) -> list[str]:
         _refuse(str(error), error.outcome)
     _quick_checks(loaded.config, known.config)
     settings = {"path": known.config, "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
-    return ["--config", json.dumps(settings), "--rehearse", known.rehearse, *rest]
+    return ["--config", json.dumps(settings), "--rehearse", known.rehearse, "--job", known.job, *rest]
 
 
 def _check_rehearsal(text: str, config: Any) -> None:

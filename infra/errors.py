@@ -11,6 +11,12 @@ class InfraError(Exception):
     outcome = Outcome.FAILED
 
 
+class LayoutError(InfraError):
+    """A name that cannot stand in the layout of a store."""
+
+    outcome = Outcome.CONFIG
+
+
 class StoreError(InfraError):
     """The object store did not do what was asked, within its deadline. Names store, key, operation and cause."""
 

@@ -12,8 +12,26 @@
 
 from __future__ import annotations
 
+import re
+
+from infra.errors import LayoutError
+
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+# runs/<job> stands beside these on the launching machine.
+_TAKEN = frozenset({"jobs", "tokens", "latest"})
 _STEP_LIMIT = 10**12 - 1
 _GENERATION_LIMIT = 10**6 - 1
+
+
+def check_job_name(name: str) -> str:
+    """The name itself. Raises LayoutError for one that cannot stand as a folder in every store."""
+    if not _JOB_NAME.fullmatch(name) or name in _TAKEN:
+        raise LayoutError(
+            f"--job {name!r} cannot be a job's name\n"
+            "  hint: letters, digits, '.', '_' and '-', at most 100, beginning with a letter or digit; not "
+            + ", ".join(sorted(_TAKEN))
+        )
+    return name
 
 
 def job_prefix(job: str) -> str:

@@ -131,12 +131,15 @@ def test_bad_input_is_refused_before_anything_is_written(text: str, code: int, s
     assert [path.name for path in runner.folder.iterdir()] == [runner.log.name]
 
 
-def test_a_missing_configuration_file_and_a_bad_rehearsal_are_refused(tmp_path: Path) -> None:
+def test_a_missing_file_a_bad_rehearsal_and_a_bad_job_name_are_refused(tmp_path: Path) -> None:
     runner = FlowRunner(tmp_path)
     missing = runner.run("run", "--config", "nowhere.yaml")
     assert missing.exit_code == 2 and "nowhere.yaml" in missing.output
     rehearsal = runner.run("run", *runner.options(), "--rehearse", "meteor@60%")
     assert rehearsal.exit_code == 2 and "node-loss" in rehearsal.output
+    for name in ("latest", "../up", "a b"):
+        named = runner.run("run", *runner.options(), "--job", name)
+        assert named.exit_code == 2 and "cannot be a job's name" in named.output
 
 
 def test_with_local_and_a_job_name(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from infra.config.load import load_config
 from infra.config.schema import RunConfig
-from infra.layout import job_prefix
+from infra.layout import check_job_name, job_prefix
 from infra.store import Store
 from training.checkpoint import open_generation, reachable_commits
 from training.data import prepare_tokens
@@ -40,7 +40,7 @@ def parse_arguments(arguments: list[str]) -> Request:
     parser.add_argument("--job", default="", help="a job's name; one that exists goes on from its last commit")
     given = parser.parse_args(arguments)
     loaded = load_config(given.config, given.set, project_root=PROJECT_ROOT)
-    return Request(loaded.config, given.job)
+    return Request(loaded.config, check_job_name(given.job) if given.job else "")
 
 
 def share_spec(request: Request, gang: Gang) -> WorkerSpec:
