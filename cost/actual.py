@@ -19,7 +19,8 @@ def actual_figures(events: Sequence[Event], generations: dict[int, Generation], 
     tokens_per_second: median over the kept steps, waiting for data included, saves and evaluations not.
     held_out_loss and unigram_entropy_nats in nats per token; held_out_ratio is the first over the second, below 1
     when the model beats the best guess that ignores context. mfu: model flops over time × the matrix product peak that
-    the ranks measured at their start. goodput: useful steps' share of the paid rank-seconds.
+    the ranks measured at their start. goodput: useful steps' share of the paid rank-seconds. learning_rate: the highest
+    of any step.
     """
     peaks = _gang_peaks(events)
     kept = [event for event in events if event.name == STEP and _is_kept(event, generations)]
@@ -32,6 +33,7 @@ def actual_figures(events: Sequence[Event], generations: dict[int, Generation], 
         "steps": max((event.step for event in kept if event.step is not None), default=0),
         "tokens_per_second": _median(_tokens_per_second(event) for event in kept),
         "mfu": _median(_mfu(event, peaks.get(event.generation)) for event in kept),
+        "learning_rate": _highest_learning_rate(events),
         "held_out_loss": held_out,
         "unigram_entropy_nats": entropy,
         "held_out_ratio": held_out / entropy if held_out is not None and entropy else None,
@@ -56,6 +58,11 @@ def _held_out_loss(events: Sequence[Event]) -> float | None:
     return None
 
 
+def _highest_learning_rate(events: Sequence[Event]) -> float | None:
+    rates = [_number(event.data.get("learning_rate")) for event in events if event.name == STEP]
+    return max((rate for rate in rates if rate is not None), default=None)
+
+
 def _tokens_per_second(event: Event) -> float | None:
     busy = _busy_seconds(event)
     tokens = event.data.get("tokens")
@@ -67,7 +74,8 @@ def _gang_peaks(events: Sequence[Event]) -> dict[int, float]:
     peaks: dict[int, float] = {}
     for event in events:
         if event.name == PEAK:
-            peaks[event.generation] = peaks.get(event.generation, 0.0) + float(event.data["flops_per_second"])
+            peak = _number(event.data.get("flops_per_second")) or 0.0
+            peaks[event.generation] = peaks.get(event.generation, 0.0) + peak
     return peaks
 
 

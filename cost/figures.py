@@ -46,6 +46,12 @@ def percent(share: float | None, digits: int = 1) -> str:
     return NONE if share is None or not math.isfinite(share) else f"{100 * share:.{digits}f} %"
 
 
+def share_of(share: float | None, whole: str) -> str:
+    """A percentage that says what it is a share of; n/a for no number."""
+    text = percent(share)
+    return text if text == NONE else f"{text} of {whole}"
+
+
 def seconds(value: float | None) -> str:
     """Rank-seconds, always in seconds, so that lines can be added up."""
     return number(value, 2)
@@ -103,6 +109,7 @@ def key_figures(report: RunReport) -> dict[str, str]:
         "paid time": f"{seconds(report.paid_rank_seconds)} rank-seconds",
         "wall time": duration(_seconds_of(actual.get("wall_hours"))),
         "speed": f"{number(actual.get('tokens_per_second'), 0)} tokens/s",
+        "MFU": share_of(actual.get("mfu"), "measured peak"),
         "held-out loss": f"{number(actual.get('held_out_loss'))} nats per token",
         "unigram entropy": f"{number(actual.get('unigram_entropy_nats'))} nats per token",
         "loss / entropy": number(actual.get("held_out_ratio"), 3),
@@ -157,8 +164,33 @@ def comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
         ("hours", number(chosen["expected_hours"]), number(actual.get("wall_hours"))),
         ("dollars", usd(chosen["expected_usd"]), usd(report.total_usd)),
         ("tokens/s", number(chosen["tokens_per_second"], 0), number(actual.get("tokens_per_second"), 0)),
-        ("MFU", percent(chosen["mfu"]), percent(actual.get("mfu"))),
+        ("MFU", share_of(chosen["mfu"], "data sheet peak"), share_of(actual.get("mfu"), "measured peak")),
         ("interruptions", number(chosen["interruptions"], 4), str(report.interruptions)),
+    ]
+
+
+GENERATION_HEADER = ("generation", "from step", "last step", "paid rank-seconds", "ended", "culprit")
+
+
+def generation_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str]]:
+    """`GENERATION_HEADER` of each start of the gang, oldest first. Empty with a single one, which the rest describes.
+
+    The displayed seconds sum to those of the ledger.
+    """
+    lines = report.events.get("generations", [])
+    if len(lines) < 2:
+        return []
+    paid = apportion([Decimal(str(line["paid_rank_seconds"])) for line in lines], 2)
+    return [
+        (
+            str(line["generation"]),
+            f"{line['from_step']:,}",
+            NONE if line["last_step"] is None else f"{line['last_step']:,}",
+            f"{paid_seconds:,}",
+            plain(line["ended"] or "not recorded").replace("_", " "),
+            plain(line["culprit"] or ""),
+        )
+        for line, paid_seconds in zip(lines, paid, strict=True)
     ]
 
 
@@ -182,14 +214,6 @@ def trust_lines(report: RunReport) -> list[str]:
             "savings: the useful work alone at the on-demand price, less the total: redone work counts against"
         )
     return lines
-
-
-def resume_line(report: RunReport) -> str | None:
-    """How to go on with a job that is not completed; None when it is."""
-    if report.exit_code == 0:
-        return None
-    run = plain(report.events.get("run") or "")
-    return f"python flows/train_flow.py resume train --origin-run-id {run or 'RUN'}"
 
 
 def failure_lines(report: RunReport) -> list[str]:

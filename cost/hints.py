@@ -21,10 +21,14 @@ def budget_hint(config: RunConfig, cheapest: Candidate, needed_usd: float) -> st
     return f"{hint}, or training.max_steps to {steps} or fewer" if steps > 0 else hint
 
 
-def deadline_hint(config: RunConfig, catalogue: Catalogue) -> str:
-    """The deadline that would do, or more nodes that keep this one."""
+def enough_hours(config: RunConfig, catalogue: Catalogue) -> float:
+    """What the fastest pool is expected to take. Raises ValueError when nothing fits, deadline or not."""
     unlimited = _changed(config, "cost", deadline_hours=None)
-    hours = min(candidate.expected_hours for candidate in _candidates(unlimited, catalogue))
+    return min(candidate.expected_hours for candidate in _candidates(unlimited, catalogue))
+
+
+def deadline_hint(config: RunConfig, catalogue: Catalogue, hours: float) -> str:
+    """The deadline that would do, or more nodes that keep this one. hours: as `enough_hours` gives them."""
     hint = f"set cost.deadline_hours to {math.ceil(hours * 100) / 100:g} or more"
     better = next((text for text, changed in _larger(config) if any(_candidates(changed, catalogue))), None)
     return f"{hint}, or {better}" if better else hint

@@ -15,7 +15,7 @@ from typing import Any
 from cost.candidates import Candidate, Rejection, judge, pools
 from cost.catalogue import ADVISOR_RECORDED, ON_DEMAND_RECORDED, REGION, Catalogue, load_catalogue
 from cost.errors import PlanError
-from cost.hints import budget_hint, capacity_hint, deadline_hint
+from cost.hints import budget_hint, capacity_hint, deadline_hint, enough_hours
 from infra.config.schema import RunConfig
 from infra.model_shape import causal_lm_shape
 from infra.outcome import Outcome
@@ -26,11 +26,15 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why the job must not start: the outcome it ends with, the arithmetic, and what would make it possible."""
+    """Why the job must not start: the outcome it ends with, the arithmetic, and what would make it possible.
+
+    enough: the least value of the limit that binds, dollars or hours, that would do; None when no limit binds.
+    """
 
     outcome: Outcome
     message: str
     hint: str
+    enough: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +166,9 @@ def _refusal(
     if late:
         fastest = min(late, key=lambda rejection: rejection.excess)
         message = f"no pool meets the deadline; the fastest, {fastest}, {fastest.reason}"
-        return Refusal(outcome=Outcome.DEADLINE, message=message, hint=deadline_hint(config, catalogue))
+        hours = enough_hours(config, catalogue)
+        hint = deadline_hint(config, catalogue, hours)
+        return Refusal(outcome=Outcome.DEADLINE, message=message, hint=hint, enough=hours)
     hint = capacity_hint(config, catalogue, rejected)
     return Refusal(outcome=Outcome.NO_CAPACITY, message=_nothing_fits(config, rejected), hint=hint)
 
@@ -177,7 +183,8 @@ def _over_budget(config: RunConfig, cheapest: Candidate, reserve_usd: float) -> 
         f"{cheapest.expected_hours:.4g} h × {cheapest.nodes} × ${cheapest.usd_per_hour:.4f}/h "
         f"+ ${reserve_usd:.4f} reserve for the last save"
     )
-    return Refusal(outcome=Outcome.BUDGET, message=message, hint=budget_hint(config, cheapest, needed))
+    hint = budget_hint(config, cheapest, needed)
+    return Refusal(outcome=Outcome.BUDGET, message=message, hint=hint, enough=needed)
 
 
 def _nothing_fits(config: RunConfig, rejected: tuple[Rejection, ...]) -> str:

@@ -8,24 +8,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cost.figures import (
+    GENERATION_HEADER,
     comparison_header,
     comparison_rows,
     failure_lines,
+    generation_rows,
     key_figures,
     ledger_rows,
     plain,
-    resume_line,
     trust_lines,
 )
 from cost.html_parts import COLOURS, escape, ledger_bar, loss_chart
+from cost.next_step import PYTHON, resume_line
 from cost.report import RunReport
 
 # Shown large, in this order; the others follow in a table.
-_HEADLINES = ("total", "savings", "held-out loss", "loss / entropy", "interruptions", "redone", "goodput", "speed")
+_HEADLINES = (
+    "total",
+    "savings",
+    "held-out loss",
+    "loss / entropy",
+    "interruptions",
+    "redone",
+    "goodput",
+    "speed",
+    "MFU",
+)
 
 
-def render(report: RunReport) -> str:
-    """The whole page."""
+def render(report: RunReport, *, python: str = PYTHON) -> str:
+    """The whole page. python: the interpreter that the command to go on names."""
     figures = key_figures(report)
     title = f"Ebbflow report: {figures['job']}"
     tone = "good" if report.exit_code == 0 else "bad"
@@ -36,10 +48,11 @@ def render(report: RunReport) -> str:
         _section("Where the paid time went", ledger_bar(report) + _ledger(report)),
         _section("Training loss, nats per token", loss_chart(report)),
         _comparison(report),
+        _generations(report),
         _list("What went wrong, first failure first", failure_lines(report)),
         _section("All figures", _definitions(figures)),
         _list("How far to trust this", trust_lines(report)),
-        _resume(report),
+        _next_step(report, python),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -86,9 +99,19 @@ def _message(report: RunReport) -> str:
     return f'<p class="message">{escape(plain(message))}</p>' if message else ""
 
 
-def _resume(report: RunReport) -> str:
-    command = resume_line(report)
-    return "" if command is None else _section("To go on from the last commit", f"<pre>{escape(command)}</pre>")
+def _generations(report: RunReport) -> str:
+    rows = generation_rows(report)
+    if not rows:
+        return ""
+    body = "".join(f"<tr><td>{escape(row[0])}</td>{_cells(row[1:])}</tr>" for row in rows)
+    return _section("Generations", _table(GENERATION_HEADER, body))
+
+
+def _next_step(report: RunReport, python: str) -> str:
+    following = resume_line(report, python=python)
+    if following is None:
+        return ""
+    return _section("What next", f"<p>{escape(following.words)}:</p><pre>{escape(following.command)}</pre>")
 
 
 def _list(title: str, lines: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The report as a block for the terminal, at most 100 columns wide."""
+"""The report as a block for the terminal, at most 100 columns wide. Only a command is never broken."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import textwrap
 from collections.abc import Sequence
 
 from cost.figures import (
+    GENERATION_HEADER,
     comparison_header,
     comparison_rows,
     failure_lines,
+    generation_rows,
     key_figures,
     ledger_rows,
     plain,
-    resume_line,
     trust_lines,
 )
+from cost.next_step import PYTHON, resume_line
 from cost.report import RunReport
 
 WIDTH = 100
 BAR = "│"  # log viewers drop leading spaces: every line begins with a visible character
 _LISTED_FAILURES = 5
+_LISTED_GENERATIONS = 12
+_LONGEST_END = 20
 
 
-def render(report: RunReport) -> str:
-    """The whole report, ready to print."""
+def render(report: RunReport, *, python: str = PYTHON) -> str:
+    """The whole report, ready to print. python: the interpreter that the command to go on names."""
     figures = key_figures(report)
     sections = [
         _pairs(figures),
@@ -31,6 +35,8 @@ def render(report: RunReport) -> str:
     ]
     if compared := comparison_rows(report):
         sections.append(_table(compared, comparison_header(report)))
+    if started := generation_rows(report):
+        sections.append(_generations(started))
     if found := failure_lines(report):
         more = len(found) - _LISTED_FAILURES
         listed = found[:_LISTED_FAILURES] + ([f"… and {more} more"] if more > 0 else [])
@@ -38,8 +44,8 @@ def render(report: RunReport) -> str:
     if message := report.events.get("message"):
         sections.append(_wrapped([f"message: {plain(message)}"]))
     sections.append(["how far to trust this:", *_wrapped(trust_lines(report))])
-    if command := resume_line(report):
-        sections.append(["to go on from the last commit:", f"  {command}"])
+    if following := resume_line(report, python=python):
+        sections.append([*_wrapped([f"{following.words}:"]), f"  {following.command}"])
     title = f"report of job {figures['job']}"
     lines = [f"┌─ {title} ".ljust(WIDTH - 1, "─")]
     for index, section in enumerate(sections):
@@ -66,6 +72,22 @@ def _table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> list[str]:
         )
 
     return [line(header), "─" * min(WIDTH - 2, len(line(header))), *map(line, rows)]
+
+
+def _generations(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The newest generations; a culprit gets what the line has left, and is told in full by what went wrong."""
+    more = len(rows) - _LISTED_GENERATIONS
+    *names, last = GENERATION_HEADER
+    shown = rows[-_LISTED_GENERATIONS:]
+    lines = _table([[*row[:-2], _shortened(row[-2], _LONGEST_END)] for row in shown], names)
+    left = WIDTH - 2 - len(lines[0]) - 2
+    culprits = [last, "─" * left, *(_shortened(row[-1], left) for row in shown)]
+    table = [f"{line}  {culprit}" for line, culprit in zip(lines, culprits, strict=True)]
+    return table + ([f"… and {more} earlier ones"] if more > 0 else [])
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from cost.errors import LedgerError
 from cost.generations import Generation, is_clock
-from infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, PHASE, Event
+from infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, PHASE, EndReason, Event
 from infra.ledger_classes import LedgerClass
 
 MICRO = 1_000_000
@@ -123,7 +123,7 @@ def _rank_time(node: NodeTime, rank: int, generation: Generation) -> RankTime:
 
 def _tail_class(clocks: list[Event], generation: Generation) -> LedgerClass:
     """What a rank's time after its last event is."""
-    if generation.reason == "hang":
+    if generation.reason == EndReason.HANG:
         return LedgerClass.HANG
     if generation.unplanned:
         return LedgerClass.INTERRUPTION

@@ -13,11 +13,18 @@ if TYPE_CHECKING:
 
 
 def run_all_checks(config: RunConfig, config_path: str, *, quick_only: bool = False) -> list[Result]:
-    """The results of every check; `quick_only`: of those that take well under a second and import nothing heavy."""
+    """The results of every check; `quick_only`: of those that take well under a second and import nothing heavy.
+
+    A remote store is tried in any case: nothing of a job can be told when it does not answer.
+    """
     from cost.checks import CHECKS as cost_checks
     from infra.checks import CHECKS as infra_checks
     from infra.preflight import PreflightContext, run_checks
     from training.checks import CHECKS as training_checks
 
     context = PreflightContext(config=config, project_root=PROJECT_ROOT, config_path=Path(config_path))
-    return run_checks([*infra_checks, *cost_checks, *training_checks], context, quick_only=quick_only)
+    checks = [*infra_checks, *cost_checks, *training_checks]
+    if quick_only:
+        remote = {"store-probe"} if "://" in config.store else set()
+        checks = [check for check in checks if check.tier == "quick" or check.id in remote]
+    return run_checks(checks, context)

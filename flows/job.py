@@ -14,7 +14,7 @@ from infra.layout import job_prefix
 from infra.store import Store
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
-# Jobs, reports and logs of this machine; EBBFLOW_RUNS moves them to another disk.
+# Reports and logs of this machine, and runs/latest. EBBFLOW_RUNS moves them; jobs lie where `store` says.
 RUNS = Path(os.environ.get("EBBFLOW_RUNS") or PROJECT_ROOT / "runs").absolute()
 
 

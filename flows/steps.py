@@ -35,11 +35,10 @@ class GangShape:
 
 
 def begin_job(flow: Any) -> None:
-    """Create the job's place in the store and write its configuration there."""
+    """Give the job its folder on this machine; nothing is written to its store before the checks have passed."""
     job = Job.of(flow, current.run_id)
     job.folder.mkdir(parents=True, exist_ok=True)
     mark_latest(job.name)
-    job.store.put("config.json", json.dumps(flow.settings, indent=1, sort_keys=True).encode())
     say(f"job {job.name}: {job.config.training.max_steps} steps, store {job.store.uri}")
 
 
@@ -58,6 +57,7 @@ def check(flow: Any) -> list[dict]:
             events.emit(OUTCOME, outcome=Outcome.PREFLIGHT.value, message=f"{len(failed)} checks failed")
     if failed:
         raise StepFailed(Outcome.PREFLIGHT, ", ".join(result.id for result in failed))
+    job.store.put("config.json", json.dumps(flow.settings, indent=1, sort_keys=True).encode())
     return records
 
 
@@ -108,19 +108,12 @@ def gang_shape(flow: Any) -> GangShape:
 
 def train_node(flow: Any, this: Any) -> dict:
     """Run this node's part of the gang. Raises what a new attempt can cure: a death, or a drain after a notice."""
-    from cost.ledger import spent_usd
-    from cost.plan import Plan
-    from infra.process import die_with_parent
-    from training.errors import GangError
+    from training.errors import TrainingError
     from training.launch import GangSpec, run_gang
     from training.launch.ports import control_ports
 
-    # Nothing of a job outlives it: when the scheduler or the control task is killed, so is this node.
-    die_with_parent()
     job = Job.of(flow, this.run_id)
     shape = gang_shape(flow)
-    plan = Plan.from_json(flow.capacity)
-    spent = spent_usd(read_events(job.store))
     spec = GangSpec(
         job=job.name,
         run=this.run_id,
@@ -133,17 +126,35 @@ def train_node(flow: Any, this: Any) -> dict:
         store_uri=job.config.store,
         tokens=flow.tokens["fingerprint"],
         log_folder=str(job.folder / "logs"),
-        terms=plan.terms(spent_usd=spent).to_json(),
+        terms=_terms(flow, job) if this.parallel.node_index == 0 else None,
         rehearse=flow.rehearse or None,
         candidate_ports=control_ports(this.run_id, this.retry_count),
     )
     try:
         outcome = run_gang(spec)
-    except GangError as error:
-        raise StepFailed(error.outcome, str(error)) from error
+    except TrainingError as error:
+        if error.curable:
+            raise StepFailed(error.outcome, str(error)) from error
+        say(f"no new attempt can cure this: {error}")
+        return {"outcome": error.outcome.value, "step": None, "weights_sha256": None}
     if outcome.outcome == Outcome.INTERRUPTED:
         raise StepFailed(Outcome.INTERRUPTED, f"drained at step {outcome.step}: {outcome.message}")
     return {"outcome": outcome.outcome, "step": outcome.step, "weights_sha256": outcome.weights_sha256}
+
+
+def _terms(flow: Any, job: Job) -> dict:
+    """The money terms of this attempt: the plan's price, and what all attempts before it have cost."""
+    from cost.errors import CostError
+    from cost.ledger import spent_usd
+    from cost.plan import Plan
+
+    try:
+        spent = spent_usd(read_events(job.store))
+    except CostError as error:
+        # An account that cannot be made is no reason to lose the training; it is one to look at the account.
+        say(f"what was spent so far is unknown, and counts as nothing for the budget: {error}")
+        spent = 0.0
+    return Plan.from_json(flow.capacity).terms(spent_usd=spent).to_json()
 
 
 def write_report(flow: Any) -> dict:

@@ -116,8 +116,8 @@ CHECKS: list[Check] = [
     ),
     Check(
         id="shared-memory",
-        title="/dev/shm holds the staging slabs",
-        severity="error",
+        title="/dev/shm is large enough for NCCL and loaders",
+        severity="warning",
         tier="quick",
         deadline_seconds=10.0,
         symptoms=("C09",),

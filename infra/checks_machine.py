@@ -1,8 +1,9 @@
-"""Checks of what a job takes of this machine and its store: room to write, shared memory, open files, memory."""
+"""Checks of what a job takes of this machine and its store: room to write, /dev/shm, open files, memory."""
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import resource
 import secrets
@@ -18,6 +19,8 @@ from infra.store import Store
 _PROBE_BYTES = 4096
 _REQUEST_SECONDS = 10.0
 _SHARED_MEMORY = Path("/dev/shm")
+_GPU_DEVICES = "/dev/nvidia[0-9]*"  # one for each GPU that this machine or container was given
+_NCCL_SHARED_BYTES = 1 << 30  # what the NCCL user guide advises for containers, whose default is 64 MiB
 _NO_LIMIT = 1 << 60  # version 1 of cgroups writes a huge number where there is no limit
 
 
@@ -71,17 +74,25 @@ def check_store_probe(context: PreflightContext) -> Finding:
 
 
 def check_shared_memory(context: PreflightContext) -> Finding:
-    """Room for the slabs that commits are staged in. All ranks of this machine share it."""
+    """Room for what lies in /dev/shm: the segments that NCCL makes between processes, and those of loader processes.
+
+    The staging slabs of commits are no part of it: they are anonymous files, to which its limit does not apply, and
+    count as memory (`check_memory`). On CPUs nothing uses it, since gloo talks over TCP.
+    """
     if not _SHARED_MEMORY.is_dir():
         return Finding.skipped(f"this system ({sys.platform}) has no {_SHARED_MEMORY}")
     statistics = os.statvfs(_SHARED_MEMORY)
-    free, needed = statistics.f_bavail * statistics.f_frsize, staging_bytes(context.config)
+    free = statistics.f_bavail * statistics.f_frsize
+    gpus = len(glob.glob(_GPU_DEVICES))
+    if not gpus:
+        detail = "none needed: ranks on CPUs talk over TCP, staging slabs count as memory"
+        return Finding.passed(f"{_SHARED_MEMORY}: {size_text(free)} free, {detail}")
     arithmetic = (
-        f"{_SHARED_MEMORY}: {size_text(free)} free, {size_text(needed)} needed for 2 staging slabs of each rank "
-        "(12 bytes per parameter: weights 4, AdamW moments 8)"
+        f"{_SHARED_MEMORY}: {size_text(free)} free, {size_text(_NCCL_SHARED_BYTES)} advised with {gpus} GPUs: NCCL's "
+        "segments between processes, and loader processes"
     )
-    if free < needed:
-        fix = f"enlarge it: docker run --shm-size={-(-needed // 2**20)}m, or mount -o remount,size=… {_SHARED_MEMORY}"
+    if free < _NCCL_SHARED_BYTES:
+        fix = f"enlarge it: docker run --shm-size=1g, or mount -o remount,size=1g {_SHARED_MEMORY}"
         return Finding.failed(arithmetic, fix)
     return Finding.passed(arithmetic)
 
@@ -111,7 +122,8 @@ def check_memory(context: PreflightContext) -> Finding:
         return Finding.skipped(f"this system ({sys.platform}) does not say how much memory is available")
     where, available = min(limits.items(), key=lambda item: item[1])
     needed = host_memory_bytes(config, gang)
-    arithmetic = f"{size_text(needed)} needed by {gang} (estimated), {size_text(available)} {where}"
+    slabs = f"{size_text(staging_bytes(config))} of it to stage commits"
+    arithmetic = f"{size_text(needed)} needed by {gang} (estimated; {slabs}), {size_text(available)} {where}"
     if needed > available:
         return Finding.failed(arithmetic, _smaller(config))
     return Finding.passed(arithmetic)

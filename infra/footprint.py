@@ -44,7 +44,7 @@ def commit_bytes(config: RunConfig) -> int:
 
 
 def staging_bytes(config: RunConfig) -> int:
-    """Shared memory of all ranks together: each keeps two slabs for its share of a commit."""
+    """Memory of all ranks together: each keeps two slabs for its share of a commit. /dev/shm does not limit it."""
     return STAGING_SLABS * commit_bytes(config)
 
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 from infra.outcome import Outcome
 
@@ -30,3 +31,20 @@ def die_with_parent(parent_pid: int | None = None) -> bool:
     if os.getppid() != expected:  # it died before the kernel knew of the request
         os._exit(Outcome.INTERRUPTED.exit_code)
     return True
+
+
+def children(pid: int) -> list[int]:
+    """Living processes that `pid`'s main thread started; those that ended and were not waited for are left out."""
+    try:
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [int(child) for child in listed if process_state(int(child)) not in ("Z", "")]
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for a process (R, S, D, T stopped, Z …), "" when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

@@ -12,11 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from infra.config.schema import RunConfig
+from infra.errors import ObjectNotFound
+from infra.layout import job_prefix
 from infra.store import Store
-from training.checkpoint import Checkpointer, Generation, open_generation, reachable_commits, trace_lineage
+from training.checkpoint import (
+    Checkpointer,
+    Generation,
+    open_generation,
+    reachable_commits,
+    read_generation,
+    trace_lineage,
+)
 from training.checkpoint.checksum import sha256_text
 from training.checkpoint.manifest import Manifest, Save
+from training.assembly import open_saver
 from training.errors import CheckpointError, DamagedLineage, GenerationSuperseded, TwoLaunchers
+from training.gang import Gang
+from training.launch.spec import WorkerSpec
 
 
 @pytest.fixture
@@ -91,6 +104,43 @@ def test_a_parent_is_a_commit_that_reads_well(job: Store, capfd: pytest.CaptureF
     job.put(newer, job.get(newer)[:-1])
     assert open_generation(job, run="r", attempt=1).parent == older
     assert f"passed over as a parent: {newer}" in capfd.readouterr().err
+
+
+def test_a_gang_commits_with_the_parent_on_record_and_not_with_the_first_candidate(tmp_path: Path) -> None:
+    job = Store.open(str(tmp_path)).sub(job_prefix("test"))
+    first = open_generation(job, run="r", attempt=0)
+    older, newer = put_commit(job, first, 10), put_commit(job, first, 20)
+    job.put(newer, job.get(newer)[:-1])
+    second = open_generation(job, run="r", attempt=1)
+    assert second.parent == older
+    spec = WorkerSpec(
+        job="test",
+        run="r",
+        attempt=1,
+        node=0,
+        generation=second.number,
+        generation_id=second.id,
+        candidates=[newer, older],  # as listed before the manifests were looked at
+        config=RunConfig().model_dump(mode="json"),
+        store_uri=str(tmp_path),
+        tokens="",
+    )
+    with open_saver(spec, Gang(), lambda *_, **__: None) as saver:
+        saver.save(15, model_of(1), None, {})
+        commit = saver.wait()
+    assert Manifest.from_bytes(job.get(commit.key), commit.key).common["parent"] == older
+
+
+def test_a_generation_is_read_as_it_was_opened(job: Store) -> None:
+    opened = open_generation(job, run="r", attempt=0)
+    put_commit(job, opened, 10)
+    child = open_generation(job, run="r", attempt=1)
+    assert [read_generation(job, g.number, g.id) for g in (opened, child)] == [opened, child]
+    with pytest.raises(ObjectNotFound, match="000002-0000"):
+        read_generation(job, 2, "0000")
+    job.put(f"generations/000002-{opened.id}.json", job.get(f"generations/{opened.name}.json"))
+    with pytest.raises(DamagedLineage, match=f"is the record of 1-{opened.id}"):
+        read_generation(job, 2, opened.id)
 
 
 def test_two_launchers_are_noticed_and_both_records_named(job: Store) -> None:

@@ -84,3 +84,19 @@ def test_every_mode_restores_every_other_bit_for_bit(
                 assert result["rng"] == "reseeded from the commit"
     drawn = {tuple(results["ddp>" + modes.split("+")[0]]["drawn"]) for results in restored}
     assert len(drawn) == world_size, "each rank needs random numbers of its own"
+
+
+@pytest.mark.parametrize(("world_size", "modes"), [(1, "plain"), (2, "fsdp2+ddp+hsdp")])
+def test_another_model_is_a_mistake_of_the_configuration_in_every_mode(
+    saved: tuple[Path, list[dict]], tmp_path: Path, world_size: int, modes: str
+) -> None:
+    """A shard's optimizer state cannot be allocated from another shape, which must not be what the user hears of."""
+    folder, _ = saved
+    for results in run_gang(world_size, "mismatch", modes, folder, tmp_path / "mismatch"):
+        for name, result in results.items():
+            assert len(result["raised"]) == 2, name
+            for kind, outcome, curable, text in result["raised"]:
+                assert (kind, outcome, curable) == ("CommitMismatch", "config", False), text
+                assert "model.0.weight is float32 [5, 6] in the commit, float32 [8, 6] in this model" in text
+                assert "6 more of 9 tensors differ" in text or "5 more of 9 tensors differ" in text
+            assert result["reachable"] == 1, "a mismatch is not a reason for quarantine"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,21 @@ def test_no_slip_of_the_keyboard_crashes_the_loader(tmp_path: Path, data: st.Dat
     except UnicodeEncodeError:
         return
     check_loader(tmp_path, text)
+
+
+def test_the_warm_up_that_a_hint_proposes_is_a_warm_up_and_fits() -> None:
+    for steps in (*range(1, 30), 100, 1005):
+        config = RunConfig.model_validate(
+            {
+                "training": {"max_steps": steps, "scheduler": {"warmup_steps": steps + 1}},
+                "checkpoint": {"interval_steps": 1},
+            }
+        )
+        (violation,) = violations(config)
+        proposed = int(re.search(r"warmup_steps to (\d+)", violation.hint or "")[1])
+        scheduler = config.training.scheduler.model_copy(update={"warmup_steps": proposed})
+        training = config.training.model_copy(update={"scheduler": scheduler})
+        assert proposed >= 1 and not violations(config.model_copy(update={"training": training}))
 
 
 def test_nesting_and_anchors_do_no_harm(tmp_path: Path) -> None:

@@ -85,6 +85,11 @@ def runs(folder: Path, tokens: str) -> dict[str, list[dict]]:
     sharded = make_config(folder, mode="fsdp2")
     scenarios["whole samples"] = {"config": make_config(folder, mode="fsdp2", accumulation=2, steps=6)}
     scenarios["poison"] = {"config": sharded, "poison": {"rank": 1, "step": 5}}
+    scenarios["rehearsal"] = {
+        "config": make_config(folder, steps=4),
+        "rehearse": "rank-kill@step:2:rank=1",
+        "forgets": "fault_injected",
+    }
     scenarios["leave"] = {"config": make_config(folder), "leave": {"rank": 1, "step": 4}}
     return train_gang(folder, {name: {**s, "tokens": tokens} for name, s in scenarios.items()}, world_size=2)
 
@@ -127,6 +132,16 @@ def test_a_signal_to_one_rank_makes_all_save_and_leave_at_the_same_step(runs: di
     for result in runs["leave"]:
         assert (result["outcome"], result["step"], result["saved"]) == (Outcome.INTERRUPTED, 4, [4])
         assert result["weights_sha256"] is None
+
+
+def test_a_fault_that_cannot_be_recorded_does_not_strike(runs: dict[str, list[dict]]) -> None:
+    """It would strike again in every attempt."""
+    (first, second) = runs["rehearsal"]
+    assert [(result["outcome"], result["step"]) for result in (first, second)] == [(Outcome.COMPLETED, 4)] * 2
+    assert first["notices"] == []
+    (notice,) = second["notices"]
+    assert notice["step"] == 2 and "rank-kill@step:2:rank=1 was left out" in notice["message"]
+    assert "the disk is full" in notice["message"]
 
 
 def write_config(folder: Path, config: RunConfig) -> Path:

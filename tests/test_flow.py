@@ -142,13 +142,24 @@ def test_a_missing_file_a_bad_rehearsal_and_a_bad_job_name_are_refused(tmp_path:
         assert named.exit_code == 2 and "cannot be a job's name" in named.output
 
 
-def test_with_local_and_a_job_name(tmp_path: Path) -> None:
+def test_with_local_and_a_job_that_goes_on(tmp_path: Path) -> None:
+    """--with local takes remote decorators off again; a job's name is continued, with its own model only."""
     runner = FlowRunner(tmp_path)
-    run = runner.run(
-        "run", *runner.options(training__max_steps=8, checkpoint__interval_steps=4), "--with", "local", "--job", "mine"
-    )
+    name = ["--job", "mine"]
+    options = runner.options(training__max_steps=8, checkpoint__interval_steps=4)
+    run = runner.run("run", *options, "--with", "batch", "--with", "local", *name)
     assert run.exit_code == 0, run.output
     assert run.folder.name == "mine" and run.report["job"] == "mine"
+
+    before = (run.folder / "report.json").read_bytes(), (run.folder / "config.json").read_bytes()
+    other = runner.run("run", *options, "--set", "model.hidden_size=96", *name)
+    assert other.exit_code == 2 and "model:" in other.output and "hint:" in other.output
+    assert before == ((run.folder / "report.json").read_bytes(), (run.folder / "config.json").read_bytes())
+
+    longer = runner.run("run", *runner.options(training__max_steps=12, checkpoint__interval_steps=4), *name)
+    assert longer.exit_code == 0, longer.output
+    assert [step for step, _ in longer.report["loss_curve"]] == list(range(1, 13))
+    assert longer.report["interruptions"] == 0
 
 
 def test_a_number_that_is_not_finite_ends_the_job_with_its_own_exit_code(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -86,6 +87,38 @@ def test_everything_killed_then_resumed(quiet: FlowRun, tmp_path: Path) -> None:
     first, second = (generation_seconds(run.report, number) for number in (1, 2))
     assert first > 0 and second > 0
     assert run.report["paid_rank_seconds"] > second  # the killed run's time is in the bill
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_leave_then_resumed_by_the_printed_line(number: int, quiet: FlowRun, tmp_path: Path) -> None:
+    runner = FlowRunner(tmp_path)
+    process = runner.start("run", *runner.options())
+    wait_until("a commit", lambda: any(event["name"] == "commit" for event in runner.events()))
+    process.send_signal(number)
+    left = runner.finish(process, timeout=60)
+    assert left.exit_code == 75, left.output
+    assert left.report["outcome"] == "interrupted" and left.report["redone_steps"] == 0
+    assert not processes_with(str(tmp_path))
+
+    line = re.search(r"flows/train_flow.py (resume train --origin-run-id \d+)", left.output)
+    assert line, left.output
+    run = runner.run(*line[1].split())
+    assert run.exit_code == 0, run.output
+    assert_same_result(run, quiet)
+    assert run.report["redone_steps"] == 0
+    assert_ledger_adds_up(run.report)
+
+
+def test_a_launcher_killed_alone_takes_everything_along(tmp_path: Path) -> None:
+    """Even when it dies while a task has only just been started."""
+    runner = FlowRunner(tmp_path)
+    process = runner.start("run", *runner.options())
+    wait_until("the train task", lambda: "train/5 (pid" in runner.log.read_text())
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    killed_at = time.monotonic()
+    wait_until("the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=10)
+    assert time.monotonic() - killed_at <= 3
 
 
 def worker_pids(runner: FlowRunner, rank: int) -> list[int]:

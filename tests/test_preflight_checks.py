@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import configparser
+import glob
 import json
 import os
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +21,8 @@ import pytest
 from cost.checks import CHECKS as COST_CHECKS
 from infra.checks import CHECKS as INFRA_CHECKS
 from infra.config import RunConfig
-from infra.preflight import PreflightContext, Result, run_checks
+from infra.footprint import size_text, staging_bytes
+from infra.preflight import PreflightContext, Result, blocking, run_checks
 from infra.requirements import REQUIREMENTS
 from training.checks import CHECKS as TRAINING_CHECKS
 
@@ -179,11 +183,41 @@ def test_store_probe_of_a_bucket_that_cannot_be_reached(monkeypatch: pytest.Monk
     assert "AWS_" in result.fix
 
 
-def test_shared_memory() -> None:
+def test_shared_memory_warns_of_little_room_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("skipped, because this system has no /dev/shm")
-    assert "needed for 2 staging slabs" in failed("shared-memory", model=HUGE).detail
-    passed("shared-memory", model={"hidden_size": 16, "num_layers": 1})
+    monkeypatch.setattr(glob, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    free = {"bytes": (1 << 30) - 1}
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["bytes"], f_frsize=1))
+    result = failed("shared-memory")
+    assert "1.0 GiB advised with 2 GPUs: NCCL's segments" in result.detail
+    assert not blocking([result])
+    free["bytes"] += 1
+    passed("shared-memory")
+    free["bytes"] = 0
+    monkeypatch.setattr(glob, "glob", lambda pattern: [])
+    assert "none needed" in passed("shared-memory").detail
+
+
+def test_a_small_dev_shm_stops_no_run_since_slabs_are_memory() -> None:
+    """With a /dev/shm of 1 MiB, in a mount namespace: the slabs of the default model are there, and nothing blocks."""
+    unshare = shutil.which("unshare")
+    small = "mount -t tmpfs -o size=1m none /dev/shm"
+    if unshare is None or subprocess.run([unshare, "-rm", "sh", "-c", small], capture_output=True).returncode != 0:
+        pytest.skip("skipped, because this system gives tests no mount namespace")
+    assert staging_bytes(RunConfig()) > 4 << 20
+    code = (
+        "import mmap, os; from infra.config import RunConfig; from infra.footprint import staging_bytes\n"
+        "slab = os.memfd_create('slab'); size = staging_bytes(RunConfig()); os.ftruncate(slab, size)\n"
+        "mapping = mmap.mmap(slab, size); mapping[:] = bytes(size)\n"
+        "import sys, infra.__main__ as command; sys.exit(command.main(['preflight', '--quick', '--json']))"
+    )
+    command = f"{small} && exec {shlex.quote(sys.executable)} -c {shlex.quote(code)}"
+    done = subprocess.run([unshare, "-rm", "sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = {result["id"]: result for result in json.loads(done.stdout)["results"]}
+    assert results["shared-memory"]["status"] in {"passed", "warning"}  # the latter on a machine with GPUs
+    assert results["memory"]["status"] == "passed"
 
 
 def test_open_files() -> None:
@@ -199,7 +233,10 @@ def test_open_files() -> None:
 
 def test_memory() -> None:
     passed("memory", model={"hidden_size": 16, "num_layers": 1}, cluster={"nodes": 1}, training={"batch_size": 1})
-    assert "needed by 2 × 1 = 2 ranks (estimated)" in failed("memory", model=HUGE).detail
+    detail = failed("memory", model=HUGE).detail
+    assert "needed by 2 × 1 = 2 ranks (estimated; " in detail
+    staged = staging_bytes(RunConfig.model_validate({"model": HUGE}))
+    assert f"{size_text(staged)} of it to stage commits" in detail
     assert "fsdp2" in failed("memory", model=HUGE, parallel={"mode": "ddp"}).fix
     skipped("memory", cluster={"nodes": "auto"})
 

@@ -10,10 +10,10 @@ import torch
 
 from infra.config.schema import RunConfig
 from infra.events import PEAK, RESTORE
-from infra.layout import job_prefix, parse_commit_key
+from infra.layout import job_prefix
 from infra.store import Store
 from infra.terms import Terms
-from training.checkpoint import Checkpointer, Generation
+from training.checkpoint import Checkpointer, read_generation
 from training.clock import Clock
 from training.data import open_tokens
 from training.errors import DataError
@@ -68,14 +68,13 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
 
 
 def open_saver(spec: WorkerSpec, gang: Gang, emit: Emit) -> Checkpointer:
-    """The commits of this gang's generation."""
+    """The commits of this gang's generation. Raises DamagedLineage or StoreError when its record cannot be read."""
     checkpoint = RunConfig.model_validate(spec.config).checkpoint
-    parent = spec.candidates[0] if spec.candidates else None
+    job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
     return Checkpointer(
-        Store.open(spec.store_uri).sub(job_prefix(spec.job)).uri,
-        generation=Generation(
-            spec.generation, spec.generation_id, parent, parse_commit_key(parent)[0] if parent else 0
-        ),
+        job_store.uri,
+        # Its parent need not be the first candidate: who opened it may have passed over one that reads badly.
+        generation=read_generation(job_store, spec.generation, spec.generation_id),
         rank=gang.rank,
         world_size=gang.world_size,
         node=spec.node,

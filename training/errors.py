@@ -6,9 +6,13 @@ from infra.outcome import Outcome
 
 
 class TrainingError(Exception):
-    """Anything training could not do. `outcome` says how a job that dies of it ends."""
+    """Anything training could not do. `outcome` says how a job that dies of it ends.
 
-    outcome = Outcome.FAILED
+    curable: a new attempt may cure it. Where it is False, the same start would fail in the same way again.
+    """
+
+    outcome: Outcome = Outcome.FAILED
+    curable: bool = True
 
 
 class CheckpointError(TrainingError):
@@ -27,30 +31,39 @@ class CommitMismatch(CheckpointError):
     """A sound commit that belongs to another model or optimizer than the one it is loaded into."""
 
     outcome = Outcome.CONFIG
+    curable = False
 
 
 class DamagedLineage(CheckpointError):
     """The generation records do not make one chain, so that nobody can say which commit is the newest."""
 
+    curable = False
+
 
 class TwoLaunchers(DamagedLineage):
     """Two launchers opened the same generation of one job. Names both records."""
 
+    curable = False
+
 
 class GenerationSuperseded(CheckpointError):
     """A newer generation of the job was opened: this gang is a zombie and its later commits would never be used."""
+
+    curable = False
 
 
 class DataError(TrainingError):
     """Text that is missing, too little or not what it was. Names the path and the fix."""
 
     outcome = Outcome.CONFIG
+    curable = False
 
 
 class WorkloadError(TrainingError):
     """A model or workload that the engine cannot train as it is. Names the module and the fix."""
 
     outcome = Outcome.CONFIG
+    curable = False
 
 
 class RendezvousError(TrainingError):
@@ -62,11 +75,16 @@ class DivergenceError(TrainingError):
 
 
 class GangError(TrainingError):
-    """A gang that ended before its work was done. Names the culprit; a new attempt may cure it.
+    """A gang that ended before its work was done. Names the culprit.
 
     user_code: it ended by an exception of the program and not by the loss of a process or machine.
+    curable, outcome: those of the exception that ended it, where there was one.
     """
 
-    def __init__(self, culprit: str, *, user_code: bool = False) -> None:
+    def __init__(
+        self, culprit: str, *, user_code: bool = False, curable: bool = True, outcome: Outcome = Outcome.FAILED
+    ) -> None:
         super().__init__(culprit)
         self.user_code = user_code
+        self.curable = curable
+        self.outcome = outcome

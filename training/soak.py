@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.config.schema import RunConfig
+from infra.process import children
 from infra.store import Store
 from training.data import prepare_tokens
 from training.errors import GangError
@@ -118,8 +119,8 @@ def _kill(gang: LocalGang, victim: str, after_seconds: float, chance: random.Ran
             return False
         time.sleep(0.02)
     agents = [agent.pid for agent in gang.agents if agent.poll() is None]
-    ranks = [child for agent in agents for child in _children(agent)]
-    uploaders = [child for rank in ranks for child in _children(rank)]
+    ranks = [child for agent in agents for child in children(agent)]
+    uploaders = [child for rank in ranks for child in children(rank)]
     candidates = {"rank": ranks, "uploader": uploaders, "agent": agents, "everything": agents}[victim]
     if not candidates:
         return False
@@ -129,13 +130,6 @@ def _kill(gang: LocalGang, victim: str, after_seconds: float, chance: random.Ran
         except ProcessLookupError:
             continue
     return True
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 if __name__ == "__main__":

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
 from infra.config.load import load_config
 from infra.config.schema import RunConfig
+from infra.events import PREPARED, EventLog, Origin
 from infra.layout import check_job_name, job_prefix
 from infra.store import Store
 from training.checkpoint import open_generation, reachable_commits
 from training.data import prepare_tokens
+from training.errors import RendezvousError
 from training.gang import Gang
 from training.launch.spec import WorkerSpec
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
+_LONGEST_RUN_ID = 80
+_NAME_KEY = "ebbflow/job"
 
 
 @dataclass(frozen=True)
@@ -54,17 +62,21 @@ def share_spec(request: Request, gang: Gang) -> WorkerSpec:
 
 def _make_spec(request: Request) -> WorkerSpec:
     config = request.config
-    job = request.job or time.strftime("torchrun-%Y%m%d-%H%M%S")
+    job = request.job or default_job_name(os.environ, config.cluster.start_deadline_seconds)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     store = Store.open(config.store)
     job_store = store.sub(job_prefix(job))
     tokens = prepare_tokens(config.data, store, project_root=PROJECT_ROOT)
     job_store.put("config.json", config.model_dump_json(indent=1).encode())
-    generation = open_generation(job_store, run=job, attempt=0)
+    generation = open_generation(job_store, run=job, attempt=attempt)
     print(f"job {job} in {config.store}, generation {generation.name}", flush=True)
+    origin = Origin(job=job, run=job, attempt=attempt, generation=generation.number, process="prepare")
+    with EventLog(job_store, origin) as events:
+        events.emit(PREPARED, **tokens.to_json())
     return WorkerSpec(
         job=job,
         run=job,
-        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        attempt=attempt,
         node=0,
         generation=generation.number,
         generation_id=generation.id,
@@ -74,3 +86,34 @@ def _make_spec(request: Request) -> WorkerSpec:
         tokens=tokens.fingerprint,
         colocated_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
+
+
+def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
+    """The same name in every restart of the workers, so that a restart goes on where the last one ended.
+
+    torchrun's run id, where it was given or drawn one (--rdzv-id, --standalone). Without, a name by time, which the
+    first start leaves in the store of torchrun's agent for the later ones. seconds: for that store to answer. Raises
+    RendezvousError.
+    """
+    run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        return f"torchrun-{_plain(run_id)}"
+    name = time.strftime("torchrun-%Y%m%d-%H%M%S")
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return name  # nobody restarts these workers
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    try:
+        # Outside the prefix of a generation: this key is the one that all of them share.
+        agent = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+        return agent.compare_set(_NAME_KEY, "", name).decode()
+    except (dist.DistError, RuntimeError) as error:
+        raise RendezvousError(
+            f"rank 0: torchrun's agent did not answer at {host}:{port} within {seconds:g} s, so the job's name is not "
+            f"known ({' '.join(str(error).split())[:200]}); fix: give it one with --job"
+        ) from error
+
+
+def _plain(run_id: str) -> str:
+    """Run ids may hold anything, names of jobs may not; a hash keeps apart what would look alike."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "-", run_id)[:_LONGEST_RUN_ID]
+    return plain if plain == run_id else f"{plain}-{hashlib.sha256(run_id.encode()).hexdigest()[:8]}"

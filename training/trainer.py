@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from infra.config.schema import RunConfig
-from infra.events import EVALUATION, FAULT_INJECTED, OUTCOME, STEP
+from infra.errors import StoreError
+from infra.events import EVALUATION, FAULT_INJECTED, NOTICE, OUTCOME, STEP
 from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
 from training.clock import Clock
@@ -168,9 +169,16 @@ class Trainer:
         if aim is None or not aim.fault.due(step, self.config.training.max_steps):
             return
         world_size = self.gang.world_size
-        if aim.fault.targets(node=aim.node, rank=self.gang.rank, nodes=aim.nodes, world_size=world_size):
+        if not aim.fault.targets(node=aim.node, rank=self.gang.rank, nodes=aim.nodes, world_size=world_size):
+            return
+        try:
             self.reporter.emit(FAULT_INJECTED, step=step, flush=True, kind=aim.fault.kind, target=str(aim.fault))
-            aim.fault.strike(aim.agent_pid)
+        except StoreError as error:  # without its record it would strike again in every attempt
+            message = f"rehearsed fault {aim.fault} was left out at step {step}: its record could not be kept: {error}"
+            print(message, flush=True)
+            self.reporter.emit(NOTICE, step=step, message=message)
+            return
+        aim.fault.strike(aim.agent_pid)
 
     def save(self, at: Position) -> None:
         """Returns once the state is staged; it becomes durable behind training's back."""

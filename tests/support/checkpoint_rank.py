@@ -2,6 +2,7 @@
 
 checkpoint_rank.py save MODES FOLDER OUT          in each mode (joined by "+"): train two steps, save as job MODE
 checkpoint_rank.py restore MODES FOLDER OUT       restore each job of the folder into a fresh model of each mode
+checkpoint_rank.py mismatch MODES FOLDER OUT      restore each job into a wider model of each mode; what is raised
 checkpoint_rank.py hold PARAMETERS JOB_STORE OUT  save, write the uploader's pid to OUT, await the kill
 """
 
@@ -24,15 +25,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from infra.store import Store
 from training.checkpoint import Checkpointer, Generation, reachable_commits
+from training.errors import TrainingError
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 GANG = {"rank": RANK, "world_size": WORLD_SIZE, "deadline_seconds": 30.0}
 
 
-def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(mode: str, seed: int, width: int = 5) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Uneven on purpose: 5 and 2 rows do not divide by 2 or 3 ranks, and 2 rows leave a third rank with none."""
     torch.manual_seed(seed)
-    model: nn.Module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    model: nn.Module = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
     if mode == "ddp":
         model = DistributedDataParallel(model)
     elif mode in ("fsdp2", "hsdp"):
@@ -76,8 +78,9 @@ def main(action: str, modes: str, folder: str, out: str) -> None:
     for mode in modes.split("+"):
         if action == "save":
             results[mode] = save(mode, f"{folder}/jobs/{mode}")
-        for job in sorted(path.name for path in Path(folder, "jobs").iterdir()) if action == "restore" else []:
-            results[f"{job}>{mode}"] = restore(mode, f"{folder}/jobs/{job}")
+        act = {"restore": restore, "mismatch": mismatch}.get(action)
+        for job in sorted(path.name for path in Path(folder, "jobs").iterdir()) if act else []:
+            results[f"{job}>{mode}"] = act(mode, f"{folder}/jobs/{job}")
     Path(f"{out}.{RANK}").write_text(json.dumps(results))
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -103,6 +106,21 @@ def restore(mode: str, job_store: str) -> dict:
         restored = checkpointer.restore(candidates, model, optimizer)
         result = {"rng": restored.rng, "extra": restored.extra, "drawn": torch.rand(3).tolist()}
         return {**result, "digests": digests(model, optimizer)}
+
+
+def mismatch(mode: str, job_store: str) -> dict:
+    """Twice: before the optimizer's first step, as a job that goes on, and after it."""
+    candidates = [ref.key for ref in reachable_commits(Store.open(job_store))]
+    raised = []
+    with Checkpointer(job_store, generation=Generation(2, "reader"), **GANG) as checkpointer:
+        for steps in (0, 1):
+            model, optimizer = build(mode, seed=2, width=8)
+            train(model, optimizer, steps)
+            try:
+                checkpointer.restore(candidates, model, optimizer)
+            except TrainingError as error:
+                raised.append([type(error).__name__, str(error.outcome), error.curable, str(error)])
+    return {"raised": raised, "reachable": len(reachable_commits(Store.open(job_store)))}
 
 
 def hold(parameters: int, job_store: str, out: str) -> None:

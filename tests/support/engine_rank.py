@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from infra.config.schema import RunConfig
+from infra.errors import StoreError
 from infra.store import Store
 from training.clock import Clock
 from training.data import open_tokens
@@ -24,8 +25,9 @@ from training.gang import Gang, connect, disconnect, leave
 from training.limits import Limits
 from training.optimizer import make_optimizer
 from training.parallel import spread_model
+from training.rehearse import Fault
 from training.text import TextBatch, TextWorkload
-from training.trainer import Position, Reporter, Trainer
+from training.trainer import Position, Rehearsal, Reporter, Trainer
 from training.workload import Cursor, Loss
 
 
@@ -89,11 +91,25 @@ class RaggedBatch(TextBatch):
         return [RaggedBatch(part.inputs, part.targets) for part in super().split(parts)]
 
 
+class ForgetfulLog:
+    """Keeps events in memory, but for those of one name that are to be durable."""
+
+    def __init__(self, forgets: str | None) -> None:
+        self.events: list[tuple[str, dict]] = []
+        self._forgets = forgets
+
+    def emit(self, name: str, *, flush: bool = False, **data: Any) -> None:
+        if flush and name == self._forgets:
+            raise StoreError("the disk is full")
+        self.events.append((name, data))
+
+
 def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
     config = RunConfig.model_validate(scenario["config"])
-    events: list[tuple[str, dict]] = []
-    clock = Clock(lambda name, **data: events.append((name, data)))
-    reporter = Reporter(clock, lambda name, **data: events.append((name, data)))
+    log = ForgetfulLog(scenario.get("forgets"))
+    events = log.events
+    clock = Clock(log.emit)
+    reporter = Reporter(clock, log.emit)
     tokens = open_tokens(Store.open(config.store), scenario["tokens"])
     workload = ScenarioWorkload(config, tokens, gang)
     workload.scenario, workload.seen = scenario, []
@@ -112,6 +128,7 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
         reporter=reporter,
         extra={},
         start=Position(),
+        rehearsal=_rehearsal(scenario.get("rehearse")),
     )
     if (leave := scenario.get("leave")) and gang.rank == leave["rank"]:
         trainer = replace(trainer, workload=_leaving(workload, leave["step"]))
@@ -129,8 +146,13 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
         "norms": [data["gradient_norm"] for data in steps],
         "evaluations": [data["metrics"]["held_out_loss"] for name, data in events if name == "evaluation"],
         "saved": saver.steps,
+        "notices": [data for name, data in events if name == "notice"],
         "seen": workload.seen,
     }
+
+
+def _rehearsal(fault: str | None) -> Rehearsal | None:
+    return Rehearsal(fault=Fault.parse(fault), node=0, nodes=1, agent_pid=None) if fault else None
 
 
 def _leaving(workload: ScenarioWorkload, step: int) -> ScenarioWorkload:

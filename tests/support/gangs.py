@@ -14,17 +14,20 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE_SECONDS = 120
 
 
-def run_ranks(world_size: int, command: list[str], *, deadline_seconds: float = _DEADLINE_SECONDS) -> list[str]:
-    """Run `command` once per rank, with torchrun's environment. Returns the outputs; fails with them if any failed."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def run_ranks(world_size: int, command: list[str], *, deadline_seconds: float = _DEADLINE_SECONDS) -> list[str]:
+    """Run `command` once per rank, with torchrun's environment. Returns the outputs; fails with them if any failed."""
     environment = dict(
         os.environ,
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(free_port()),
         GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS="1",
         PYTHONPATH=str(PROJECT_ROOT),

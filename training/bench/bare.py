@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
@@ -21,16 +22,19 @@ from training.bench.laps import Lap
 from training.gang import Gang
 from training.model import CausalLM
 from training.optimizer import make_optimizer
-from training.text import TextWorkload
 from training.weights import initialise
 from training.workload import Cursor
 
 
 class BareLoop:
-    """tuned: the options that the engine gives DDP and FSDP2, instead of torch's defaults."""
+    """windows: which piece of `tokens` each sample is, int64, looked up here where the engine computes it.
 
-    def __init__(self, config: RunConfig, gang: Gang, workload: TextWorkload, *, tuned: bool) -> None:
-        self._config, self._gang, self._workload = config, gang, workload
+    tuned: the options that the engine gives DDP and FSDP2, instead of torch's defaults.
+    """
+
+    def __init__(self, config: RunConfig, gang: Gang, tokens: np.ndarray, windows: np.ndarray, *, tuned: bool) -> None:
+        self._config, self._gang = config, gang
+        self._tokens, self._windows = tokens, windows
         self._model, module = _spread(config, gang, tuned=tuned)
         self._optimizer = make_optimizer(module, config.training)
         self._steps = 0
@@ -39,10 +43,9 @@ class BareLoop:
         training, device = self._config.training, self._gang.device
         model, optimizer, loss = self._model, self._optimizer, torch.zeros((), device=device)
         torch.use_deterministic_algorithms(False)  # the engine turns it on, and pays for it
-        began = time.monotonic()
+        began, cpu_began = time.monotonic(), time.process_time()
         for step in range(self._steps, self._steps + steps):
-            batch = Cursor(step * training.batch_size, training.batch_size)
-            inputs, targets = self._next_batch(batch)
+            inputs, targets = self._next_batch(step)
             logits = model(inputs)
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
@@ -50,13 +53,16 @@ class BareLoop:
                 nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip_norm)
             optimizer.step()
             optimizer.zero_grad()
-        seconds = time.monotonic() - began
+        seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
         self._steps += steps
-        return Lap(seconds=seconds, steps=self._steps, loss=self._mean(loss.detach()))
+        return Lap(seconds=seconds, cpu_seconds=cpu_seconds, steps=self._steps, loss=self._mean(loss.detach()))
 
-    def _next_batch(self, batch: Cursor) -> tuple[Tensor, Tensor]:
-        own = self._workload.next_batch(self._model, batch.share(self._gang.rank, self._gang.world_size))
-        return own.inputs, own.targets
+    def _next_batch(self, step: int) -> tuple[Tensor, Tensor]:
+        batch, length = self._config.training.batch_size, self._config.model.sequence_length
+        own = Cursor(step * batch, batch).share(self._gang.rank, self._gang.world_size)
+        offsets = self._windows[own.first : own.first + own.count, None] * length + np.arange(length + 1)
+        text = torch.from_numpy(self._tokens[offsets].astype(np.int64)).to(self._gang.device)
+        return text[:, :-1], text[:, 1:]
 
     def _mean(self, loss: Tensor) -> float:
         """Over ranks, outside the measured time: for the comparison alone."""

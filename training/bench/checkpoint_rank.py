@@ -42,24 +42,28 @@ def measure_checkpoint(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
         "dcp_save": DcpSaver(folder / "dcp-save", model, optimizer),
         "dcp_async_save": DcpAsyncSaver(folder / "dcp-async-save", model, optimizer),
     }
-    found: dict[str, Any] = {name: {"cold": [], "blocked": [], "durable": [], "restore": []} for name in savers}
-    found |= {"memcpy": [], "bytes": size}
+    found: dict[str, dict[str, Any]] = {
+        name: {"cold": [], "blocked": [], "durable": [], "restore": [], "restored_equal": True} for name in savers
+    }
+    copies: list[float] = []
     copy = _memcpy(size)
     copy()
     for number in range(_COLD_SAVES + task["rounds"]):
         if number >= _COLD_SAVES:
-            found["memcpy"].append(statistics.median(_timed(copy) for _ in range(_COPIES)))
+            copies.append(statistics.median(_timed(copy) for _ in range(_COPIES)))
         for name, saver in savers.items():
             _measure_save(saver, number + 1, found[name], cold=number < _COLD_SAVES)
-    for name, saver in savers.items():
-        found[name]["restored_equal"] = _measure_restore(
-            saver, model, optimizer, found[name]["restore"], task["rounds"]
-        )
+    before = _digest(model, optimizer)
+    for _ in range(task["rounds"]):
+        for name, saver in savers.items():
+            found[name]["restore"].append(_measure_restore(saver, model, optimizer))
+            found[name]["restored_equal"] &= _digest(model, optimizer) == before
+    for saver in savers.values():
         saver.close()
-    return found
+    return {"contestants": found, "memcpy": copies, "bytes": size}
 
 
-def _measure_save(saver: Saver, step: int, found: dict[str, list[float]], *, cold: bool) -> None:
+def _measure_save(saver: Saver, step: int, found: dict[str, Any], *, cold: bool) -> None:
     await_all()
     began = time.monotonic()
     saver.save(step)
@@ -74,16 +78,12 @@ def _measure_save(saver: Saver, step: int, found: dict[str, list[float]], *, col
     saver.tidy()
 
 
-def _measure_restore(saver: Saver, model: nn.Module, optimizer: Optimizer, seconds: list[float], rounds: int) -> bool:
-    """Whether every restore brought back what was there before, bit for bit."""
-    before, equal = _digest(model, optimizer), True
-    for _ in range(rounds):
-        with torch.no_grad():
-            for tensor in _local_state(model, optimizer):
-                tensor.zero_()
-        seconds.append(_timed(saver.restore))
-        equal = equal and _digest(model, optimizer) == before
-    return equal
+def _measure_restore(saver: Saver, model: nn.Module, optimizer: Optimizer) -> float:
+    """Seconds to bring back what is wiped out first."""
+    with torch.no_grad():
+        for tensor in _local_state(model, optimizer):
+            tensor.zero_()
+    return _timed(saver.restore)
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -48,13 +48,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("what", nargs="?", choices=["engine", "checkpoint", "all"], default="all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--rounds", type=_positive, default=11, help="of which medians are taken (default 11)")
+    parser.add_argument("--rounds", type=_positive, default=15, help="of which medians are taken (default 15)")
     parser.add_argument("--folder", type=Path, help="where the store is made (default: the temporary folder)")
     engine = parser.add_argument_group("engine")
     default = PROJECT_ROOT / "configs" / "laptop.yaml"
     engine.add_argument("--config", default=str(default), help="whose model and batch (default configs/laptop.yaml)")
     engine.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, model.num_layers=6")
-    engine.add_argument("--steps", type=_positive, default=20, help="in a round (default 20)")
+    engine.add_argument("--steps", type=_positive, default=10, help="in a round (default 10)")
     engine.add_argument("--calls", type=_positive, default=500, help="of each part in a round (default 500)")
     checkpoint = parser.add_argument_group("checkpoint")
     checkpoint.add_argument("--megabytes", type=float, default=200.0, help="of state over all ranks (default 200)")
@@ -101,13 +101,14 @@ def _bench_engine(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "calls": given.calls,
     }
     modes: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     for ranks, names in ((_RANKS, ["ddp", "fsdp2"]), (1, ["single"])):
         found = run_ranks({**task, "modes": names}, folder, ranks=ranks, deadline_seconds=given.deadline)
-        modes |= engine_figures(found, config.tokens_per_step)
-    parts = run_ranks({**task, "kind": "parts"}, folder, ranks=_RANKS, deadline_seconds=given.deadline)
+        modes |= engine_figures([rank["modes"] for rank in found], config.tokens_per_step)
+        parts |= part_figures([rank["parts"] for rank in found])
     return {
         "modes": modes,
-        "parts": part_figures(parts),
+        "parts": parts,
         "ranks": {"ddp": _RANKS, "fsdp2": _RANKS, "single": 1},
         "threads_per_rank": 1,
         "rounds": given.rounds,

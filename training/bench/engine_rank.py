@@ -17,14 +17,14 @@ from infra.terms import Terms
 from training.assembly import build_trainer, make_reporter
 from training.bench.bare import BareLoop
 from training.bench.laps import Contestant, Lap, run_laps
+from training.bench.parts import measure_parts
 from training.clock import Clock
-from training.data import open_tokens
+from training.data import SampleOrder, open_tokens
 from training.engine import train
 from training.errors import TrainingError
 from training.gang import Gang
 from training.launch.heartbeat import Heartbeat
 from training.launch.spec import WorkerSpec
-from training.text import TextWorkload
 from training.trainer import Position
 
 _UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
@@ -51,6 +51,7 @@ class EngineLoop:
         spec = replace(spec, heartbeat_path=str(heartbeat))
         self._log = EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), Origin(job=spec.job, rank=gang.rank))
         self._last: Event | None = None
+        self._last_cpu = 0.0
         reporter = make_reporter(spec, Clock(self._log.emit), self._emit)
         self._trainer = build_trainer(spec, gang, nodes=1, reporter=reporter, saver=NoSaver())
         self._at = Position()
@@ -63,15 +64,20 @@ class EngineLoop:
         trainer = replace(self._trainer, config=config, start=self._at)
         torch.use_deterministic_algorithms(True)  # as a worker on a CPU has it
         torch.utils.deterministic.fill_uninitialized_memory = False
-        began = time.monotonic()
+        began, cpu_began = time.monotonic(), time.process_time()
         ending = train(trainer)
         if ending.step != until or self._last is None:
             raise TrainingError(f"the engine ended at step {ending.step} of {until}: {ending.message}")
-        seconds = self._last.t_mono - began
+        seconds, cpu_seconds = self._last.t_mono - began, self._last_cpu - cpu_began
         self._at = Position(until, until * training.batch_size)
-        began = time.monotonic()
+        began, cpu_began = time.monotonic(), time.process_time()
         self._log.flush()
-        return Lap(seconds=seconds + time.monotonic() - began, steps=until, loss=self._last.data["loss"])
+        return Lap(
+            seconds=seconds + time.monotonic() - began,
+            cpu_seconds=cpu_seconds + time.process_time() - cpu_began,
+            steps=until,
+            loss=self._last.data["loss"],
+        )
 
     def close(self) -> None:
         self._log.close()
@@ -80,12 +86,13 @@ class EngineLoop:
         """Nothing is flushed on the way, so that the lap's own flush has all there is to put."""
         event = self._log.emit(name, **{**data, "flush": False})
         if name == STEP:
-            self._last = event
+            self._last, self._last_cpu = event, time.process_time()
 
 
 def measure_engine(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
-    """Laps by mode and contestant. The modes of one rank alone: only "single". Collective."""
-    return {mode: _measure_mode(task, mode, gang) for mode in task["modes"]}
+    """Laps by mode and contestant, and the parts of a step where there are ranks to talk to. Collective."""
+    modes = {mode: _measure_mode(task, mode, gang) for mode in task["modes"]}
+    return {"modes": modes, "parts": {} if gang.alone else measure_parts(task, gang)}
 
 
 def _measure_mode(task: dict[str, Any], mode: str, gang: Gang) -> dict[str, list[dict[str, Any]]]:
@@ -107,14 +114,16 @@ def _measure_mode(task: dict[str, Any], mode: str, gang: Gang) -> dict[str, list
         terms=_UNLIMITED.to_json(),
         colocated_ranks=gang.world_size,
     )
-    workload = TextWorkload(config, open_tokens(Store.open(spec.store_uri), spec.tokens), gang)
     engine = EngineLoop(spec, gang, Path(task["folder"]))
+    tokens = open_tokens(Store.open(spec.store_uri), spec.tokens).train
+    order = SampleOrder((tokens.size - 1) // config.model.sequence_length, config.training.seed)
+    windows = order.window(0, config.training.batch_size * task["steps"] * (task["rounds"] + 1))
     contestants: dict[str, Contestant] = {
         "engine": engine,
-        "bare": BareLoop(config, gang, workload, tuned=False),
+        "bare": BareLoop(config, gang, tokens, windows, tuned=False),
     }
     if not gang.alone:
-        contestants["bare_tuned"] = BareLoop(config, gang, workload, tuned=True)
+        contestants["bare_tuned"] = BareLoop(config, gang, tokens, windows, tuned=True)
     try:
         return run_laps(contestants, rounds=task["rounds"], steps=task["steps"])
     finally:

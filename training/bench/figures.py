@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+Laps = list[dict[str, Any]]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -12,59 +14,76 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values), "rounds": len(values)}
 
 
-def engine_figures(modes: Sequence[dict[str, dict[str, list[dict[str, Any]]]]], tokens_per_step: int) -> dict[str, Any]:
-    """modes: of each rank, laps by mode and contestant.
+def engine_figures(ranks: Sequence[dict[str, dict[str, Laps]]], tokens_per_step: int) -> dict[str, Any]:
+    """ranks: of each, laps by mode and contestant. Figures by mode and contestant.
 
-    A lap lasts as long as its slowest rank's. Ratios are those of laps of the same round, so that a disturbance of
-    the whole machine that lasts longer than a round cancels out: engine's tokens/s over the other's, above 1: faster.
+    A lap lasts as long as its slowest rank's. `engine_over_this` compares laps of the same round, so that a
+    disturbance of the machine that outlasts a round cancels out: the engine's tokens/s over the other's, above 1 when
+    the engine is faster. cpu_…: processor time, mean of the ranks; what waits is not in it, nor what others disturb.
     """
-    figures: dict[str, Any] = {}
-    for mode, contestants in modes[0].items():
-        seconds = {
-            name: _slowest(modes, lambda rank, n=name, m=mode: [lap["seconds"] for lap in rank[m][n]])
-            for name in contestants
+    return {mode: _mode_figures([rank[mode] for rank in ranks], tokens_per_step) for mode in ranks[0]}
+
+
+def _mode_figures(ranks: Sequence[dict[str, Laps]], tokens_per_step: int) -> dict[str, Any]:
+    seconds = {name: _slowest([_column(rank[name], "seconds") for rank in ranks]) for name in ranks[0]}
+    cpu = {name: _mean([_column(rank[name], "cpu_seconds") for rank in ranks]) for name in ranks[0]}
+    figures = {}
+    for name, laps in ranks[0].items():
+        steps = laps[-1]["steps"] // (len(laps) + 1)  # each lap has as many, and the warm-up lap too
+        figures[name] = {
+            "tokens_per_second": spread([tokens_per_step * steps / lap for lap in seconds[name]]),
+            "milliseconds_per_step": spread([1e3 * lap / steps for lap in seconds[name]]),
+            "engine_over_this": spread(_ratios(seconds[name], seconds["engine"])),
+            "cpu_milliseconds_per_step": spread([1e3 * lap / steps for lap in cpu[name]]),
+            "engine_cpu_over_this": spread(_ratios(cpu["engine"], cpu[name])),
+            "steps": laps[-1]["steps"],
+            "last_loss": laps[-1]["loss"],
         }
-        figures[mode] = {}
-        for name, laps in contestants.items():
-            steps = laps[-1]["steps"] // (len(laps) + 1)  # each lap has as many, and the warm-up lap too
-            figures[mode][name] = {
-                "tokens_per_second": spread([tokens_per_step * steps / s for s in seconds[name]]),
-                "milliseconds_per_step": spread([1e3 * s / steps for s in seconds[name]]),
-                "engine_over_this": spread([s / own for s, own in zip(seconds[name], seconds["engine"], strict=True)]),
-                "steps": laps[-1]["steps"],
-                "last_loss": laps[-1]["loss"],
-            }
     return figures
 
 
 def part_figures(ranks: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
     """Microseconds per call by part; of the slowest rank in each round."""
-    return {name: spread(_slowest(ranks, lambda rank, n=name: rank[n])) for name in ranks[0]}
+    return {name: spread(_slowest([rank[name] for rank in ranks])) for name in ranks[0]}
 
 
 def checkpoint_figures(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A save blocks as long as its slowest rank's; it is durable when rank 0 knows it. Multiples are per round."""
     size = sum(rank["bytes"] for rank in ranks)
-    memcpy = _slowest(ranks, lambda rank: rank["memcpy"])
+    memcpy = _slowest([rank["memcpy"] for rank in ranks])
     figures: dict[str, Any] = {"bytes": size, "memcpy_seconds": spread(memcpy), "contestants": {}}
-    for name in [name for name in ranks[0] if name not in ("memcpy", "bytes")]:
-        blocked = _slowest(ranks, lambda rank, n=name: rank[n]["blocked"])
-        durable = ranks[0][name]["durable"]
-        restore = _slowest(ranks, lambda rank, n=name: rank[n]["restore"])
-        first = max(rank[name]["cold"][0] for rank in ranks)
+    for name in ranks[0]["contestants"]:
+        of_ranks = [rank["contestants"][name] for rank in ranks]
+        blocked = _slowest([rank["blocked"] for rank in of_ranks])
+        restore = _slowest([rank["restore"] for rank in of_ranks])
+        durable = of_ranks[0]["durable"]
+        first = max(rank["cold"][0] for rank in of_ranks)
         figures["contestants"][name] = {
             "blocked_seconds": spread(blocked),
-            "blocked_over_memcpy": spread([b / copy for b, copy in zip(blocked, memcpy, strict=True)]),
+            "blocked_over_memcpy": spread(_ratios(blocked, memcpy)),
             "first_blocked_seconds": first,
             "first_blocked_over_memcpy": first / statistics.median(memcpy),
             "durable_seconds": spread(durable),
             "durable_bytes_per_second": spread([size / seconds for seconds in durable]),
             "restore_seconds": spread(restore),
             "restore_bytes_per_second": spread([size / seconds for seconds in restore]),
-            "restored_equal": all(rank[name]["restored_equal"] for rank in ranks),
+            "restored_equal": all(rank["restored_equal"] for rank in of_ranks),
+            "saves": len(of_ranks[0]["cold"]) + len(blocked),
         }
     return figures
 
 
-def _slowest(ranks: Sequence[Any], values: Callable[[Any], list[float]]) -> list[float]:
-    return [max(of_ranks) for of_ranks in zip(*map(values, ranks), strict=True)]
+def _column(laps: Laps, key: str) -> list[float]:
+    return [lap[key] for lap in laps]
+
+
+def _ratios(upper: Sequence[float], lower: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(upper, lower, strict=True)]
+
+
+def _slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    return [max(values) for values in zip(*of_ranks, strict=True)]
+
+
+def _mean(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.fmean(values) for values in zip(*of_ranks, strict=True)]

@@ -13,10 +13,12 @@ import torch
 from infra.events import STEP, EventLog, Origin
 from infra.store import Store
 from training.bench.laps import await_all
+from training.data import SampleOrder
 from training.gang import Gang
 from training.launch.heartbeat import Heartbeat
 from training.pulse import Row, exchange
 
+_WINDOWS = 100_000
 _STEP_DATA = {
     "loss": 2.345678901234567,
     "tokens": 2048.0,
@@ -41,10 +43,12 @@ def measure_parts(task: dict[str, Any], gang: Gang) -> dict[str, list[float]]:
         data_seconds=0.0005,
         stop=0.0,
     )
+    order, share = SampleOrder(_WINDOWS, seed=1), max(1, task["config"]["training"]["batch_size"] // gang.world_size)
     values = torch.tensor(astuple(row), dtype=torch.float64, device=gang.device)
     with EventLog(Store.open(task["store_uri"]).sub("jobs/parts"), Origin(job="parts", rank=gang.rank)) as log:
         parts: dict[str, Callable[[], object]] = {
             "heartbeat_beat": lambda: heartbeat.beat(1, "forward"),
+            "sample_order": lambda: order.window(10_000, share),
             "event_emit": lambda: log.emit(STEP, step=1, **_STEP_DATA),
             "pulse": lambda: exchange(gang, row),
             "pulse_all_gather": lambda: gang.gather(values),

@@ -12,7 +12,6 @@ import torch
 from infra.process import die_with_parent
 from training.bench.checkpoint_rank import measure_checkpoint
 from training.bench.engine_rank import measure_engine
-from training.bench.parts import measure_parts
 from training.gang import connect, disconnect, leave
 
 _START_SECONDS = 120.0
@@ -26,7 +25,7 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     gang = connect(start_seconds=_START_SECONDS, collective_seconds=_COLLECTIVE_SECONDS, generation="bench")
-    measure = {"engine": measure_engine, "parts": measure_parts, "checkpoint": measure_checkpoint}[task["kind"]]
+    measure = {"engine": measure_engine, "checkpoint": measure_checkpoint}[task["kind"]]
     try:
         result = measure(task, gang)
     except Exception:

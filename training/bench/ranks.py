@@ -12,8 +12,9 @@ from typing import Any
 
 import training
 from training.errors import GangError
-from training.launch.ports import free_port
+from training.launch.ports import rendezvous_port
 
+_ADDRESS = "127.0.0.1"
 _POLL_SECONDS = 0.05
 _LOG_TAIL_LINES = 20
 
@@ -25,7 +26,7 @@ def run_ranks(task: dict[str, Any], folder: Path, *, ranks: int, deadline_second
     """
     path = folder / f"{task['kind']}-{ranks}.json"
     path.write_text(json.dumps({**task, "parent_pid": os.getpid()}))
-    environment = _environment(ranks)
+    environment = _environment(ranks, rendezvous_port(_ADDRESS, str(path), attempt=0))
     processes = [_start(path, environment, rank) for rank in range(ranks)]
     try:
         _await(processes, path, time.monotonic() + deadline_seconds)
@@ -36,13 +37,13 @@ def run_ranks(task: dict[str, Any], folder: Path, *, ranks: int, deadline_second
     return [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(ranks)]
 
 
-def _environment(ranks: int) -> dict[str, str]:
+def _environment(ranks: int, port: int) -> dict[str, str]:
     root = str(Path(training.__file__).resolve().parents[1])
     python_path = os.pathsep.join(path for path in (root, os.environ.get("PYTHONPATH")) if path)
     known = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path}
     known |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     if ranks > 1:
-        return known | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+        return known | {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(port)}
     return {name: value for name, value in known.items() if not name.startswith("MASTER_")}
 
 

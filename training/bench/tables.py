@@ -12,21 +12,22 @@ _ENGINE_NAMES = {
 }
 _PARTS = {
     "heartbeat_beat": ("heartbeat beat", "4"),
+    "sample_order": ("order of the samples", "1"),
     "event_emit": ("event emit", "1"),
     "pulse": ("pulse: row, all-gather, checks", "1"),
     "pulse_all_gather": ("  of which the all-gather", ""),
 }
 _SAVERS = {
     "engine": "Ebbflow's save",
-    "dcp_save": "torch DCP save",
-    "dcp_async_save": "torch DCP async_save, kept stager",
+    "dcp_save": "DCP save",
+    "dcp_async_save": "DCP async_save, kept stager",
 }
 
 
 def machine_line(machine: dict[str, Any]) -> str:
     return (
-        f"measured {machine['measured_at']} on {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
-        f"load {machine['load_average']}"
+        f"measured {machine['measured_at']} on {machine['cpu']}\n{machine['cores']} cores, torch {machine['torch']}, "
+        f"Python {machine['python']}, load average before {machine['load_average']}"
     )
 
 
@@ -43,16 +44,17 @@ def engine_text(engine: dict[str, Any]) -> str:
         for number, (name, found) in enumerate(contestants.items()):
             rows.append(
                 [
-                    f"{mode}, {ranks} rank{'s' if ranks > 1 else ''}" if number == 0 else "",
+                    f"{mode} ×{ranks}" if number == 0 else "",
                     _ENGINE_NAMES[name],
                     f"{found['tokens_per_second']['median']:,.0f}",
                     f"{found['milliseconds_per_step']['median']:.2f}",
-                    "" if name == "engine" else _bracketed(found["engine_over_this"], ".3f"),
+                    f"{found['cpu_milliseconds_per_step']['median']:.2f}",
+                    "" if name == "engine" else _bracketed(found["engine_over_this"], ratio=True),
                     f"{found['last_loss']:.4f}",
                 ]
             )
-    steps = _table(["mode", "loop", "tokens/s", "ms/step", "engine ÷ this", "last loss"], rows, text_columns=2)
-    parts = [[_PARTS[name][0], _bracketed(found, ".1f"), _PARTS[name][1]] for name, found in engine["parts"].items()]
+    steps = _table(["mode", "loop", "tokens/s", "ms/step", "CPU ms", "engine ÷ this", "loss"], rows, text_columns=2)
+    parts = [[_PARTS[name][0], _bracketed(found), _PARTS[name][1]] for name, found in engine["parts"].items()]
     costs = _table(["part of a step, 2 ranks", "microseconds per call", "calls per step"], parts, text_columns=1)
     return f"engine: {about}\n\n{steps}\n\n{costs}"
 
@@ -69,8 +71,8 @@ def checkpoint_text(checkpoint: dict[str, Any]) -> str:
         [
             _SAVERS[name],
             f"{1e3 * found['blocked_seconds']['median']:,.1f}",
-            _bracketed(found["blocked_over_memcpy"], ".2f"),
-            f"{found['first_blocked_over_memcpy']:.1f}",
+            _bracketed(found["blocked_over_memcpy"]),
+            _three_digits(found["first_blocked_over_memcpy"]),
             f"{found['durable_seconds']['median']:.3f}",
             f"{found['durable_bytes_per_second']['median'] / 1e6:,.0f}",
             f"{found['restore_seconds']['median']:.3f}",
@@ -81,8 +83,16 @@ def checkpoint_text(checkpoint: dict[str, Any]) -> str:
     return f"checkpoint: {about}\n\n{_table(heads, rows, text_columns=1)}"
 
 
-def _bracketed(found: dict[str, float], form: str) -> str:
-    return f"{found['median']:{form}} ({found['low']:{form}}–{found['high']:{form}})"
+def _bracketed(found: dict[str, float], *, ratio: bool = False) -> str:
+    """Median (low–high). A ratio near 1 has three decimals, since there a hundredth matters."""
+    median, low, high = (
+        f"{value:.3f}" if ratio else _three_digits(value) for value in (found["median"], found["low"], found["high"])
+    )
+    return f"{median} ({low}–{high})"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:

@@ -15,6 +15,7 @@ _HOME = {
     "Generation": "training.checkpoint.lineage",
     "Restored": "training.checkpoint.restore",
     "open_generation": "training.checkpoint.lineage",
+    "read_generation": "training.checkpoint.lineage",
     "reachable_commits": "training.checkpoint.lineage",
     "trace_lineage": "training.checkpoint.lineage",
     "verify_commit": "training.checkpoint.verify",

@@ -53,7 +53,7 @@ class CommitRef:
 
 @dataclass(frozen=True)
 class Traced:
-    """A commit and its standing. unreachable_because: None when it counts. size: bytes of the manifest."""
+    """A commit and its standing. unreachable_because: None when it counts. modified: Unix time of its manifest."""
 
     ref: CommitRef
     unreachable_because: str | None
@@ -122,6 +122,18 @@ def trace_lineage(job_store: Store) -> list[Traced]:
     return sorted(traced, key=lambda t: (t.unreachable_because is not None, -t.ref.generation, -t.ref.step, t.ref.key))
 
 
+def read_generation(job_store: Store, number: int, generation_id: str) -> Generation:
+    """A generation as it was opened, with its parent. Raises DamagedLineage, and ObjectNotFound without a record."""
+    key = generation_key(number, generation_id)
+    try:
+        record = unseal(job_store.get(key), f"{job_store.uri}/{key}")
+    except CorruptCommit as error:
+        raise DamagedLineage(str(error)) from error
+    if (record["generation"], record["id"]) != (number, generation_id):
+        raise DamagedLineage(f"{job_store.uri}/{key}: is the record of {record['generation']}-{record['id']}")
+    return Generation(number, generation_id, record["parent"], record["parent_step"])
+
+
 def newest_number(job_store: Store) -> int:
     """The highest generation number on record, 0 when there is none."""
     return max(_records(job_store), default=0)
@@ -141,24 +153,13 @@ def _chain(job_store: Store, oldest: int) -> Iterator[tuple[int, str, float]]:
                 "hint: stop one of the two launchers and delete the record of the one to give up"
             )
         yield number, ids[0], limit
-        generation = _read(job_store, number, ids[0])
+        generation = read_generation(job_store, number, ids[0])
         if generation.parent is None:
             return
         _, parent_number, _ = parse_commit_key(generation.parent)
         if parent_number >= number:
             raise DamagedLineage(f"{job_store.uri}: generation {number} names a parent of generation {parent_number}")
         number, limit = parent_number, generation.parent_step
-
-
-def _read(job_store: Store, number: int, generation_id: str) -> Generation:
-    key = generation_key(number, generation_id)
-    try:
-        record = unseal(job_store.get(key), f"{job_store.uri}/{key}")
-    except CorruptCommit as error:
-        raise DamagedLineage(str(error)) from error
-    if (record["generation"], record["id"]) != (number, generation_id):
-        raise DamagedLineage(f"{job_store.uri}/{key}: is the record of {record['generation']}-{record['id']}")
-    return Generation(number, generation_id, record["parent"], record["parent_step"])
 
 
 def _records(job_store: Store) -> dict[int, list[str]]:

@@ -60,22 +60,18 @@ def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """The tensors to be filled from a commit; missing optimizer state is allocated, surplus state dropped.
 
-    Raises CommitMismatch naming what differs: the same on every rank, since it looks at global names and shapes.
+    Raises CommitMismatch naming what differs: the same on every rank, since it looks at global names and shapes. The
+    model comes first: where it is another, the optimizer's state follows, and allocating it would say so less clearly.
     """
     targets = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
     stored = {name for name in manifest.tensors if name.startswith("model.")}
     _compare_names(stored, set(targets), manifest)
+    _compare_shapes(targets, manifest)
     if optimizer is not None:
         _prepare_optimizer(manifest, model, optimizer)
-        targets |= {name: t for name, t in named_state(model, optimizer).items() if name.startswith("optimizer.")}
-    for name, tensor in targets.items():
-        entry = manifest.tensors[name]
-        have = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        if have != (entry.dtype, entry.shape):
-            raise CommitMismatch(
-                f"{name} is {entry.dtype} {list(entry.shape)} in the commit, {have[0]} {list(have[1])} in this model; "
-                "hint: the configuration was changed; use a new job name for a new model"
-            )
+        state = {name: t for name, t in named_state(model, optimizer).items() if name.startswith("optimizer.")}
+        _compare_shapes(state, manifest)
+        targets |= state
     return targets
 
 
@@ -177,6 +173,21 @@ def _compare_names(stored: set[str], have: set[str], manifest: Manifest) -> None
         f"the commit of step {manifest.save.step} and this model have different tensors; "
         f"only in the commit: {only_stored}; only in the model: {only_here}"
     )
+
+
+def _compare_shapes(targets: Mapping[str, Tensor], manifest: Manifest) -> None:
+    """By global shape, which a sharded tensor has as well."""
+    differing = []
+    for name, tensor in targets.items():
+        entry, dtype = manifest.tensors[name], str(tensor.dtype).removeprefix("torch.")
+        if (dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
+            stored, here = f"{entry.dtype} {list(entry.shape)}", f"{dtype} {list(tensor.shape)}"
+            differing.append(f"{name} is {stored} in the commit, {here} in this model")
+    if differing:
+        others = f" (and {len(differing) - 1} more of {len(targets)} tensors differ)" if differing[1:] else ""
+        raise CommitMismatch(
+            f"{differing[0]}{others}; hint: the configuration was changed; use a new job name for a new model"
+        )
 
 
 def _plain(value: Any) -> Any:

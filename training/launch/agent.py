@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from infra.config.schema import ClusterConfig
+from infra.errors import InfraError
 from infra.events import (
     FAULT_DETECTED,
     FAULT_INJECTED,
@@ -24,16 +25,20 @@ from infra.events import (
     NODE_ENDED,
     NODE_HEARTBEAT,
     NODE_STARTED,
+    EndReason,
     EventLog,
     Origin,
     read_events,
 )
 from infra.layout import generation_name, job_prefix
+from infra.outcome import Outcome
 from infra.store import Store
+from infra.terms import Terms
 from training.checkpoint.lineage import Generation, open_generation, reachable_commits
-from training.errors import GangError
+from training.errors import GangError, TrainingError
+from training.launch.echo import Echo, say, show_last_lines
 from training.launch.peers import Lead, Member, Peers, Start, Verdict
-from training.launch.ports import free_port
+from training.launch.ports import rendezvous_port
 from training.launch.spec import GangOutcome, GangSpec, WorkerSpec
 from training.launch.workers import WorkerFailure, WorkerGroup
 from training.rehearse import Fault
@@ -41,14 +46,15 @@ from training.rehearse import Fault
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
 _END_GRACE_SECONDS = 3.0
+_START_MARGIN_SECONDS = 10.0
 
 
 def run_gang(spec: GangSpec) -> GangOutcome:
     """Run this node's ranks as part of a gang, from roll-call to the end. Call it on every node, in the main thread.
 
     Returns the outcome that all ranks agreed on, the same on every node. Raises GangError, naming the culprit, for
-    everything that a new attempt may cure: a rank or node that died, hung or never came. No process that it started is
-    alive when it returns or raises.
+    everything else; its `curable` says whether a new attempt may end better (a rank or node that died, hung or never
+    came) or not (another model than the commit's). No process that it started is alive when it returns or raises.
     """
     return _Agent(spec).run()
 
@@ -61,8 +67,6 @@ class _Agent:
         self._job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
         self._host = socket.gethostname()
         self._log: EventLog | None = None
-        self._echoed = 0
-        self._muted = False
         self._last_beat = 0.0
         self._asked_to_stop = False
 
@@ -73,44 +77,49 @@ class _Agent:
             return self._follow()
 
     def _lead(self) -> GangOutcome:
-        spec = self._spec
-        generation = open_generation(self._job_store, run=spec.run, attempt=spec.attempt)
-        self._open_log(generation.number)
+        lead = Lead(self._spec)
+        try:
+            generation = open_generation(self._job_store, run=self._spec.run, attempt=self._spec.attempt)
+            self._open_log(generation.number)
+            verdict = self._lead_generation(lead, generation)
+        finally:
+            lead.close()
+        return self._conclude(verdict)
+
+    def _lead_generation(self, lead: Lead, generation: Generation) -> Verdict:
+        """From the roll-call to the verdict; however it ends, the log says how."""
         self._emit(
             GENERATION_STARTED,
             parent=generation.parent,
             parent_step=generation.parent_step,
-            nodes=spec.nodes,
-            processes_per_node=spec.processes_per_node,
+            nodes=self._spec.nodes,
+            processes_per_node=self._spec.processes_per_node,
         )
-        lead = Lead(spec)
-        verdict = Verdict(culprit=f"node 0 ({self._host}): the agent was stopped", reason="agent_stopped")
+        verdict = self._stopped_verdict()
         try:
-            lead.roll_call(self._cluster.start_deadline_seconds)
+            lead.roll_call(self._cluster.start_deadline_seconds, lambda: self._asked_to_stop)
             start = self._plan_start(lead, generation)
             lead.start(start)
             verdict = self._run_ranks(start, lead)
-        except GangError as error:
-            verdict = Verdict(culprit=str(error), reason="roll_call")
-            raise
+        except (TrainingError, InfraError) as error:
+            reason = EndReason.ROLL_CALL if isinstance(error, GangError) else EndReason.STORE
+            verdict = lead.give_up(Verdict(culprit=str(error), reason=reason))
         finally:
             if verdict.culprit:
                 self._emit(FAULT_DETECTED, culprit=verdict.culprit)
             self._emit(GENERATION_ENDED, reason=verdict.reason, culprit=verdict.culprit, user_code=verdict.user_code)
             self._close_log(verdict)
-            lead.close()
-        return self._conclude(verdict)
+        return verdict
 
     def _follow(self) -> GangOutcome:
-        member = Member(self._spec, self._host, self._cluster.start_deadline_seconds)
+        deadline = self._cluster.start_deadline_seconds
+        member = Member(self._spec, self._host, deadline, lambda: self._asked_to_stop)
         try:
-            start = member.await_start(self._cluster.start_deadline_seconds)
+            start = member.await_start(deadline)
             if isinstance(start, Verdict):
                 return self._conclude(start)
             self._open_log(start.generation)
-            verdict = Verdict(
-                culprit=f"node {self._spec.node} ({self._host}): the agent was stopped", reason="agent_stopped"
-            )
+            verdict = self._stopped_verdict()
             try:
                 verdict = self._run_ranks(start, member)
             finally:
@@ -119,15 +128,30 @@ class _Agent:
             member.close()
         return self._conclude(verdict)
 
+    def _stopped_verdict(self) -> Verdict:
+        culprit = f"node {self._spec.node} ({self._host}): the agent was stopped"
+        return Verdict(culprit=culprit, reason=EndReason.AGENT_STOPPED)
+
     def _plan_start(self, lead: Lead, generation: Generation) -> Start:
+        spec = self._spec
+        address = "127.0.0.1" if spec.main_address == "127.0.0.1" else ""
         return Start(
             generation=generation.number,
             generation_id=generation.id,
             candidates=[commit.key for commit in reachable_commits(self._job_store)],
-            rendezvous_port=free_port("127.0.0.1" if self._spec.main_address == "127.0.0.1" else ""),
+            rendezvous_port=rendezvous_port(address, spec.run, spec.attempt),
+            terms=self._terms_now(),
             rehearse=self._fault_still_due(),
             hosts=lead.hosts(self._host),
         )
+
+    def _terms_now(self) -> dict | None:
+        """The ranks count their own time only; what this gang has already cost by waiting for its nodes is added."""
+        if self._spec.terms is None:
+            return None
+        terms = Terms.from_json(self._spec.terms)
+        waited_usd = self._seconds() * terms.usd_per_rank_second * self._spec.world_size
+        return replace(terms, spent_usd=terms.spent_usd + waited_usd).to_json()
 
     def _fault_still_due(self) -> dict | None:
         """A rehearsed fault fires once per job, whatever the number of attempts."""
@@ -153,7 +177,7 @@ class _Agent:
             config=spec.config,
             store_uri=spec.store_uri,
             tokens=spec.tokens,
-            terms=spec.terms,
+            terms=start.terms,
             rehearse=start.rehearse,
             colocated_ranks=start.colocated_nodes(spec.node) * spec.processes_per_node,
             agent_pid=os.getpid(),
@@ -161,25 +185,26 @@ class _Agent:
         group = WorkerGroup(
             spec.ranks, spec.world_size, folder, worker_spec, (spec.main_address, start.rendezvous_port)
         )
+        echo = Echo(group)
         try:
-            return self._watch(group, peers)
+            return self._watch(group, peers, echo)
         finally:
             group.end(_END_GRACE_SECONDS)
-            self._echo(group)
+            echo.pass_on()
 
-    def _watch(self, group: WorkerGroup, peers: Peers) -> Verdict:
+    def _watch(self, group: WorkerGroup, peers: Peers, echo: Echo) -> Verdict:
         """Until the gang's verdict: report this node's news, hear the others'."""
         reported: dict[int, WorkerFailure] = {}
         finished = stopping = False
-        limits = {"init": self._cluster.start_deadline_seconds, "restore": self._cluster.start_deadline_seconds}
+        # The ranks have the same deadline to find each other, and name the missing; the agent speaks after them.
+        start_seconds = self._cluster.start_deadline_seconds + _START_MARGIN_SECONDS
+        limits = {"init": start_seconds, "restore": start_seconds}
         while (verdict := peers.poll()) is None:
-            failures = group.failures()
-            if stuck := group.stuck(limits, self._cluster.step_deadline_seconds):
-                failures.append(stuck)
+            failures = group.failures() + group.silent(limits, self._cluster.step_deadline_seconds)
             for failure in failures:
                 if failure.rank not in reported:
                     reported[failure.rank] = failure
-                    self._print(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
+                    say(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
                     peers.report(failure)
             if not finished and not failures and group.all_exited():
                 finished = True
@@ -188,15 +213,20 @@ class _Agent:
                 stopping = True
                 group.terminate()
             self._beat()
-            self._echo(group)
+            echo.pass_on()
             time.sleep(_POLL_SECONDS)
         if verdict.culprit:
-            self._show_logs(group, [rank for rank, failure in reported.items() if not failure.cascade])
+            show_last_lines(group, [rank for rank, failure in reported.items() if not failure.cascade])
         return verdict
 
     def _conclude(self, verdict: Verdict) -> GangOutcome:
         if verdict.outcome is None:
-            raise GangError(verdict.culprit, user_code=verdict.user_code)
+            raise GangError(
+                verdict.culprit,
+                user_code=verdict.user_code,
+                curable=verdict.curable,
+                outcome=Outcome(verdict.failed_as),
+            )
         return verdict.outcome
 
     def _open_log(self, generation: int) -> None:
@@ -204,7 +234,7 @@ class _Agent:
         origin = Origin(
             job=spec.job, run=spec.run, attempt=spec.attempt, generation=generation, node=spec.node, process="agent"
         )
-        self._log = EventLog(self._job_store, origin, flush_seconds=_BEAT_SECONDS)
+        self._log = EventLog(self._job_store, origin)
         # The node is paid for from the agent's first moment, not from when the generation had its number.
         self._log.emit(NODE_STARTED, at=self._born, ranks=list(spec.ranks), host=self._host, flush=True)
 
@@ -226,44 +256,18 @@ class _Agent:
     def _seconds(self) -> float:
         return time.monotonic() - self._born[1]
 
-    def _echo(self, group: WorkerGroup) -> None:
-        """Pass rank 0's whole lines on to our own output, which is what the user watches.
-
-        Up to a traceback: whether that is the cause or only follows from it, the verdict will say.
-        """
-        first = group.workers[0]
-        if first.rank != 0:
-            return
-        with open(first.log_path, "rb") as log:
-            log.seek(self._echoed)
-            data = log.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        if whole:
-            self._echoed += len(whole)
-            text, traceback, _ = whole.decode(errors="replace").partition("Traceback (most recent call last)")
-            if not self._muted:
-                sys.stdout.write(text)
-                sys.stdout.flush()
-            self._muted = self._muted or bool(traceback)
-
-    def _show_logs(self, group: WorkerGroup, ranks: list[int]) -> None:
-        for worker in group.workers:
-            if worker.rank in ranks:
-                self._print(f"last lines of rank {worker.rank} ({worker.log_path}):")
-                self._print("\n".join(f"| {line}" for line in worker.log_tail().splitlines()))
-
-    def _print(self, text: str) -> None:
-        print(text, flush=True)
-
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM means: save, leave, and let the attempt be repeated elsewhere."""
+        """SIGTERM and Ctrl-C mean: save, leave, and let the job go on elsewhere. A second Ctrl-C means: now."""
 
-        def ask(*_: object) -> None:
+        def ask(number: int, frame: object) -> None:
+            if self._asked_to_stop and number == signal.SIGINT:
+                raise KeyboardInterrupt
             self._asked_to_stop = True
 
-        before = signal.signal(signal.SIGTERM, ask)
+        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)

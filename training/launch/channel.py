@@ -10,7 +10,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from training.errors import GangError
@@ -43,8 +43,19 @@ class Connection:
         """All whole messages that have arrived, pings left out."""
         self._read()
         *lines, self._buffer = self._buffer.split(b"\n")
-        messages = [json.loads(line) for line in lines if line]
+        messages = [self._parse(line) for line in lines if line]
         return [message for message in messages if message.get("kind") != "ping"]
+
+    def _parse(self, line: bytes) -> Message:
+        """A peer that does not speak our language is closed, and what it said is passed over."""
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if isinstance(message, dict):
+            return message
+        self.closed = self.closed or "it does not speak our language"
+        return {"kind": "ping"}
 
     def keep_alive(self) -> None:
         now = time.monotonic()
@@ -82,12 +93,19 @@ class Lobby:
         self._listener = _listen("127.0.0.1" if address == "127.0.0.1" else "", ports)
         self.port = self._listener.getsockname()[1]
 
-    def roll_call(self, nodes: int, deadline_seconds: float) -> dict[int, tuple[Connection, Message]]:
-        """Wait for the other nodes. Returns each one's connection and hello; raises GangError naming the missing."""
+    def roll_call(
+        self, nodes: int, deadline_seconds: float, stopped: Callable[[], bool] = lambda: False
+    ) -> dict[int, tuple[Connection, Message]]:
+        """Wait for the other nodes. Returns each one's connection and hello; raises GangError naming the missing.
+
+        `stopped` is asked all along: whether this agent was told to leave.
+        """
         joined: dict[int, tuple[Connection, Message]] = {}
         strangers: list[Connection] = []
         limit = time.monotonic() + deadline_seconds
         while len(joined) < nodes - 1:
+            if stopped():
+                raise GangError("roll-call: this agent was told to leave")
             if time.monotonic() > limit:
                 missing = sorted(set(range(1, nodes)) - set(joined))
                 raise GangError(
@@ -95,7 +113,7 @@ class Lobby:
                     f"{self.port}; missing: {', '.join(f'node {node}' for node in missing)}"
                 )
             strangers += self._accept()
-            strangers = [peer for peer in strangers if not self._admit(peer, joined) and not peer.closed]
+            strangers = [peer for peer in strangers if not self._admit(peer, nodes, joined) and not peer.closed]
             time.sleep(0.02)
         return joined
 
@@ -109,27 +127,32 @@ class Lobby:
                 accepted.append(Connection(self._listener.accept()[0]))
         return accepted
 
-    def _admit(self, peer: Connection, joined: dict[int, tuple[Connection, Message]]) -> bool:
-        try:
-            hello = next(iter(peer.receive()), None)
-        except ValueError:
-            hello = {}
+    def _admit(self, peer: Connection, nodes: int, joined: dict[int, tuple[Connection, Message]]) -> bool:
+        """Whether this peer has been answered, one way or the other."""
+        hello = next(iter(peer.receive()), None)
         if hello is None:
             return False
-        if hello.get("token") != self._token:
+        if hello.get("token") != self._token or hello.get("node") not in range(1, nodes):
             peer.send({"kind": "stranger"})
             peer.close()
             return True
         peer.send({"kind": "welcome"})
-        joined[int(hello["node"])] = (peer, hello)
+        joined[hello["node"]] = (peer, hello)
         return True
 
 
-def join(address: str, ports: Sequence[int], token: str, hello: Message, deadline_seconds: float) -> Connection:
+def join(
+    address: str,
+    ports: Sequence[int],
+    token: str,
+    hello: Message,
+    deadline_seconds: float,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Connection:
     """Another node's side of the roll-call. Raises GangError when node 0 cannot be found in time."""
     limit = time.monotonic() + deadline_seconds
     last = "no answer"
-    while time.monotonic() < limit:
+    while time.monotonic() < limit and not stopped():
         for port in ports:
             try:
                 peer = socket.create_connection((address, port), timeout=min(5.0, deadline_seconds))

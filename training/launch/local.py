@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from infra.outcome import Outcome
 from training.errors import GangError
 from training.launch.ports import control_ports
 from training.launch.spec import GangOutcome, GangSpec
@@ -51,7 +52,7 @@ class LocalGang:
             raise GangError("node 0's agent was killed")
         result = json.loads(self._results[0].read_text())
         if "error" in result:
-            raise GangError(result["error"])
+            raise GangError(result["error"], curable=result["curable"], outcome=Outcome(result["outcome"]))
         return GangOutcome(**result)
 
     def kill(self) -> None:

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     try:
         result: dict = asdict(run_gang(spec))
     except TrainingError as error:
-        result = {"error": str(error)}
+        result = {"error": str(error), "curable": error.curable, "outcome": error.outcome}
     result_path.write_text(json.dumps(result))
     return int("error" in result)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from infra.events import EndReason
 from infra.outcome import Outcome
+from training import errors
 from training.launch.channel import Connection, Lobby, Message, join
 from training.launch.spec import GangOutcome, GangSpec
 from training.launch.workers import WorkerFailure
@@ -23,6 +26,7 @@ class Start:
     generation_id: str
     candidates: list[str]
     rendezvous_port: int
+    terms: dict | None
     rehearse: dict | None
     hosts: list[str]
 
@@ -32,12 +36,17 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The end of a generation: an `outcome` that the ranks agreed on, or a `culprit` that ended it."""
+    """The end of a generation: an `outcome` that the ranks agreed on, or a `culprit` that ended it.
+
+    curable: a new attempt may end better. failed_as: the job's outcome when it does not.
+    """
 
     outcome: GangOutcome | None = None
     culprit: str = ""
     reason: str = ""
     user_code: bool = False
+    curable: bool = True
+    failed_as: str = Outcome.FAILED.value
 
 
 class Peers(Protocol):
@@ -62,10 +71,10 @@ class Lead:
         self._finished: dict[int, dict[int, dict]] = {}
         self._start: Start | None = None
 
-    def roll_call(self, deadline_seconds: float) -> None:
+    def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         if self._lobby is None:
             return
-        joined = self._lobby.roll_call(self._spec.nodes, deadline_seconds)
+        joined = self._lobby.roll_call(self._spec.nodes, deadline_seconds, stopped)
         self._members = {node: connection for node, (connection, _) in joined.items()}
         self._hellos = {node: hello for node, (_, hello) in joined.items()}
 
@@ -75,6 +84,10 @@ class Lead:
     def start(self, start: Start) -> None:
         self._start = start
         self._broadcast({"kind": "start", **asdict(start)})
+
+    def give_up(self, verdict: Verdict) -> Verdict:
+        """There will be no start, or no further word: everybody is told why."""
+        return self._announce(verdict)
 
     def report(self, failure: WorkerFailure) -> None:
         self._failures.append(failure)
@@ -115,15 +128,34 @@ class Lead:
     def _guilty(self) -> Verdict:
         worst = min(self._failures, key=lambda failure: failure.priority)
         lost_node = (worst.killed_by or "").startswith("node ")
-        culprit = worst.message if lost_node else f"rank {worst.rank}: {worst.message}"
-        reason = (
-            "node_lost" if lost_node else "rank_killed" if worst.killed_by else "hang" if worst.hung else "rank_failed"
+        kind = getattr(errors, worst.error, errors.GangError)
+        if lost_node:
+            reason = EndReason.NODE_LOST
+        elif worst.killed_by:
+            reason = EndReason.RANK_KILLED
+        elif worst.hung:
+            reason = EndReason.HANG
+        elif kind is errors.GenerationSuperseded:
+            reason = EndReason.SUPERSEDED
+        else:
+            reason = EndReason.RANK_FAILED
+        return Verdict(
+            culprit=worst.message if lost_node else f"rank {worst.rank}: {worst.message}",
+            reason=reason,
+            user_code=reason is EndReason.RANK_FAILED and not worst.cascade,
+            curable=kind.curable,
+            failed_as=kind.outcome.value,
         )
-        return Verdict(culprit=culprit, reason=reason, user_code=reason == "rank_failed" and not worst.cascade)
 
     def _agreed(self) -> Verdict:
         results = {rank: result for node in self._finished.values() for rank, result in node.items()}
         first = results[0]
+        strays = [rank for rank, result in sorted(results.items()) if _ending(result) != _ending(first)]
+        if strays:
+            culprit = (
+                f"ranks did not end alike: rank 0 {_ending(first)}, rank {strays[0]} {_ending(results[strays[0]])}"
+            )
+            return Verdict(culprit=culprit, reason=EndReason.RANK_FAILED)
         outcome = GangOutcome(
             outcome=Outcome(first["outcome"]).value,
             step=int(first["step"]),
@@ -145,9 +177,9 @@ class Lead:
 class Member:
     """Any other node's view: it reports to node 0 and does what node 0 says."""
 
-    def __init__(self, spec: GangSpec, host: str, deadline_seconds: float) -> None:
+    def __init__(self, spec: GangSpec, host: str, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         hello: Message = {"node": spec.node, "host": host}
-        self._lead = join(spec.main_address, spec.candidate_ports, token(spec), hello, deadline_seconds)
+        self._lead = join(spec.main_address, spec.candidate_ports, token(spec), hello, deadline_seconds, stopped)
 
     def await_start(self, deadline_seconds: float) -> Start | Verdict:
         """The start, or the verdict that there will be none."""
@@ -164,7 +196,7 @@ class Member:
             self._lead.keep_alive()
             time.sleep(0.02)
         cause = self._lead.closed or f"no start within {deadline_seconds:g} s"
-        return Verdict(culprit=f"node 0 was lost before the start: {cause}", reason="node_lost")
+        return Verdict(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
 
     def report(self, failure: WorkerFailure) -> None:
         self._lead.send({"kind": "failed", "failure": asdict(failure)})
@@ -178,7 +210,7 @@ class Member:
             if message.pop("kind") == "verdict":
                 return _verdict(message)
         if self._lead.closed:
-            return Verdict(culprit=f"node 0 was lost: {self._lead.closed}", reason="node_lost")
+            return Verdict(culprit=f"node 0 was lost: {self._lead.closed}", reason=EndReason.NODE_LOST)
         return None
 
     def close(self) -> None:
@@ -188,6 +220,10 @@ class Member:
 def token(spec: GangSpec) -> str:
     """Tells agents of this start from anybody else who happens to listen on the same port."""
     return f"{spec.job}/{spec.run}/{spec.attempt}/{spec.nodes}x{spec.processes_per_node}"
+
+
+def _ending(result: dict) -> tuple[str, int, str | None]:
+    return result["outcome"], int(result["step"]), result.get("weights_sha256")
 
 
 def _verdict(message: dict[str, Any]) -> Verdict:

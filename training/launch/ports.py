@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import socket
 
+from training.errors import GangError
+
 # Below Linux's default ephemeral range (32768-60999), so that no outgoing connection holds one by chance.
 _FIRST, _COUNT = 20_000, 12_000
 
@@ -15,8 +17,25 @@ def control_ports(run: str, attempt: int, *, tries: int = 8) -> list[int]:
     return [_FIRST + int.from_bytes(digest[2 * i : 2 * i + 2], "big") % _COUNT for i in range(tries)]
 
 
+def rendezvous_port(address: str, run: str, attempt: int) -> int:
+    """The first free port for torch's store, from a list of its own for each run and attempt.
+
+    Node 0 looks and tells the others. Raises GangError when none of the list is free.
+    """
+    ports = control_ports(f"{run}/rendezvous", attempt)
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue
+            return port
+    raise GangError(f"none of the rendezvous ports {ports} is free on this machine")
+
+
 def free_port(address: str) -> int:
-    """A port that was free a moment ago on this machine's `address`."""
+    """Any port that was free a moment ago: for servers that tell their own clients, such as a benchmark's."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]

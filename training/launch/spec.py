@@ -15,6 +15,7 @@ class GangSpec:
     """One node's view of a gang to run. Every node gets the same but for `node`.
 
     main_address: where node 0's agent listens for the others.
+    terms, rehearse: node 0's count, and it tells the others.
     attempt: counts the starts that the scheduler made (Metaflow's retry count, plus earlier runs of the job).
     candidate_ports: control ports to try in order, the same on every node (see `control_ports`).
     """

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from infra.process import process_state
 from training.launch.heartbeat import Beat, Heartbeat
 from training.launch.spec import SPEC_VARIABLE, WorkerSpec
 
@@ -26,7 +27,9 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 class WorkerFailure:
     """Why a rank ended, or must be.
 
-    killed_by: signal name when it died of one. cascade: it only followed a peer's death. hung: alive, without progress.
+    killed_by: signal name when it died of one. cascade: it only followed a peer's death. hung: alive, without progress;
+    stopped: and not even scheduled (SIGSTOP, a debugger). error: name of its exception's class.
+    timestamp: Unix time of the death, or of the last progress of a hung rank.
     """
 
     rank: int
@@ -34,6 +37,8 @@ class WorkerFailure:
     killed_by: str | None = None
     cascade: bool = False
     hung: bool = False
+    stopped: bool = False
+    error: str = ""
     timestamp: float = 0.0
 
     @property
@@ -44,8 +49,10 @@ class WorkerFailure:
 
     @property
     def priority(self) -> tuple[int, float]:
-        """Smaller is guiltier: killed by a signal, then an own exception by time, then what a lost peer caused."""
-        return (0 if self.killed_by else 2 if self.cascade else 1, self.timestamp)
+        """Smaller is guiltier: what is proven (killed, stopped), then an own exception, then who is only silent, then
+        what a lost peer caused; among equals the first by time."""
+        proven = self.killed_by or self.stopped
+        return (0 if proven else 3 if self.cascade else 2 if self.hung else 1, self.timestamp)
 
 
 class Worker:
@@ -100,7 +107,29 @@ class Worker:
             name = signal.Signals(-code).name
             return WorkerFailure(rank=self.rank, message=f"killed by {name}", killed_by=name, timestamp=time.time())
         message, timestamp = self._error()
-        return WorkerFailure(rank=self.rank, message=message, cascade=_is_cascade(message), timestamp=timestamp)
+        return WorkerFailure(
+            rank=self.rank,
+            message=message,
+            cascade=_is_cascade(message),
+            error=message.partition(":")[0],
+            timestamp=timestamp,
+        )
+
+    def silence(self, limit_seconds: float) -> WorkerFailure | None:
+        """That it is alive and has made no progress for longer than the limit, or None."""
+        beat, now = self.beat, time.monotonic()
+        if self.process.poll() is not None or now - beat.t_mono <= limit_seconds:
+            return None
+        stopped = process_state(self.process.pid) in ("T", "t")
+        silent_seconds = now - beat.t_mono
+        text = f"no progress for {silent_seconds:.0f} s (limit {limit_seconds:g} s) at step {beat.step} in {beat.phase}"
+        return WorkerFailure(
+            rank=self.rank,
+            message=text + (", stopped by a signal" if stopped else ""),
+            hung=True,
+            stopped=stopped,
+            timestamp=time.time() - silent_seconds,
+        )
 
     def log_tail(self, lines: int = 20) -> str:
         try:
@@ -137,19 +166,10 @@ class WorkerGroup:
     def results(self) -> dict[int, dict]:
         return {worker.rank: result for worker in self.workers if (result := worker.result())}
 
-    def stuck(self, limits: Mapping[str, float], default_seconds: float) -> WorkerFailure | None:
-        """The rank that has been without progress longest, if longer than its phase allows."""
-        now = time.monotonic()
-        running = [worker for worker in self.workers if worker.process.poll() is None]
-        for worker in sorted(running, key=lambda worker: worker.beat.t_mono):
-            beat = worker.beat
-            limit = limits.get(beat.phase, default_seconds)
-            if now - beat.t_mono > limit:
-                text = (
-                    f"no progress for {now - beat.t_mono:.0f} s (limit {limit:g} s) at step {beat.step} in {beat.phase}"
-                )
-                return WorkerFailure(rank=worker.rank, message=text, hung=True, timestamp=time.time())
-        return None
+    def silent(self, limits: Mapping[str, float], default_seconds: float) -> list[WorkerFailure]:
+        """Every rank that has been without progress for longer than its phase allows."""
+        found = (worker.silence(limits.get(worker.beat.phase, default_seconds)) for worker in self.workers)
+        return [failure for failure in found if failure]
 
     def terminate(self) -> None:
         """Ask every rank to save and leave."""

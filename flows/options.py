@@ -1,0 +1,96 @@
+"""What a user may type after `run`, checked before Metaflow is imported: an error should not wait for a scheduler."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from flows.checks import run_all_checks
+from flows.job import PROJECT_ROOT
+from infra.config import ConfigError, load_config
+from infra.errors import InfraError
+from infra.layout import check_job_name, job_prefix
+from infra.outcome import Outcome
+from infra.preflight import blocking, render_results
+from infra.store import Store
+from training.rehearse import Fault
+
+if TYPE_CHECKING:
+    from infra.config.schema import RunConfig
+
+_DEFAULT_CONFIG = PROJECT_ROOT / "configs" / "laptop.yaml"
+# What a commit can only be continued with: the model's shape, and which sample has which number.
+_FIXED_FOR_A_JOB = ("model", "data", "training.seed")
+
+
+def checked_options(options: list[str]) -> list[str]:
+    """The options of `run` with --config and --set replaced by the one checked configuration, as JSON.
+
+    Exits with 2 for a bad configuration, fault or job name, and with 3 when a quick check forbids the run.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=str(_DEFAULT_CONFIG))
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--rehearse", default="")
+    parser.add_argument("--job", default="")
+    known, rest = parser.parse_known_args(options)
+    try:
+        loaded = load_config(known.config, known.overrides, project_root=PROJECT_ROOT, cwd=Path.cwd())
+        if known.rehearse:
+            _check_rehearsal(known.rehearse, loaded.config)
+        if known.job:
+            check_job_name(known.job)
+    except ConfigError as error:
+        _refuse(str(error), Outcome.CONFIG)
+    except InfraError as error:
+        _refuse(str(error), error.outcome)
+    failed = blocking(run_all_checks(loaded.config, known.config, quick_only=True))
+    if failed:
+        _refuse(render_results(failed), Outcome.PREFLIGHT)
+    if known.job:
+        _check_continuation(known.job, loaded.config)
+    settings = {"path": known.config, "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
+    return ["--config", json.dumps(settings), "--rehearse", known.rehearse, "--job", known.job, *rest]
+
+
+def _check_rehearsal(text: str, config: RunConfig) -> None:
+    fault = Fault.parse(text)
+    nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
+    if isinstance(nodes, int) and isinstance(processes, int):
+        fault.check(max_steps=config.training.max_steps, nodes=nodes, world_size=nodes * processes)
+
+
+def _check_continuation(job: str, config: RunConfig) -> None:
+    """A job that exists goes on with its own model and data, or not at all."""
+    store = Store.open(config.store).sub(job_prefix(job))
+    if store.head("config.json") is None:
+        return
+    before = json.loads(store.get("config.json"))["config"]
+    now = config.model_dump(mode="json")
+    changed = [
+        f"  {path}: {json.dumps(_at(before, path))} before, {json.dumps(_at(now, path))} now"
+        for path in _FIXED_FOR_A_JOB
+        if _at(before, path) != _at(now, path)
+    ]
+    if changed:
+        _refuse(
+            f"job {job} exists in {config.store} and cannot go on with another model or other data:\n"
+            + "\n".join(changed)
+            + "\n  hint: choose another --job, or bring back the former values",
+            Outcome.CONFIG,
+        )
+
+
+def _at(config: dict, path: str) -> object:
+    value: object = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _refuse(text: str, outcome: Outcome) -> NoReturn:
+    print(text, file=sys.stderr)
+    sys.exit(outcome.exit_code)

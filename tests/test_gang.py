@@ -1,0 +1,102 @@
+"""Whole gangs of real ranks without Metaflow: who is blamed for a hang, and what is not worth a second try."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.config.schema import RunConfig
+from infra.events import GENERATION_ENDED, read_events
+from infra.layout import job_prefix
+from infra.process import children
+from infra.store import Store
+from tests.support.flow import wait_until
+from training.data import prepare_tokens
+from training.errors import GangError
+from training.launch import GangSpec
+from training.launch.local import LocalGang
+
+TEXT = "def double(number):\n    return 2 * number\n" * 400
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> GangSpec:
+    """Two nodes of one rank, far more steps than any test waits for."""
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.py").write_text(TEXT)
+    config = RunConfig(
+        store=str(tmp_path / "store"),
+        model={"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 32},
+        training={"batch_size": 4, "max_steps": 1_000_000, "evaluation_interval_steps": 1_000_000},
+        data={"path": str(tmp_path / "text"), "held_out_fraction": 0.3, "held_out_samples": 4},
+        checkpoint={"interval_steps": 20},
+        cluster={"step_deadline_seconds": 4.0, "start_deadline_seconds": 60.0},
+    )
+    tokens = prepare_tokens(config.data, Store.open(config.store), project_root=tmp_path)
+    return GangSpec(
+        job="job",
+        run="run",
+        attempt=0,
+        node=0,
+        nodes=2,
+        processes_per_node=1,
+        main_address="127.0.0.1",
+        config=config.model_dump(mode="json"),
+        store_uri=config.store,
+        tokens=tokens.fingerprint,
+        log_folder=str(tmp_path / "logs"),
+    )
+
+
+def start(spec: GangSpec, folder: Path) -> LocalGang:
+    return LocalGang(spec, folder, folder.parent / "output.log")
+
+
+def job_store(spec: GangSpec) -> Store:
+    return Store.open(spec.store_uri).sub(job_prefix(spec.job))
+
+
+def await_commit(spec: GangSpec) -> None:
+    wait_until("a commit", lambda: job_store(spec).list("commits"), timeout=60)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_rank_is_named_and_ended(frozen: int, spec: GangSpec, tmp_path: Path) -> None:
+    gang = start(spec, tmp_path / "gang")
+    await_commit(spec)
+    [rank] = children(gang.agents[frozen].pid)
+    os.kill(rank, signal.SIGSTOP)
+    with pytest.raises(GangError, match=rf"^rank {frozen}: no progress .* stopped by a signal"):
+        gang.wait(60)
+    assert not Path(f"/proc/{rank}").exists()
+    [ended] = [event for event in read_events(job_store(spec)) if event.name == GENERATION_ENDED]
+    assert ended.data["reason"] == "hang" and not ended.data["user_code"]
+
+
+def test_another_model_than_the_commits_is_refused_and_not_tried_again(spec: GangSpec, tmp_path: Path) -> None:
+    first = start(spec, tmp_path / "first")
+    await_commit(spec)
+    first.kill()
+    config = {**spec.config, "model": {**spec.config["model"], "hidden_size": 48}}
+    second = start(replace(spec, config=config, attempt=1), tmp_path / "second")
+    with pytest.raises(GangError, match=r"32.*48|48.*32") as error:
+        second.wait(60)
+    assert not error.value.curable and error.value.outcome == "config"
+
+
+def test_of_two_launchers_the_older_gives_way_for_good(spec: GangSpec, tmp_path: Path) -> None:
+    older = start(spec, tmp_path / "older")
+    await_commit(spec)
+    newer = start(replace(spec, run="other"), tmp_path / "newer")
+    with pytest.raises(GangError) as error:
+        older.wait(60)
+    assert not error.value.curable
+    time.sleep(1)
+    assert all(agent.poll() is None for agent in newer.agents), "the newer gang was disturbed"
+    newer.kill()

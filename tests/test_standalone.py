@@ -1,0 +1,99 @@
+"""`torchrun -m training`: restarted workers go on with the job that the first ones began."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infra.events import read_events
+from infra.layout import check_job_name
+from infra.store import Store
+from tests.support.gangs import PROJECT_ROOT, free_port
+from training.standalone import default_job_name
+
+STEPS = 200
+SETTINGS = {
+    "model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 32},
+    "training": {"batch_size": 8, "max_steps": STEPS, "evaluation_interval_steps": STEPS},
+    "checkpoint": {"interval_steps": 10},
+    "data": {"suffixes": [".txt"], "held_out_fraction": 0.3, "held_out_samples": 4},
+}
+
+
+def write_config(folder: Path) -> Path:
+    """As YAML, of which JSON is a part."""
+    texts = folder / "texts"
+    texts.mkdir()
+    for number in range(6):
+        (texts / f"{number}.txt").write_text("".join(f"{number} and {line} is {number + line}.\n" for line in range(60)))
+    data = {**SETTINGS["data"], "path": str(texts)}
+    path = folder / "config.yaml"
+    path.write_text(json.dumps({**SETTINGS, "data": data, "store": str(folder / "store")}))
+    return path
+
+
+def pid_of_rank(torchrun: int, rank: int) -> int | None:
+    """Of the worker that torchrun's agent has started as this rank."""
+    for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return int(pid)
+    return None
+
+
+def run_and_kill_rank_1(folder: Path, rendezvous: list[str]) -> str:
+    """Let torchrun train; kill a rank once there is a commit. Returns the output, when all has ended well."""
+    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
+    command += ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
+    environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(PROJECT_ROOT))
+    log = folder / "torchrun.log"
+    with open(log, "wb") as out:
+        torchrun = subprocess.Popen(
+            [*command, "-m", "training", str(write_config(folder))],
+            cwd=PROJECT_ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        limit = time.monotonic() + 60
+        while not list(folder.glob("store/jobs/*/commits/*/*/*.json")):
+            assert time.monotonic() < limit and torchrun.poll() is None, log.read_text()
+            time.sleep(0.02)
+        os.kill(pid_of_rank(torchrun.pid, 1), signal.SIGKILL)
+        assert torchrun.wait(90) == 0, log.read_text()
+    finally:
+        torchrun.terminate()  # its ranks too; those have sessions of their own
+        torchrun.wait(30)
+    return log.read_text()
+
+
+@pytest.mark.parametrize("rendezvous", ["with a run id", "without"])
+def test_a_restart_by_torchrun_goes_on_with_the_same_job(tmp_path: Path, rendezvous: str) -> None:
+    static = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    output = run_and_kill_rank_1(tmp_path, ["--standalone"] if rendezvous == "with a run id" else static)
+    jobs = list((tmp_path / "store" / "jobs").iterdir())
+    assert len(jobs) == 1, output
+    records = [json.loads(path.read_text()) for path in sorted(jobs[0].glob("generations/*.json"))]
+    assert [(record["generation"], record["attempt"]) for record in records] == [(1, 0), (2, 1)]
+    resumed_at = records[1]["parent_step"]
+    assert 0 < resumed_at < STEPS, "the rank was killed in mid-job, after a commit"
+    events = read_events(Store.open(str(jobs[0])))
+    second = [event.step for event in events if event.name == "step" and (event.generation, event.rank) == (2, 0)]
+    assert second == list(range(resumed_at + 1, STEPS + 1))
+    first = {event.step for event in events if event.name == "step" and event.generation == 1}
+    assert first >= set(range(1, resumed_at + 1))
+    prepared = [event for event in events if event.name == "prepared"]
+    assert [event.generation for event in prepared] == [1, 2]
+    assert all(event.data["unigram_entropy_nats"] > 1 and event.data["train_tokens"] > 0 for event in prepared)
+    assert [event.data["outcome"] for event in events if event.name == "outcome"] == ["completed"]
+
+
+@pytest.mark.parametrize("run_id", ["3f0c", "my/job: 1", "my/job. 1", "x" * 300, "…"])
+def test_any_run_id_makes_a_name_of_its_own(run_id: str) -> None:
+    name = default_job_name({"TORCHELASTIC_RUN_ID": run_id}, 1)
+    assert check_job_name(name) == name == default_job_name({"TORCHELASTIC_RUN_ID": run_id}, 1)
+    assert name not in {default_job_name({"TORCHELASTIC_RUN_ID": other}, 1) for other in ("my-job--1", "x" * 80)}
