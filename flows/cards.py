@@ -9,7 +9,16 @@ from typing import Any
 
 from metaflow.cards import Markdown, Table, VegaChart
 
-from cost.figures import comparison_header, comparison_rows, key_figures, ledger_rows, trust_lines
+from cost.figures import (
+    GENERATION_HEADER,
+    comparison_header,
+    comparison_rows,
+    generation_rows,
+    key_figures,
+    ledger_rows,
+    trust_lines,
+)
+from cost.next_step import resume_line
 from cost.report import RunReport
 
 
@@ -25,8 +34,13 @@ def show_report(card: Any, report: dict) -> None:
     if curve:
         card.append(Markdown("## Loss"))
         card.append(VegaChart(_loss_chart(curve)))
+    if starts := generation_rows(run):
+        card.append(Markdown("## Generations"))
+        card.append(Table([_cells(row) for row in starts], headers=list(GENERATION_HEADER)))
     card.append(Markdown("## Plan against actual"))
     card.append(Table([_cells(row) for row in comparison_rows(run)], headers=_cells(comparison_header(run))))
+    if step := resume_line(run):
+        card.append(Markdown(f"## Next\n{_text(step.words)}: {_text(step.command)}"))
     card.append(Markdown("## How far to trust this"))
     card.append(Markdown("\n".join(f"- {_text(line)}" for line in trust_lines(run))))
 

@@ -150,6 +150,12 @@ def _job_of(flow_name: str, run_id: str) -> Job | None:
         return None
 
 
+def _this_python() -> str:
+    """How a user types this interpreter: from the project's folder when it lies below it."""
+    path = Path(sys.executable)
+    return str(path.relative_to(PROJECT_ROOT) if path.is_relative_to(PROJECT_ROOT) else path)
+
+
 def _tell(job: Job, code: int, started: float) -> int:
     """Print the report, which is rebuilt from the event log when the run died before writing it."""
     from cost.errors import CostError
@@ -166,6 +172,6 @@ def _tell(job: Job, code: int, started: float) -> int:
     except (InfraError, CostError) as error:
         print(f"no report: {error}", file=sys.stderr)
         return error.outcome.exit_code or code
-    print(render(report))
+    print(render(report, python=_this_python()))
     print(f"\nreport: {RUNS / job.name / 'report.html'}")
     return report.exit_code or code

@@ -16,6 +16,7 @@ from infra.config.schema import RunConfig
 from infra.errors import ObjectNotFound
 from infra.layout import job_prefix
 from infra.store import Store
+from training.assembly import open_saver
 from training.checkpoint import (
     Checkpointer,
     Generation,
@@ -26,7 +27,6 @@ from training.checkpoint import (
 )
 from training.checkpoint.checksum import sha256_text
 from training.checkpoint.manifest import Manifest, Save
-from training.assembly import open_saver
 from training.errors import CheckpointError, DamagedLineage, GenerationSuperseded, TwoLaunchers
 from training.gang import Gang
 from training.launch.spec import WorkerSpec

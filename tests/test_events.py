@@ -22,7 +22,7 @@ NEVER = 3600.0
 
 
 class TroubledStore(Store):
-    """A local store whose `put` first asks `trouble`, which may raise or hang; `arrives` then tells of what it raised."""
+    """A local store whose `put` asks `trouble`, which may raise or hang: before the bytes arrive, or after it."""
 
     def __init__(self, folder: Path, trouble: Callable[[], None], *, arrives: bool = False) -> None:
         inner = Store.open(str(folder))

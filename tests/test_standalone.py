@@ -32,7 +32,9 @@ def write_config(folder: Path) -> Path:
     texts = folder / "texts"
     texts.mkdir()
     for number in range(6):
-        (texts / f"{number}.txt").write_text("".join(f"{number} and {line} is {number + line}.\n" for line in range(60)))
+        (texts / f"{number}.txt").write_text(
+            "".join(f"{number} and {line} is {number + line}.\n" for line in range(60))
+        )
     data = {**SETTINGS["data"], "path": str(texts)}
     path = folder / "config.yaml"
     path.write_text(json.dumps({**SETTINGS, "data": data, "store": str(folder / "store")}))

@@ -64,9 +64,9 @@ class Limits:
         if stop is Stop.BUDGET and terms and terms.budget_usd is not None:
             return (
                 f"budget: ${self.spent_usd:.4f} spent of ${terms.budget_usd:.4f}, of which ${terms.reserve_usd:.4f} "
-                "is kept for the last save; fix: raise cost.budget_usd and resume"
+                "is kept for the last save; fix: run the job again with a larger cost.budget_usd"
             )
         if stop is Stop.DEADLINE and terms and terms.deadline_utc is not None:
             over = time.time() - terms.deadline_utc
-            return f"deadline: now is {over:+.0f} s from it; fix: raise cost.deadline_hours and resume"
+            return f"deadline: now is {over:+.0f} s from it; fix: run the job again with a later cost.deadline_hours"
         return "asked to leave (SIGTERM): saved, to be resumed" if stop is Stop.INTERRUPTED else ""

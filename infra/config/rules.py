@@ -88,7 +88,9 @@ def _warm_up_fits(config: RunConfig) -> tuple[str, str | None] | None:
     if warmup <= steps:
         return None
     message = f"training.scheduler.warmup_steps must not exceed training.max_steps: {warmup} > {steps}"
-    return message, _set(("training.scheduler.warmup_steps", [max(1, steps // 10)]), ("training.max_steps", [warmup * 10]))
+    return message, _set(
+        ("training.scheduler.warmup_steps", [max(1, steps // 10)]), ("training.max_steps", [warmup * 10])
+    )
 
 
 def _commits_before_the_end(config: RunConfig) -> tuple[str, str | None] | None:
