@@ -12,6 +12,7 @@ from metaflow.exception import MetaflowException
 
 from flows.checks import run_all_checks
 from flows.job import PROJECT_ROOT, Job, mark_latest
+from infra.errors import InfraError
 from infra.events import OUTCOME, PLAN, PREFLIGHT, PREPARED, read_events
 from infra.outcome import Outcome
 
@@ -132,8 +133,8 @@ def train_node(flow: Any, this: Any) -> dict:
     )
     try:
         outcome = run_gang(spec)
-    except TrainingError as error:
-        if error.curable:
+    except (TrainingError, InfraError) as error:
+        if isinstance(error, InfraError) or error.curable:  # a store that is away may be back
             raise StepFailed(error.outcome, str(error)) from error
         say(f"no new attempt can cure this: {error}")
         return {"outcome": error.outcome.value, "step": None, "weights_sha256": None}

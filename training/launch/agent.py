@@ -236,7 +236,7 @@ class _Agent:
         )
         self._log = EventLog(self._job_store, origin)
         # The node is paid for from the agent's first moment, not from when the generation had its number.
-        self._log.emit(NODE_STARTED, at=self._born, ranks=list(spec.ranks), host=self._host, flush=True)
+        self._log.emit(NODE_STARTED, at=self._born, ranks=list(spec.ranks), host=self._host)
 
     def _close_log(self, verdict: Verdict) -> None:
         self._emit(NODE_ENDED, seconds=self._seconds(), reason=verdict.reason)
