@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.gangs import free_port
 from training.errors import GangError
 from training.launch.channel import Lobby, join
 from training.launch.heartbeat import Heartbeat
-from training.launch.ports import control_ports, free_port
+from training.launch.ports import control_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,7 +27,7 @@ def test_ports_are_the_same_everywhere_and_differ_between_attempts() -> None:
 
 
 def test_roll_call_names_the_missing_nodes_within_its_deadline() -> None:
-    ports = [free_port("127.0.0.1")]
+    ports = [free_port()]
     lobby = Lobby("127.0.0.1", ports, "token")
     present = threading.Thread(target=join, args=("127.0.0.1", ports, "token", {"node": 2, "host": "b"}, 5))
     present.start()
@@ -40,14 +41,14 @@ def test_roll_call_names_the_missing_nodes_within_its_deadline() -> None:
 
 def test_a_node_that_finds_nobody_says_so() -> None:
     with pytest.raises(GangError, match="node 1 could not reach node 0 within 1 s"):
-        join("127.0.0.1", [free_port("127.0.0.1")], "token", {"node": 1, "host": "b"}, deadline_seconds=1)
+        join("127.0.0.1", [free_port()], "token", {"node": 1, "host": "b"}, deadline_seconds=1)
 
 
 def test_a_taken_port_is_passed_over_by_both_sides() -> None:
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
-        ports = [stranger.getsockname()[1], free_port("127.0.0.1")]
+        ports = [stranger.getsockname()[1], free_port()]
         lobby = Lobby("127.0.0.1", ports, "token")
         assert lobby.port == ports[1]
         stranger.close()  # refuses from now on: the node goes on to the next port
@@ -59,7 +60,7 @@ def test_a_taken_port_is_passed_over_by_both_sides() -> None:
 
 
 def test_an_agent_of_another_job_is_sent_away() -> None:
-    ports = [free_port("127.0.0.1")]
+    ports = [free_port()]
     lobby = Lobby("127.0.0.1", ports, "ours")
     errors: list[BaseException] = []
 
@@ -79,7 +80,7 @@ def test_an_agent_of_another_job_is_sent_away() -> None:
 
 
 def test_messages_cross_and_a_closed_end_is_noticed() -> None:
-    ports = [free_port("127.0.0.1")]
+    ports = [free_port()]
     lobby = Lobby("127.0.0.1", ports, "t")
     ends: list = []
     thread = threading.Thread(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 _ROUNDS = 6
+_BLOCK = 4096
 _U64 = np.uint64
 
 
@@ -24,9 +25,24 @@ class SampleOrder:
         self._seed = _U64(seed % 2**64)
         self._half_bits = _U64(max(1, (max(windows - 1, 1).bit_length() + 1) // 2))
         self._half_mask = _U64((1 << int(self._half_bits)) - 1)
+        self._remembered: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def window(self, first: int, count: int) -> np.ndarray:
         """Window numbers, int64 [count], of the global sample indices first … first + count − 1."""
+        parts = []
+        while count > 0:
+            number, start = divmod(first, _BLOCK)
+            parts.append(self._block(number)[start : start + count])
+            first, count = first + len(parts[-1]), count - len(parts[-1])
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def _block(self, number: int) -> np.ndarray:
+        """One block of the order. The last one is remembered: numpy's calls cost more than the numbers they make."""
+        if self._remembered[0] != number:
+            self._remembered = (number, self._compute(number * _BLOCK, _BLOCK))
+        return self._remembered[1]
+
+    def _compute(self, first: int, count: int) -> np.ndarray:
         samples = np.arange(first, first + count, dtype=np.uint64)
         epochs, positions = np.divmod(samples, _U64(self.windows))
         keys = _mix(_mix(np.full(count, self._seed, dtype=np.uint64)) ^ epochs)

@@ -32,10 +32,3 @@ def rendezvous_port(address: str, run: str, attempt: int) -> int:
                 continue
             return port
     raise GangError(f"none of the rendezvous ports {ports} is free on this machine")
-
-
-def free_port(address: str) -> int:
-    """Any port that was free a moment ago: for servers that tell their own clients, such as a benchmark's."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
