@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,10 +27,10 @@ from training.launch.spec import GangOutcome, GangSpec
 from training.launch.workers import PROJECT_ROOT
 
 _VICTIMS = ("rank", "uploader", "agent", "everything")
-_TIMEOUT_SECONDS = 300.0
+_TIMEOUT_SECONDS = 600.0
+_STEPS_PER_KILL = 200  # so that the job outlasts its kills
 _CONFIG = {
     "model": {"hidden_size": 64, "num_layers": 2, "sequence_length": 64},
-    "training": {"batch_size": 16, "max_steps": 1500, "evaluation_interval_steps": 500},
     "checkpoint": {"interval_steps": 10},
     "data": {"held_out_samples": 16},
 }
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the schedule (default 0)")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="ebbflow-soak-") as folder:
-        spec = _spec(Path(folder))
+        spec = _spec(Path(folder), given.kills)
         quiet, _ = _run(spec("quiet"), Path(folder), kills=0, seed=given.seed)
         print(f"quiet job: step {quiet.step}, weights {quiet.weights_sha256}", flush=True)
         soaked, tally = _run(spec("soaked"), Path(folder), kills=given.kills, seed=given.seed)
@@ -61,9 +62,11 @@ def main(arguments: list[str]) -> int:
     return 0 if same else 1
 
 
-def _spec(folder: Path):
+def _spec(folder: Path, kills: int) -> Callable[[str], GangSpec]:
     """Specs of jobs that share one store in `folder`, by job name."""
-    config = RunConfig(store=str(folder / "store"), **_CONFIG)
+    steps = _STEPS_PER_KILL * max(kills, 2)
+    training = {"batch_size": 16, "max_steps": steps, "evaluation_interval_steps": steps // 2}
+    config = RunConfig(store=str(folder / "store"), training=training, **_CONFIG)
     store = Store.open(config.store)
     tokens = prepare_tokens(config.data, store, project_root=PROJECT_ROOT)
     return lambda job: GangSpec(
