@@ -13,7 +13,7 @@ import pytest
 from infra.config.schema import RunConfig
 from infra.events import GENERATION_ENDED, read_events
 from infra.layout import job_prefix
-from infra.process import children
+from infra.process import children, process_state
 from infra.store import Store
 from tests.support.flow import wait_until
 from training.data import prepare_tokens
@@ -77,6 +77,15 @@ def test_a_frozen_rank_is_named_and_ended(frozen: int, spec: GangSpec, tmp_path:
     assert not Path(f"/proc/{rank}").exists()
     [ended] = [event for event in read_events(job_store(spec)) if event.name == GENERATION_ENDED]
     assert ended.data["reason"] == "hang" and not ended.data["user_code"]
+
+
+def test_a_rank_frozen_while_it_starts_does_not_outlive_its_agent(spec: GangSpec, tmp_path: Path) -> None:
+    gang = start(spec, tmp_path / "gang")
+    [rank] = wait_until("rank 1", lambda: children(gang.agents[1].pid), timeout=30)
+    wait_until("its first imports", lambda: "torch" in Path(f"/proc/{rank}/maps").read_text(), timeout=30)
+    os.kill(rank, signal.SIGSTOP)
+    gang.kill()
+    wait_until("the end of the rank", lambda: process_state(rank) in ("", "Z"), timeout=3)
 
 
 def test_another_model_than_the_commits_is_refused_and_not_tried_again(spec: GangSpec, tmp_path: Path) -> None:

@@ -19,9 +19,19 @@ def main(arguments: list[str]) -> None:
         from training.bench import main as bench
 
         sys.exit(bench(arguments[1:]))
+    _tie_to_parent()
     from training.worker import main as work
 
     work(arguments)
+
+
+def _tie_to_parent() -> None:
+    """Before torch is imported, which takes seconds: a rank that is only starting must not outlive its agent either."""
+    from infra.process import die_with_parent
+    from training.launch.spec import WorkerSpec
+
+    spec = WorkerSpec.from_environment()
+    die_with_parent(spec.agent_pid if spec else None)
 
 
 if __name__ == "__main__":

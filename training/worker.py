@@ -18,7 +18,6 @@ from infra.errors import InfraError
 from infra.events import EventLog, Origin
 from infra.layout import generation_name, job_prefix
 from infra.outcome import Outcome
-from infra.process import die_with_parent
 from infra.store import Store
 from training.assembly import build_trainer, make_reporter, open_saver, restore
 from training.clock import Clock
@@ -60,7 +59,6 @@ def _request(arguments: list[str]) -> Request:
 @record
 def _recorded(spec: WorkerSpec | None, request: Request | None) -> Ending:
     """With @record, so that an agent learns of an exception here in its type's own words."""
-    die_with_parent(spec.agent_pid if spec else None)
     config = RunConfig.model_validate(spec.config) if spec else request.config
     _settle_threads(spec.colocated_ranks if spec else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     gang = connect(
