@@ -1,7 +1,8 @@
-"""All rooms' checks together. Only the flow knows every room."""
+"""All rooms' checks together: for the flow, and for `python -m infra preflight`. Only the flow knows every room."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,6 @@ def run_all_checks(config: RunConfig, config_path: str, *, quick_only: bool = Fa
 
     context = PreflightContext(config=config, project_root=PROJECT_ROOT, config_path=Path(config_path))
     checks = [*infra_checks, *cost_checks, *training_checks]
-    if quick_only:
-        remote = {"store-probe"} if "://" in config.store else set()
-        checks = [check for check in checks if check.tier == "quick" or check.id in remote]
-    return run_checks(checks, context)
+    if "://" in config.store:
+        checks = [replace(check, tier="quick") if check.id == "store-probe" else check for check in checks]
+    return run_checks(checks, context, quick_only=quick_only)

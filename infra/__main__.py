@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.config import ConfigError, LoadedConfig, load_config
+from infra.config import ConfigError, load_config
 from infra.outcome import Outcome
-from infra.preflight import PreflightContext, Result, blocking, render_results, run_checks
+from infra.preflight import Result, blocking, render_results
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,20 +31,12 @@ def preflight(options: argparse.Namespace) -> int:
         else:
             print(error, file=sys.stderr)
         return Outcome.CONFIG.exit_code
-    results = _check(loaded, quick_only=options.quick)
+    from flows.checks import run_all_checks
+
+    results = run_all_checks(loaded.config, str(loaded.path), quick_only=options.quick)
     outcome = Outcome.PREFLIGHT if blocking(results) else None
     print(_document(outcome, results=results) if options.json else render_results(results))
     return Outcome.COMPLETED.exit_code if outcome is None else outcome.exit_code
-
-
-def _check(loaded: LoadedConfig, *, quick_only: bool) -> list[Result]:
-    from cost.checks import CHECKS as cost_checks
-    from infra.checks import CHECKS as infra_checks
-    from training.checks import CHECKS as training_checks
-
-    checks = [*infra_checks, *cost_checks, *training_checks]
-    context = PreflightContext(config=loaded.config, project_root=PROJECT_ROOT, config_path=loaded.path)
-    return run_checks(checks, context, quick_only=quick_only)
 
 
 def _document(outcome: Outcome | None, *, problems: Sequence[dict] = (), results: Sequence[Result] = ()) -> str:
