@@ -15,13 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from infra.errors import StoreError
 from infra.layout import event_key
+from infra.segments import read_segments
 from infra.store import Store
 
 VERSION = 1
@@ -34,21 +34,25 @@ GENERATION_ENDED = "generation_ended"
 NODE_STARTED = "node_started"
 NODE_HEARTBEAT = "node_heartbeat"  # seconds (since started)
 NODE_ENDED = "node_ended"
-# Written by each rank. phase: class (a ledger class), seconds. step: loss, tokens, seconds ({ledger class: seconds}),
-# on rank 0 also flops (of all ranks).
+# Written by each rank. phase: class (a ledger class), seconds. step: loss, tokens (the batch's weight, whatever it
+# counts), seconds ({ledger class: seconds}), on rank 0 also flops (of all ranks).
 PHASE = "phase"
 STEP = "step"
+STAGED = "staged"  # step, bytes: a save is on its way; what came before it is put at once, to be durable as it is
 COMMIT = "commit"  # step, key, bytes, seconds
 COMMIT_FAILED = "commit_failed"  # step, message
 RESTORE = "restore"  # step, key, seconds, rejected (list of {key, reason})
+INITIAL_WEIGHTS = "initial_weights"  # tensors, seconds, files (list of {path, bytes, modified_unix, sha256})
 PEAK = "peak"  # flops_per_second (measured, of one rank), dtype
 EVALUATION = "evaluation"  # metrics {name: value}
 NOTICE = "notice"
 FAULT_INJECTED = "fault_injected"  # kind, target, step
 FAULT_DETECTED = "fault_detected"  # culprit (text)
 # Written by the flow's steps, or by rank 0 where there is no flow.
+CONFIGURED = "configured"  # settings (list of {key, value, source}, one for each key of the configuration)
 PREFLIGHT = "preflight"  # results (list)
-PREPARED = "prepared"  # fingerprint, train_tokens, held_out_tokens, unigram_entropy_nats, files, bytes
+# prepared: fingerprint, weight_unit, and of text train_tokens, held_out_tokens, unigram_entropy_nats, files, bytes …
+PREPARED = "prepared"
 PLAN = "plan"  # the plan as JSON
 BUDGET = "budget"  # spent_usd, budget_usd, threshold
 OUTCOME = "outcome"  # outcome, step, weights_sha256, message
@@ -58,7 +62,6 @@ _REMOTE_FLUSH_SECONDS = 10.0  # each put of an object store is a request to be p
 _DURABLE_DEADLINE_SECONDS = 10.0
 _CLOSE_DEADLINE_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
-_READERS = 16
 
 
 class EndReason(StrEnum):
@@ -181,6 +184,9 @@ class EventLog:
                 return event
             self._lines.append(line)
             self._emitted += 1
+            if name == STAGED:
+                self._wanted = self._emitted
+                self._changed.notify_all()
         if flush:
             self.flush()
         return event
@@ -255,9 +261,7 @@ class EventLog:
 
 def read_events(job_store: Store) -> list[Event]:
     """All events of a job, by wall time. A torn last line, which a local crash can leave, is passed over."""
-    keys = [meta.key for meta in job_store.list("events")]
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="events") as pool:
-        events = [event for segment in pool.map(job_store.get, keys) for event in _parse(segment)]
+    events = [event for segment in read_segments(job_store) for event in _parse(segment)]
     return sorted(events, key=lambda event: (event.t_wall, event.t_mono))
 
 

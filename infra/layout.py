@@ -2,12 +2,14 @@
 
 <store>/jobs/<job>/config.json
                    events/<generation>/<node>-<rank>-<segment>.jsonl
+                   logs/<generation>/<node>-<rank>-<segment>.jsonl
                    generations/<generation>-<id>.json
                    data/<generation>-<id>/...   index/<generation>-<id>/...
                    commits/<inverted step>/<inverted generation>/<sha256 of the manifest>.json
                    quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
                    report.json  report.html  metrics.prom
 <store>/tokens/<sha256>/...
+<store>/workloads/<module and name>/...                what a workload of one's own prepares
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from infra.errors import LayoutError
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # runs/<job> stands beside these on the launching machine.
-_TAKEN = frozenset({"jobs", "tokens", "latest"})
+_TAKEN = frozenset({"jobs", "tokens", "workloads", "latest"})
 _STEP_LIMIT = 10**12 - 1
 _GENERATION_LIMIT = 10**6 - 1
 
@@ -42,6 +44,11 @@ def tokens_prefix(fingerprint: str) -> str:
     return f"tokens/{fingerprint}"
 
 
+def workload_prefix(workload: str) -> str:
+    """workload: ``package.module:Name``. The colon is no letter of a portable file name."""
+    return f"workloads/{workload.replace(':', '.')}"
+
+
 def generation_name(generation: int, generation_id: str) -> str:
     """The name of one start of the gang, such as ``000002-9f3c01ab``."""
     return f"{generation:06d}-{generation_id}"
@@ -54,6 +61,11 @@ def generation_key(generation: int, generation_id: str) -> str:
 def event_key(generation: int, node: int | str, rank: int | str, segment: str) -> str:
     """``rank`` is a number, or the name of a process that is no rank (``agent``, a flow step)."""
     return f"events/{generation:06d}/{node}-{rank}-{segment}.jsonl"
+
+
+def log_key(generation: int, node: int, rank: int, segment: str) -> str:
+    """Lines of one rank's output (`infra.logs.line`), where the store is not the disk that the agent writes them to."""
+    return f"logs/{generation:06d}/{node}-{rank}-{segment}.jsonl"
 
 
 def data_key(generation: str, step: int, rank: int) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.swift import swift  # noqa: F401 - one server for all tests that ask for it
+
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,3 +157,14 @@ def test_an_event_read_back_is_the_event(tmp_path: Path) -> None:
         written = log.emit("generation_ended", reason=EndReason.HANG, culprit="×·", outcome=Outcome.FAILED)
     assert read_events(Store.open(str(tmp_path))) == [written] == [Event.from_json(written.to_json())]
     assert not {*map(str, EndReason)} & {*map(str, Outcome)}, "an end is a reason or an outcome, never both"
+
+
+def test_what_came_before_a_save_is_put_with_it(tmp_path: Path) -> None:
+    """A commit whose steps nobody has heard of would leave a hole in the curve of a job that is killed then."""
+    with EventLog(Store.open(str(tmp_path)), ORIGIN, flush_seconds=NEVER) as log:
+        log.emit("step", step=1)
+        log.emit("staged", step=1, bytes=10)
+        limit = time.monotonic() + 30
+        while names(tmp_path) != ["step", "staged"]:
+            assert time.monotonic() < limit, "not put although nobody waits for more"
+            time.sleep(0.01)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from infra.events import COMMIT, COMMIT_FAILED
+from infra.events import COMMIT, COMMIT_FAILED, STAGED
 from infra.layout import data_key
 from infra.store import Store
 from training.checkpoint.checksum import canonical_json
@@ -105,6 +105,7 @@ class Checkpointer:
         staged = self._slabs.stage(shards)
         self._settle()
         self._raise_if_hopeless()
+        self._emit(STAGED, step=step, bytes=staged.length)
         save = Save(job=self._job, generation=self._generation.name, step=step, world_size=self._world_size)
         self._last_saved = self._submit(
             save,

@@ -14,12 +14,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from infra.errors import ObjectNotFound
+from infra.errors import ObjectNotFound, StoreAway
 from infra.layout import generation_key, generation_name, parse_commit_key, quarantine_key, tombstone_key
 from infra.store import Store
 from training.checkpoint.checksum import seal, unseal
+from training.checkpoint.deadline import pauses
 from training.checkpoint.manifest import VERSION, Manifest
 from training.errors import CheckpointError, CorruptCommit, DamagedLineage, TwoLaunchers
+
+LISTING_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def open_generation(job_store: Store, *, run: str, attempt: int, parent: str | N
     }
     key = generation_key(number, generation.id)
     job_store.put(key, seal(record))
-    others = [i for i in _records(job_store).get(number, []) if i != generation.id]
+    others = [i for i in _listed_ids(job_store, generation) if i != generation.id]
     if others:  # whoever sees the other withdraws: then at most one goes on, whatever the order
         job_store.delete(key)
         rivals = ", ".join(generation_key(number, i) for i in others)
@@ -170,6 +173,25 @@ def _records(job_store: Store) -> dict[int, list[str]]:
         if number.isdigit() and generation_id:
             found[int(number)].append(generation_id)
     return found
+
+
+def _listed_ids(job_store: Store, generation: Generation) -> list[str]:
+    """Ids on record under the number of `generation`, as soon as its own is listed.
+
+    A listing may lag behind the puts. Who waits to see itself also sees the rivals that saw themselves before; and a
+    generation that goes on has been listed, so that the next launcher does not give its number again.
+    """
+    limit = time.monotonic() + LISTING_SECONDS
+    for pause in pauses(longest_seconds=0.5):
+        if generation.id in (ids := _records(job_store).get(generation.number, [])):
+            return ids
+        if time.monotonic() >= limit:
+            break
+        time.sleep(pause)
+    raise StoreAway(
+        f"list {job_store.uri}/generations: {generation.name}.json was put and is not listed within "
+        f"{LISTING_SECONDS:g} s; fix: the listings of this store lag too far behind; ask who runs it"
+    )
 
 
 def _commits(job_store: Store) -> Iterator[tuple[CommitRef, float]]:

@@ -1,23 +1,23 @@
-"""One object store for everything: a local folder (the embedded default) or S3, through the same code path.
+"""The store itself: the same few operations on a local folder and on a bucket.
 
-A `put` that returned is durable: on S3 by the service's promise, locally by fsync of the file and its folders
-(obstore's LocalStore renames into place but never syncs). Keys are never overwritten by checkpoint code; reports are.
+A `put` that returned is durable: on S3 by the service's promise, locally by fsync of the file and its folders.
+Keys are never overwritten by checkpoint code; reports are.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import obstore
-from obstore.exceptions import BaseError, NotFoundError
-from obstore.store import LocalStore, S3Store
+from obstore.store import LocalStore
 
-from infra.errors import ObjectNotFound, StoreError
+from infra.errors import ObjectNotFound, StoreError, StoreMisconfigured
+from infra.store.durable import sync_file
+from infra.store.faults import translated
+from infra.store.s3 import open_bucket, split_uri
 
 Buffer = bytes | bytearray | memoryview
 
@@ -42,40 +42,32 @@ class Store:
 
     @classmethod
     def open(cls, uri: str, *, request_timeout_seconds: float = 60.0) -> Store:
-        """Open a folder (created when missing) or ``s3://bucket/prefix``.
+        """Open a folder (created when missing) or ``s3://bucket/prefix``. No request is made yet.
 
-        request_timeout_seconds bounds each whole request, retries by obstore included.
-        S3 credentials, region and endpoint come from the environment (AWS_ENDPOINT_URL, AWS_REGION ...).
+        request_timeout_seconds bounds each request, its retries included; a large put and a long listing are several.
+        Credentials, region and endpoint come from where every AWS tool finds them (`infra.store.aws`).
         """
         if uri.startswith("s3://"):
-            bucket, _, prefix = uri[len("s3://") :].partition("/")
-            limit = timedelta(seconds=request_timeout_seconds)
-            backend = S3Store(
-                bucket,
-                client_options={"timeout": limit, "allow_http": True},
-                retry_config={"max_retries": 4, "retry_timeout": limit},
-                unsigned_payload=True,
-            )
-            return cls(backend, uri, None, prefix)
+            bucket, prefix = split_uri(uri)
+            return cls(open_bucket(bucket, request_timeout_seconds), f"s3://{bucket}", None).sub(prefix)
         if "://" in uri and not uri.startswith("file://"):
-            raise StoreError(f"store {uri!r}: unknown kind; use a folder or s3://bucket/prefix")
+            raise StoreMisconfigured(f"store {uri!r}: unknown kind; fix: a folder or s3://bucket/prefix")
         root = Path(uri.removeprefix("file://")).expanduser().resolve()
-        try:
+        with translated("open", str(root)):
             root.mkdir(parents=True, exist_ok=True)
             return cls(LocalStore(root), str(root), root)
-        except (OSError, BaseError) as error:
-            raise StoreError(f"store {root}: cannot be opened: {error}") from error
 
     def sub(self, prefix: str) -> Store:
         """The same store, seen from below `prefix`."""
-        return Store(self._backend, f"{self.uri}/{prefix.strip('/')}", self._root, self._full(prefix))
+        below = prefix.strip("/")
+        return Store(self._backend, f"{self.uri}/{below}" if below else self.uri, self._root, self._full(below))
 
     def put(self, key: str, data: Buffer) -> None:
         """Write the whole object and make it durable. Raises StoreError."""
         with self._translated("put", key):
             obstore.put(self._backend, self._full(key), memoryview(data).cast("B"))
             if self._root is not None:
-                _sync_file(self._root / self._full(key), self._root)
+                sync_file(self._root / self._full(key), self._root)
 
     def get(self, key: str) -> bytes:
         """The whole object. Raises ObjectNotFound or StoreError."""
@@ -137,42 +129,5 @@ class Store:
         key = path[len(self._prefix) + 1 :] if self._prefix else path
         return ObjectMeta(key, int(item["size"]), item["last_modified"].timestamp())
 
-    def _translated(self, operation: str, key: str) -> _Translated:
-        return _Translated(f"{operation} {self.uri}/{key}")
-
-
-class _Translated:
-    """Turns the library's exceptions into ours, with store, key and operation in one line."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
-        if isinstance(error, NotFoundError | FileNotFoundError):
-            raise ObjectNotFound(f"{self._what}: no such object") from error
-        if isinstance(error, BaseError | OSError):
-            cause = " ".join(str(error).split())
-            raise StoreError(f"{self._what}: {cause[:500]}") from error
-        return False
-
-
-def _sync_file(path: Path, root: Path) -> None:
-    """fsync a file and each folder up to `root`: a name is durable only when its folder is."""
-    _fsync(path, os.O_RDONLY)
-    folder = path.parent
-    while True:
-        _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
-        if folder == root:
-            return
-        folder = folder.parent
-
-
-def _fsync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def _translated(self, operation: str, key: str) -> translated:
+        return translated(operation, f"{self.uri}/{key}")

@@ -1,0 +1,167 @@
+"""Saying in one line what went wrong with a store: operation, object, what happened in words, what to do.
+
+The library's exceptions tell most of it in their text alone, which is why it is searched for status, S3 error code and
+system error here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from typing import Any
+
+from obstore.exceptions import BaseError, NotFoundError
+
+from infra.errors import (
+    ObjectNotFound,
+    StoreAway,
+    StoreError,
+    StoreForbidden,
+    StoreFull,
+    StoreMisconfigured,
+)
+
+# The right that each operation needs, as IAM names it.
+ACTIONS = {
+    "put": "s3:PutObject",
+    "get": "s3:GetObject",
+    "head": "s3:GetObject",
+    "list": "s3:ListBucket",
+    "delete": "s3:DeleteObject",
+}
+_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+_RENEW = "renew them (aws sso login), or let a role renew them"
+_REFUSALS = {
+    "InvalidAccessKeyId": ("the store does not know the access key", f"check {_KEYS}, and the endpoint"),
+    "SignatureDoesNotMatch": ("the secret key is not the access key's", f"check {_KEYS}"),
+    "ExpiredToken": ("the credentials have expired", _RENEW),
+    "InvalidToken": ("the session token is not valid", "renew the credentials, or unset AWS_SESSION_TOKEN"),
+    "RequestTimeTooSkewed": (
+        "this machine's clock is more than 15 minutes off the store's",
+        "set the clock (chronyc makestep, or timedatectl set-ntp true)",
+    ),
+}
+_FULL_CODES = frozenset({"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
+_REGION_CODES = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"})
+_FULL_NUMBERS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FORBIDDEN_NUMBERS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+class translated:  # noqa: N801 - reads as a phrase: with translated("put", uri)
+    """Turns the library's exceptions within the block into a StoreError."""
+
+    def __init__(self, operation: str, uri: str) -> None:
+        self._operation = operation
+        self._uri = uri
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, BaseError | OSError):
+            raise _told(self._operation, self._uri, error) from error
+        return False
+
+
+def _told(operation: str, uri: str, error: BaseException) -> StoreError:
+    text = str(error)
+    what = f"{operation} {uri}: "
+    if uri.startswith("s3://"):
+        kind, words = _remote(operation, uri, text, isinstance(error, NotFoundError | FileNotFoundError))
+        return kind(what + words)
+    number = error.errno if isinstance(error, OSError) and error.errno else _system_number(text)
+    kind, words = _local(number, text, isinstance(error, NotFoundError | FileNotFoundError))
+    return kind(what + words)
+
+
+def _local(number: int | None, text: str, missing: bool) -> tuple[type[StoreError], str]:
+    if number in _FULL_NUMBERS:
+        return StoreFull, f"no room: {os.strerror(number)}; fix: free space, or a store on another disk"
+    if number in _FORBIDDEN_NUMBERS:
+        return StoreForbidden, f"not allowed: {os.strerror(number)}; fix: the folder's owner and permissions"
+    if missing:
+        return ObjectNotFound, "no such object"
+    return StoreError, _first_sentence(text)
+
+
+def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[StoreError], str]:
+    bucket = uri.removeprefix("s3://").partition("/")[0]
+    # A delete is one key of a bulk request: its refusal comes in an answer that succeeded, and reads otherwise.
+    code = _found(r"<Code>\s*(\w+)\s*</Code>", text) or _found(r"\(code: (\w+)\)", text)
+    status = int(_found(r"status code: (\d{3})", text) or 0)
+    if code == "NoSuchBucket":
+        fix = f"create it, or correct the name or the endpoint ({_host(text)})"
+        return StoreMisconfigured, f"there is no bucket {bucket!r}; fix: {fix}"
+    if missing:
+        return ObjectNotFound, "no such object"
+    if source := _found(r"External AWS credential provider: ([^\n]+)", text):
+        return StoreForbidden, f"forbidden: the credentials could not be renewed: {source[:200]}; fix: {_RENEW}"
+    if code in _REGION_CODES or "BareRedirect" in text:
+        region = _found(r"expecting '([\w-]+)'", text)
+        fix = f"AWS_REGION={region}" if region else f"AWS_REGION (aws s3api get-bucket-location --bucket {bucket})"
+        return StoreMisconfigured, f"bucket {bucket!r} lies in another region; fix: set {fix}"
+    if code in _FULL_CODES or status in (413, 507):
+        said = " ".join(filter(None, [f"HTTP {status}", code]))
+        return StoreFull, f"no room: the store takes no more ({said}); fix: delete old jobs, or raise the quota"
+    if code in _REFUSALS or code == "AccessDenied" or status in (401, 403):
+        return StoreForbidden, _refusal(operation, bucket, code)
+    return _away(text, status, code)
+
+
+def _refusal(operation: str, bucket: str, code: str) -> str:
+    if code in _REFUSALS:
+        words, fix = _REFUSALS[code]
+        return f"forbidden: {words} ({code}); fix: {fix}"
+    action = ACTIONS[operation]
+    target = f"arn:aws:s3:::{bucket}" + ("" if operation == "list" else "/*")
+    return f"forbidden ({code or 'no reason given'}); fix: allow {action} on {target}, or check {_KEYS}"
+
+
+def _away(text: str, status: int, code: str) -> tuple[type[StoreError], str]:
+    host = _host(text)
+    if status == 429 or status >= 500:
+        said = " ".join(filter(None, [f"HTTP {status}", code]))
+        tries = _found(r"after (\d+) retries", text)
+        after = f" after {tries} retries" if tries else ""
+        return StoreAway, f"{host} is in trouble{after} ({said}); fix: try again later, or ask who runs the store"
+    if "dns error" in text:
+        return StoreAway, f"the name of {host} does not resolve; fix: the endpoint (AWS_ENDPOINT_URL), or DNS"
+    if "ConnectionRefused" in text:
+        return StoreAway, f"nobody listens at {host} (connection refused); fix: start it, or AWS_ENDPOINT_URL"
+    if "Timeout" in text or "TimedOut" in text:
+        seconds = _seconds(text)
+        within = f" within {seconds:.1f} s" if seconds is not None else " in time"
+        if "Connect," in text:
+            fix = "a firewall or security group that drops packets, the route, or AWS_ENDPOINT_URL"
+            return StoreAway, f"no connection to {host}{within}; fix: {fix}"
+        return StoreAway, f"no answer from {host}{within}; fix: the network to it, or who runs the store"
+    if "kind: Connect" in text or "kind: Request" in text:
+        cause = _found(r'message: "([^"]+)"', text) or _first_sentence(text)
+        return StoreAway, f"the connection to {host} broke: {cause}; fix: the network to it, or AWS_ENDPOINT_URL"
+    return StoreError, _first_sentence(text)
+
+
+def _host(text: str) -> str:
+    """Scheme, name and port of who was asked."""
+    return _found(r"(https?://[^/\s\"?]+)", text) or "the store"
+
+
+def _seconds(text: str) -> float | None:
+    """How long the library tried: "in 2.801919468s" or "in 928.5ms"."""
+    match = re.search(r" in ([\d.]+)(ms|s)\b", text)
+    return None if match is None else float(match[1]) / (1000 if match[2] == "ms" else 1)
+
+
+def _system_number(text: str) -> int | None:
+    number = _found(r"os error (\d+)", text) or _found(r"code: (\d+)", text)
+    return int(number) if number else None
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split("Debug source")[0].split())[:300]
+
+
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match[1] if match else ""

@@ -1,0 +1,142 @@
+"""The whole job with a bucket as its store, on a real server: it completes, survives and resumes as in a folder.
+
+The same promises as in test_flow_survival.py: weights and losses equal to a quiet run's, bit for bit, and the reports
+on the launching machine although nothing else of the job lies there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.flow import ROOT, FlowRun, FlowRunner, processes_with, wait_until
+from tests.support.swift import Swift
+
+pytestmark = pytest.mark.flow
+
+PREFIX = "some/prefix"
+
+
+class Bucket(FlowRunner):
+    """Runs flows whose jobs lie in a bucket of their own."""
+
+    def __init__(self, folder: Path, swift: Swift, *, metaflow_too: bool = False) -> None:
+        self.swift, self.bucket = swift, swift.new_bucket()
+        environment = swift.environment()
+        if metaflow_too:
+            environment |= {
+                "METAFLOW_DEFAULT_DATASTORE": "s3",
+                "METAFLOW_DATASTORE_SYSROOT_S3": f"s3://{self.bucket}/metaflow",
+                "METAFLOW_S3_ENDPOINT_URL": swift.endpoint,
+                "METAFLOW_S3_WORKER_COUNT": "4",  # of 64 processes for each handful of objects
+            }
+        super().__init__(folder, store=f"s3://{self.bucket}/{PREFIX}", environment=environment)
+
+    def keys(self, below: str) -> list[str]:
+        """What lies in the bucket, seen with a client of another make than ours."""
+        pages = self.swift.client().get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=below)
+        return [item["Key"] for page in pages for item in page.get("Contents", [])]
+
+    def await_commit(self) -> None:
+        wait_until("a commit", lambda: [key for key in self.keys(f"{PREFIX}/jobs/") if "/commits/" in key])
+
+    def command(self, *words: str) -> str:
+        """What `python -m …` prints; it must succeed."""
+        done = subprocess.run(
+            [sys.executable, "-m", *words],
+            cwd=ROOT, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> tuple[Bucket, FlowRun]:
+    """The job without a fault."""
+    runner = Bucket(tmp_path_factory.mktemp("quiet-s3"), swift)
+    run = runner.run("run", *runner.options())
+    assert run.exit_code == 0, run.output
+    return runner, run
+
+
+def assert_same_result(run: FlowRun, quiet: FlowRun) -> None:
+    assert run.report["outcome"] == "completed", run.output
+    assert run.report["weights_sha256"] == quiet.report["weights_sha256"]
+    assert run.report["loss_curve"] == quiet.report["loss_curve"]
+    lines = run.report["ledger"]
+    assert round(sum(line["usd"] for line in lines), 6) == run.report["total_usd"]
+    assert {"report.json", "report.html"} <= {path.name for path in run.folder.iterdir()}
+    assert run.folder.name == run.report["job"]
+
+
+def test_a_quiet_run_leaves_all_in_the_bucket_and_the_reports_here(quiet: tuple[Bucket, FlowRun]) -> None:
+    runner, run = quiet
+    assert_same_result(run, run)
+    assert run.report["interruptions"] == run.report["redone_steps"] == 0
+    job = f"{PREFIX}/jobs/{run.report['job']}"
+    kinds = {key.removeprefix(f"{job}/").partition("/")[0] for key in runner.keys(job)}
+    assert kinds >= {"config.json", "events", "generations", "data", "index", "commits", "report.json", "report.html"}
+    here = {path.name for path in run.folder.iterdir()}
+    assert not here & {"events", "generations", "data", "commits"}
+    assert not (runner.runs / "jobs").exists()
+
+
+def test_the_commands_read_a_job_in_a_bucket(quiet: tuple[Bucket, FlowRun]) -> None:
+    runner, run = quiet
+    job = run.report["job"]
+    report = json.loads(runner.command("cost", "report", job, "--store", runner.store, "--json"))
+    assert (report["weights_sha256"], report["total_usd"]) == (run.report["weights_sha256"], run.report["total_usd"])
+    place = f"{runner.store}/jobs/{job}"
+    listed = json.loads(runner.command("training", "checkpoints", "list", place, "--json"))
+    assert next(row["step"] for row in listed if row["reachable"]) == 60
+    verified = json.loads(runner.command("training", "checkpoints", "verify", place, "--json"))
+    assert len(verified) == len(listed) and all(row["sound"] for row in verified)
+
+
+@pytest.mark.parametrize("fault", ["node-loss@60%", "rank-kill@60%"])
+def test_rehearsed_fault(fault: str, quiet: tuple[Bucket, FlowRun], tmp_path: Path, swift: Swift) -> None:
+    runner = Bucket(tmp_path, swift)
+    run = runner.run("run", *runner.options(), "--rehearse", fault)
+    assert run.exit_code == 0, run.output
+    assert_same_result(run, quiet[1])
+    assert run.report["interruptions"] == 1 and run.report["failures"] == 0
+    assert run.report["redone_steps"] >= 1
+    assert run.report["events"]["counts"]["fault_injected"] == 1
+
+
+def test_everything_killed_then_resumed(quiet: tuple[Bucket, FlowRun], tmp_path: Path, swift: Swift) -> None:
+    runner = Bucket(tmp_path, swift)
+    process = runner.start("run", *runner.options())
+    runner.await_commit()
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until("the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=10)
+    run = runner.run("resume")
+    assert run.exit_code == 0, run.output
+    assert_same_result(run, quiet[1])
+    assert run.report["interruptions"] == 1
+
+
+def test_metaflow_in_the_bucket_too_and_a_job_continued_by_its_name(
+    quiet: tuple[Bucket, FlowRun], tmp_path: Path, swift: Swift
+) -> None:
+    runner = Bucket(tmp_path, swift, metaflow_too=True)
+    process = runner.start("run", *runner.options(), "--job", "by-name")
+    runner.await_commit()
+    process.send_signal(signal.SIGTERM)
+    left = runner.finish(process)
+    assert left.exit_code == 75, left.output
+    assert left.report["outcome"] == "interrupted" and left.report["redone_steps"] == 0
+
+    run = runner.run("run", *runner.options(), "--job", "by-name")
+    assert run.exit_code == 0, run.output
+    assert_same_result(run, quiet[1])
+    assert run.report["job"] == run.folder.name == "by-name" and run.report["redone_steps"] == 0
+    assert runner.keys("metaflow/TrainFlow/")
+    assert not (tmp_path / ".metaflow" / "TrainFlow" / "data").exists()

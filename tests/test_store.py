@@ -1,0 +1,142 @@
+"""The store keeps the same promises as a folder and as a bucket; the bucket is one of a real server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.errors import ObjectNotFound, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
+from infra.store import Store
+from tests.support.flow import ROOT
+from tests.support.swift import Swift
+from tests.support.swift_server import OTHER_KEY
+
+LARGE = 12 << 20  # more than one part of a multipart upload
+
+
+@pytest.fixture
+def bucket(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new bucket, and the environment that leads to it."""
+    for name, value in swift.environment().items():
+        monkeypatch.setenv(name, value)
+    return swift.new_bucket()
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "folder":
+        return Store.open(str(tmp_path / "store"))
+    return Store.open(f"s3://{request.getfixturevalue('bucket')}/some/prefix")
+
+
+def test_what_was_put_is_returned(store: Store) -> None:
+    large = os.urandom(LARGE)
+    store.put("a/large", memoryview(large))
+    store.put("a/empty", b"")
+    assert store.get("a/large") == large
+    assert store.get("a/empty") == b""
+    assert store.get_range("a/large", LARGE - 3, 3) == large[-3:]
+    store.put("a/large", b"again")
+    assert store.get("a/large") == b"again"
+    with pytest.raises(StoreError, match=r"3 bytes at 2, expected 9: truncated"):
+        store.get_range("a/large", 2, 9)
+
+
+def test_what_is_not_there_is_said_to_be_missing(store: Store) -> None:
+    for ask in (store.get, lambda key: store.get_range(key, 0, 1)):
+        with pytest.raises(ObjectNotFound, match=f"{store.uri}/none: no such object"):
+            ask("none")
+    assert store.head("none") is None
+    assert store.list("none") == []
+    store.delete("none")
+
+
+def test_a_listing_is_sorted_and_knows_folders(store: Store) -> None:
+    for key in ("jobs/b/2", "jobs/b/1", "jobs/a", "jobs-not", "jobs/b2/1"):
+        store.put(key, key.encode())
+    assert [meta.key for meta in store.list()] == ["jobs-not", "jobs/a", "jobs/b/1", "jobs/b/2", "jobs/b2/1"]
+    assert [meta.key for meta in store.list("jobs/b")] == ["jobs/b/1", "jobs/b/2"]
+    assert [meta.key for meta in store.list("jobs", limit=2)] == ["jobs/a", "jobs/b/1"]
+    below = store.sub("jobs/b")
+    assert [(meta.key, meta.size) for meta in below.list()] == [("1", 8), ("2", 8)]
+    assert below.uri == f"{store.uri}/jobs/b" and below.get("1") == b"jobs/b/1"
+    below.delete("1")
+    assert store.head("jobs/b/1") is None and store.head("jobs/b/2").size == 8
+
+
+def test_a_long_listing_comes_whole(bucket: str) -> None:
+    """More keys than one answer of this server holds."""
+    store = Store.open(f"s3://{bucket}")
+    names = [f"many/{number:02d}" for number in range(50)]
+    for name in names:
+        store.put(name, b"")
+    assert [meta.key for meta in store.list("many")] == names
+    assert [meta.key for meta in store.list("many", limit=30)] == names[:30]
+
+
+@pytest.mark.parametrize(("access_key", "secret_key"), [("test:tester", "wrong"), ("test:nobody", "testing")])
+def test_wrong_keys_are_told_from_missing_rights(
+    swift: Swift, bucket: str, monkeypatch: pytest.MonkeyPatch, access_key: str, secret_key: str
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret_key)
+    with pytest.raises(
+        StoreForbidden, match=rf"^put s3://{bucket}/k: forbidden: .*key.*; fix: check AWS_ACCESS_KEY_ID"
+    ):
+        Store.open(f"s3://{bucket}").put("k", b"1")
+
+
+def test_a_right_that_is_missing_is_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", OTHER_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "reading")
+    store = Store.open(f"s3://{bucket}")
+    for action, ask in {
+        "s3:PutObject": lambda: store.put("k", b"1"),
+        "s3:ListBucket": lambda: store.list("k"),
+        "s3:DeleteObject": lambda: store.delete("k"),
+    }.items():
+        with pytest.raises(StoreForbidden, match=rf"forbidden \(AccessDenied\); fix: allow {action} on arn:aws:s3:::"):
+            ask()
+
+
+def test_a_quota_that_is_used_up_is_a_full_store(swift: Swift, bucket: str) -> None:
+    store = Store.open(f"s3://{bucket}")
+    store.put("small", b"1")
+    swift.limit(bucket, 1000)
+    with pytest.raises(StoreFull, match=rf"^put s3://{bucket}/big: no room: .*EntityTooLarge"):
+        store.put("big", bytes(2000))
+    assert store.get("small") == b"1"
+
+
+def test_a_bucket_that_is_not_there_is_said_to_be(bucket: str) -> None:
+    store = Store.open("s3://no-such-bucket/prefix")
+    for ask in (lambda: store.put("k", b""), lambda: store.get("k"), lambda: store.list()):
+        with pytest.raises(StoreMisconfigured, match=r"there is no bucket 'no-such-bucket'; fix: create it"):
+            ask()
+
+
+def test_a_full_disk_is_a_full_store(tmp_path: Path) -> None:
+    """In a process that may write files of 4 KiB only; the kernel's answer stands for that of a full disk."""
+    code = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "from infra.errors import StoreFull\n"
+        "from infra.store import Store\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try:\n    Store.open(sys.argv[1]).put('k', bytes(8192))\n"
+        "except StoreFull as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith(f"put {tmp_path}/k: no room: "), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("uri", "words"), [("gs://bucket", "unknown kind"), ("s3://", "names no bucket")])
+def test_a_store_that_cannot_be_is_refused(uri: str, words: str) -> None:
+    with pytest.raises(StoreMisconfigured, match=words):
+        Store.open(uri)
