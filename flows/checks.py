@@ -10,7 +10,16 @@ from flows.job import PROJECT_ROOT
 
 if TYPE_CHECKING:
     from infra.config.schema import RunConfig
-    from infra.preflight import Result
+    from infra.preflight import Check, Result
+
+
+def all_checks() -> list[Check]:
+    """The checks of every room, in the order in which they are told."""
+    from cost.checks import CHECKS as cost_checks
+    from infra.checks import CHECKS as infra_checks
+    from training.checks import CHECKS as training_checks
+
+    return [*infra_checks, *cost_checks, *training_checks]
 
 
 def run_all_checks(config: RunConfig, config_path: str, *, quick_only: bool = False) -> list[Result]:
@@ -18,13 +27,10 @@ def run_all_checks(config: RunConfig, config_path: str, *, quick_only: bool = Fa
 
     A remote store is tried in any case: nothing of a job can be told when it does not answer.
     """
-    from cost.checks import CHECKS as cost_checks
-    from infra.checks import CHECKS as infra_checks
     from infra.preflight import PreflightContext, run_checks
-    from training.checks import CHECKS as training_checks
 
     context = PreflightContext(config=config, project_root=PROJECT_ROOT, config_path=Path(config_path))
-    checks = [*infra_checks, *cost_checks, *training_checks]
+    checks = all_checks()
     if "://" in config.store:
         checks = [replace(check, tier="quick") if check.id == "store-probe" else check for check in checks]
     return run_checks(checks, context, quick_only=quick_only)

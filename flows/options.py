@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from infra.config.schema import RunConfig
 
 _DEFAULT_CONFIG = PROJECT_ROOT / "configs" / "laptop.yaml"
-# What a commit can only be continued with: the model's shape, and which sample has which number.
-_FIXED_FOR_A_JOB = ("model", "data", "training.seed")
+_REQUEST_SECONDS = 10.0
+# What a commit can only be continued with: the model, and which sample has which number.
+_FIXED_FOR_A_JOB = ("workload", "workload_options", "model", "data", "training.seed")
 
 
 def checked_options(options: list[str]) -> list[str]:
@@ -51,7 +52,10 @@ def checked_options(options: list[str]) -> list[str]:
     if failed:
         _refuse(render_results(failed), Outcome.PREFLIGHT)
     if known.job:
-        _check_continuation(known.job, loaded.config)
+        try:
+            _check_continuation(known.job, loaded.config)
+        except InfraError as error:
+            _refuse(f"--job {known.job}: {error}", Outcome.PREFLIGHT)
     settings = {"path": known.config, "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
     return ["--config", json.dumps(settings), "--rehearse", known.rehearse, "--job", known.job, *rest]
 
@@ -65,10 +69,11 @@ def _check_rehearsal(text: str, config: RunConfig) -> None:
 
 def _check_continuation(job: str, config: RunConfig) -> None:
     """A job that exists goes on with its own model and data, or not at all."""
-    store = Store.open(config.store).sub(job_prefix(job))
+    store = Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job))
     if store.head("config.json") is None:
         return
-    before = json.loads(store.get("config.json"))["config"]
+    document = json.loads(store.get("config.json"))
+    before = document.get("config", document)
     now = config.model_dump(mode="json")
     changed = [
         f"  {path}: {json.dumps(_at(before, path))} before, {json.dumps(_at(now, path))} now"

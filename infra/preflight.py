@@ -114,6 +114,24 @@ def render_results(results: Sequence[Result]) -> str:
     return "\n".join([*lines, _summary(results)])
 
 
+def render_checks(checks: Sequence[Check]) -> str:
+    """What is checked, as a table in Markdown: the one of docs/preflight.md."""
+    rows = [
+        f"| `{check.id}` | {_purpose(check)} | {check.severity} | {check.tier} | {check.deadline_seconds:g} s "
+        f"| {', '.join(check.symptoms)} |"
+        for check in checks
+    ]
+    return "\n".join(
+        ["| check | what it makes sure of | fails as | tier | deadline | catches |", "|---" * 6 + "|", *rows]
+    )
+
+
+def _purpose(check: Check) -> str:
+    """The first paragraph of the docstring beside the check."""
+    paragraph = (check.run.__doc__ or check.title).strip().split("\n\n")[0]
+    return " ".join(paragraph.split()).replace("|", "\\|")
+
+
 class _Running:
     """A check in a thread of its own."""
 

@@ -46,6 +46,7 @@ REQUIREMENTS = (
     Requirement("pydantic", "pydantic", (2, 14), (3,)),
     Requirement("obstore", "obstore", (0, 12), (0, 13)),
     Requirement("awscrt", "awscrt", (0, 38), (1,)),
+    Requirement("safetensors", "safetensors", (0, 8), (1,)),
 )
 
 

@@ -38,10 +38,11 @@ bad.yaml:2:16: model.hidden_size must be divisible by model.num_heads: 770 = 12 
     "more heads than width": (
         "model: {hidden_size: 4, num_heads: 12}",
         """\
-bad.yaml:1:22: model.hidden_size must be divisible by model.num_heads: 4 = 12 × 0 + 4
+bad.yaml:1:22: width of an attention head must be at least 1, or a head sees nothing: \
+model.hidden_size / model.num_heads = 4 / 12 = 0.3333
      1 | model: {hidden_size: 4, num_heads: 12}
        |                      ^
-  hint: set model.num_heads to 2 or 4, or model.hidden_size to 12""",
+  hint: set model.hidden_size to 12, or model.num_heads to 4""",
     ),
     "batch not divisible by ranks": (
         "cluster:\n  nodes: 3\ntraining:\n  batch_size: 32\n  gradient_accumulation_steps: 2\n",
@@ -127,7 +128,7 @@ bad.yaml:2:9: training.seed must be a whole number, not 012
     "misspelt choice": (
         "parallel:\n  mode: FSDP\n",
         """\
-bad.yaml:2:9: parallel.mode must be one of ddp, fsdp2, not the text 'FSDP'
+bad.yaml:2:9: parallel.mode must be one of ddp, fsdp2, hsdp, not the text 'FSDP'
      2 |   mode: FSDP
        |         ^^^^
   hint: did you mean fsdp2?""",
@@ -189,11 +190,11 @@ bad.yaml:4:19: training.scheduler.warmup_steps must not exceed training.max_step
     "no commit before the end": (
         "checkpoint:\n  interval_steps: 1000\n",
         """\
-bad.yaml:2:19: checkpoint.interval_steps must not exceed training.max_steps, or an interruption loses everything: \
-1000 > 300
+bad.yaml:2:19: commits of the job must be at least 1, or an interruption loses everything: \
+training.max_steps / checkpoint.interval_steps = 300 / 1000 = 0.3
      2 |   interval_steps: 1000
        |                   ^^^^
-  hint: set checkpoint.interval_steps to 75, or training.max_steps to 4000""",
+  hint: set training.max_steps to 4000, or checkpoint.interval_steps to 75""",
     ),
     "vocabulary smaller than a byte": (
         "model: {vocab_size: 128}",
@@ -233,7 +234,8 @@ bad.yaml:3:1: not valid YAML: expected ',' or ']', but got '<stream end>' while 
 bad.yaml:1:1: bad.yaml must be a section of 'key: value' lines, not a list
      1 | - model
        | ^^^^^^^
-  hint: known keys: store, model, training, data, parallel, fsdp, cluster, checkpoint, cost""",
+  hint: known keys: store, workload, workload_options, model, training, data, parallel, ddp, fsdp, cluster, \
+checkpoint, cost, metrics""",
     ),
     "not text at all": (
         b"model:\n  num_heads: \xff\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -121,8 +122,12 @@ def test_all_problems_come_at_once_from_top_to_bottom_and_overrides_last(tmp_pat
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(override=st.one_of(st.text(max_size=30), st.builds("training.{}={}".format, st.text(max_size=8), st.text())))
-def test_no_override_crashes_the_loader(tmp_path: Path, override: str) -> None:
-    try:
+def test_no_override_and_no_variable_crashes_the_loader(tmp_path: Path, override: str) -> None:
+    with contextlib.suppress(ConfigError):
         load(tmp_path, "", override)
+    key, _, value = override.partition("=")
+    name = f"EBBFLOW__{key.replace('.', '__')}"
+    try:
+        load_config("job.yaml", project_root=tmp_path, cwd=tmp_path, environment={name: value})
     except ConfigError as error:
-        assert "--set" in str(error)
+        assert f"environment {name}:1:" in str(error) or not name.isprintable()

@@ -6,6 +6,7 @@ import configparser
 import glob
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -14,47 +15,17 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from cost.checks import CHECKS as COST_CHECKS
-from infra.checks import CHECKS as INFRA_CHECKS
+from infra.checks.advice import ADVICE
 from infra.config import RunConfig
 from infra.footprint import size_text, staging_bytes
-from infra.preflight import PreflightContext, Result, blocking, run_checks
+from infra.preflight import blocking, render_checks
 from infra.requirements import REQUIREMENTS
-from training.checks import CHECKS as TRAINING_CHECKS
+from tests.support.checks import ALL_CHECKS, CHECKS, ROOT, failed, passed, skipped
 
-ROOT = Path(__file__).resolve().parents[1]
-CHECKS = {check.id: check for check in [*INFRA_CHECKS, *COST_CHECKS, *TRAINING_CHECKS]}
 HUGE = {"hidden_size": 65536, "num_layers": 100, "num_heads": 64}
-
-
-def run(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
-    config = RunConfig.model_validate(sections)
-    context = PreflightContext(config=config, project_root=project_root)
-    return run_checks([CHECKS[name]], context)[0]
-
-
-def failed(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
-    result = run(name, project_root, **sections)
-    assert result.status == ("warning" if CHECKS[name].severity == "warning" else "failed"), result
-    assert result.fix
-    return result
-
-
-def passed(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
-    result = run(name, project_root, **sections)
-    assert result.status == "passed", result
-    return result
-
-
-def skipped(name: str, **sections: Any) -> Result:
-    result = run(name, **sections)
-    assert result.status == "skipped"
-    assert result.detail.startswith("skipped, because ")
-    return result
 
 
 def fake_distribution(folder: Path, name: str, version: str) -> None:
@@ -64,7 +35,7 @@ def fake_distribution(folder: Path, name: str, version: str) -> None:
 
 
 def test_every_check_names_itself_and_a_symptom() -> None:
-    assert len(CHECKS) == len(INFRA_CHECKS) + len(COST_CHECKS) + len(TRAINING_CHECKS)
+    assert len(CHECKS) == len(ALL_CHECKS)
     for check in CHECKS.values():
         assert check.title
         assert check.symptoms
@@ -141,12 +112,6 @@ def test_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
     skipped("host-name", cluster={"nodes": 1})
 
 
-def test_batch() -> None:
-    assert passed("batch").detail == "32 = 2 ranks × 1 accumulation × 16 samples per micro-batch"
-    assert "+ 1" in failed("batch", training={"batch_size": 33}).detail
-    skipped("batch", cluster={"nodes": "auto"})
-
-
 def test_store_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert passed("store-folder", store=str(tmp_path / "new" / "store"))
@@ -179,7 +144,7 @@ def test_store_probe_of_a_bucket_that_cannot_be_reached(monkeypatch: pytest.Monk
     }.items():
         monkeypatch.setenv(name, value)
     result = failed("store-probe", store="s3://bucket/prefix")
-    assert "put s3://bucket/prefix/preflight-" in result.detail
+    assert "put s3://bucket/prefix/jobs/.preflight-" in result.detail
     assert "AWS_" in result.fix
 
 
@@ -272,3 +237,12 @@ def test_budget_and_deadline() -> None:
     assert "cost.budget_usd" in failed("budget-deadline", cost={"budget_usd": 0.0001}).detail
     assert "deadline" in failed("budget-deadline", cost={"deadline_hours": 0.0001}).detail
     skipped("budget-deadline", model=HUGE)
+
+
+def test_the_documentation_lists_every_check_trouble_and_variable() -> None:
+    page = (ROOT / "docs" / "preflight.md").read_text()
+    assert render_checks(ALL_CHECKS) in page, "paste what `python -m infra preflight --list` prints"
+    troubles = re.findall(r"^\| ([A-J][0-9]{2}) \| ", page, re.MULTILINE)
+    assert troubles == sorted({symptom for check in ALL_CHECKS for symptom in check.symptoms})
+    for advice in ADVICE:
+        assert f"| `{advice.variable}` | {advice.why} | {advice.instead} |" in page

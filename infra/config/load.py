@@ -1,4 +1,4 @@
-"""One YAML file and the overrides of the command line become one typed configuration, or all problems at once."""
+"""One YAML file, the environment and the command line become one typed configuration, or all problems at once."""
 
 from __future__ import annotations
 
@@ -9,20 +9,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from infra.config.document import SourceText, parse
-from infra.config.problems import ConfigError, Place, Problem
+from infra.config.overrides import ENVIRONMENT, override_name, read_environment, read_override
+from infra.config.problems import ConfigError, Problem
 from infra.config.schema import RunConfig
-from infra.config.tree import Entry, collect, leaves, sections, unknown_key
+from infra.config.sources import sources_of
+from infra.config.tree import Entry, collect, leaves
 from infra.config.validate import convert_entries, validate
 
 _LARGEST_FILE_BYTES = 1 << 20
+# Keys whose value is a path, and the words that are none in its place.
+_PATHS: dict[str, tuple[str, ...]] = {
+    "store": (),
+    "data.path": (),
+    "data.tokenizer": ("bytes",),
+    "training.initial_weights": (),
+    "cost.prices": ("static", "live"),
+}
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """config, with paths made absolute. sources: dotted key → "default", "configs/x.yaml:3" or "--set"."""
+    """config, with paths made absolute.
+
+    sources: dotted key → "default", "configs/x.yaml:3", "environment EBBFLOW__MODEL__NUM_LAYERS" or "--set".
+    """
 
     config: RunConfig
     sources: dict[str, str]
@@ -30,20 +41,29 @@ class LoadedConfig:
 
 
 def load_config(
-    path: Path | str, overrides: Sequence[str] = (), *, project_root: Path, cwd: Path | None = None
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    project_root: Path,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
     """Read a configuration.
 
     path: the YAML file, relative to cwd (the current directory when None).
-    overrides: "model.num_heads=8" and the like; later ones win, and all win over the file.
-    Relative folders in the file count from project_root, those in overrides from cwd.
+    overrides: "model.num_heads=8" and the like; later ones win, and all win over the environment and the file.
+    environment: its EBBFLOW__MODEL__NUM_HEADS=8 and the like win over the file; os.environ when None.
+    Relative folders in the file count from project_root, those in overrides and the environment from cwd.
     Raises ConfigError with every problem at once.
     """
     cwd = Path.cwd() if cwd is None else Path(cwd)
     file = Path(os.path.abspath(cwd / Path(path).expanduser()))
     entries, problems, readable = _read_entries(file, path, project_root, cwd)
+    given, found = read_environment(os.environ if environment is None else environment)
+    entries |= given
+    problems += found
     for override in overrides:
-        given, found = _read_override(override)
+        given, found = read_override(override)
         entries |= given
         problems += found
     values, mismatches = convert_entries(entries)
@@ -56,7 +76,7 @@ def load_config(
     problems += found
     if problems:
         raise ConfigError(_in_reading_order(problems, overrides))
-    return LoadedConfig(config, _sources(entries), file)
+    return LoadedConfig(config, sources_of(entries), file)
 
 
 def _read_entries(
@@ -112,56 +132,20 @@ def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
     return f"{meant}configurations that exist: {', '.join(dict.fromkeys(names))}"
 
 
-def _read_override(override: str) -> tuple[dict[str, Entry], list[Problem]]:
-    """The entries of one "key=value". A whole section can be given too: "model={num_heads: 8}"."""
-    key, equals, value = override.partition("=")
-    name = _override_name(override)
-    stripped = key.strip()
-    place = Place(source=name, line=1, column=1, length=max(1, len(key)), text=override.split("\n")[0])
-    if not equals or not stripped:
-        example = f"{stripped or 'model.num_heads'}=8"
-        return {}, [Problem(message="an override is written key=value", place=place, hint=f"for example {example}")]
-    source = SourceText(name, value, first_column=len(key) + 1, before=f"{key}=")
-    if stripped in sections():
-        node, problems = parse(source)
-        entries, found = collect(node, stripped, source, "set")
-        return entries, problems + found
-    if stripped not in leaves():
-        return {}, [unknown_key(stripped, place)]
-    node, problems = parse(source)
-    if problems:
-        return {}, [Problem(message=p.message, key=stripped, place=p.place, hint=p.hint) for p in problems]
-    if node is None:
-        node = yaml.ScalarNode("tag:yaml.org,2002:str", "", *[yaml.Mark(name, 0, 0, 0, None, None)] * 2)
-    return {stripped: Entry(stripped, node, source.place(node.start_mark, node.end_mark), "set")}, []
-
-
-def _override_name(override: str) -> str:
-    return f"--set {override}" if override.isprintable() else f"--set {override!r}"
-
-
 def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, project_root: Path, cwd: Path) -> None:
-    """Makes the store's folder and the data path absolute. What is empty or of another scheme is left to the rules."""
+    """Makes paths absolute. What is empty, a word of its own or of another scheme is left to the rules."""
     values.setdefault("store", leaves()["store"].default)
-    for key in ("store", "data.path"):
+    for key, words in _PATHS.items():
         value = values.get(key)
-        if not isinstance(value, str) or not value.strip():
+        if not isinstance(value, str) or not value.strip() or value in words:
             continue
         if key == "store" and "://" in value and not value.startswith("file://"):
             continue
-        base = cwd if key in entries and entries[key].origin == "set" else project_root
+        if key == "cost.prices" and not Path(value).suffix:  # a word that nobody knows is no file either
+            continue
+        base = project_root if key not in entries or entries[key].origin == "file" else cwd
         value = value.removeprefix("file://") if key == "store" else value
         values[key] = os.path.abspath(os.path.join(base, os.path.expanduser(value)))
-
-
-def _sources(entries: Mapping[str, Entry]) -> dict[str, str]:
-    def name(key: str) -> str:
-        entry = entries.get(key)
-        if entry is None:
-            return "default"
-        return "--set" if entry.origin == "set" else f"{entry.place.source}:{entry.place.line}"
-
-    return {key: name(key) for key in leaves()}
 
 
 def _hides(bad: str, key: str, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> bool:
@@ -172,12 +156,15 @@ def _hides(bad: str, key: str, entries: Mapping[str, Entry], values: Mapping[str
 
 
 def _in_reading_order(problems: Sequence[Problem], overrides: Sequence[str]) -> list[Problem]:
-    """The file from top to bottom, then the overrides as they were given."""
-    order = {_override_name(override): number for number, override in enumerate(overrides, start=1)}
+    """The file from top to bottom, then the environment, then the overrides as they were given."""
+    order = {override_name(override): number for number, override in enumerate(overrides, start=2)}
 
     def position(problem: Problem) -> tuple[int, int, int]:
         place = problem.place
-        return (0, 0, 0) if place is None else (order.get(place.source, 0), place.line, place.column)
+        if place is None:
+            return 0, 0, 0
+        rank = order.get(place.source, int(place.source.startswith(ENVIRONMENT)))
+        return rank, place.line, place.column
 
     return sorted(problems, key=position)
 

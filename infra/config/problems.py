@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from infra.errors import InfraError
 from infra.outcome import Outcome
 
 _WIDEST_LINE = 160
+_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # of an address; terminals are recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class ConfigError(InfraError):
 
 def render_problems(problems: Sequence[Problem]) -> str:
     """The problems as text for a terminal: place and message, the line with a caret, the hint."""
-    return "\n\n".join(_render(problem) for problem in problems)
+    return _PASSWORD.sub(lambda found: "*" * len(found[0]), "\n\n".join(_render(problem) for problem in problems))
 
 
 def _render(problem: Problem) -> str:

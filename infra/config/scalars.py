@@ -64,7 +64,8 @@ class Expected:
 
     def __str__(self) -> str:
         names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts"}
-        parts = [name for kind, name in names.items() if kind in self.types]
+        names |= {int: names[float]} if float in self.types else {}
+        parts = list(dict.fromkeys(name for kind, name in names.items() if kind in self.types))
         if len(self.choices) > 1:
             parts.append("one of " + ", ".join(self.choices))
         else:

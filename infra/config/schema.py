@@ -49,6 +49,9 @@ class TrainingConfig(Section):
     max_steps: int = Field(300, ge=1, description="optimizer steps of the job")
     seed: int = Field(1234, ge=0, description="initial weights and data order")
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay on matrices")
+    initial_weights: str | None = Field(
+        None, description="safetensors file, or folder of them (Hugging Face layout), to start from; null: by the seed"
+    )
     gradient_clip_norm: float | None = Field(1.0, gt=0, description="global norm limit; null turns clipping off")
     evaluation_interval_steps: int = Field(100, ge=1, description="steps between held-out evaluations")
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -59,21 +62,47 @@ class DataConfig(Section):
 
     path: str | None = Field(None, description="folder, file or glob; null: the interpreter's standard library")
     suffixes: list[str] = Field([".py"], description="file endings taken from a folder")
-    tokenizer: Literal["bytes"] = Field("bytes", description="one token per byte")
+    tokenizer: str = Field("bytes", description="bytes (one token per byte), or a tokenizer.json of Hugging Face")
     held_out_fraction: float = Field(0.05, gt=0, lt=1, description="share of the files kept for evaluation")
     held_out_samples: int = Field(64, ge=1, description="sequences per evaluation")
 
 
 class ParallelConfig(Section):
-    """How the model is spread over ranks."""
+    """How the model is spread over ranks, and what its units trade: memory against compute, start-up against speed."""
 
-    mode: Literal["ddp", "fsdp2"] = Field("fsdp2", description="replicate (ddp) or shard (fsdp2)")
+    mode: Literal["ddp", "fsdp2", "hsdp"] = Field(
+        "fsdp2", description="replicate (ddp), shard (fsdp2), or shard within groups that are replicated (hsdp)"
+    )
+    shard_size: Count | None = Field(
+        None, description="hsdp: ranks that share one copy of the model; null: cluster.processes_per_node"
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in backward: none, all but matrix products, or all of a unit"
+    )
+    compile: bool = Field(False, description="torch.compile of each unit")
+
+
+class DdpConfig(Section):
+    """Options of mode ddp, as torch's DistributedDataParallel has them."""
+
+    find_unused_parameters: bool = Field(False, description="for models that leave parameters out of some steps")
+    static_graph: bool = Field(False, description="promise that every step uses the same parameters")
+    gradient_as_bucket_view: bool = Field(True, description="gradients share the memory of the buckets")
+    bucket_cap_mb: float = Field(25.0, gt=0, description="MiB of gradients reduced together")
+    gradient_compression: Literal["none", "bfloat16", "powersgd"] = Field(
+        "none", description="what is sent of the gradients: all, halves, or a low-rank approximation"
+    )
 
 
 class FsdpConfig(Section):
-    """Options of the sharded modes."""
+    """Options of the sharded modes; mixed precision holds for ddp as well, by autocast."""
 
-    use_mixed_precision: bool = Field(False, description="bfloat16 compute, float32 gradient reduction")
+    use_mixed_precision: bool = Field(False, description="compute in param_dtype; master weights stay float32")
+    param_dtype: Literal["bfloat16", "float16"] = Field("bfloat16", description="with mixed precision: of the compute")
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="with mixed precision: in which gradients are added up over ranks"
+    )
+    cpu_offload: bool = Field(False, description="shards, gradients and optimizer state stay in host memory")
 
 
 class ClusterConfig(Section):
@@ -99,24 +128,48 @@ class CheckpointConfig(Section):
 
 
 class CostConfig(Section):
-    """The limits the plan and the run must keep."""
+    """The limits the plan and the run must keep, and where its prices come from."""
 
     budget_usd: float | None = Field(None, gt=0, description="the most the job may cost")
     deadline_hours: float | None = Field(None, gt=0, description="hours from the start to the finish")
+    prices: str = Field(
+        "static", description="static (shipped, dated), live (DescribeSpotPriceHistory), or a file of recorded prices"
+    )
+    regions: list[str] = Field(["us-east-1"], description="AWS regions whose pools are candidates")
+    zones: list[str] = Field([], description="zone ids (use1-az1) to choose from; empty: all of the regions")
+    max_price_age_hours: float = Field(24.0, gt=0, description="older spot prices are used, and said to be stale")
+
+
+class MetricsConfig(Section):
+    """Prometheus metrics. metrics.prom is written with every report in any case."""
+
+    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None, description="each node serves /metrics here while it trains; null: it does not"
+    )
+    push_url: str | None = Field(None, description="Pushgateway that the nodes push to; null: none")
+    interval_seconds: float = Field(15.0, ge=1, description="between pushes")
 
 
 class RunConfig(Section):
     """All of a job's configuration."""
 
     store: str = Field("runs", description="folder or s3://bucket/prefix; relative: from the project's root")
+    workload: str | None = Field(
+        None, description="what is trained, as package.module:Class; null: the built-in language model on text"
+    )
+    workload_options: dict[str, bool | int | float | str] = Field(
+        {}, description="options of a workload of your own, any names"
+    )
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
+    ddp: DdpConfig = DdpConfig()
     fsdp: FsdpConfig = FsdpConfig()
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cost: CostConfig = CostConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @property
     def tokens_per_step(self) -> int:

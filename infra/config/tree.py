@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -16,12 +17,17 @@ from infra.config.problems import Place, Problem
 from infra.config.scalars import describe, nearest
 from infra.config.schema import RunConfig
 
-Origin = Literal["file", "set"]
+Origin = Literal["file", "environment", "set"]
+
+OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A leaf of the configuration as somebody gave it: the node of its value, where it stands, who says so."""
+    """A leaf of the configuration as somebody gave it: the node of its value, where it stands, who says so.
+
+    key: dotted; of a free mapping, with the name that the user chose ("workload_options.width").
+    """
 
     key: str
     node: yaml.Node
@@ -33,6 +39,24 @@ class Entry:
 def leaves() -> dict[str, FieldInfo]:
     """Every dotted key that holds a value, in the schema's order."""
     return dict(_walk(RunConfig, ""))
+
+
+@cache
+def mappings() -> frozenset[str]:
+    """The leaves that hold names of the user's own, such as workload_options."""
+    return frozenset(key for key, field in leaves().items() if get_origin(field.annotation) is dict)
+
+
+def mapping_of(key: str) -> str | None:
+    """The free mapping that a dotted key is a name of: workload_options for workload_options.width."""
+    parent, dot, name = key.rpartition(".")
+    return parent if dot and parent in mappings() and OPTION_NAME.fullmatch(name) else None
+
+
+def annotation_of(key: str) -> Any:
+    """What the schema says of the values of a leaf, or of a name in a free mapping."""
+    mapping = mapping_of(key)
+    return leaves()[key].annotation if mapping is None else get_args(leaves()[mapping].annotation)[1]
 
 
 @cache
@@ -61,8 +85,7 @@ def collect(
         what = section or source.name
         message = f"{what} must be a section of 'key: value' lines, not {describe(node)}"
         place = at or source.place(node.start_mark, node.end_mark)
-        hint = f"known keys: {', '.join(sections()[section].model_fields)}"
-        return entries, [Problem(message=message, key=section, place=place, hint=hint)]
+        return entries, [Problem(message=message, key=section, place=place, hint=_what_goes_into(section))]
     first: dict[str, Place] = {}
     for key_node, value in node.value:
         key_place = source.place(key_node.start_mark, key_node.end_mark)
@@ -74,11 +97,11 @@ def collect(
         if name in first:
             problems.append(_duplicate(key, key_place, first[name]))
         first.setdefault(name, key_place)
-        if key in sections() and name and "." not in name:
+        if key in (sections().keys() | mappings()) and name and "." not in name:
             found, worse = collect(value, key, source, origin)
             entries |= found
             problems += worse
-        elif key in leaves() and "." not in name:
+        elif (key in leaves() and "." not in name) or mapping_of(key) == section:
             empty = value.start_mark.index == value.end_mark.index
             place = key_place if empty else source.place(value.start_mark, value.end_mark)
             entries[key] = Entry(key, value, place, origin)
@@ -93,8 +116,19 @@ def unknown_key(key: str, place: Place) -> Problem:
     return Problem(message=f"unknown key {shown}", key=key, place=place, hint=_meant(key))
 
 
+def _what_goes_into(section: str) -> str:
+    if section in mappings():
+        return "any names, each with a number, a text, true or false"
+    return f"known keys: {', '.join(sections()[section].model_fields)}"
+
+
 def _meant(key: str) -> str:
     """The closest sibling, or the place where a key of that name belongs, or what there is to choose from."""
+    mapping = next((name for name in mappings() if key.startswith(f"{name}.")), None)
+    if mapping is not None and mapping_of(key):
+        return f"write {key.removeprefix(f'{mapping}.')} on a line of its own in the section {mapping}"
+    if mapping is not None:
+        return f"a name in {mapping} has letters, digits, '_' and '-' and begins with a letter"
     known = [*leaves(), *(section for section in sections() if section)]
     if key in known:  # only the nesting is wrong: `model.hidden_size: 64` as one key of the file
         parent, _, leaf = key.rpartition(".")

@@ -12,9 +12,10 @@ from infra.config.problems import Problem
 from infra.config.rules import Violation, violations
 from infra.config.scalars import Expected, MismatchError, convert
 from infra.config.schema import RunConfig
-from infra.config.tree import Entry, leaves
+from infra.config.tree import Entry, Origin, annotation_of, leaves, mapping_of
 
-_DEFAULT, _FILE, _SET = 0, 1, 2
+# Who is blamed for a broken rule: the last word had it, and never a default.
+_BLAME: dict[Origin | None, int] = {None: 0, "file": 1, "environment": 2, "set": 3}
 
 
 def convert_entries(entries: Mapping[str, Entry]) -> tuple[dict[str, Any], list[Problem]]:
@@ -22,9 +23,8 @@ def convert_entries(entries: Mapping[str, Entry]) -> tuple[dict[str, Any], list[
     values: dict[str, Any] = {}
     problems = []
     for key, entry in entries.items():
-        field = leaves()[key]
         try:
-            values[key] = convert(entry.node, Expected.of(field.annotation))
+            values[key] = convert(entry.node, Expected.of(annotation_of(key)))
         except MismatchError as mismatch:
             message = f"{key} {mismatch.message}"
             problems.append(Problem(message=message, key=key, place=entry.place, hint=mismatch.hint))
@@ -77,14 +77,23 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
 
 
 def _rule_problem(violation: Violation, entries: Mapping[str, Entry]) -> Problem:
-    """Blames the key that was given last: on the command line before in the file, and never a default."""
-    blamed = max(violation.keys, key=lambda key: _rank(entries.get(key)))  # the first of equals
-    place = entries[blamed].place if blamed in entries else None
-    return Problem(message=violation.message, key=blamed, place=place, hint=violation.hint)
+    """Blames the key that was given last: on the command line before the environment before the file."""
+    given = {key: _entry(key, entries) for key in violation.keys}
+    blamed = max(violation.keys, key=lambda key: _rank(given[key]))  # the first of equals
+    entry = given[blamed]
+    return Problem(
+        message=violation.message, key=blamed, place=None if entry is None else entry.place, hint=violation.hint
+    )
+
+
+def _entry(key: str, entries: Mapping[str, Entry]) -> Entry | None:
+    """Of a free mapping, the first name in it."""
+    names = (name for name in entries if mapping_of(name) == key)
+    return entries.get(key) or entries.get(next(names, ""))
 
 
 def _rank(entry: Entry | None) -> int:
-    return _DEFAULT if entry is None else _SET if entry.origin == "set" else _FILE
+    return _BLAME[None if entry is None else entry.origin]
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from infra.checks_environment import (
-    check_batch,
+from infra.checks.advice import check_advice, check_debug_level
+from infra.checks.environment import (
     check_configuration,
     check_host_name,
     check_imports,
@@ -12,11 +12,20 @@ from infra.checks_environment import (
     check_ports,
     check_versions,
 )
-from infra.checks_machine import (
+from infra.checks.gang import check_batch, check_derived, check_elastic
+from infra.checks.gpu import check_gpu
+from infra.checks.machine import (
+    check_cores,
+    check_locked_memory,
     check_memory,
     check_open_files,
     check_shared_memory,
+)
+from infra.checks.network import check_imds, check_interfaces
+from infra.checks.store import (
+    check_store_clock,
     check_store_folder,
+    check_store_multipart,
     check_store_probe,
 )
 from infra.preflight import Check
@@ -32,6 +41,15 @@ CHECKS: list[Check] = [
         deadline_seconds=10.0,
         symptoms=("A05",),
         run=check_configuration,
+    ),
+    Check(
+        id="derived",
+        title="nothing rounds to zero",
+        severity="error",
+        tier="quick",
+        deadline_seconds=10.0,
+        symptoms=("A05", "A07"),
+        run=check_derived,
     ),
     Check(
         id="interpreter",
@@ -70,6 +88,24 @@ CHECKS: list[Check] = [
         run=check_imports,
     ),
     Check(
+        id="advice",
+        title="no variable that misleads",
+        severity="warning",
+        tier="quick",
+        deadline_seconds=10.0,
+        symptoms=("A15", "D01"),
+        run=check_advice,
+    ),
+    Check(
+        id="debug-level",
+        title="no debugging level that crashes DDP",
+        severity="error",
+        tier="quick",
+        deadline_seconds=10.0,
+        symptoms=("D12",),
+        run=check_debug_level,
+    ),
+    Check(
         id="ports",
         title="loopback accepts connections",
         severity="error",
@@ -77,6 +113,15 @@ CHECKS: list[Check] = [
         deadline_seconds=5.0,
         symptoms=("A10", "A11"),
         run=check_ports,
+    ),
+    Check(
+        id="interfaces",
+        title="named network interfaces exist",
+        severity="error",
+        tier="quick",
+        deadline_seconds=5.0,
+        symptoms=("A14",),
+        run=check_interfaces,
     ),
     Check(
         id="host-name",
@@ -88,6 +133,15 @@ CHECKS: list[Check] = [
         run=check_host_name,
     ),
     Check(
+        id="imds",
+        title="EC2 tells of spot notices, by token only",
+        severity="warning",
+        tier="full",
+        deadline_seconds=3.0,
+        symptoms=("A19", "I01"),
+        run=check_imds,
+    ),
+    Check(
         id="batch",
         title="batch divides among the ranks",
         severity="error",
@@ -95,6 +149,15 @@ CHECKS: list[Check] = [
         deadline_seconds=10.0,
         symptoms=("A06",),
         run=check_batch,
+    ),
+    Check(
+        id="elastic",
+        title="batch divides among fewer nodes too",
+        severity="warning",
+        tier="quick",
+        deadline_seconds=10.0,
+        symptoms=("A06",),
+        run=check_elastic,
     ),
     Check(
         id="store-folder",
@@ -107,12 +170,39 @@ CHECKS: list[Check] = [
     ),
     Check(
         id="store-probe",
-        title="store takes, returns and deletes an object",
+        title="store takes, lists, returns and deletes an object",
         severity="error",
         tier="full",
-        deadline_seconds=45.0,
+        deadline_seconds=15.0,
         symptoms=("A19", "H10", "H11"),
         run=check_store_probe,
+    ),
+    Check(
+        id="store-multipart",
+        title="store takes an object in parts",
+        severity="warning",
+        tier="full",
+        deadline_seconds=15.0,
+        symptoms=("A19", "H11"),
+        run=check_store_multipart,
+    ),
+    Check(
+        id="store-clock",
+        title="clock agrees with the store's",
+        severity="warning",
+        tier="full",
+        deadline_seconds=10.0,
+        symptoms=("A19",),
+        run=check_store_clock,
+    ),
+    Check(
+        id="gpu",
+        title="driver, CUDA and GPUs go with torch",
+        severity="error",
+        tier="full",
+        deadline_seconds=95.0,
+        symptoms=("A04", "B01"),
+        run=check_gpu,
     ),
     Check(
         id="shared-memory",
@@ -124,6 +214,15 @@ CHECKS: list[Check] = [
         run=check_shared_memory,
     ),
     Check(
+        id="locked-memory",
+        title="memory may be locked for RDMA",
+        severity="warning",
+        tier="quick",
+        deadline_seconds=10.0,
+        symptoms=("C10",),
+        run=check_locked_memory,
+    ),
+    Check(
         id="open-files",
         title="open files suffice",
         severity="error",
@@ -131,6 +230,15 @@ CHECKS: list[Check] = [
         deadline_seconds=10.0,
         symptoms=("E08",),
         run=check_open_files,
+    ),
+    Check(
+        id="cores",
+        title="a core for each rank",
+        severity="warning",
+        tier="quick",
+        deadline_seconds=10.0,
+        symptoms=("B09",),
+        run=check_cores,
     ),
     Check(
         id="memory",

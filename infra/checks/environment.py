@@ -11,7 +11,6 @@ from pathlib import Path
 
 from infra.config.rules import violations
 from infra.config.tree import leaves
-from infra.footprint import local_gang
 from infra.preflight import Finding, PreflightContext
 from infra.requirements import REQUIREMENTS, TESTED_PYTHON
 
@@ -139,21 +138,6 @@ def check_host_name(context: PreflightContext) -> Finding:
                 continue
             return Finding.passed(f"host name {name} is {address[0]}, an address of this machine")
     return Finding.failed(f"host name {name} leads to {', '.join(addresses)}, no address of this machine", fix)
-
-
-def check_batch(context: PreflightContext) -> Finding:
-    """Each rank gets the same number of samples in each micro-batch."""
-    gang = local_gang(context.config)
-    if gang is None:
-        return Finding.skipped("cluster.nodes or cluster.processes_per_node is auto; the plan's check decides")
-    training = context.config.training
-    accumulation = training.gradient_accumulation_steps
-    parts = gang.ranks * accumulation
-    samples, rest = divmod(training.batch_size, parts)
-    arithmetic = f"{training.batch_size} = {gang.ranks} ranks × {accumulation} accumulation × {samples}"
-    if rest:
-        return Finding.failed(f"{arithmetic} + {rest}", f"set training.batch_size to a multiple of {parts}")
-    return Finding.passed(f"{arithmetic} samples per micro-batch")
 
 
 def _same_environment(python: str) -> bool:

@@ -1,76 +1,22 @@
-"""Checks of what a job takes of this machine and its store: room to write, /dev/shm, open files, memory."""
+"""Checks of what a job takes of this machine: /dev/shm, open files, memory."""
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
 import resource
-import secrets
 import sys
 from pathlib import Path
 
 from infra.config.schema import RunConfig
-from infra.errors import StoreError
 from infra.footprint import host_memory_bytes, local_gang, open_files_per_rank, size_text, staging_bytes
 from infra.preflight import Finding, PreflightContext
-from infra.store import Store
 
-_PROBE_BYTES = 4096
-_REQUEST_SECONDS = 10.0
 _SHARED_MEMORY = Path("/dev/shm")
 _GPU_DEVICES = "/dev/nvidia[0-9]*"  # one for each GPU that this machine or container was given
 _NCCL_SHARED_BYTES = 1 << 30  # what the NCCL user guide advises for containers, whose default is 64 MiB
+RDMA_DEVICES = Path("/sys/class/infiniband")  # InfiniBand, RoCE and EFA alike
 _NO_LIMIT = 1 << 60  # version 1 of cgroups writes a huge number where there is no limit
-
-
-def store_folder(context: PreflightContext) -> Path | None:
-    """The folder of a local store, or None for a remote one."""
-    store = context.config.store
-    if "://" in store and not store.startswith("file://"):
-        return None
-    return context.project_root / Path(store.removeprefix("file://")).expanduser()
-
-
-def nearest_existing(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that exists."""
-    while not os.path.lexists(folder) and folder != folder.parent:
-        folder = folder.parent
-    return folder
-
-
-def check_store_folder(context: PreflightContext) -> Finding:
-    """A local store can be made where it is to be. Writes nothing."""
-    folder = store_folder(context)
-    if folder is None:
-        return Finding.skipped("the store is remote; the check store-probe asks it")
-    there = nearest_existing(folder)
-    if not there.is_dir():
-        return Finding.failed(f"{there} is in the way: it is not a folder", "set store to another folder, or move it")
-    if not os.access(there, os.W_OK | os.X_OK):
-        return Finding.failed(
-            f"{there} cannot be written to", f"set store to a folder of yours, or: chmod u+wx {there}"
-        )
-    made = "" if there == folder else f" (to be made in {there})"
-    return Finding.passed(f"{folder}{made} is writable")
-
-
-def check_store_probe(context: PreflightContext) -> Finding:
-    """Put, get, compare and delete one object. Leaves nothing behind, not even a folder it had to make."""
-    folder = store_folder(context)
-    made = [] if folder is None else _missing_folders(folder)
-    uri = context.config.store if folder is None else str(folder)
-    try:
-        return _probe(uri)
-    except StoreError as error:
-        where = "the credentials, region and endpoint (AWS_*), and " if folder is None else ""
-        return Finding.failed(str(error), f"check {where}that the store may be read, written and deleted from")
-    finally:
-        for path in made:
-            try:
-                path.rmdir()
-            except OSError:  # a job has moved in meanwhile
-                break
 
 
 def check_shared_memory(context: PreflightContext) -> Finding:
@@ -94,6 +40,33 @@ def check_shared_memory(context: PreflightContext) -> Finding:
     if free < _NCCL_SHARED_BYTES:
         fix = f"enlarge it: docker run --shm-size=1g, or mount -o remount,size=1g {_SHARED_MEMORY}"
         return Finding.failed(arithmetic, fix)
+    return Finding.passed(arithmetic)
+
+
+def check_locked_memory(context: PreflightContext) -> Finding:
+    """RLIMIT_MEMLOCK where there is an RDMA device: what it reads by itself must stay where it is."""
+    if not RDMA_DEVICES.is_dir() or not any(RDMA_DEVICES.iterdir()):
+        return Finding.skipped("this machine has no InfiniBand or EFA device")
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding.passed("memory may be locked without limit")
+    return Finding.failed(
+        f"{size_text(soft)} may be locked; NCCL registers its buffers with the RDMA device, which fails beyond that",
+        "ulimit -l unlimited, or docker run --ulimit memlock=-1",
+    )
+
+
+def check_cores(context: PreflightContext) -> Finding:
+    """Cores of this machine, or of the container, against the ranks that would compute on them."""
+    gang = local_gang(context.config)
+    if gang is None:
+        return Finding.skipped("the number of ranks is auto")
+    if glob.glob(_GPU_DEVICES):
+        return Finding.skipped("ranks compute on the GPUs of this machine")
+    cores = _cores()
+    arithmetic = f"{gang} on {cores:g} cores"
+    if gang.ranks > cores:
+        return Finding.failed(f"{arithmetic}: they take turns", "use fewer ranks here, or expect no speed-up from them")
     return Finding.passed(arithmetic)
 
 
@@ -121,6 +94,8 @@ def check_memory(context: PreflightContext) -> Finding:
     if not limits:
         return Finding.skipped(f"this system ({sys.platform}) does not say how much memory is available")
     where, available = min(limits.items(), key=lambda item: item[1])
+    if config.workload is not None:
+        return Finding.skipped(f"what {config.workload} takes is not known before its model is measured")
     needed = host_memory_bytes(config, gang)
     slabs = f"{size_text(staging_bytes(config))} of it to stage commits"
     arithmetic = f"{size_text(needed)} needed by {gang} (estimated; {slabs}), {size_text(available)} {where}"
@@ -129,27 +104,15 @@ def check_memory(context: PreflightContext) -> Finding:
     return Finding.passed(arithmetic)
 
 
-def _probe(uri: str) -> Finding:
-    store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
-    key, written = f"preflight-{secrets.token_hex(8)}", secrets.token_bytes(_PROBE_BYTES)
-    try:
-        store.put(key, written)
-        read = store.get(key)
-    except StoreError:
-        with contextlib.suppress(StoreError):  # the first error is the one to tell
-            store.delete(key)
-        raise
-    store.delete(key)
-    if read != written:
-        return Finding.failed(
-            f"{uri}: {len(read)} bytes read back are not the {len(written)} written", "use another store"
-        )
-    return Finding.passed(f"{uri}: put, get and delete of {_PROBE_BYTES} bytes")
-
-
-def _missing_folders(folder: Path) -> list[Path]:
-    """The folders that opening a store would make, innermost first."""
-    return [path for path in [folder, *folder.parents] if not os.path.lexists(path)]
+def _cores() -> float:
+    """What the scheduler lets this process have: its affinity, and the quota of its control group."""
+    available = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
+    quota, period = (*_read("/sys/fs/cgroup/cpu.max").split(), "", "")[:2]  # version 2
+    if not quota:
+        quota, period = (_read(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    if quota.isdecimal() and period.isdecimal() and int(period):
+        available = min(available, int(quota) / int(period))
+    return available
 
 
 def _memory_limits() -> dict[str, int]:

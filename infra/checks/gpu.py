@@ -1,0 +1,165 @@
+"""Does this machine's NVIDIA driver go with the torch that is installed? Skipped where there is no driver."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.preflight import Finding, PreflightContext
+
+_DEVICES = "/dev/nvidia[0-9]*"
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_ANSWER_SECONDS = 15.0  # nvidia-smi initialises each GPU when no process keeps it awake
+_TORCH_SECONDS = 75.0
+# The oldest driver of each CUDA release family: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1
+# (read in November 2026).
+_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+_WHEELS = "https://pytorch.org/get-started/locally"
+
+# Run in a child: a broken driver may crash or hang whoever asks it. One addition on each GPU is what proves a kernel.
+_ASK_TORCH = """
+import json, torch
+seen = torch.cuda.device_count() if torch.version.cuda else 0
+answer = {"torch": torch.__version__, "cuda": torch.version.cuda, "arches": torch.cuda.get_arch_list(), "gpus": []}
+for index in range(seen):
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    gpu = {"name": name, "capability": capability, "error": ""}
+    try:
+        assert (torch.ones(2, device=f"cuda:{index}") + 1).sum().item() == 4
+    except (RuntimeError, AssertionError) as error:
+        gpu["error"] = (str(error).splitlines() or ["a wrong sum"])[0]
+    answer["gpus"].append(gpu)
+print(json.dumps(answer))
+"""
+
+
+@dataclass(frozen=True)
+class _Driver:
+    version: str
+    gpus: list[str]
+
+
+class _NoAnswer(Exception):
+    """The driver or torch did not say what was asked."""
+
+
+def check_gpu(context: PreflightContext) -> Finding:
+    """Driver, CUDA and architecture fit together, shown by one addition on each GPU; there are GPUs for all ranks."""
+    devices = glob.glob(_DEVICES)
+    if not devices and not shutil.which("nvidia-smi"):
+        return Finding.skipped("there is no NVIDIA driver here")
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return Finding.skipped("CUDA_VISIBLE_DEVICES hides all GPUs")
+    try:
+        driver = _ask_driver()
+    except _NoAnswer as error:
+        return Finding.failed(str(error), "run nvidia-smi; reinstall or reload the driver until it lists the GPUs")
+    try:
+        answer = _ask_torch(context.project_root)
+    except _NoAnswer as error:
+        return Finding.failed(f"driver {driver.version}: {error}", f"install a torch that goes with it: {_WHEELS}")
+    return _compare(driver, answer, context.config.cluster.processes_per_node)
+
+
+def has_kernels_for(capability: int, architectures: list[str]) -> bool:
+    """Whether a GPU can run what was compiled: machine code of its own generation, or portable code that is older.
+
+    capability: 90 for 9.0. architectures: as torch.cuda.get_arch_list tells them, sm_80 or compute_90. Machine code
+    runs on the same major and the same or a later minor version; that of sm_90a only on just that (CUDA C++
+    Programming Guide, "Application Compatibility").
+    """
+    for name in architectures:
+        match = re.fullmatch(r"(sm|compute)_([0-9]+)([a-z]?)", name)
+        if match is None:
+            continue
+        kind, number, exact = match[1], int(match[2]), bool(match[3])
+        if number == capability or (not exact and number < capability and kind == "compute"):
+            return True
+        if not exact and kind == "sm" and number // 10 == capability // 10 and number < capability:
+            return True
+    return False
+
+
+def _compare(driver: _Driver, answer: dict, processes: int | str) -> Finding:
+    torch, cuda, architectures = answer["torch"], answer["cuda"], answer["arches"]
+    names = ", ".join(driver.gpus) or "no GPU listed"
+    here = f"driver {driver.version} ({names}), torch {torch}"
+    if cuda is None:
+        fix = f"install torch for CUDA ({_WHEELS}), or hide the GPUs: CUDA_VISIBLE_DEVICES=-1"
+        return Finding.failed(f"{here} is built without CUDA: ranks would train on the CPU", fix)
+    family, major = int(cuda.split(".")[0]), int(driver.version.split(".")[0])
+    oldest = _OLDEST_DRIVER.get(family)
+    if oldest is not None and major < oldest:
+        fix = f"upgrade the driver, or install torch for an older CUDA: {_WHEELS}"
+        return Finding.failed(f"{here} for CUDA {cuda}, which needs driver {oldest} or newer: {major} < {oldest}", fix)
+    if not answer["gpus"]:
+        return Finding.failed(
+            f"{here} for CUDA {cuda}: torch sees none of the GPUs", "run nvidia-smi; see CUDA_VISIBLE_DEVICES"
+        )
+    for index, gpu in enumerate(answer["gpus"]):
+        capability = 10 * gpu["capability"][0] + gpu["capability"][1]
+        if not has_kernels_for(capability, architectures):
+            what = f"GPU {index}, {gpu['name']}, is sm_{capability}; torch {torch} has {' '.join(architectures)}"
+            return Finding.failed(f"no kernel image: {what}", f"install a torch with sm_{capability}: {_WHEELS}")
+        if gpu["error"]:
+            return Finding.failed(f"GPU {index}, {gpu['name']}, cannot add: {gpu['error']}", "run nvidia-smi -q")
+    if isinstance(processes, int) and processes > len(answer["gpus"]):
+        return Finding.failed(
+            f"cluster.processes_per_node is {processes}, torch sees {len(answer['gpus'])} GPUs",
+            f"set cluster.processes_per_node to {len(answer['gpus'])}, or hide the GPUs: CUDA_VISIBLE_DEVICES=-1",
+        )
+    return Finding.passed(f"{here} for CUDA {cuda}: an addition on each of {len(answer['gpus'])} GPUs")
+
+
+def _ask_driver() -> _Driver:
+    """From nvidia-smi, or from the kernel module where a container lacks the tool."""
+    if shutil.which("nvidia-smi") is None:
+        match = re.search(r"\b([0-9]{3,}\.[0-9.]+)\b", _DRIVER_FILE.read_text() if _DRIVER_FILE.exists() else "")
+        if match is None:
+            raise _NoAnswer(f"{_DEVICES} are here, but neither nvidia-smi nor {_DRIVER_FILE} tells the driver")
+        return _Driver(match[1], [])
+    lines = _run(["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"], _ANSWER_SECONDS)
+    rows = [line.split(", ", 1) for line in lines.splitlines() if ", " in line]
+    if not rows or not rows[0][0].split(".")[0].isdecimal():
+        raise _NoAnswer(f"nvidia-smi lists no GPU: {(lines.splitlines() or ['it says nothing'])[0]}")
+    return _Driver(rows[0][0], [name for _, name in rows])
+
+
+def _ask_torch(project_root: Path) -> dict:
+    given = os.environ.get("PYTHONPATH")
+    path = f"{project_root}{os.pathsep}{given}" if given else str(project_root)
+    said = _run([sys.executable, "-c", _ASK_TORCH], _TORCH_SECONDS, {"PYTHONPATH": path})
+    try:
+        return json.loads(said.splitlines()[-1])
+    except (ValueError, IndexError):
+        raise _NoAnswer("torch did not say what it was built for") from None
+
+
+def _run(command: list[str], seconds: float, variables: dict[str, str] | None = None) -> str:
+    name = Path(command[0]).name
+    try:
+        done = subprocess.run(
+            command,
+            cwd="/",
+            env=os.environ | (variables or {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        raise _NoAnswer(f"{name} did not answer within {seconds:g} s") from None
+    except OSError as error:
+        raise _NoAnswer(f"{name} cannot be started: {error}") from None
+    if done.returncode != 0:
+        said = (done.stderr + done.stdout).strip().splitlines() or ["it says nothing"]
+        raise _NoAnswer(f"{name} ended with {done.returncode}: {said[-1] if command[0] == sys.executable else said[0]}")
+    return done.stdout

@@ -1,0 +1,193 @@
+"""Checks of the store: what a job will do there is really done, once, before anything is paid for."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+from infra.errors import ObjectNotFound, StoreError, StoreForbidden
+from infra.layout import job_prefix
+from infra.preflight import Finding, PreflightContext
+from infra.store import Store
+from infra.store.aws import AwsSettings, aws_settings
+from infra.store.faults import ACTIONS
+from infra.store.s3 import split_uri
+
+_PROBE_BYTES = 4096
+_REQUEST_SECONDS = 10.0
+_DATE_SECONDS = 5.0
+_SKEW_WARNING_SECONDS = 60.0
+_SKEW_REFUSED_SECONDS = 900.0  # S3 answers RequestTimeTooSkewed beyond it
+
+
+def store_folder(context: PreflightContext) -> Path | None:
+    """The folder of a local store, or None for a remote one."""
+    store = context.config.store
+    if "://" in store and not store.startswith("file://"):
+        return None
+    return context.project_root / Path(store.removeprefix("file://")).expanduser()
+
+
+def nearest_existing(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    while not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def check_store_folder(context: PreflightContext) -> Finding:
+    """A local store can be made where it is to be. Writes nothing."""
+    folder = store_folder(context)
+    if folder is None:
+        return Finding.skipped("the store is remote; the check store-probe asks it")
+    there = nearest_existing(folder)
+    if not there.is_dir():
+        return Finding.failed(f"{there} is in the way: it is not a folder", "set store to another folder, or move it")
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Finding.failed(
+            f"{there} cannot be written to", f"set store to a folder of yours, or: chmod u+wx {there}"
+        )
+    made = "" if there == folder else f" (to be made in {there})"
+    return Finding.passed(f"{folder}{made} is writable")
+
+
+def check_store_probe(context: PreflightContext) -> Finding:
+    """Put, list, get, compare and delete one object where jobs lie. Leaves nothing, not even a folder it made.
+
+    A store that is away ends it at once; a right that is missing does not, so that all missing ones are named.
+    """
+    folder = store_folder(context)
+    uri = context.config.store if folder is None else str(folder)
+    place = job_prefix(f".preflight-{secrets.token_hex(8)}")
+    made = [] if folder is None else _missing_folders(folder / place)
+    try:
+        return _probe(Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS), place)
+    except StoreError as error:
+        return _failed(error)
+    finally:
+        for path in made:
+            try:
+                path.rmdir()
+            except OSError:  # a job has moved in meanwhile
+                break
+
+
+def check_store_multipart(context: PreflightContext) -> Finding:
+    """A multipart upload can be started and given up: commits are put in parts, and a part left behind is billed."""
+    if not context.config.store.startswith("s3://"):
+        return Finding.skipped("the store is a folder: files are not put in parts")
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket, prefix = split_uri(context.config.store)
+    key = f"{prefix}/{job_prefix('preflight')}-{secrets.token_hex(8)}".lstrip("/")
+    action = "s3:PutObject"
+    try:
+        client = _s3_client(aws_settings())
+        upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
+        action = "s3:AbortMultipartUpload"
+        client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload)
+    except ClientError as error:
+        code = error.response.get("Error", {}).get("Code", "no code")
+        return Finding.failed(f"multipart upload: {code}", f"allow {action} on arn:aws:s3:::{bucket}/*")
+    except (BotoCoreError, StoreError) as error:
+        text = " ".join(str(error).split())
+        return Finding.failed(f"multipart upload: {text}", "see the check store-probe")
+    return Finding.passed(f"{context.config.store}: a multipart upload was started and aborted")
+
+
+def check_store_clock(context: PreflightContext) -> Finding:
+    """This machine's clock against the store's: S3 refuses requests that are signed 15 minutes off."""
+    if not context.config.store.startswith("s3://"):
+        return Finding.skipped("the store is a folder: nothing is signed")
+    settings = aws_settings()
+    url = settings.endpoint or f"https://s3.{settings.region}.amazonaws.com"
+    before = time.time()
+    try:
+        date = _date_of(url)
+    except (OSError, ValueError) as error:
+        return Finding.skipped(f"{url} tells no time: {error}")
+    after = time.time()
+    # The header is cut to whole seconds, and was written at some moment between the two readings of our clock.
+    skew = max(before - date - 1.0, date - after, 0.0)
+    direction = "ahead of" if before > date else "behind"
+    if skew <= _SKEW_WARNING_SECONDS:
+        return Finding.passed(f"this machine's clock is within {max(skew, 1.0):.0f} s of {url}'s")
+    refused = "; signed requests are refused" if skew > _SKEW_REFUSED_SECONDS else ""
+    return Finding.failed(
+        f"this machine's clock is {skew:,.0f} s {direction} {url}'s ({_SKEW_REFUSED_SECONDS:.0f} s allowed){refused}",
+        "set the clock: chronyc makestep, or timedatectl set-ntp true",
+    )
+
+
+def _probe(store: Store, place: str) -> Finding:
+    key, written = f"{place}/probe", secrets.token_bytes(_PROBE_BYTES)
+    trials: dict[str, Callable[[], object]] = {
+        "put": lambda: store.put(key, written),
+        "list": lambda: store.list(place),
+        "get": lambda: store.get(key),
+        "delete": lambda: store.delete(key),
+    }
+    read, refused = None, {}
+    for operation, trial in trials.items():
+        try:
+            answer = trial()
+            read = answer if operation == "get" else read
+        except StoreForbidden as error:
+            refused[operation] = str(error)
+        except ObjectNotFound:
+            if "put" not in refused:
+                raise
+    if len(refused) == 1 or len(refused) == len(trials):  # one right is missing, or no request is taken at all
+        return _failed(next(iter(refused.values())))
+    if refused:
+        actions = ", ".join(ACTIONS[operation] for operation in refused)
+        return Finding.failed(f"{store.uri}: forbidden: {', '.join(refused)}", f"allow {actions} there")
+    if read != written:
+        return Finding.failed(f"{store.uri}: what was read back is not what was written", "use another store")
+    return Finding.passed(f"{store.uri}: {', '.join(trials)} of {_PROBE_BYTES} bytes")
+
+
+def _failed(error: StoreError | str) -> Finding:
+    detail, _, fix = str(error).partition("; fix: ")
+    return Finding.failed(detail, fix or "check that the store may be read, written and deleted from")
+
+
+def _missing_folders(folder: Path) -> list[Path]:
+    """The folders that a probe would make, innermost first."""
+    return [path for path in [folder, *folder.parents] if not os.path.lexists(path)]
+
+
+def _s3_client(settings: AwsSettings) -> Any:
+    from botocore.config import Config
+    from botocore.session import Session
+
+    limits = Config(connect_timeout=4, read_timeout=8, retries={"total_max_attempts": 1})
+    return Session().create_client("s3", region_name=settings.region, endpoint_url=settings.endpoint, config=limits)
+
+
+def _date_of(url: str) -> float:
+    """Unix time in the Date header of whatever `url` answers, even a refusal. Raises OSError, ValueError."""
+    opener = urllib.request.build_opener(_NoRedirect)
+    request = urllib.request.Request(url, method="HEAD")
+    try:
+        with opener.open(request, timeout=_DATE_SECONDS) as answer:
+            headers = answer.headers
+    except urllib.error.HTTPError as refusal:
+        headers = refusal.headers
+    if not headers.get("Date"):
+        raise ValueError("no Date header")
+    return parsedate_to_datetime(headers["Date"]).timestamp()
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Another server's clock is not the one to compare with."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None

@@ -1,0 +1,43 @@
+"""The JSON schema of a configuration, for editors that complete and check while one types (configs/schema.json).
+
+It knows keys, types and ranges. Rules about several keys are left to the loader, which shows their arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from infra.config.schema import RunConfig
+from infra.config.tree import OPTION_NAME
+
+_DIALECT = "http://json-schema.org/draft-07/schema#"  # what language servers for YAML understand
+
+
+def json_schema() -> dict[str, Any]:
+    """One tree without references: in draft 7 what stands beside a reference would be ignored, descriptions too."""
+    generated = RunConfig.model_json_schema()
+    tree = _inlined(generated, generated.get("$defs", {}))
+    head = {"$schema": _DIALECT, "title": "Ebbflow configuration"}
+    return head | {name: value for name, value in tree.items() if name != "$defs"}
+
+
+def schema_text() -> str:
+    """What configs/schema.json holds."""
+    return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
+    if isinstance(node, list):
+        return [_inlined(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        # A section's default is that of its keys; a section may also be left empty.
+        section = _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
+        return section | {"type": [section["type"], "null"]}
+    # pydantic's titles repeat the names; but a key may be called title.
+    kept = {name: value for name, value in node.items() if not (name == "title" and isinstance(value, str))}
+    done = {name: _inlined(value, definitions) for name, value in kept.items() if name != "$defs"}
+    free = isinstance(node.get("additionalProperties"), dict)
+    return done | ({"propertyNames": {"pattern": f"^{OPTION_NAME.pattern}$"}} if free else {})

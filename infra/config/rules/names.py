@@ -1,0 +1,154 @@
+"""Rules of names: the store, paths, regions and zones, addresses, a workload of one's own."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import PurePath
+from urllib.parse import urlsplit
+
+from infra.config.rules.rule import Answer, Rule, value_of
+from infra.config.scalars import nearest
+from infra.config.schema import RunConfig
+
+_REGION = re.compile(r"([a-z]{2,4})((?:-[a-z]+)+)-([0-9]+)")
+_ZONE_ID = re.compile(r"([a-z]{2,}[0-9]+)(-[a-z]+[0-9]+)?-az[0-9]+")
+_ZONE_NAME = re.compile(r"[a-z]{2,4}(-[a-z]+)+-[0-9]+(-[a-z]+-[0-9]+)?[a-z]")
+_WORKLOAD = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_PRICE_SOURCES = ("static", "live")
+
+
+def zone_prefix(region: str) -> str | None:
+    """How the zone ids of a region begin: use1 for us-east-1, apse2 for ap-southeast-2; None for no region's name.
+
+    AWS shortens each point of the compass and each other word to its first letter: southeast → se, central → c.
+    """
+    match = _REGION.fullmatch(region)
+    if match is None:
+        return None
+    words = re.findall("north|south|east|west|[a-z]+", match[2])
+    return f"{match[1]}{''.join(word[0] for word in words)}{match[3]}"
+
+
+def _store_is_known(config: RunConfig) -> Answer:
+    store = config.store
+    hint = "use a folder, or s3://bucket/prefix"
+    if not store.strip():
+        return "store must not be empty", hint
+    if store.startswith("s3://") and not store.removeprefix("s3://").partition("/")[0]:
+        return f"store {store!r} names no bucket", hint
+    if "://" in store and not store.startswith(("s3://", "file://")):
+        return f"store {store!r} is of an unknown kind", hint
+    return None
+
+
+def _named(key: str, hint: str) -> Rule:
+    """A path that is given must not be empty."""
+
+    def check(config: RunConfig) -> Answer:
+        value = value_of(config, key)
+        return None if value is None or value.strip() else (f"{key} must not be empty", hint)
+
+    return Rule((key,), check)
+
+
+def _workload_is_a_class(config: RunConfig) -> Answer:
+    name = config.workload
+    if name is None or _WORKLOAD.fullmatch(name):
+        return None
+    example = "my_package.module:MyWorkload"
+    module, dot, last = name.rpartition(".")
+    if name.endswith(".py"):
+        example = f"{name.removesuffix('.py').strip('./').replace('/', '.')}:MyWorkload"
+    elif dot and ":" not in name and _WORKLOAD.fullmatch(f"{module}:{last}"):
+        example = f"{module}:{last}"
+    return f"workload must look like package.module:Class, not {name!r}", f"write {example}"
+
+
+def _options_need_a_workload(config: RunConfig) -> Answer:
+    if config.workload is not None or not config.workload_options:
+        return None
+    names = ", ".join(config.workload_options)
+    message = f"workload_options ({names}) have no effect: without workload the built-in language model is trained"
+    return message, "set workload to package.module:Class, or remove the options; the built-in model's are in model"
+
+
+def _regions_are_regions(config: RunConfig) -> Answer:
+    regions = config.cost.regions
+    if not regions:
+        return "cost.regions must name at least one region, or there is no capacity to choose from", "write [us-east-1]"
+    for name, times in Counter(regions).items():
+        if zone_prefix(name) is None:
+            zone = name[:-1]
+            hint = f"{name} is a zone; its region is {zone}" if _ZONE_NAME.fullmatch(name) else "such as us-east-1"
+            return f"cost.regions must be names of AWS regions, not {name!r}", hint
+        if times > 1:
+            return f"cost.regions names {name} {times} times", "keep one of them"
+    return None
+
+
+def _zones_lie_in_the_regions(config: RunConfig) -> Answer:
+    prefixes = {zone_prefix(region): region for region in config.cost.regions}
+    if None in prefixes:
+        return None  # no region's name, which is a violation of its own
+    for name, times in Counter(config.cost.zones).items():
+        match = _ZONE_ID.fullmatch(name)
+        if match is None:
+            hint = "such as use1-az1; aws ec2 describe-availability-zones lists them"
+            if _ZONE_NAME.fullmatch(name):
+                hint = f"{name} is another zone in each account; aws ec2 describe-availability-zones tells its id"
+            return f"cost.zones must be zone ids, not {name!r}", hint
+        if match[1] not in prefixes:
+            allowed = ", ".join(f"{prefix}-az… ({region})" for prefix, region in prefixes.items())
+            message = f"cost.zones: {name} lies in none of cost.regions, whose zones are {allowed}"
+            return message, "add its region to cost.regions, or remove the zone"
+        if times > 1:
+            return f"cost.zones names {name} {times} times", "keep one of them"
+    return None
+
+
+def _prices_are_known(config: RunConfig) -> Answer:
+    source = config.cost.prices
+    hint = "write static, live, or a file of recorded prices such as prices.json"
+    if not source.strip():
+        return "cost.prices must not be empty", hint
+    name = PurePath(source).name
+    if source in _PRICE_SOURCES or PurePath(source).suffix:
+        return None
+    close = nearest(name, _PRICE_SOURCES)
+    message = f"cost.prices must be static, live, or a file with an ending, not {name!r}"
+    return message, f"did you mean {close}?" if close else hint
+
+
+def _push_url_is_an_address(config: RunConfig) -> Answer:
+    url = config.metrics.push_url
+    if url is None:
+        return None
+    hint = "such as http://pushgateway:9091"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        return f"metrics.push_url is no address: {error}", hint
+    if parts.scheme not in ("http", "https") or not host or port == 0:
+        return f"metrics.push_url must be an http:// or https:// address with a host, not {url!r}", hint
+    if parts.username or parts.password:
+        message = "metrics.push_url must not hold a user or password: the configuration is written into the store"
+        return message, f"let a proxy add them, and write {parts.scheme}://{host}"
+    if parts.query or parts.fragment:
+        return f"metrics.push_url must end with its path, not {url!r}", "leave out what follows '?' or '#'"
+    return None
+
+
+RULES = (
+    Rule(("store",), _store_is_known),
+    _named("data.path", "name a folder, file or glob, or write null for the standard library"),
+    _named("data.tokenizer", "write bytes, or the path of a tokenizer.json"),
+    _named("training.initial_weights", "name a safetensors file or a folder of them, or write null"),
+    Rule(("workload",), _workload_is_a_class),
+    Rule(("workload_options", "workload"), _options_need_a_workload),
+    Rule(("cost.regions",), _regions_are_regions),
+    Rule(("cost.zones", "cost.regions"), _zones_lie_in_the_regions),
+    Rule(("cost.prices",), _prices_are_known),
+    Rule(("metrics.push_url",), _push_url_is_an_address),
+)

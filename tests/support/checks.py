@@ -1,0 +1,42 @@
+"""Running one check of any room, as the preflight would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cost.checks import CHECKS as COST_CHECKS
+from infra.checks import CHECKS as INFRA_CHECKS
+from infra.config import RunConfig
+from infra.preflight import PreflightContext, Result, run_checks
+from training.checks import CHECKS as TRAINING_CHECKS
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL_CHECKS = [*INFRA_CHECKS, *COST_CHECKS, *TRAINING_CHECKS]
+CHECKS = {check.id: check for check in ALL_CHECKS}
+
+
+def run(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
+    """The result of one check with the default configuration but for these sections."""
+    config = RunConfig.model_validate(sections)
+    return run_checks([CHECKS[name]], PreflightContext(config=config, project_root=project_root))[0]
+
+
+def failed(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
+    result = run(name, project_root, **sections)
+    assert result.status == ("warning" if CHECKS[name].severity == "warning" else "failed"), result
+    assert result.fix
+    return result
+
+
+def passed(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
+    result = run(name, project_root, **sections)
+    assert result.status == "passed", result
+    return result
+
+
+def skipped(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
+    result = run(name, project_root, **sections)
+    assert result.status == "skipped", result
+    assert result.detail.startswith("skipped, because ")
+    return result
