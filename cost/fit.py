@@ -4,9 +4,12 @@ All of it is estimated. What each part stands on:
 - parameters: float32, also under mixed precision, where the float32 shards are themselves the master weights and
   bfloat16 exists only in gathered units (FSDP2's MixedPrecisionPolicy) or autocast copies (DDP).
 - optimizer: AdamW's two float32 moments.
-- unsharded: FSDP2 gathers one unit while the next one is prefetched, and holds the unit's unreduced gradient in
+- parameters, gradients and optimizer are divided by the ranks that share one copy: all with fsdp2, those of a shard or
+  node with hsdp; with `fsdp.cpu_offload` they are in host memory instead.
+- unsharded: FSDP2 and HSDP gather one unit while the next one is prefetched, and hold the unit's unreduced gradient in
   backward. DDP: its all-reduce buckets (float32), plus autocast's bfloat16 copies under mixed precision.
-- activations, logits: `infra.model_shape`, per sample, without recomputation. Loss and logits stay float32.
+- activations, logits: `infra.model_shape`, per sample. Of activations `parallel.recompute` keeps a share.
+  Loss and logits stay float32.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from infra.config.schema import RunConfig
+from infra.footprint import kept_activations_share, shard_ranks
 from infra.model_shape import ModelShape, causal_lm_shape
 
 GIB = 2**30
@@ -66,22 +70,29 @@ def micro_batch(config: RunConfig, world_size: int) -> int | None:
     return samples if rest == 0 and samples > 0 else None
 
 
-def memory_fit(config: RunConfig, world_size: int, shape: ModelShape | None = None) -> Fit:
-    """Bytes per GPU for `config` on `world_size` ranks. Raises ValueError when the batch does not divide."""
+def memory_fit(
+    config: RunConfig, world_size: int, shape: ModelShape | None = None, *, ranks_per_node: int | None = None
+) -> Fit:
+    """Bytes per GPU for `config` on `world_size` ranks. Raises ValueError when the batch does not divide.
+
+    ranks_per_node: what hsdp shards over where no parallel.shard_size says so; None: all ranks.
+    """
     samples = micro_batch(config, world_size)
     if samples is None:
         raise ValueError(batch_arithmetic(config, world_size))
     shape = shape or causal_lm_shape(config.model)
     mixed = config.fsdp.use_mixed_precision
     compute_bytes = BFLOAT16_BYTES if mixed else FLOAT32_BYTES
-    sharded = config.parallel.mode == "fsdp2" and world_size > 1
-    per_rank = -(-shape.parameters // world_size) if sharded else shape.parameters
+    per_rank = -(-shape.parameters // min(world_size, shard_ranks(config, world_size, ranks_per_node)))
+    if config.fsdp.cpu_offload and config.parallel.mode != "ddp":
+        per_rank = 0
+    kept = kept_activations_share(config, shape.units)
     parts = {
         "parameters": FLOAT32_BYTES * per_rank,
         "gradients": FLOAT32_BYTES * per_rank,
         "optimizer": 2 * FLOAT32_BYTES * per_rank,
         "unsharded": _unsharded(config, shape, world_size, compute_bytes),
-        "activations": shape.activation_bytes_per_sample * samples * compute_bytes // FLOAT32_BYTES,
+        "activations": int(kept * shape.activation_bytes_per_sample * samples * compute_bytes / FLOAT32_BYTES),
         "logits": shape.logits_bytes_per_sample * samples,
     }
     return Fit(**parts, allowance=CONTEXT_BYTES + int(FRAGMENTATION_SHARE * sum(parts.values())))
@@ -98,9 +109,10 @@ def batch_arithmetic(config: RunConfig, world_size: int) -> str:
 
 
 def _unsharded(config: RunConfig, shape: ModelShape, world_size: int, compute_bytes: int) -> int:
-    if world_size == 1:
+    offloaded = config.fsdp.cpu_offload and config.parallel.mode != "ddp"
+    if world_size == 1 and not offloaded:
         return BFLOAT16_BYTES * shape.parameters if config.fsdp.use_mixed_precision else 0
-    if config.parallel.mode == "fsdp2":
+    if config.parallel.mode != "ddp":
         gathered_prefetched_and_gradient = 3
         return gathered_prefetched_and_gradient * compute_bytes * shape.largest_unit_parameters
     copies = BFLOAT16_BYTES if config.fsdp.use_mixed_precision else 0

@@ -1,7 +1,8 @@
-"""Tokens per second of a gang, estimated: the longest of three bounds that a step cannot beat.
+"""Tokens per second of a gang, estimated: the longest of the bounds that a step cannot beat.
 
 - compute: flops of the step / (GPUs × dense peak × MFU prior).
 - network: bytes that each node exchanges per step / its sustained bandwidth, perfectly overlapped with compute.
+- host: with offloading, bytes that each rank moves between host and GPU per step / the bandwidth of PCIe.
 - launch: the host must start every kernel; a model too narrow for its GPU is bound by that, however fast the GPU.
 
 Real steps are slower than their largest bound, which the MFU prior makes up for in the usual case. It is a prior, to
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from cost.catalogue import InstanceType
 from cost.fit import BFLOAT16_BYTES, FLOAT32_BYTES
 from infra.config.schema import RunConfig
+from infra.footprint import shard_ranks
 from infra.model_shape import ModelShape
 
 # Published for tuned runs: 46 % (PaLM 540B, Chowdhery et al. 2022, table 3), 38–43 % (Llama 3 405B, Grattafiori et
@@ -28,11 +30,19 @@ NO_EFA_FACTOR = 0.6
 NETWORK_EFFICIENCY = 0.7
 # About 100 kernels per block, forward and backward, at about 10 µs of host time each in eager mode.
 LAUNCH_SECONDS_PER_BLOCK = 1e-3
+# Of three passes over the model (forward, and backward for inputs and weights) full recomputation makes it four. What
+# selective computes again has hardly any flops.
+RECOMPUTE_FACTOR = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
+# PCIe 3.0 × 16 moves 15.75 GB/s on paper, copies from pinned memory reach about three quarters of that.
+PCIE_BYTES_PER_SECOND = 12e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """step_seconds: one optimizer step. bound: compute, network or launch. mfu: what the estimate comes to."""
+    """tokens_per_second: of whatever the shape's weight_unit counts. step_seconds: one optimizer step.
+
+    bound: compute, network, host or launch. mfu: what the estimate comes to.
+    """
 
     tokens_per_second: float
     step_seconds: float
@@ -49,15 +59,18 @@ def estimate_throughput(
         return None
     ranks = nodes * processes_per_node
     flops = shape.flops_per_sample * config.training.batch_size
+    again = RECOMPUTE_FACTOR[config.parallel.recompute]
     seconds = {
-        "compute": flops / (ranks * peak * _mfu_prior(kind, nodes, processes_per_node)),
-        "network": _network_bytes(config, shape, nodes) / (kind.network_gbps * 1e9 / 8 * NETWORK_EFFICIENCY),
-        "launch": LAUNCH_SECONDS_PER_BLOCK * (config.model.num_layers + 2) * _micro_steps(config),
+        "compute": again * flops / (ranks * peak * _mfu_prior(kind, nodes, processes_per_node)),
+        "network": _network_bytes(config, shape, nodes, processes_per_node)
+        / (kind.network_gbps * 1e9 / 8 * NETWORK_EFFICIENCY),
+        "host": _host_bytes(config, shape, ranks, processes_per_node) / PCIE_BYTES_PER_SECOND,
+        "launch": again * LAUNCH_SECONDS_PER_BLOCK * shape.units * _micro_steps(config),
     }
     bound = max(seconds, key=seconds.__getitem__)
     step_seconds = seconds[bound]
     return Throughput(
-        tokens_per_second=config.tokens_per_step / step_seconds,
+        tokens_per_second=shape.tokens_per_sample * config.training.batch_size / step_seconds,
         step_seconds=step_seconds,
         bound=bound,
         mfu=flops / (step_seconds * ranks * peak),
@@ -77,14 +90,27 @@ def _micro_steps(config: RunConfig) -> int:
     return config.training.gradient_accumulation_steps
 
 
-def _network_bytes(config: RunConfig, shape: ModelShape, nodes: int) -> float:
+def _network_bytes(config: RunConfig, shape: ModelShape, nodes: int, ranks_per_node: int) -> float:
     """Bytes that one node receives from the others per optimizer step.
 
-    FSDP2 gathers the parameters for forward and again for backward of every micro-batch, then reduces float32
-    gradients once. DDP's ring all-reduce moves the float32 gradients twice.
+    FSDP2 gathers the parameters for forward and again for backward of every micro-batch, then reduces the gradients
+    once. DDP's ring all-reduce moves the gradients twice. HSDP does the former among the nodes of one copy of the
+    model, and the latter between copies, for the share of the gradients that is a node's.
     """
-    remote = (nodes - 1) / nodes
-    if config.parallel.mode == "ddp":
-        return 2 * FLOAT32_BYTES * shape.parameters * remote
-    gathered = BFLOAT16_BYTES if config.fsdp.use_mixed_precision else FLOAT32_BYTES
-    return (2 * _micro_steps(config) * gathered + FLOAT32_BYTES) * shape.parameters * remote
+    mixed, ddp = config.fsdp.use_mixed_precision, config.parallel.mode == "ddp"
+    halves = config.ddp.gradient_compression == "bfloat16" if ddp else mixed and config.fsdp.reduce_dtype == "bfloat16"
+    reduced = BFLOAT16_BYTES if halves else FLOAT32_BYTES
+    gathered = BFLOAT16_BYTES if mixed else FLOAT32_BYTES
+    nodes_per_copy = max(1, shard_ranks(config, nodes * ranks_per_node, ranks_per_node) // ranks_per_node)
+    within = (2 * _micro_steps(config) * gathered + reduced) * (nodes_per_copy - 1) / nodes_per_copy
+    copies_apart = nodes / nodes_per_copy
+    between = 2 * reduced / nodes_per_copy * (copies_apart - 1) / copies_apart
+    return (within + between) * shape.parameters
+
+
+def _host_bytes(config: RunConfig, shape: ModelShape, ranks: int, ranks_per_node: int) -> float:
+    """Bytes between one rank's GPU and host memory: its float32 shard up for each gathering, its gradient down."""
+    if not config.fsdp.cpu_offload or config.parallel.mode == "ddp":
+        return 0.0
+    share = shape.parameters / shard_ranks(config, ranks, ranks_per_node)
+    return (2 + 1) * _micro_steps(config) * FLOAT32_BYTES * share

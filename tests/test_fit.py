@@ -8,8 +8,9 @@ import pytest
 
 from cost.catalogue import load_catalogue
 from cost.fit import CONTEXT_BYTES, memory_fit, micro_batch
-from cost.throughput import MFU_PRIOR, NETWORK_EFFICIENCY, estimate_throughput
+from cost.throughput import MFU_PRIOR, NETWORK_EFFICIENCY, PCIE_BYTES_PER_SECOND, Throughput, estimate_throughput
 from infra.config.schema import FsdpConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from infra.footprint import Gang, host_memory_bytes
 from infra.model_shape import ModelShape, causal_lm_shape
 from infra.reliability import young_interval_seconds
 
@@ -20,6 +21,7 @@ SHAPE = ModelShape(
     logits_bytes_per_sample=500_000,
     flops_per_sample=1e9,
     tokens_per_sample=128,
+    units=4,
 )
 
 
@@ -54,6 +56,43 @@ def test_ddp_keeps_everything_on_every_rank():
     assert fit.parameters + fit.gradients + fit.optimizer == 16 * 1_000_001
     assert fit.unsharded == 4 * 1_000_001  # the buckets
     assert memory_fit(config("ddp"), 1, SHAPE).unsharded == 0
+
+
+def changed(**sections: dict) -> RunConfig:
+    """The configuration of `config()`, in mode hsdp, with other values in some sections."""
+    base = config("hsdp")
+    return base.model_copy(
+        update={name: getattr(base, name).model_copy(update=values) for name, values in sections.items()}
+    )
+
+
+def test_hsdp_divides_by_a_shard_or_by_a_node():
+    by_node, by_two = memory_fit(changed(), 4, SHAPE, ranks_per_node=4), changed(parallel={"shard_size": 2})
+    assert by_node == memory_fit(config(), 4, SHAPE), "a node that is all there is"
+    assert memory_fit(by_two, 4, SHAPE, ranks_per_node=4).parameters == 4 * 500_001
+    assert memory_fit(changed(), 4, SHAPE, ranks_per_node=1).parameters == 4 * 1_000_001
+
+
+def test_recomputing_keeps_inputs_and_one_unit():
+    kept = [memory_fit(changed(parallel={"recompute": how}), 4, SHAPE).activations for how in ("selective", "full")]
+    whole = 4 * 2_000_000  # of which a unit is a quarter
+    assert kept == pytest.approx([whole * (11 / 18 + 7 / 18 / 4), whole * (1 / 18 + 17 / 18 / 4)], abs=1)
+
+
+def test_offloading_leaves_only_what_is_gathered():
+    fit = memory_fit(changed(fsdp={"cpu_offload": True}), 4, SHAPE)
+    assert (fit.parameters, fit.gradients, fit.optimizer, fit.unsharded) == (0, 0, 0, 3 * 4 * 100_000)
+    alone = memory_fit(changed(fsdp={"cpu_offload": True}), 1, SHAPE)
+    assert (alone.parameters, alone.unsharded) == (0, 3 * 4 * 100_000)
+
+
+def test_main_memory_of_a_laptop_follows_copies_and_recomputing():
+    gang = Gang(nodes=2, processes_per_node=2)
+    need = {mode: host_memory_bytes(config(mode), gang) for mode in ("ddp", "hsdp", "fsdp2")}
+    copy = 16 * causal_lm_shape(config().model).parameters  # weights, gradients and two moments, float32
+    assert need["hsdp"] - need["fsdp2"] == copy, "a copy per node instead of one"
+    assert host_memory_bytes(changed(parallel={"shard_size": 4}), gang) == need["fsdp2"]
+    assert host_memory_bytes(changed(parallel={"recompute": "full"}), gang) < need["hsdp"]
 
 
 def test_more_ranks_never_need_more_memory_each():
@@ -99,6 +138,39 @@ def test_throughput_is_the_tightest_of_its_bounds():
     tiny = estimate_throughput(small, causal_lm_shape(small.model), types["p5.4xlarge"], 1, 1)
     assert tiny.bound == "launch" and tiny.mfu < 0.05
     assert estimate_throughput(small, SHAPE, types["g4dn.xlarge"], 1, 1) is None  # no bfloat16 peak
+
+
+def test_what_the_modes_move_and_compute_again():
+    """Two nodes of two GPUs behind 2.5 Gbit/s: a step is as long as what it receives from the other node."""
+    kind = load_catalogue()["g5.xlarge"]
+    large = ModelConfig(hidden_size=2048, num_layers=16, num_heads=16)
+    shape = causal_lm_shape(large)
+    per_parameter = kind.network_gbps * 1e9 / 8 * NETWORK_EFFICIENCY / shape.parameters
+
+    def received(ranks_per_node: int = 2, **sections: dict) -> float:
+        speed = estimate_throughput(changed(**sections), shape, kind, 2, ranks_per_node)
+        assert speed.bound == "network"
+        return speed.step_seconds * per_parameter
+
+    # Two micro-batches gather twice each in float32, then reduce once: half of it comes from the other node.
+    assert received(parallel={"mode": "fsdp2"}) == pytest.approx((2 * 2 * 4 + 4) / 2)
+    assert received(parallel={"shard_size": 4}) == pytest.approx((2 * 2 * 4 + 4) / 2), "one copy over both nodes"
+    assert received() == pytest.approx(2 * 4 / 2), "a copy per node: between them as ddp"
+    assert received(parallel={"mode": "ddp"}) == pytest.approx(2 * 4 / 2)
+    halves = {"use_mixed_precision": True, "reduce_dtype": "bfloat16"}
+    assert received(fsdp=halves) == pytest.approx(2 * 2 / 2)
+    assert received(parallel={"mode": "ddp"}, ddp={"gradient_compression": "bfloat16"}) == pytest.approx(2 * 2 / 2)
+
+    def alone(**sections: dict) -> Throughput:
+        return estimate_throughput(changed(**sections), shape, kind, 1, 1)
+
+    busy = {"batch_size": 512}
+    plain, again = alone(training=busy), alone(training=busy, parallel={"recompute": "full"})
+    assert (plain.bound, again.bound) == ("compute", "compute")
+    assert again.step_seconds == pytest.approx(plain.step_seconds * 4 / 3)
+    moved = alone(training={"batch_size": 2}, fsdp={"cpu_offload": True, "use_mixed_precision": True})
+    assert moved.bound == "host"
+    assert moved.step_seconds == pytest.approx(3 * 2 * 4 * shape.parameters / PCIE_BYTES_PER_SECOND)
 
 
 def test_young_interval_by_hand():

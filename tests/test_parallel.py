@@ -13,11 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from infra.config.schema import ModelConfig, RunConfig, SchedulerConfig, TrainingConfig
 from infra.model_shape import causal_lm_shape
 from tests.support.gangs import run_ranks
+from tests.support.spread_rank import ARRANGEMENTS
 from training.errors import WorkloadError
-from training.model import CausalLM
 from training.optimizer import make_optimizer, scale_and_clip
 from training.schedule import learning_rate
-from training.weights import initialise, weights_sha256
+from training.weights.digest import weights_sha256
+from training.weights.initialise import initialise
+from training.workloads.model import CausalLM
 
 MODELS = [
     ModelConfig(hidden_size=32, num_layers=2, num_heads=4, sequence_length=16),
@@ -137,11 +139,11 @@ def test_schedules(kind: str, expected: dict[int, float]) -> None:
 
 
 def test_spreading_changes_no_bit_of_the_initial_weights() -> None:
-    """Three ranks, so that no dimension divides evenly; both modes in one gang; the reference is one process."""
+    """Three ranks, so that no dimension divides evenly; all arrangements in one gang; the reference is one process."""
     config = RunConfig(model=MODELS[0])
     outputs = run_ranks(3, ["-m", "tests.support.spread_rank", config.model_dump_json()])
     found = [line.split()[1:] for output in outputs for line in output.splitlines() if line.startswith("sha256")]
     model = meta_model(MODELS[0]).to_empty(device="cpu")
     initialise(model, meta_model(MODELS[0]), seed=config.training.seed)
     digest = weights_sha256(model)
-    assert sorted(found) == [["ddp", digest]] * 3 + [["fsdp2", digest]] * 3
+    assert sorted(found) == sorted([name, digest] for name in ARRANGEMENTS for _ in range(3))

@@ -7,11 +7,24 @@ import sys
 import torch
 from torch import nn
 
-from infra.config.schema import ParallelConfig, RunConfig
+from infra.config.schema import DdpConfig, FsdpConfig, ParallelConfig, RunConfig
 from training.gang import connect, disconnect, leave
-from training.model import CausalLM
 from training.parallel import spread_model
-from training.weights import weights_sha256
+from training.weights.digest import weights_sha256
+from training.workloads.model import CausalLM
+
+ARRANGEMENTS = {
+    "ddp": {"parallel": ParallelConfig(mode="ddp")},
+    "ddp-options": {
+        "parallel": ParallelConfig(mode="ddp", recompute="full", compile=True),
+        "ddp": DdpConfig(static_graph=True, bucket_cap_mb=0.01, gradient_as_bucket_view=False),
+        "fsdp": FsdpConfig(use_mixed_precision=True),
+    },
+    "fsdp2": {"parallel": ParallelConfig(mode="fsdp2", recompute="selective", compile=True)},
+    "fsdp2-offload": {"parallel": ParallelConfig(mode="fsdp2"), "fsdp": FsdpConfig(cpu_offload=True)},
+    "hsdp-1": {"parallel": ParallelConfig(mode="hsdp", shard_size=1)},
+    "hsdp-node": {"parallel": ParallelConfig(mode="hsdp"), "fsdp": FsdpConfig(use_mixed_precision=True)},
+}
 
 
 class ModelOnly:
@@ -31,11 +44,13 @@ class ModelOnly:
 def main() -> None:
     config = RunConfig.model_validate_json(sys.argv[1])
     torch.set_num_threads(1)
+    plain = [name for name, _ in ModelOnly(config).model().named_parameters()]
     gang = connect(start_seconds=60, collective_seconds=60, generation="test")
-    for mode in ("ddp", "fsdp2"):
-        spread_config = config.model_copy(update={"parallel": ParallelConfig(mode=mode)})
+    for name, changes in ARRANGEMENTS.items():
+        spread_config = config.model_copy(update=changes)
         spread = spread_model(ModelOnly(config), spread_config, gang)
-        print("sha256", mode, weights_sha256(spread.module))
+        names = [name for name, _ in spread.module.named_parameters()]
+        print("sha256", name, weights_sha256(spread.module), *(["renamed"] if names != plain else []))
     disconnect()
     leave(0)
 
