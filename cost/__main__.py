@@ -1,4 +1,4 @@
-"""`python -m cost plan CONFIG` and `python -m cost report JOB`: the money without Metaflow."""
+"""`python -m cost plan CONFIG`, `… report JOB` and `… prices record|show`: the money without Metaflow."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cost.errors import CostError, ReportError
+from cost.prices.commands import add_commands
 from infra.errors import InfraError
 from infra.outcome import Outcome
 
+if TYPE_CHECKING:
+    from infra.config.schema import RunConfig
+    from infra.model_shape import ModelShape
+
 _PROJECT_ROOT = Path(__file__).resolve().parents[1]
+_REQUEST_SECONDS = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,13 +45,16 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("job", metavar="JOB_OR_URI", help="a job's name, 'latest', or the folder or s3:// URI of a job")
     report.add_argument("--store", default=None, metavar="URI", help="where jobs lie (default: runs/ of the project)")
     report.add_argument("--json", action="store_true", help="the report as JSON")
+    report.add_argument("--configuration", action="store_true", help="each key's value and where it came from instead")
     report.set_defaults(run=_report)
+    add_commands(commands, _PROJECT_ROOT)
     return parser
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     from cost.plan import make_plan
     from cost.plan_text import render_plan
+    from cost.prices.source import open_prices
     from infra.config.load import load_config
     from infra.config.problems import ConfigError
 
@@ -53,9 +63,25 @@ def _plan(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return Outcome.CONFIG.exit_code
-    plan = make_plan(loaded.config, now_utc=time.time())
+    now = time.time()
+    prices = open_prices(loaded.config, now, project_root=_PROJECT_ROOT)
+    plan = make_plan(loaded.config, now_utc=now, prices=prices, shape=_measured_shape(loaded.config))
     print(json.dumps(plan.to_json(), indent=1, allow_nan=False) if arguments.json else render_plan(plan))
     return 0 if plan.refusal is None else plan.refusal.outcome.exit_code
+
+
+def _measured_shape(config: RunConfig) -> ModelShape | None:
+    """Of a workload of one's own, whose data are prepared for it; exits with what is wrong with it."""
+    if config.workload is None:
+        return None
+    from training.errors import TrainingError
+    from training.workloads.examine import examine
+
+    try:
+        return examine(config, prepare=True).shape
+    except TrainingError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.outcome.exit_code)
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -64,10 +90,16 @@ def _report(arguments: argparse.Namespace) -> int:
     from infra.events import read_events
     from infra.store import Store
 
-    events = read_events(Store.open(_job_uri(arguments.job, arguments.store)))
+    uri = _job_uri(arguments.job, arguments.store)
+    events = read_events(Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS))
     if not events:
-        raise ReportError(f"no events of job {arguments.job!r} in {_job_uri(arguments.job, arguments.store)}")
+        raise ReportError(f"no events of job {arguments.job!r} in {uri}")
     report = build_report(events)
+    if arguments.configuration:
+        from infra.config.sources import render_sources
+
+        print(render_sources(report.configuration) or "the configuration of this job was not recorded")
+        return 0
     print(json.dumps(report.to_json(), indent=1, allow_nan=False) if arguments.json else render(report))
     return 0
 

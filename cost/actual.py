@@ -16,6 +16,7 @@ from infra.ledger_classes import LedgerClass
 def actual_figures(events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger) -> dict[str, Any]:
     """The `actual` part of a report. Figures that the events do not hold are None.
 
+    weight_unit: what a batch's weight counts, "tokens" for text; speeds are of it. metrics: of the last evaluation.
     tokens_per_second: median over the kept steps, waiting for data included, saves and evaluations not.
     held_out_loss and unigram_entropy_nats in nats per token; held_out_ratio is the first over the second, below 1
     when the model beats the best guess that ignores context. mfu: model flops over time × the matrix product peak that
@@ -38,6 +39,8 @@ def actual_figures(events: Sequence[Event], generations: dict[int, Generation], 
         "unigram_entropy_nats": entropy,
         "held_out_ratio": held_out / entropy if held_out is not None and entropy else None,
         "train_tokens": prepared.get("train_tokens"),
+        "weight_unit": str(prepared.get("weight_unit", "tokens")),
+        "metrics": _last_metrics(events),
         "commits": len(commits),
         "generations": len(generations),
         "goodput": _goodput(ledger),
@@ -56,6 +59,12 @@ def _held_out_loss(events: Sequence[Event]) -> float | None:
         if event.name == EVALUATION and "held_out_loss" in event.data.get("metrics", {}):
             return _number(event.data["metrics"]["held_out_loss"])
     return None
+
+
+def _last_metrics(events: Sequence[Event]) -> dict[str, float | None]:
+    """Whatever the workload's evaluation gave; None for what is not finite."""
+    found = next((event.data.get("metrics", {}) for event in reversed(events) if event.name == EVALUATION), {})
+    return {str(name): _number(value) for name, value in found.items()}
 
 
 def _highest_learning_rate(events: Sequence[Event]) -> float | None:

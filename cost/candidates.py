@@ -1,17 +1,22 @@
-"""One way to run the job: a capacity pool and a gang size, judged on its own. Either a `Candidate` or a `Rejection`."""
+"""Every way to run the job: pools of all kinds, sizes, markets and places, each judged on its own.
+
+What does not depend on the place (GPU, memory, batch) is judged once per size; prices and hazards place by place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cost.catalogue import Catalogue, InstanceType
 from cost.fit import Fit, batch_arithmetic, gib, memory_fit, micro_batch
 from cost.hazard import gang_hazard_per_hour
+from cost.pools import Candidate, Pool, Rejection
+from cost.prices.quote import PriceSource, Quote, is_zone_of
 from cost.throughput import Throughput, estimate_throughput
 from infra.config.schema import RunConfig
-from infra.footprint import COMMIT_BYTES_PER_PARAMETER
+from infra.footprint import COMMIT_BYTES_PER_PARAMETER, shard_ranks
 from infra.model_shape import ModelShape
 from infra.reliability import young_interval_seconds
 
@@ -26,76 +31,56 @@ SAVE_OVERHEAD_SECONDS = 0.05
 OLDEST_COMPUTE_CAPABILITY = 7.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pool:
-    """Where and how large: instance type × nodes × ranks per node × market."""
-
-    instance_type: str
-    nodes: int
-    processes_per_node: int
-    market: str
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.processes_per_node
-
-    def __str__(self) -> str:
-        return f"{self.nodes} × {self.instance_type} {self.market.replace('_', '-')}"
+# Kinds of rejections that others ask for, in the order in which a pool meets them.
+ELSEWHERE = "outside cost.zones"
+NO_SPOT_PRICE = "no spot price"
+NO_ON_DEMAND_PRICE = "no on-demand price"
+HAZARD_UNKNOWN = "hazard unknown"
+MISSES_DEADLINE = "misses the deadline"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate(Pool):
-    """A pool that can run the job, with what it is expected to take. usd_per_hour per node; all else estimated."""
+class Sources:
+    """All that a plan is made from, besides the configuration. now_utc: Unix time that prices are judged at."""
 
-    gpu: str
-    gpu_count: int
-    gpu_memory_bytes: int
-    usd_per_hour: float
-    on_demand_usd_per_hour: float
-    price_kind: str
-    micro_batch: int
+    catalogue: Catalogue
+    shape: ModelShape
+    prices: PriceSource
+    now_utc: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What the job needs on a pool, wherever it lies."""
+
+    samples: int
     fit: Fit
-    tokens_per_second: float
-    step_seconds: float
-    bound: str
-    mfu: float
+    speed: Throughput
     save_seconds: float
-    hazard_per_hour: float
-    young_interval_steps: int
-    interruptions: float
-    expected_hours: float
-    expected_usd: float
-
-    @property
-    def gang_usd_per_hour(self) -> float:
-        return self.usd_per_hour * self.nodes
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Candidate:
-        return cls(**{**data, "fit": Fit(**data["fit"])})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rejection(Pool):
-    """A pool that cannot run the job. kind groups like reasons; excess: how much too large, where that has a size."""
+def judged(config: RunConfig, sources: Sources) -> Iterator[Candidate | Rejection]:
+    """Every pool that the configuration names: one that can run the job with what it takes, any other with the reason.
 
-    kind: str
-    reason: str
-    excess: float = 0.0
+    A spot pool is one zone that has a price; an on-demand pool is a region, or each zone of `cost.zones`.
+    """
+    for pool, kind in _sizes(config, sources.catalogue):
+        found = _cannot_run(config, pool, kind) or _does_not_fit(config, sources.shape, pool, kind)
+        if found:
+            yield _rejection(pool, *found)
+            continue
+        work = _work(config, sources.shape, pool, kind)
+        for region in config.cost.regions:
+            yield from _in_region(config, sources, replace(pool, region=region), kind, work)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Rejection:
-        return cls(**data)
+def candidates(config: RunConfig, sources: Sources) -> Iterator[Candidate]:
+    """The pools that can run the job."""
+    return (one for one in judged(config, sources) if isinstance(one, Candidate))
 
 
-def pools(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, InstanceType]]:
-    """All pools that the configuration names, possible or not."""
+def _sizes(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, InstanceType]]:
+    """Types, sizes and markets that the configuration names, without a place."""
     cluster = config.cluster
     node_counts = AUTO_NODES if cluster.nodes == "auto" else (cluster.nodes,)
     for kind in catalogue.matching(cluster.instance_types):
@@ -105,18 +90,56 @@ def pools(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, Insta
                 yield Pool(instance_type=kind.name, nodes=nodes, processes_per_node=ranks, market=market), kind
 
 
-def judge(config: RunConfig, shape: ModelShape, pool: Pool, kind: InstanceType) -> Candidate | Rejection:
-    """Whether the pool can run the job, and at what expected cost."""
-    found = _cannot_run(config, pool, kind) or _does_not_fit(config, shape, pool, kind)
-    if found:
-        return Rejection(**asdict(pool), kind=found[0], reason=found[1], excess=found[2] if len(found) > 2 else 0.0)
-    candidate = _expect(config, shape, pool, kind)
+def _rejection(pool: Pool, kind: str, reason: str, excess: float = 0.0) -> Rejection:
+    return Rejection(**asdict(pool), kind=kind, reason=reason, excess=excess)
+
+
+def _in_region(
+    config: RunConfig, sources: Sources, pool: Pool, kind: InstanceType, work: _Work
+) -> Iterator[Candidate | Rejection]:
+    region = pool.region or ""
+    wanted = [zone for zone in config.cost.zones if is_zone_of(zone, region)]
+    if config.cost.zones and not wanted:
+        yield _rejection(pool, ELSEWHERE, f"none of cost.zones ({', '.join(config.cost.zones)}) lies in {region}")
+        return
+    hazard = gang_hazard_per_hour(pool.market, kind.interruption_band(region), pool.ranks)
+    for zone, quote in _quotes(sources.prices, kind, pool.market, region, wanted):
+        here = replace(pool, zone=zone)
+        if quote is None:
+            without = NO_SPOT_PRICE if pool.market == "spot" else NO_ON_DEMAND_PRICE
+            why = "on record" if pool.market == "on_demand" else sources.prices.missing(region)
+            yield _rejection(here, without, f"{without} of {kind.name} in {here.place} {why}")
+        elif hazard is None:
+            yield _rejection(here, HAZARD_UNKNOWN, f"no interruption band of {kind.name} in {region} on record")
+        else:
+            yield _within_deadline(config, _expect(config, sources, here, kind, work, quote, hazard))
+
+
+def _quotes(
+    prices: PriceSource, kind: InstanceType, market: str, region: str, wanted: Sequence[str]
+) -> list[tuple[str | None, Quote | None]]:
+    """(zone, quote) of the type in the region; a quote of None: that zone, or without a zone all of it, has none."""
+    if market == "on_demand":
+        quote = prices.on_demand(kind, region)
+        return [(zone, quote) for zone in (wanted if quote else []) or [None]]
+    quotes = prices.spot(kind, region)
+    if not quotes:
+        return [(None, None)]
+    if quotes[0].zone is None:  # a price of the region serves for each of its zones
+        return [(zone, quotes[0]) for zone in wanted or [None]]
+    priced = [(quote.zone, quote) for quote in quotes if not wanted or quote.zone in wanted]
+    seen = {quote.zone for quote in quotes}
+    without = [zone for zone in wanted or prices.zones(region) if zone not in seen]
+    return [*priced, *((zone, None) for zone in without)]
+
+
+def _within_deadline(config: RunConfig, candidate: Candidate) -> Candidate | Rejection:
     limit = config.cost.deadline_hours
-    if limit is not None and candidate.expected_hours > limit:
-        reason = f"needs {candidate.expected_hours:.4g} h, cost.deadline_hours is {limit:.4g}"
-        excess = candidate.expected_hours / limit
-        return Rejection(**asdict(pool), kind="misses the deadline", reason=reason, excess=excess)
-    return candidate
+    if limit is None or candidate.expected_hours <= limit:
+        return candidate
+    reason = f"needs {candidate.expected_hours:.4g} h, cost.deadline_hours is {limit:.4g}"
+    pool = Pool(**{name: getattr(candidate, name) for name in Pool.__dataclass_fields__})
+    return _rejection(pool, MISSES_DEADLINE, reason, candidate.expected_hours / limit)
 
 
 def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any, ...] | None:
@@ -135,50 +158,64 @@ def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any,
     if gpu.peak_flops(mixed) is None:
         precision = "bfloat16" if mixed else "float32"
         return "peak unknown", f"no {precision} peak of {gpu.name}: {gpu.note or 'not published'}"
-    if kind.usd_per_hour(pool.market) is None or kind.on_demand_usd_per_hour is None:
-        return "no price", f"no {pool.market.replace('_', '-')} price of {kind.name} on record"
-    if gang_hazard_per_hour(pool.market, kind.interruption_band, pool.ranks) is None:
-        return "hazard unknown", f"no interruption band of {kind.name} on record"
     return None
 
 
 def _does_not_fit(config: RunConfig, shape: ModelShape, pool: Pool, kind: InstanceType) -> tuple[Any, ...] | None:
     if micro_batch(config, pool.ranks) is None:
         return "batch not divisible", batch_arithmetic(config, pool.ranks)
-    fit = memory_fit(config, pool.ranks, shape)
+    shard = shard_ranks(config, pool.ranks, pool.processes_per_node)
+    if pool.ranks % shard:
+        return "shards do not divide", f"{pool.ranks} ranks are no multiple of parallel.shard_size {shard}"
+    fit = memory_fit(config, pool.ranks, shape, ranks_per_node=pool.processes_per_node)
     if fit.total <= kind.gpu_memory_bytes:
         return None
     reason = f"needs {fit.render()}; {kind.gpu.name} has {gib(kind.gpu_memory_bytes)}"
     return "does not fit", reason, fit.total / kind.gpu_memory_bytes
 
 
-def _expect(config: RunConfig, shape: ModelShape, pool: Pool, kind: InstanceType) -> Candidate:
+def _work(config: RunConfig, shape: ModelShape, pool: Pool, kind: InstanceType) -> _Work:
+    speed = estimate_throughput(config, shape, kind, pool.nodes, pool.processes_per_node)
+    samples = micro_batch(config, pool.ranks)
+    assert speed is not None and samples is not None  # _cannot_run and _does_not_fit saw to it
+    return _Work(
+        samples=samples,
+        fit=memory_fit(config, pool.ranks, shape, ranks_per_node=pool.processes_per_node),
+        speed=speed,
+        save_seconds=_save_seconds(shape, pool.ranks),
+    )
+
+
+def _expect(
+    config: RunConfig, sources: Sources, pool: Pool, kind: InstanceType, work: _Work, quote: Quote, hazard: float
+) -> Candidate:
     """The expected hours and dollars of a pool that can run the job.
 
     hours = start + steps × step time × (1 + save share) + interruptions × (half an interval redone + a new start)
     """
-    speed = estimate_throughput(config, shape, kind, pool.nodes, pool.processes_per_node)
-    usd_per_hour = kind.usd_per_hour(pool.market)
-    hazard = gang_hazard_per_hour(pool.market, kind.interruption_band, pool.ranks)
-    assert speed is not None and usd_per_hour is not None and hazard is not None  # _cannot_run saw to it
-    save_seconds = _save_seconds(shape, pool.ranks)
-    hours, interruptions = _expected_hours(config, speed, save_seconds, hazard)
-    interval = young_interval_seconds(save_seconds, hazard) / speed.step_seconds
+    speed, limit = work.speed, config.cost.max_price_age_hours
+    hours, interruptions = _expected_hours(config, speed, work.save_seconds, hazard)
+    interval = young_interval_seconds(work.save_seconds, hazard) / speed.step_seconds
+    on_demand = sources.prices.on_demand(kind, quote.region)
+    usd_per_hour = float(quote.usd_per_hour)
     return Candidate(
         **asdict(pool),
         gpu=kind.gpu.name,
         gpu_count=kind.gpu_count,
         gpu_memory_bytes=kind.gpu_memory_bytes,
         usd_per_hour=usd_per_hour,
-        on_demand_usd_per_hour=kind.on_demand_usd_per_hour or usd_per_hour,
-        price_kind=kind.price_kind(pool.market),
-        micro_batch=micro_batch(config, pool.ranks) or 0,
-        fit=memory_fit(config, pool.ranks, shape),
+        quoted_usd_per_hour=f"{quote.usd_per_hour:f}",
+        on_demand_usd_per_hour=None if on_demand is None else float(on_demand.usd_per_hour),
+        price_kind=quote.describe(sources.now_utc, limit),
+        price_age_hours=quote.age_hours(sources.now_utc),
+        price_stale=pool.market == "spot" and quote.is_stale(sources.now_utc, limit),
+        micro_batch=work.samples,
+        fit=work.fit,
         tokens_per_second=speed.tokens_per_second,
         step_seconds=speed.step_seconds,
         bound=speed.bound,
         mfu=speed.mfu,
-        save_seconds=save_seconds,
+        save_seconds=work.save_seconds,
         hazard_per_hour=hazard,
         young_interval_steps=max(1, round(interval)),
         interruptions=interruptions,

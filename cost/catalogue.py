@@ -1,4 +1,4 @@
-"""The dated catalogue of instance types: `instances.csv` and `gpus.csv`, read and checked line by line.
+"""The dated catalogue: `instances.csv`, `gpus.csv` and `spot_advisor.csv`, read and checked line by line.
 
 An unknown figure is None, never a guess: whoever needs it rejects the type and says why.
 """
@@ -6,8 +6,8 @@ An unknown figure is None, never a guess: whoever needs it rejects the type and 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from cost.errors import CatalogueError
 
 ON_DEMAND_RECORDED = "2026-07-20"
 ADVISOR_RECORDED = "2025-07"
-REGION = "us-east-1"
+# The one region whose on-demand prices are on record. Others differ, so this one's never stand in for them.
+ON_DEMAND_REGION = "us-east-1"
 
 _HERE = Path(__file__).parent
 
@@ -39,8 +40,19 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpotAdvice:
+    """What the advisor said of a type in a region: savings against the region's on-demand price, band of reclaims."""
+
+    savings_percent: float
+    interruption_band: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class InstanceType:
-    """One line of the catalogue. gpu_memory_mib per GPU; network_gbps sustained; spot savings against on-demand."""
+    """One line of the catalogue. gpu_memory_mib per GPU; network_gbps sustained.
+
+    on_demand_usd_per_hour: of `ON_DEMAND_REGION`. advice: the spot advisor's by region.
+    """
 
     name: str
     gpu: Gpu
@@ -51,28 +63,16 @@ class InstanceType:
     network_gbps: float
     efa: bool
     on_demand_usd_per_hour: float | None
-    spot_savings_percent: float | None
-    interruption_band: int | None
+    advice: Mapping[str, SpotAdvice] = field(default_factory=dict)
 
     @property
     def gpu_memory_bytes(self) -> int:
         return self.gpu_memory_mib * 2**20
 
-    @property
-    def spot_usd_per_hour(self) -> float | None:
-        """Typical spot price: the on-demand price less the advisor's savings. Not what any pool costs right now."""
-        if self.on_demand_usd_per_hour is None or self.spot_savings_percent is None:
-            return None
-        return round(self.on_demand_usd_per_hour * (1 - self.spot_savings_percent / 100), 6)
-
-    def usd_per_hour(self, market: str) -> float | None:
-        return self.spot_usd_per_hour if market == "spot" else self.on_demand_usd_per_hour
-
-    def price_kind(self, market: str) -> str:
-        """How the price is known."""
-        if market == "spot":
-            return f"estimated: on-demand recorded {ON_DEMAND_RECORDED}, savings recorded {ADVISOR_RECORDED}"
-        return f"recorded {ON_DEMAND_RECORDED}"
+    def interruption_band(self, region: str) -> int | None:
+        """The advisor's band there; None where it has none."""
+        advice = self.advice.get(region)
+        return None if advice is None else advice.interruption_band
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,16 @@ class Catalogue:
         return tuple(kind for kind in self.types if not prefixes or kind.name.startswith(tuple(prefixes)))
 
 
-def load_catalogue(instances: Path = _HERE / "instances.csv", gpus: Path = _HERE / "gpus.csv") -> Catalogue:
-    """Read both tables. Raises CatalogueError naming file:line:column for anything that cannot be right."""
+def load_catalogue(
+    instances: Path = _HERE / "instances.csv",
+    gpus: Path = _HERE / "gpus.csv",
+    advisor: Path = _HERE / "spot_advisor.csv",
+) -> Catalogue:
+    """Read the tables. Raises CatalogueError naming file:line:column for anything that cannot be right."""
     models = {gpu.name: gpu for gpu in _unique(_read_gpus(gpus), gpus)}
-    return Catalogue(tuple(_unique(_read_instances(instances, models), instances)))
+    advice = _read_advice(advisor)
+    types = _unique(_read_instances(instances, models), instances)
+    return Catalogue(tuple(replace(kind, advice=advice.get(kind.name, {})) for kind in types))
 
 
 class _Row:
@@ -151,7 +157,7 @@ def _read_gpus(path: Path) -> Iterator[Gpu]:
 
 
 def _read_instances(path: Path, gpus: dict[str, Gpu]) -> Iterator[InstanceType]:
-    columns = [*InstanceType.__dataclass_fields__]
+    columns = [name for name in InstanceType.__dataclass_fields__ if name != "advice"]
     for row in _rows(path, columns):
         price = row.parse("on_demand_usd_per_hour", _number(0.01, 1000), "$/h in 0.01 … 1000", optional=True)
         yield InstanceType(
@@ -164,9 +170,22 @@ def _read_instances(path: Path, gpus: dict[str, Gpu]) -> Iterator[InstanceType]:
             network_gbps=row.parse("network_gbps", _number(0.1, 10000), "Gbit/s in 0.1 … 10000"),
             efa=row.parse("efa", _YES_NO.__getitem__, "yes or no"),
             on_demand_usd_per_hour=price,
-            spot_savings_percent=row.parse("spot_savings_percent", _number(0, 99), "percent in 0 … 99", optional=True),
-            interruption_band=row.parse("interruption_band", _whole(0, 4), "a band in 0 … 4", optional=True),
         )
+
+
+def _read_advice(path: Path) -> dict[str, dict[str, SpotAdvice]]:
+    """By type and region. Advice on a type that is not in the catalogue is kept and never asked for."""
+    advice: dict[str, dict[str, SpotAdvice]] = {}
+    for row in _rows(path, ["region", "name", "savings_percent", "interruption_band"]):
+        region, name = row.parse("region", _text, "a region"), row.parse("name", _text, "a name")
+        regions = advice.setdefault(name, {})
+        if region in regions:
+            raise CatalogueError(f"{path}:{row.number}:1: {name} is listed twice for {region}")
+        regions[region] = SpotAdvice(
+            savings_percent=row.parse("savings_percent", _number(-100, 99), "percent in -100 … 99"),
+            interruption_band=row.parse("interruption_band", _whole(0, 4), "a band in 0 … 4"),
+        )
+    return advice
 
 
 _YES_NO = {"yes": True, "no": False}

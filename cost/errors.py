@@ -29,3 +29,9 @@ class ReportError(CostError):
     """There is nothing to report on, or not where it was looked for. Names the places."""
 
     outcome = Outcome.CONFIG
+
+
+class PriceError(CostError):
+    """A file of recorded prices that cannot be read or holds what cannot be a price. Names file:line or record."""
+
+    outcome = Outcome.CONFIG

@@ -14,6 +14,7 @@ from typing import Any
 from cost.ledger import MEASURED, SIMULATED, UNPRICED
 from cost.money import apportion, rounded
 from cost.report import RunReport
+from infra.config.sources import DEFAULT, value_text
 
 NONE = "n/a"
 _CENTS_FROM = Decimal(10)
@@ -108,11 +109,9 @@ def key_figures(report: RunReport) -> dict[str, str]:
         "prices": price_text(report),
         "paid time": f"{seconds(report.paid_rank_seconds)} rank-seconds",
         "wall time": duration(_seconds_of(actual.get("wall_hours"))),
-        "speed": f"{number(actual.get('tokens_per_second'), 0)} tokens/s",
+        "speed": f"{number(actual.get('tokens_per_second'), 0)} {weight_unit(report)}/s",
         "MFU": share_of(actual.get("mfu"), "measured peak"),
-        "held-out loss": f"{number(actual.get('held_out_loss'))} nats per token",
-        "unigram entropy": f"{number(actual.get('unigram_entropy_nats'))} nats per token",
-        "loss / entropy": number(actual.get("held_out_ratio"), 3),
+        **_quality(report),
         "final loss": number(final_loss(report)),
         "commits": count(actual.get("commits", 0), "commit"),
         "interruptions": count(report.interruptions, "interruption"),
@@ -124,23 +123,46 @@ def key_figures(report: RunReport) -> dict[str, str]:
     }
 
 
+def weight_unit(report: RunReport) -> str:
+    """What the weight of a batch counts, and with it speeds and losses: tokens for text."""
+    return plain(report.actual.get("weight_unit") or "tokens")
+
+
+def loss_unit(report: RunReport) -> str:
+    unit = weight_unit(report)
+    return "nats per token" if unit == "tokens" else f"per {unit.removesuffix('s')}"
+
+
+def _quality(report: RunReport) -> dict[str, str]:
+    """How good the model is: loss against entropy for text, else whatever the workload's own evaluation gave."""
+    actual = report.actual
+    if weight_unit(report) == "tokens":
+        return {
+            "held-out loss": f"{number(actual.get('held_out_loss'))} nats per token",
+            "unigram entropy": f"{number(actual.get('unigram_entropy_nats'))} nats per token",
+            "loss / entropy": number(actual.get("held_out_ratio"), 3),
+        }
+    return {plain(name).replace("_", " "): number(value) for name, value in (actual.get("metrics") or {}).items()}
+
+
 def price_text(report: RunReport) -> str:
     """How the dollars are to be read."""
     kind = plain(report.actual.get("price_kind", UNPRICED))
     if kind == SIMULATED:
-        pool = plain(pool_text(report.plan))
-        return f"simulated: this run was local, priced as if on {pool}"
+        return f"simulated: priced as if on {plain(pool_text(report.plan))}"
     if kind == UNPRICED:
         return "unpriced: the events hold no plan"
     return kind
 
 
 def pool_text(plan: dict[str, Any] | None) -> str:
-    """Such as "2 × g5.xlarge on-demand"; n/a without a pool."""
+    """Such as "2 × g5.xlarge spot in use1-az4"; n/a without a pool."""
     chosen = (plan or {}).get("chosen")
     if not chosen:
         return NONE
-    return f"{chosen['nodes']} × {chosen['instance_type']} {str(chosen['market']).replace('_', '-')}"
+    pool = f"{chosen['nodes']} × {chosen['instance_type']} {str(chosen['market']).replace('_', '-')}"
+    place = chosen.get("zone") or chosen.get("region")  # plans before there were several have none
+    return f"{pool} in {place}" if place else pool
 
 
 def final_loss(report: RunReport) -> float | None:
@@ -163,7 +185,11 @@ def comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
     return [
         ("hours", number(chosen["expected_hours"]), number(actual.get("wall_hours"))),
         ("dollars", usd(chosen["expected_usd"]), usd(report.total_usd)),
-        ("tokens/s", number(chosen["tokens_per_second"], 0), number(actual.get("tokens_per_second"), 0)),
+        (
+            f"{weight_unit(report)}/s",
+            number(chosen["tokens_per_second"], 0),
+            number(actual.get("tokens_per_second"), 0),
+        ),
         ("MFU", share_of(chosen["mfu"], "data sheet peak"), share_of(actual.get("mfu"), "measured peak")),
         ("interruptions", number(chosen["interruptions"], 4), str(report.interruptions)),
     ]
@@ -194,16 +220,27 @@ def generation_rows(report: RunReport) -> list[tuple[str, str, str, str, str, st
     ]
 
 
+def configuration_rows(report: RunReport, *, defaults: bool) -> list[tuple[str, str, str]]:
+    """(key, value, source) of what was set, or of what was left at its default."""
+    return [
+        (plain(row["key"]), plain(value_text(row["value"])), plain(row["source"]))
+        for row in report.configuration
+        if (row["source"] == DEFAULT) is defaults
+    ]
+
+
 def trust_lines(report: RunReport) -> list[str]:
     """What each kind of figure rests on."""
     inferred = [str(line.ledger_class).replace("_", " ") for line in report.ledger if line.kind != MEASURED]
     lines = [
         "measured: losses, steps, speed and all time that agents and ranks recorded",
-        f"dollars: {price_text(report)}; exact at that price, no invoice (taxes, credits, storage, transfer left out)",
+        f"dollars: {_price_in_full(report)}; exact at that price, no invoice (taxes, credits, storage, transfer left "
+        "out)",
     ]
     if inferred:
         why = "a node's end was not recorded, so it is billed to its last sign of life"
         lines.append(f"estimated: {', '.join(inferred)}: {why}")
+    lines += [plain(line) for line in (report.plan or {}).get("prices", [])]
     if (report.plan or {}).get("chosen"):
         lines.append("estimated: the plan's hours, dollars, speed and interruptions")
     share = report.actual.get("unattributed_share") or 0.0
@@ -214,6 +251,16 @@ def trust_lines(report: RunReport) -> list[str]:
             "savings: the useful work alone at the on-demand price, less the total: redone work counts against"
         )
     return lines
+
+
+def _price_in_full(report: RunReport) -> str:
+    """The price as it was quoted, and how it was known; plans that were made before quotes were kept lack both."""
+    chosen = (report.plan or {}).get("chosen") or {}
+    text, quoted = price_text(report), chosen.get("quoted_usd_per_hour")
+    if not quoted:
+        return text
+    known = f" ({plain(chosen.get('price_kind', NONE))})" if report.actual.get("price_kind") == SIMULATED else ""
+    return f"{text}, ${plain(quoted)}/h per node{known}"
 
 
 def failure_lines(report: RunReport) -> list[str]:

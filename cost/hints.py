@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from cost.candidates import AUTO_NODES, Candidate, Rejection, judge, pools
-from cost.catalogue import Catalogue
+from cost.candidates import AUTO_NODES, NO_SPOT_PRICE, Sources, candidates
+from cost.catalogue import ON_DEMAND_REGION
+from cost.pools import Candidate, Rejection
 from infra.config.schema import RunConfig
-from infra.model_shape import causal_lm_shape
 
 
 def budget_hint(config: RunConfig, cheapest: Candidate, needed_usd: float) -> str:
@@ -21,36 +21,42 @@ def budget_hint(config: RunConfig, cheapest: Candidate, needed_usd: float) -> st
     return f"{hint}, or training.max_steps to {steps} or fewer" if steps > 0 else hint
 
 
-def enough_hours(config: RunConfig, catalogue: Catalogue) -> float:
+def enough_hours(config: RunConfig, sources: Sources) -> float:
     """What the fastest pool is expected to take. Raises ValueError when nothing fits, deadline or not."""
     unlimited = _changed(config, "cost", deadline_hours=None)
-    return min(candidate.expected_hours for candidate in _candidates(unlimited, catalogue))
+    return min(candidate.expected_hours for candidate in candidates(unlimited, sources))
 
 
-def deadline_hint(config: RunConfig, catalogue: Catalogue, hours: float) -> str:
+def deadline_hint(config: RunConfig, sources: Sources, hours: float) -> str:
     """The deadline that would do, or more nodes that keep this one. hours: as `enough_hours` gives them."""
     hint = f"set cost.deadline_hours to {math.ceil(hours * 100) / 100:g} or more"
-    better = next((text for text, changed in _larger(config) if any(_candidates(changed, catalogue))), None)
+    better = next((text for text, changed in _larger(config) if any(candidates(changed, sources))), None)
     return f"{hint}, or {better}" if better else hint
 
 
-def capacity_hint(config: RunConfig, catalogue: Catalogue, rejected: tuple[Rejection, ...]) -> str:
+def capacity_hint(config: RunConfig, sources: Sources, rejected: tuple[Rejection, ...]) -> str:
     """The first small change with which some pool can run the job."""
     if not rejected:
-        families = sorted({kind.name.split(".")[0] for kind in catalogue.types})
+        families = sorted({kind.name.split(".")[0] for kind in sources.catalogue.types})
         return f"cluster.instance_types may name any of {', '.join(families)}, or stay empty for all"
+    unpriced = config.cost.prices == "static" and any(rejection.kind == NO_SPOT_PRICE for rejection in rejected)
+    live = "set cost.prices to live, or "
+    for text, changed in _places(config):
+        if any(candidates(changed, sources)):
+            return f"{live if unpriced else ''}{text}"
     for text, changed in _changes(config):
-        if any(_candidates(changed, catalogue)):
+        if any(candidates(changed, sources)):
             return text
     return "no single change makes it fit: use a smaller model, or more nodes and gradient accumulation together"
 
 
-def _candidates(config: RunConfig, catalogue: Catalogue) -> Iterator[Candidate]:
-    shape = causal_lm_shape(config.model)
-    for pool, kind in pools(config, catalogue):
-        found = judge(config, shape, pool, kind)
-        if isinstance(found, Candidate):
-            yield found
+def _places(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    cost = config.cost
+    if cost.zones:
+        yield "leave cost.zones empty", _changed(config, "cost", zones=[])
+    if ON_DEMAND_REGION not in cost.regions:
+        regions = [*cost.regions, ON_DEMAND_REGION]
+        yield f"add {ON_DEMAND_REGION} to cost.regions", _changed(config, "cost", regions=regions, zones=[])
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
@@ -63,6 +69,8 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         yield text, _changed(config, "training", gradient_accumulation_steps=steps)
     if not config.fsdp.use_mixed_precision:
         yield "set fsdp.use_mixed_precision to true", _changed(config, "fsdp", use_mixed_precision=True)
+    if config.parallel.recompute != "full":
+        yield "set parallel.recompute to full", _changed(config, "parallel", recompute="full")
     if cluster.processes_per_node != "auto":
         text = "set cluster.processes_per_node to auto: one rank per GPU"
         yield text, _changed(config, "cluster", processes_per_node="auto")

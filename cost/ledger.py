@@ -145,7 +145,8 @@ def _price(plans: list[Event], node: NodeTime) -> _Price:
     chosen: dict[str, Any] = plan["chosen"]
     on_demand = chosen.get("on_demand_usd_per_hour")
     return _Price(
-        usd_per_hour=Decimal(str(chosen["usd_per_hour"])),
+        # As quoted: not through a float, where a plan has it.
+        usd_per_hour=Decimal(chosen.get("quoted_usd_per_hour") or str(chosen["usd_per_hour"])),
         on_demand_usd_per_hour=None if on_demand is None else Decimal(str(on_demand)),
         kind=SIMULATED if plan.get("simulated") else str(chosen.get("price_kind", "recorded")),
     )

@@ -1,6 +1,7 @@
 """The plan as text that reads like a change to approve: what is chosen, what else there was, what cannot be and why.
 
-Marks on figures: r recorded on a date, e estimated. No line depends on its leading spaces, which log viewers drop.
+Marks on figures: l live, r recorded on a date, e estimated, ! stale. No line depends on its leading spaces, which log
+viewers drop.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any
 
-from cost.candidates import Candidate, Rejection
-from cost.catalogue import ADVISOR_RECORDED, ON_DEMAND_RECORDED, REGION
+from cost.catalogue import ADVISOR_RECORDED
 from cost.figures import count, duration, number, percent, plain, usd
 from cost.fit import gib
 from cost.plan import Plan
+from cost.pools import Candidate, Rejection
+from cost.prices.quote import short_age_text
 
 WIDTH = 100
 BAR = "│"
@@ -27,7 +31,7 @@ def render_plan(plan: Plan) -> str:
         sections += [_chosen(plan, plan.chosen), _ranked(plan)]
     if plan.rejected:
         sections.append(_rejected(plan.rejected))
-    sections.append(_kinds())
+    sections.append(_kinds(plan))
     if plan.refusal is not None:
         sections.append(_wrapped(plain(f"✗ refused ({plan.refusal.outcome}): {plan.refusal.message}")))
         sections.append(_wrapped(plain(f"hint: {plan.refusal.hint}")))
@@ -40,7 +44,7 @@ def render_plan(plan: Plan) -> str:
 
 def _header(plan: Plan) -> list[str]:
     made = datetime.fromtimestamp(plan.made_utc, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    work = f"{plan.steps:,} steps, {plan.tokens:,} tokens"
+    work = f"{plan.steps:,} steps, {plan.tokens:,.0f} {plain(plan.weight_unit)}"
     budget = "no budget" if plan.budget_usd is None else f"budget {usd(plan.budget_usd, 2)}"
     deadline = "no deadline" if plan.deadline_hours is None else f"deadline {number(plan.deadline_hours, 2)} h"
     lines = [f"{work} · {budget} · {deadline}", f"made {made} for backend {plan.backend}"]
@@ -54,7 +58,6 @@ def _header(plan: Plan) -> list[str]:
 
 def _chosen(plan: Plan, best: Candidate) -> list[str]:
     size = "1 node" if best.nodes == 1 else f"{best.nodes} nodes"
-    market = best.market.replace("_", "-")
     price = f"{usd(best.usd_per_hour, 4)}/h per node, {usd(best.gang_usd_per_hour, 4)}/h in all"
     used = (
         f"{best.ranks} of {best.nodes * best.gpu_count} GPUs used" if best.processes_per_node < best.gpu_count else ""
@@ -64,14 +67,15 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
     )
     hours = f"{number(best.expected_hours)} h ({duration(best.expected_hours * 3600)})"
     speed = (
-        f"{number(best.tokens_per_second, 0)} tokens/s, bound by {best.bound}, MFU {percent(best.mfu)}, "
-        f"{best.step_seconds:.4g} s per step"
+        f"{number(best.tokens_per_second, 0)} {plain(plan.weight_unit)}/s, bound by {best.bound}, "
+        f"MFU {percent(best.mfu)}, {best.step_seconds:.4g} s per step"
     )
     interval = (
         f"each {plan.interval_steps:,} steps; Young's interval at this hazard: {best.young_interval_steps:,} steps"
     )
     items = [
         ("price", f"{price} ({_price_mark(best)})"),
+        ("known", plain(best.price_kind)),
         ("gang", "; ".join(filter(None, [gpus, used]))),
         ("memory", f"{best.fit.render()} of {gib(best.gpu_memory_bytes)} per GPU (e)"),
         ("speed", f"{speed} (e)"),
@@ -82,7 +86,7 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
         *_limits(plan, best),
     ]
     width = max(len(name) for name, _ in items)
-    lines = _wrapped(f"+ {best.nodes} × {best.instance_type} {market}: the cheapest pool that can run this job")
+    lines = _wrapped(plain(f"+ {best}: the cheapest pool that can run this job"))
     for name, value in items:
         lines += _wrapped(f"+ {name:<{width}}  {value}", indent=width + 4)
     return lines
@@ -99,36 +103,62 @@ def _limits(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
     return limits
 
 
+_COLUMNS = ("", "pool", "place", "GPUs", "$/h", "age", "tokens/s", "hours", "dollars")
+# Given up in this order where a line would be too wide.
+_SPARE = ("GPUs", "tokens/s", "age")
+
+
 def _ranked(plan: Plan) -> list[str]:
-    header = ("", "pool", "GPUs", "$/h", "tokens/s (e)", "hours (e)", "dollars (e)", "memory (e)")
-    rows = [header]
-    for place, one in enumerate(plan.ranked[:_LISTED], start=1):
+    groups = _same_but_for_the_zone(plan.ranked)
+    speed = f"{plain(plan.weight_unit)}/s"
+    rows = [tuple(speed if column == "tokens/s" else column for column in _COLUMNS)]
+    for number_of_row, group in enumerate(groups[:_LISTED], start=1):
+        one, others = group[0], len(group) - 1
         rows.append(
             (
-                f"{place}",
-                str(one),
+                f"{number_of_row}",
+                f"{one.nodes} × {one.instance_type} {one.market.replace('_', '-')}",
+                plain(one.place) + (f" +{others}" if others else ""),
                 f"{one.ranks} {one.gpu}",
                 f"{usd(one.gang_usd_per_hour, 4)} {_price_mark(one)}",
+                short_age_text(one.price_age_hours * 3600),
                 number(one.tokens_per_second, 0),
                 number(one.expected_hours, 3),
                 usd(one.expected_usd, 4),
-                percent(one.fit.total / one.gpu_memory_bytes, 0),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = [
+    more = sum(map(len, groups[_LISTED:]))
+    folded = "; +n: as many other zones at the same price" if any(len(group) > 1 for group in groups[:_LISTED]) else ""
+    legend = f"age: since the price was last known to hold; {speed}, hours and dollars are estimated{folded}"
+    return [*_table(rows), *([f"… and {more} dearer pools"] if more > 0 else []), *_wrapped(legend)]
+
+
+def _same_but_for_the_zone(ranked: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Neighbours in the ranking that differ in their zone only: of use for capacity, but not to be read one by one."""
+
+    def key(one: Candidate) -> tuple[Any, ...]:
+        return one.instance_type, one.nodes, one.market, one.region, one.usd_per_hour, one.price_age_hours
+
+    return [list(group) for _, group in groupby(ranked, key)]
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    shown = list(range(len(_COLUMNS)))
+    for name in _SPARE:
+        if sum(widths[column] for column in shown) + 2 * (len(shown) - 1) > WIDTH - 2:
+            shown.remove(_COLUMNS.index(name))
+    return [
         "  ".join(
-            cell.ljust(width) if 1 <= column <= 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            row[column].ljust(widths[column]) if 1 <= column <= 3 else row[column].rjust(widths[column])
+            for column in shown
         )
         for row in rows
     ]
-    more = len(plan.ranked) - _LISTED
-    return lines + ([f"… and {more} dearer pools"] if more > 0 else [])
 
 
 def _price_mark(candidate: Candidate) -> str:
-    return "r" if candidate.price_kind.startswith("recorded") else "e"
+    return candidate.price_kind[:1] + ("!" if candidate.price_stale else "")
 
 
 def _rejected(rejected: Sequence[Rejection]) -> list[str]:
@@ -143,11 +173,12 @@ def _rejected(rejected: Sequence[Rejection]) -> list[str]:
     return lines
 
 
-def _kinds() -> list[str]:
-    return _wrapped(
-        f"r: recorded, {REGION} on-demand prices of {ON_DEMAND_RECORDED}. e: estimated; spot prices and hazards from "
-        f"the spot advisor of {ADVISOR_RECORDED}."
-    )
+def _kinds(plan: Plan) -> list[str]:
+    """What the prices are, and what the marks mean."""
+    said = [line for text in plan.prices for line in _wrapped(plain(text))]
+    stale = " !: older than cost.max_price_age_hours." if any(one.price_stale for one in plan.ranked) else ""
+    marks = f"l: live. r: recorded. e: estimated; hazards from the spot advisor of {ADVISOR_RECORDED}.{stale}"
+    return [*said, *_wrapped(marks)]
 
 
 def _wrapped(text: str, indent: int = 2) -> list[str]:

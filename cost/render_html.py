@@ -11,10 +11,12 @@ from cost.figures import (
     GENERATION_HEADER,
     comparison_header,
     comparison_rows,
+    configuration_rows,
     failure_lines,
     generation_rows,
     key_figures,
     ledger_rows,
+    loss_unit,
     plain,
     trust_lines,
 )
@@ -46,11 +48,12 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
         _message(report),
         _tiles(figures),
         _section("Where the paid time went", ledger_bar(report) + _ledger(report)),
-        _section("Training loss, nats per token", loss_chart(report)),
+        _section(f"Training loss, {loss_unit(report)}", loss_chart(report)),
         _comparison(report),
         _generations(report),
         _list("What went wrong, first failure first", failure_lines(report)),
         _section("All figures", _definitions(figures)),
+        _configuration(report),
         _list("How far to trust this", trust_lines(report)),
         _next_step(report, python),
     ]
@@ -65,7 +68,9 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
 
 def _tiles(figures: dict[str, str]) -> str:
     tiles = "".join(
-        f'<div class="tile"><span>{escape(name)}</span><b>{escape(figures[name])}</b></div>' for name in _HEADLINES
+        f'<div class="tile"><span>{escape(name)}</span><b>{escape(figures[name])}</b></div>'
+        for name in _HEADLINES
+        if name in figures
     )
     return f'<div class="tiles">{tiles}</div><p class="quiet">Dollars: {escape(figures["prices"])}</p>'
 
@@ -105,6 +110,20 @@ def _generations(report: RunReport) -> str:
         return ""
     body = "".join(f"<tr><td>{escape(row[0])}</td>{_cells(row[1:])}</tr>" for row in rows)
     return _section("Generations", _table(GENERATION_HEADER, body))
+
+
+def _configuration(report: RunReport) -> str:
+    """What somebody set; the defaults fold away, without a script."""
+    if not report.configuration:
+        return ""
+    chosen, defaults = (configuration_rows(report, defaults=each) for each in (False, True))
+    header = ("key", "value", "source")
+    folded = f"<details><summary>{len(defaults)} defaults</summary>{_table(header[:2], _rows(defaults, 2))}</details>"
+    return _section("Configuration", (_table(header, _rows(chosen, 3)) if chosen else "") + folded)
+
+
+def _rows(rows: Sequence[Sequence[str]], columns: int) -> str:
+    return "".join(f"<tr>{_cells(row[:columns])}</tr>" for row in rows)
 
 
 def _next_step(report: RunReport, python: str) -> str:
@@ -164,6 +183,7 @@ dl{display:grid;grid-template-columns:minmax(110px,auto) 1fr;gap:4px 16px;margin
 dt{color:var(--quiet)}dd{margin:0;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
 ol{margin:0;padding-left:1.2em}li{overflow-wrap:anywhere}
 pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;font:14px/1.5 ui-monospace,monospace}
+summary{cursor:pointer;color:var(--quiet)}
 svg{display:block;width:100%;height:auto;overflow:visible}
 svg text{fill:var(--quiet);font:12px system-ui,sans-serif}
 .grid{stroke:var(--line)}.loss{fill:none;stroke:var(--loss);stroke-width:1.8;stroke-linejoin:round}

@@ -94,5 +94,6 @@ def _wrapped(lines: Sequence[str]) -> list[str]:
     return [
         piece
         for line in lines
-        for piece in textwrap.wrap(line, WIDTH - 4, initial_indent="· ", subsequent_indent="  ") or ["·"]
+        for piece in textwrap.wrap(line, WIDTH - 4, initial_indent="· ", subsequent_indent="  ", break_on_hyphens=False)
+        or ["·"]
     ]

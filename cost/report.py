@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
@@ -19,7 +19,7 @@ from cost.generations import Generation, final_outcome, read_generations
 from cost.ledger import Ledger, LedgerLine, fold
 from cost.money import USD_DECIMALS, rounded
 from cost.timeline import MICRO, paid_nodes
-from infra.events import PLAN, PREFLIGHT, STEP, Event
+from infra.events import CONFIGURED, PLAN, PREFLIGHT, STEP, Event
 from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
 
@@ -36,7 +36,8 @@ class RunReport:
     on-demand without an interruption, less what was paid, redone work included; negative when interruptions cost
     more than the market saved; None without a price. plan: what was expected; actual: what came of it.
     events: counts by name, failures (first one first), notable events, generations (the step it went
-    on from, the last one it took, its paid rank-seconds, its end).
+    on from, the last one it took, its paid rank-seconds, its end). configuration: each key with its value and its
+    source (default, file:line, environment or --set); empty where nobody recorded it.
     """
 
     job: str
@@ -53,6 +54,7 @@ class RunReport:
     plan: dict[str, Any] | None
     actual: dict[str, Any]
     events: dict[str, Any]
+    configuration: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
@@ -82,6 +84,7 @@ class RunReport:
                 "plan": self.plan,
                 "actual": self.actual,
                 "events": self.events,
+                "configuration": self.configuration,
             }
         )
 
@@ -93,6 +96,7 @@ class RunReport:
         plain = ("job", "interruptions", "failures", "redone_steps", "weights_sha256", "plan", "actual", "events")
         return cls(
             **{name: data[name] for name in plain},
+            configuration=data.get("configuration", []),  # reports before it was recorded have none
             outcome=Outcome(data["outcome"]),
             loss_curve=[(int(step), loss) for step, loss in data["loss_curve"]],
             ledger=tuple(_line_from_json(line) for line in data["ledger"]),
@@ -138,6 +142,7 @@ def build_report(events: Sequence[Event], *, running: bool = False) -> RunReport
             "run": ordered[-1].run,
             "message": None if outcome_event is None else outcome_event.data.get("message"),
         },
+        configuration=next((event.data["settings"] for event in reversed(ordered) if event.name == CONFIGURED), []),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import cost.catalogue
 from cost.catalogue import Catalogue, load_catalogue
 from cost.errors import CatalogueError
 from cost.hazard import gang_hazard_per_hour, reclaim_hazard_per_hour
+from cost.prices.static import StaticPrices
 
 INSTANCES = Path(cost.catalogue.__file__).with_name("instances.csv")
 GPUS = Path(cost.catalogue.__file__).with_name("gpus.csv")
@@ -28,11 +30,22 @@ def test_every_type_is_sane(catalogue: Catalogue):
         if kind.on_demand_usd_per_hour is not None:
             per_gpu = kind.on_demand_usd_per_hour / kind.gpu_count
             assert 0.3 < per_gpu < 25, f"{kind.name}: ${per_gpu} per GPU and hour"
-        if kind.spot_usd_per_hour is not None:
-            assert 0.05 < kind.spot_usd_per_hour < kind.on_demand_usd_per_hour, kind.name
-            assert kind.interruption_band is not None, kind.name
-        assert kind.price_kind("on_demand").startswith("recorded 20")
-        assert kind.price_kind("spot").startswith("estimated")
+        for quote in StaticPrices().spot(kind, "us-east-1"):
+            assert 0.05 < quote.usd_per_hour < kind.on_demand_usd_per_hour, kind.name
+            assert kind.interruption_band("us-east-1") is not None, kind.name
+            assert quote.kind == "estimated" and quote.source.startswith("on-demand recorded 20")
+        on_demand = StaticPrices().on_demand(kind, "us-east-1")
+        assert on_demand is None or (on_demand.kind, on_demand.age_hours(on_demand.observed + 7200)) == ("recorded", 2)
+
+
+def test_the_advisor_covers_regions_that_have_no_on_demand_price_on_record(catalogue: Catalogue):
+    regions = {region for kind in catalogue.types for region in kind.advice}
+    assert {"us-east-1", "us-west-2", "eu-west-1", "ap-northeast-1"} <= regions
+    assert catalogue["p3.2xlarge"].interruption_band("us-east-1") == 4
+    assert catalogue["g5.xlarge"].interruption_band("us-east-2") == 2
+    assert catalogue["g5.xlarge"].interruption_band("ap-east-2") is None
+    assert not StaticPrices().spot(catalogue["g5.xlarge"], "us-east-2")
+    assert StaticPrices().on_demand(catalogue["g5.xlarge"], "us-east-2") is None
 
 
 def test_peaks_are_dense_and_sourced(catalogue: Catalogue):
@@ -50,19 +63,19 @@ def test_known_lines(catalogue: Catalogue):
     p5 = catalogue["p5.48xlarge"]
     assert (p5.gpu.name, p5.gpu_count, p5.efa, p5.on_demand_usd_per_hour) == ("H100", 8, True, 55.04)
     g5 = catalogue["g5.xlarge"]
-    assert g5.spot_usd_per_hour == pytest.approx(1.006 * 0.41)
+    (spot,) = StaticPrices().spot(g5, "us-east-1")
+    assert spot.usd_per_hour == Decimal("1.006") * Decimal("0.41")
     assert catalogue["p5e.48xlarge"].on_demand_usd_per_hour is None
-    assert catalogue["g7.2xlarge"].spot_usd_per_hour is None
+    assert not StaticPrices().spot(catalogue["g7.2xlarge"], "us-east-1")
     assert {kind.name.split(".")[0] for kind in catalogue.matching(["g5.", "p4"])} == {"g5", "p4d", "p4de"}
 
 
 BAD_LINES = {
-    "price": ("g5.xlarge,A10G,1,22888,4,16,2.5,no,free,59,4", 36, "on_demand_usd_per_hour: 'free' is not"),
-    "nan": ("g5.xlarge,A10G,1,22888,4,16,2.5,no,nan,59,4", 36, "on_demand_usd_per_hour: 'nan' is not"),
-    "gpu": ("g5.xlarge,A11G,1,22888,4,16,2.5,no,1.006,59,4", 11, "gpu: 'A11G' is not a GPU of gpus.csv"),
-    "band": ("g5.xlarge,A10G,1,22888,4,16,2.5,no,1.006,59,5", 45, "interruption_band: '5' is not a band in 0 … 4"),
-    "memory": ("g5.xlarge,A10G,1,22.9,4,16,2.5,no,1.006,59,4", 18, "gpu_memory_mib: '22.9' is not MiB"),
-    "cells": ("g5.xlarge,A10G,1,22888", 1, "4 cells, expected 11"),
+    "price": ("g5.xlarge,A10G,1,22888,4,16,2.5,no,free", 36, "on_demand_usd_per_hour: 'free' is not"),
+    "nan": ("g5.xlarge,A10G,1,22888,4,16,2.5,no,nan", 36, "on_demand_usd_per_hour: 'nan' is not"),
+    "gpu": ("g5.xlarge,A11G,1,22888,4,16,2.5,no,1.006", 11, "gpu: 'A11G' is not a GPU of gpus.csv"),
+    "memory": ("g5.xlarge,A10G,1,22.9,4,16,2.5,no,1.006", 18, "gpu_memory_mib: '22.9' is not MiB"),
+    "cells": ("g5.xlarge,A10G,1,22888", 1, "4 cells, expected 9"),
 }
 
 
@@ -74,6 +87,22 @@ def test_a_bad_line_is_named_with_its_place(name: str, tmp_path: Path):
     path.write_text(f"# comment\n{header}\n{line}\n")
     with pytest.raises(CatalogueError) as error:
         load_catalogue(path, GPUS)
+    assert str(error.value).startswith(f"{path}:3:{column}: ") and message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "column", "message"),
+    [
+        ("us-east-1,g5.xlarge,59,5", 24, "interruption_band: '5' is not a band in 0 … 4"),
+        ("us-east-1,g5.xlarge,120,4", 21, "savings_percent: '120' is not percent"),
+        ("us-west-2,g6.xlarge,40,4", 1, "g6.xlarge is listed twice for us-west-2"),
+    ],
+)
+def test_a_bad_line_of_the_advisor_is_named_with_its_place(line: str, column: int, message: str, tmp_path: Path):
+    path = tmp_path / "spot_advisor.csv"
+    path.write_text(f"region,name,savings_percent,interruption_band\nus-west-2,g6.xlarge,47,4\n{line}\n")
+    with pytest.raises(CatalogueError) as error:
+        load_catalogue(INSTANCES, GPUS, path)
     assert str(error.value).startswith(f"{path}:3:{column}: ") and message in str(error.value)
 
 

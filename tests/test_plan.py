@@ -56,7 +56,7 @@ def test_every_pool_is_ranked_or_rejected_once_with_a_reason():
     assert all(rejection.reason for rejection in one.rejected)
     costs = [(c.expected_usd, c.nodes, c.instance_type) for c in one.ranked]
     assert costs == sorted(costs)
-    assert {"batch not divisible", "peak unknown", "GPU too old", "no price"} <= set(by_kind(one))
+    assert {"batch not divisible", "peak unknown", "GPU too old", "no spot price"} <= set(by_kind(one))
 
 
 def test_it_offers_only_what_the_backend_can_run():

@@ -1,0 +1,1 @@
+"""Where prices come from: a shipped table, recorded files, or the cloud itself. One interface, `PriceSource`."""

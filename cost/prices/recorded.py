@@ -1,0 +1,196 @@
+"""Recorded prices: files of DescribeSpotPriceHistory's records, read and written.
+
+- JSON, as `aws ec2 describe-spot-price-history` prints it: {"SpotPriceHistory": [record, …]}. Files of several regions
+  are joined by putting all records into one list. What `python -m cost prices record` writes has two keys more:
+  "RecordedAt", when was asked, and "AvailabilityZones", {region: {zone name: zone id}}, with the zones without a price.
+- CSV with the columns Timestamp, InstanceType, AvailabilityZone and SpotPrice in any order, and any others.
+Either may be gzipped.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cost.errors import PriceError
+from cost.prices.history import LINUX, SpotRecord, ZonePrices, prices_at, read_record, with_zone_ids
+from cost.prices.quote import age_text, is_zone_of, time_text
+from cost.prices.static import on_demand_text
+
+_COLUMNS = ("Timestamp", "InstanceType", "AvailabilityZone", "SpotPrice")
+_GZIP_MAGIC = b"\x1f\x8b"
+# How far the clock that wrote RecordedAt may be behind EC2's.
+_CLOCK_SECONDS = 600.0
+# Of recorded times, one for all regions is written; it is read back to the second.
+_ISO_SECONDS = "%Y-%m-%dT%H:%M:%SZ"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """A file's content. recorded_at: Unix time, None where the file does not say. zone_ids: by region and zone name."""
+
+    records: Sequence[SpotRecord]
+    recorded_at: float | None
+    zone_ids: Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedPrices(ZonePrices):
+    """The prices of a file as they stood at one moment."""
+
+    path: Path
+
+    @classmethod
+    def read(cls, path: Path, now_utc: float) -> RecordedPrices:
+        """What held at `now_utc` by the file; later records are not looked at. Raises PriceError for a bad file.
+
+        A price is as old as the recording. Where the file does not say when that was, the region's newest record
+        tells: somebody has seen the prices then, at the earliest.
+        """
+        recording = read_recording(path)
+        records = [record for record in recording.records if record.at <= now_utc]
+        if recording.records and not records:
+            first = time_text(min(record.at for record in recording.records))
+            raise PriceError(
+                f"{path}: its first record is of {first}, after the time to plan for, {time_text(now_utc)}"
+            )
+        observed: dict[str, float] = {}
+        for record in records:
+            newest = max(record.at, observed.get(record.region, 0.0))
+            observed[record.region] = newest if recording.recorded_at is None else recording.recorded_at
+        zones: dict[str, set[str]] = {region: set(ids.values()) for region, ids in recording.zone_ids.items()}
+        for record in records:
+            zones.setdefault(record.region, set()).add(record.zone)
+        return cls(
+            quotes=prices_at(records, now_utc=now_utc, observed=observed, kind="recorded", source=f"in {path.name}"),
+            known_zones={region: tuple(sorted(found)) for region, found in zones.items()},
+            path=path,
+        )
+
+    def missing(self, region: str) -> str:
+        if self.observed(region) is None:
+            return f"in {self.path.name}: it has no record of the region"
+        return f"in {self.path.name}"
+
+    def said(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
+        times: dict[float | None, list[str]] = {}
+        for region in regions:
+            times.setdefault(self.observed(region), []).append(region)
+        parts = [
+            f"{', '.join(found)} {f'{time_text(at)}, {age_text(now_utc - at)} old' if at is not None else 'none'}"
+            for at, found in times.items()
+        ]
+        stale = any(at is not None and now_utc - at > max_age_hours * 3600 for at in times)
+        older = (
+            f": stale, older than cost.max_price_age_hours {max_age_hours:g}, and used all the same" if stale else ""
+        )
+        spot = f"spot prices: recorded in {self.path.name} ({'; '.join(parts)}){older}"
+        nameless = [region for region in regions if any(not is_zone_of(zone, region) for zone in self.zones(region))]
+        names = f"zones of {', '.join(nameless)}: by the names of the account that recorded them, since ids are missing"
+        return (spot, *([names] if nameless else []), on_demand_text(now_utc, regions))
+
+
+def read_recording(path: Path) -> Recording:
+    """The records of a JSON or CSV file, gzipped or not. Raises PriceError naming file:line or file and record."""
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content).decode("utf-8")
+    except FileNotFoundError as error:
+        raise PriceError(
+            f"{path}: no such file; cost.prices is static, live or a file of recorded prices, "
+            f"which `python -m cost prices record --output {path}` writes"
+        ) from error
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise PriceError(f"{path}: cannot be read: {error}") from error
+    return _read_json(text, path) if text.lstrip()[:1] in ("{", "[") else _read_csv(text, path)
+
+
+def write_recording(path: Path, recording: Recording) -> None:
+    """Write what `read_recording` reads, oldest record first; gzipped if the name ends with .gz."""
+    assert recording.recorded_at is not None  # a recording that is made has a time
+    data = {
+        "RecordedAt": datetime.fromtimestamp(recording.recorded_at, UTC).strftime(_ISO_SECONDS),
+        "AvailabilityZones": {region: dict(sorted(ids.items())) for region, ids in sorted(recording.zone_ids.items())},
+        "SpotPriceHistory": [_to_json(record) for record in _in_order(recording.records)],
+    }
+    content = (json.dumps(data, indent=1) + "\n").encode()
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+
+
+def _in_order(records: Iterable[SpotRecord]) -> list[SpotRecord]:
+    return sorted(records, key=lambda record: (record.at, record.region, record.instance_type, record.zone))
+
+
+def _to_json(record: SpotRecord) -> dict[str, str]:
+    return {
+        "AvailabilityZone": record.zone_name,
+        **({"AvailabilityZoneId": record.zone_id} if record.zone_id else {}),
+        "InstanceType": record.instance_type,
+        "ProductDescription": LINUX[0],
+        "SpotPrice": f"{record.usd_per_hour:f}",
+        "Timestamp": datetime.fromtimestamp(record.at, UTC).isoformat().replace("+00:00", "Z"),
+    }
+
+
+def _read_json(text: str, path: Path) -> Recording:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PriceError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
+    data = {"SpotPriceHistory": data} if isinstance(data, list) else data
+    listed = data.get("SpotPriceHistory")
+    if not isinstance(listed, list):
+        raise PriceError(f'{path}: no list "SpotPriceHistory", as describe-spot-price-history prints it')
+    zone_ids = _zone_ids(data.get("AvailabilityZones", {}), path)
+    recorded_at = _recorded_at(data.get("RecordedAt"), path)
+    records = []
+    for number, entry in enumerate(listed, start=1):
+        where = f"{path}: record {number}"
+        if not isinstance(entry, dict):
+            raise PriceError(f"{where}: {entry!r} is not a record")
+        records.append(read_record(entry, where))
+        if records[-1] is not None and recorded_at is not None and records[-1].at > recorded_at + _CLOCK_SECONDS:
+            raise PriceError(f"{where}: Timestamp: {entry['Timestamp']!r} is after the file's RecordedAt")
+    by_name = {name: zone for ids in zone_ids.values() for name, zone in ids.items()}
+    return Recording(
+        records=with_zone_ids([record for record in records if record is not None], by_name),
+        recorded_at=recorded_at,
+        zone_ids=zone_ids,
+    )
+
+
+def _read_csv(text: str, path: Path) -> Recording:
+    lines = csv.DictReader(text.splitlines())
+    missing = [name for name in _COLUMNS if name not in (lines.fieldnames or [])]
+    if missing:
+        raise PriceError(f"{path}:1: neither JSON nor CSV with the columns {', '.join(_COLUMNS)}: no {missing[0]}")
+    records = [read_record(line, f"{path}:{lines.line_num}") for line in lines]
+    found = with_zone_ids([record for record in records if record is not None], {})
+    return Recording(records=found, recorded_at=None, zone_ids={})
+
+
+def _recorded_at(value: Any, path: Path) -> float | None:
+    if value is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(value)
+    except (TypeError, ValueError) as error:
+        raise PriceError(f"{path}: RecordedAt: {value!r} is not a time such as 2026-11-20T10:00:00Z") from error
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _zone_ids(value: Any, path: Path) -> dict[str, dict[str, str]]:
+    regions = value.items() if isinstance(value, dict) else [("", None)]
+    for region, ids in regions:
+        if not isinstance(ids, dict) or not all(isinstance(one, str) for one in ids.values()):
+            raise PriceError(
+                f"{path}: AvailabilityZones{f'.{region}' if region else ''}: not zone names with their ids"
+            )
+    return value
