@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.config import ConfigError, load_config
+from infra.config.json_schema import schema_text
+from infra.config.sources import render_sources, values_with_sources
+from infra.logs.command import add_logs_command
 from infra.outcome import Outcome
-from infra.preflight import Result, blocking, render_results
+from infra.preflight import Result, blocking, render_checks, render_results
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
+SCHEMA_FILE = PROJECT_ROOT / "configs" / "schema.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def preflight(options: argparse.Namespace) -> int:
     """Exit code 0, 2 for a configuration that cannot be used, 3 for a check that stops the job."""
+    from flows.checks import all_checks, run_all_checks
+
+    if options.list:
+        print(render_checks(all_checks()))
+        return 0
     try:
         loaded = load_config(options.config, options.set, project_root=PROJECT_ROOT)
     except ConfigError as error:
@@ -31,12 +40,33 @@ def preflight(options: argparse.Namespace) -> int:
         else:
             print(error, file=sys.stderr)
         return Outcome.CONFIG.exit_code
-    from flows.checks import run_all_checks
-
     results = run_all_checks(loaded.config, str(loaded.path), quick_only=options.quick)
     outcome = Outcome.PREFLIGHT if blocking(results) else None
     print(_document(outcome, results=results) if options.json else render_results(results))
     return Outcome.COMPLETED.exit_code if outcome is None else outcome.exit_code
+
+
+def config(options: argparse.Namespace) -> int:
+    """Print every value with its source. Exit code 2 for a configuration that cannot be used."""
+    try:
+        loaded = load_config(options.config, options.set, project_root=PROJECT_ROOT)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return Outcome.CONFIG.exit_code
+    rows = values_with_sources(loaded.config.model_dump(mode="json"), loaded.sources)
+    print(json.dumps(rows, indent=1) if options.json else render_sources(rows, defaults=not options.changed))
+    return 0
+
+
+def schema(options: argparse.Namespace) -> int:
+    """Print the JSON schema of configurations, or write it to where editors look for it."""
+    text = schema_text()
+    if not options.write:
+        print(text, end="")
+        return 0
+    SCHEMA_FILE.write_text(text)
+    print(f"wrote {SCHEMA_FILE}")
+    return 0
 
 
 def _document(outcome: Outcome | None, *, problems: Sequence[dict] = (), results: Sequence[Result] = ()) -> str:
@@ -59,7 +89,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     command.add_argument("--json", action="store_true", help="print results for a program")
     command.add_argument("--quick", action="store_true", help="leave out the checks that take seconds")
+    command.add_argument("--list", action="store_true", help="what is checked, as the table of docs/preflight.md")
     command.set_defaults(command=preflight)
+    command = commands.add_parser("config", help="show every value of a configuration and where it comes from")
+    command.add_argument("config", nargs="?", default=PROJECT_ROOT / "configs" / "laptop.yaml", metavar="CONFIG")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    command.add_argument("--changed", action="store_true", help="leave out defaults")
+    command.add_argument("--json", action="store_true", help="print them for a program")
+    command.set_defaults(command=config)
+    command = commands.add_parser("schema", help="print the JSON schema of configurations, for editors")
+    command.add_argument("--write", action="store_true", help=f"write it to {SCHEMA_FILE.relative_to(PROJECT_ROOT)}")
+    command.set_defaults(command=schema)
+    add_logs_command(commands, PROJECT_ROOT)
     return parser
 
 

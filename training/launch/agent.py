@@ -36,7 +36,8 @@ from infra.store import Store
 from infra.terms import Terms
 from training.checkpoint.lineage import Generation, open_generation, reachable_commits
 from training.errors import GangError, TrainingError
-from training.launch.echo import Echo, say, show_last_lines
+from training.launch.echo import say, show_last_lines
+from training.launch.output import GangOutput
 from training.launch.peers import Lead, Member, Peers, Start, Verdict
 from training.launch.ports import rendezvous_port
 from training.launch.spec import GangOutcome, GangSpec, WorkerSpec
@@ -176,7 +177,7 @@ class _Agent:
             candidates=start.candidates,
             config=spec.config,
             store_uri=spec.store_uri,
-            tokens=spec.tokens,
+            prepared=spec.prepared,
             terms=start.terms,
             rehearse=start.rehearse,
             colocated_ranks=start.colocated_nodes(spec.node) * spec.processes_per_node,
@@ -185,14 +186,15 @@ class _Agent:
         group = WorkerGroup(
             spec.ranks, spec.world_size, folder, worker_spec, (spec.main_address, start.rendezvous_port)
         )
-        echo = Echo(group)
+        output = GangOutput(group, spec, start.generation, self._job_store)
         try:
-            return self._watch(group, peers, echo)
+            return self._watch(group, peers, output, start.generation)
         finally:
             group.end(_END_GRACE_SECONDS)
-            echo.pass_on()
+            output.close()
+            self._withdraw_metrics()
 
-    def _watch(self, group: WorkerGroup, peers: Peers, echo: Echo) -> Verdict:
+    def _watch(self, group: WorkerGroup, peers: Peers, output: GangOutput, generation: int) -> Verdict:
         """Until the gang's verdict: report this node's news, hear the others'."""
         reported: dict[int, WorkerFailure] = {}
         finished = stopping = False
@@ -213,11 +215,19 @@ class _Agent:
                 stopping = True
                 group.terminate()
             self._beat()
-            echo.pass_on()
+            output.follow()
             time.sleep(_POLL_SECONDS)
         if verdict.culprit:
-            show_last_lines(group, [rank for rank, failure in reported.items() if not failure.cascade])
+            show_last_lines(group, list(reported.values()), job=self._spec.job, generation=generation)
         return verdict
+
+    def _withdraw_metrics(self) -> None:
+        """A pushed group never expires, and a rank that was killed cannot delete its own."""
+        url = self._spec.config.get("metrics", {}).get("push_url")
+        if url is not None:
+            from infra.metrics.push import Group, delete_group
+
+            delete_group(Group(url, self._spec.job, self._spec.node), say=say)
 
     def _conclude(self, verdict: Verdict) -> GangOutcome:
         if verdict.outcome is None:

@@ -2,45 +2,81 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
+from pathlib import Path
 
-from training.launch.workers import WorkerGroup
+from infra.logs.line import split_lines, visible
+from training.launch.workers import PROJECT_ROOT, Worker, WorkerFailure, WorkerGroup
 
 _TRACEBACK = "Traceback (most recent call last)"
+METRICS_PREFIX = "metrics: "
+_LAST_LINES = 15
+_LAST_BYTES = 64 * 1024
 
 
 class Echo:
-    """Passes rank 0's whole lines on to this process's own output.
+    """Passes rank 0's whole lines on to this process's own output; on another node, where its metrics are to be had.
 
     Up to a traceback: whether that is the cause or only follows from it, the verdict will say.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
-        self._path = next((worker.log_path for worker in group.workers if worker.rank == 0), None)
+        self._path = group.workers[0].log_path
+        self._prefix = "" if group.workers[0].rank == 0 else METRICS_PREFIX
         self._passed = 0
         self._muted = False
 
     def pass_on(self) -> None:
-        if self._path is None or self._muted:
+        if self._muted:
             return
         with open(self._path, "rb") as log:
             log.seek(self._passed)
             data = log.read()
-        whole = data[: data.rfind(b"\n") + 1]
+        whole = b"".join(piece for piece, _ in split_lines(data, at_end=False))
         self._passed += len(whole)
         text, traceback, _ = whole.decode(errors="replace").partition(_TRACEBACK)
         self._muted = bool(traceback)
-        sys.stdout.write(text)
+        sys.stdout.write("".join(line for line in text.splitlines(keepends=True) if line.startswith(self._prefix)))
         sys.stdout.flush()
 
 
-def show_last_lines(group: WorkerGroup, ranks: Iterable[int]) -> None:
-    """The end of these ranks' logs, and where the whole of it is."""
-    for worker in group.workers:
-        if worker.rank in ranks:
-            say(f"last lines of rank {worker.rank} ({worker.log_path}):")
-            say("\n".join(f"| {line}" for line in worker.log_tail().splitlines()))
+def show_last_lines(group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int) -> None:
+    """The first failing rank's last words, where all of them are, and the command that shows what stood around them.
+
+    Who only followed a lost peer has nothing to tell; of the others' logs the path is enough.
+    """
+    workers = {worker.rank: worker for worker in group.workers}
+    own = sorted((failure for failure in failures if not failure.cascade), key=lambda failure: failure.priority)
+    if not own:
+        return
+    first = workers[own[0].rank]
+    say(f"rank {first.rank} failed first on this node, its last lines ({first.log_path}):")
+    for line in _last_lines(first.log_path):
+        say(f"| {line}")
+    for failure in own[1:]:
+        say(f"rank {failure.rank} failed as well: {workers[failure.rank].log_path}")
+    say(f"more: {_logs_command(job, generation, first)}")
+
+
+def _last_lines(path: Path) -> list[str]:
+    """From the end of the file: a log may be of any length."""
+    try:
+        with open(path, "rb") as log:
+            log.seek(max(0, path.stat().st_size - _LAST_BYTES))
+            text = log.read().decode(errors="replace")
+    except OSError as error:
+        return [f"(no log: {error})"]
+    return [visible(line) for line in text.split("\n") if line.strip()][-_LAST_LINES:] or ["(it printed nothing)"]
+
+
+def _logs_command(job: str, generation: int, worker: Worker) -> str:
+    interpreter = Path(sys.executable)
+    if interpreter.is_relative_to(PROJECT_ROOT):  # as a user in the project's folder types it
+        interpreter = interpreter.relative_to(PROJECT_ROOT)
+    place = f"--rank {worker.rank} --generation {generation} --around step:{worker.beat.step}"
+    return f"{shlex.quote(str(interpreter))} -m infra logs {shlex.quote(job)} {place}"
 
 
 def say(text: str) -> None:

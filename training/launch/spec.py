@@ -15,6 +15,7 @@ class GangSpec:
     """One node's view of a gang to run. Every node gets the same but for `node`.
 
     main_address: where node 0's agent listens for the others.
+    prepared: what the workload's `prepare` returned, with its fingerprint.
     terms, rehearse: node 0's count, and it tells the others.
     attempt: counts the starts that the scheduler made (Metaflow's retry count, plus earlier runs of the job).
     candidate_ports: control ports to try in order, the same on every node (see `control_ports`).
@@ -29,7 +30,7 @@ class GangSpec:
     main_address: str
     config: dict
     store_uri: str
-    tokens: str
+    prepared: dict
     log_folder: str
     terms: dict | None = None
     rehearse: str | None = None
@@ -51,7 +52,7 @@ class WorkerSpec:
     """What a worker process is to do. Rank and world size come from torchrun's environment contract.
 
     candidates: commit keys to restore from, newest of the lineage first; empty: start afresh.
-    config: `RunConfig.model_dump(mode="json")`. tokens: fingerprint of the token shards.
+    config: `RunConfig.model_dump(mode="json")`. prepared: what the workload's `prepare` returned, with its fingerprint.
     rehearse: a fault to inject (`training.rehearse.Fault.to_json`), already known never to have fired.
     colocated_ranks: ranks that share this machine's cores.
     """
@@ -65,7 +66,7 @@ class WorkerSpec:
     candidates: list[str]
     config: dict
     store_uri: str
-    tokens: str
+    prepared: dict
     terms: dict | None = None
     rehearse: dict | None = None
     colocated_ranks: int = 1

@@ -131,12 +131,6 @@ class Worker:
             timestamp=time.time() - silent_seconds,
         )
 
-    def log_tail(self, lines: int = 20) -> str:
-        try:
-            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
-        except OSError as error:
-            return f"(no log: {error})"
-
     def _error(self) -> tuple[str, float]:
         """The exception that torch's @record wrote: "Type: text" and its Unix time."""
         try:

@@ -1,0 +1,39 @@
+"""Logs of ranks as agents leave them, made without any process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infra.logs.reading import read_logs
+from training.launch.heartbeat import Beat
+from training.launch.lines import RankLog
+
+
+def beat(step: int, phase: str = "forward") -> Beat:
+    return Beat(pid=1, step=step, phase=phase, t_mono=0.0)
+
+
+def rank_log(folder: Path, rank: int = 0, *, generation: int = 1, **limits: int) -> tuple[RankLog, Path]:
+    raw = folder / "logs" / f"{generation:06d}-ab" / f"rank-{rank}.log"
+    raw.parent.mkdir(parents=True, exist_ok=True)
+    raw.touch()
+    return RankLog(raw, job="job", generation=generation, node=rank // 2, rank=rank, **limits), raw
+
+
+def write(raw: Path, data: bytes) -> None:
+    with open(raw, "ab") as file:
+        file.write(data)
+
+
+def texts(folder: Path) -> list[str]:
+    return [line.text for line in read_logs([folder], []).lines]
+
+
+def three_ranks(folder: Path) -> None:
+    """Two generations, of steps 10 to 12 and 10 to 20; each rank prints a line per step."""
+    for generation, last in ((1, 12), (2, 20)):
+        logs = [rank_log(folder, rank, generation=generation) for rank in range(3)]
+        for step in range(10, last + 1):
+            for rank, (log, raw) in enumerate(logs):
+                write(raw, f"g{generation} r{rank} s{step}\n".encode())
+                log.follow(beat(step))

@@ -1,0 +1,143 @@
+"""A real gang, seen from outside: its pages and pushes while it trains, its logs and last words when it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.config.schema import RunConfig
+from infra.layout import job_prefix
+from infra.logs.line import LogLine, utc_text
+from infra.logs.reading import read_logs
+from infra.process import children
+from infra.store import Store
+from tests.support.exposition import values
+from tests.support.flow import ROOT, wait_until
+from tests.support.gangs import free_port
+from tests.support.gateway import SmallGateway
+from tests.support.swift import Swift
+from training.data import prepare_tokens
+from training.errors import GangError
+from training.launch import GangSpec
+from training.launch.local import LocalGang
+from training.launch.shipping import LogShipper
+
+
+def gang_spec(folder: Path, **metrics: object) -> GangSpec:
+    """Two nodes of one rank; their disk is not the store's."""
+    (folder / "text").mkdir()
+    for number in range(20):
+        (folder / "text" / f"{number}.py").write_text("def double(number):\n    return 2 * number\n" * 400)
+    config = RunConfig(
+        store=str(folder / "store"),
+        model={"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 32},
+        training={"batch_size": 4, "max_steps": 1_000_000, "evaluation_interval_steps": 1_000_000},
+        data={"path": str(folder / "text"), "held_out_fraction": 0.3, "held_out_samples": 4},
+        metrics=metrics,
+    )
+    tokens = prepare_tokens(config.data, Store.open(config.store), project_root=folder)
+    return GangSpec(
+        job="job",
+        run="run",
+        attempt=0,
+        node=0,
+        nodes=2,
+        processes_per_node=1,
+        main_address="127.0.0.1",
+        config=config.model_dump(mode="json"),
+        store_uri=config.store,
+        prepared=tokens.to_json(),
+        log_folder=str(folder / "runs" / "job" / "logs"),
+    )
+
+
+def steps_at(ports: range) -> dict[str, float]:
+    """The step that each node shows, at whichever port it has."""
+    found = {}
+    for port in ports:
+        try:
+            page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read()
+        except OSError:
+            continue
+        for node in ("0", "1"):
+            if steps := values(page, "ebbflow_step", node=node):
+                found[node] = steps[0]
+    return found
+
+
+def test_a_gang_is_seen_while_it_trains_and_its_logs_outlive_a_node(tmp_path: Path) -> None:
+    gateway, port = SmallGateway(), free_port()
+    spec = gang_spec(tmp_path, port=port, push_url=gateway.url, interval_seconds=1.0)
+    gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log")
+    try:
+        wait_until("both nodes' pages", lambda: len(steps_at(range(port, port + 4))) == 2, timeout=60)
+        wait_until("both groups", lambda: set(gateway.groups()) == {("job", "0"), ("job", "1")}, timeout=10)
+        [rank] = children(gang.agents[1].pid)
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(GangError, match=r"^rank 1: killed by SIGKILL"):
+            gang.wait(60)
+        assert gateway.groups() == {}, "a rank that was killed left its group behind"
+    finally:
+        gang.kill()
+        gateway.close()
+    output = (tmp_path / "output.log").read_text()
+    assert set(re.findall(r"metrics: node (\d) at http", output)) == {"0", "1"}
+    assert "rank 1 failed first on this node" in output
+    assert re.search(r"-m infra logs job --rank 1 --generation 1 --around step:\d+\n", output)
+
+    raw = {path.stem: path.read_text().splitlines() for path in (tmp_path / "runs").rglob("rank-*.log")}
+    here = read_logs([tmp_path / "runs" / "job"], [])
+    assert {f"rank-{r}": [x.text for x in here.lines if x.rank == r] for r in (0, 1)} == raw and not here.notices
+    assert any("Traceback" in line for line in raw["rank-0"]), "the rank that lost its peer has told of it"
+    far = read_logs([], [Store.open(spec.store_uri).sub(job_prefix("job"))])
+    assert far.lines == here.lines
+
+
+def test_the_terminal_shows_the_first_failing_ranks_last_words(tmp_path: Path) -> None:
+    spec = gang_spec(tmp_path)
+    lost = replace(spec, prepared={**spec.prepared, "fingerprint": "0" * 64})  # no such tokens in the store
+    gang = LocalGang(lost, tmp_path / "gang", tmp_path / "output.log")
+    with pytest.raises(GangError) as error:
+        gang.wait(90)
+    output = (tmp_path / "output.log").read_text()
+    first = re.search(r"rank (\d) failed first on this node, its last lines \((\S+)\):\n((?:\| .*\n)+)", output)
+    assert first is not None, output
+    shown = first[3].splitlines()
+    assert len(shown) <= 15 and Path(first[2]).read_text().splitlines()[-1] == shown[-1].removeprefix("| ")
+    assert str(error.value).splitlines()[0].partition(": ")[2][:40] in "\n".join(shown)
+    assert f"-m infra logs job --rank {first[1]} --generation 1 --around step:0" in output
+
+
+def test_logs_come_back_from_a_bucket_by_the_jobs_name_alone(
+    swift: Swift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in swift.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("EBBFLOW_RUNS", str(tmp_path / "runs"))
+    uri = f"s3://{swift.new_bucket()}/some/prefix"
+    shipper = LogShipper(Store.open(uri).sub(job_prefix("far")), generation=2, node=3, say=print)
+    texts = ["one", "two · half", "three"]
+    for start, text in enumerate(texts):
+        place = {"generation": 2, "node": 3, "rank": 6, "start": start, "end": start + 1}
+        line = LogLine(t=utc_text(start), job="far", step=start, phase="forward", text=text, **place)
+        shipper.add(6, [line.to_json().encode()])
+    shipper.close(deadline_seconds=60)
+    (tmp_path / "runs" / "far").mkdir(parents=True)
+    (tmp_path / "runs" / "far" / "job.json").write_text(json.dumps({"schema": 1, "job": "far", "store": uri}))
+    for words in (["far"], ["far", "--store", uri]):
+        command = [sys.executable, "-m", "infra", "logs", *words]
+
+        def shown(command: list[str] = command) -> bool:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+            return [line.partition(" | ")[2] for line in done.stdout.splitlines()] == texts
+
+        wait_until(f"{texts} from {words}", shown, timeout=60)  # Swift lists what it has acknowledged a little late

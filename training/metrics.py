@@ -1,0 +1,182 @@
+"""Live metrics of a node: its first rank shows what it records anyway, as a page to be scraped or pushed.
+
+They are a fold over the events as the rank emits them: no second set of numbers, and no line in the training loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from infra.config.schema import RunConfig
+from infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP
+from infra.layout import parse_commit_key
+from infra.ledger_classes import LedgerClass
+from infra.metrics.board import Board
+from infra.metrics.catalogue import NODE_METRICS
+from infra.metrics.push import Group, Pusher, delete_group
+from infra.metrics.serve import MetricsServer
+from infra.terms import Terms
+from training.clock import process_start_monotonic
+from training.launch.heartbeat import Heartbeat
+from training.launch.spec import WorkerSpec
+from training.limits import Limits
+
+Emit = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) -> Iterator[Emit]:
+    """An `emit` to use instead of `emit`: what passes through it is shown while the context lasts.
+
+    On local rank 0 when metrics.port or metrics.push_url is set; elsewhere it is `emit` itself. A port that cannot be
+    had, or a gateway that is away, is one line of warning and never an error.
+    """
+    config = RunConfig.model_validate(spec.config)
+    metrics = config.metrics
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0 or (metrics.port is None and metrics.push_url is None):
+        yield emit
+        return
+    node = NodeMetrics(spec, config, rank=rank, world_size=world_size)
+    with contextlib.ExitStack() as ends:
+        if metrics.port is not None:
+            _serve(node.board, metrics.port, spec.node, ends)
+        if metrics.push_url is not None:
+            group = Group(metrics.push_url, spec.job, spec.node)
+            pusher = Pusher(group, node.board.registry(), interval_seconds=metrics.interval_seconds, say=_say)
+            if spec.agent_pid is None:  # else the agent deletes the group: it lives longer, whatever ends this rank
+                ends.callback(delete_group, group, say=_say)
+            ends.callback(pusher.close)
+        yield node.watching(emit)
+
+
+class NodeMetrics:
+    """The board of one node, kept current by what its first rank emits."""
+
+    def __init__(self, spec: WorkerSpec, config: RunConfig, *, rank: int, world_size: int) -> None:
+        constant = {"job": spec.job, "node": str(spec.node)}
+        self.board = Board(NODE_METRICS, constant, before_page=self._look)
+        self._terms = Terms.from_json(spec.terms) if spec.terms else None
+        self._started = process_start_monotonic()
+        self._limits = Limits(
+            self._terms, world_size=world_size, elapsed_seconds=lambda: time.monotonic() - self._started
+        )
+        self._heartbeats = _heartbeats(spec, rank)
+        self._unshown: set[str] = set()
+        self._handlers = {
+            STEP: self._on_step,
+            PHASE: self._on_phase,
+            EVALUATION: self._on_evaluation,
+            RESTORE: self._on_restore,
+            COMMIT: self._on_commit,
+            COMMIT_FAILED: lambda step, data: self.board.add("ebbflow_commit_failures_total", 1),
+        }
+        self._begin(spec, config, world_size)
+
+    def watching(self, emit: Emit) -> Emit:
+        """The same `emit`, looked at."""
+
+        def emit_and_show(name: str, *, step: int | None = None, **more: Any) -> Any:
+            event = emit(name, step=step, **more)
+            try:
+                self._show(name, step, more)
+            except (LookupError, TypeError, ValueError) as error:  # an event without what a metric is made from
+                if name not in self._unshown:
+                    _say(f"metrics: WARNING: {name} events are not shown: {type(error).__name__}: {error}")
+                self._unshown.add(name)
+            return event
+
+        return emit_and_show
+
+    def _show(self, name: str, step: int | None, data: dict[str, Any]) -> None:
+        handler = self._handlers.get(name)
+        if handler is not None:
+            handler(step, data)
+
+    def _begin(self, spec: WorkerSpec, config: RunConfig, world_size: int) -> None:
+        board, terms = self.board, self._terms
+        board.set("ebbflow_generation", spec.generation)
+        board.set("ebbflow_world_size", world_size)
+        board.set("ebbflow_start_time_seconds", _wall(self._started))
+        board.set("ebbflow_max_steps", config.training.max_steps)
+        for name in ("steps_total", "tokens_total", "commit_failures_total"):
+            board.add(f"ebbflow_{name}", 0)
+        if terms is not None:
+            board.set("ebbflow_budget_usd", terms.budget_usd)
+            board.set("ebbflow_deadline_timestamp_seconds", terms.deadline_utc)
+
+    def _on_step(self, step: int | None, data: dict[str, Any]) -> None:
+        board, seconds = self.board, data["seconds"]
+        busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
+        board.set("ebbflow_step", step)
+        board.set("ebbflow_loss", data["loss"])
+        board.set("ebbflow_gradient_norm", data["gradient_norm"])
+        board.set("ebbflow_learning_rate", data["learning_rate"])
+        board.set("ebbflow_tokens_per_second", data["tokens"] / busy if busy > 0 else None)
+        board.add("ebbflow_steps_total", 1)
+        board.add("ebbflow_tokens_total", data["tokens"])
+        board.observe("ebbflow_step_seconds", busy)
+        for ledger_class, spent in seconds.items():
+            board.add("ebbflow_phase_seconds_total", spent, str(ledger_class))
+        if "flops" in data:  # rank 0's events tell what concerns the whole gang
+            board.add("ebbflow_flops_total", data["flops"])
+            board.set("ebbflow_slowest_rank", data["slowest_rank"])
+            board.set("ebbflow_slowest_rank_ratio", data["slowest_ratio"])
+
+    def _on_phase(self, step: int | None, data: dict[str, Any]) -> None:
+        self.board.add("ebbflow_phase_seconds_total", data["seconds"], str(data["class"]))
+
+    def _on_evaluation(self, step: int | None, data: dict[str, Any]) -> None:
+        self.board.set("ebbflow_held_out_loss", data["metrics"].get("held_out_loss"))
+
+    def _on_restore(self, step: int | None, data: dict[str, Any]) -> None:
+        """What was restored is durable; when it became so is another generation's knowledge."""
+        self.board.set("ebbflow_step", step)
+        self.board.set("ebbflow_last_commit_step", parse_commit_key(data["key"])[0])
+
+    def _on_commit(self, step: int | None, data: dict[str, Any]) -> None:
+        self.board.set("ebbflow_last_commit_step", step)
+        self.board.set("ebbflow_last_commit_timestamp_seconds", time.time())
+        self.board.add("ebbflow_committed_bytes_total", data["bytes"])
+        self.board.observe("ebbflow_commit_seconds", data["seconds"])
+
+    def _look(self) -> None:
+        """For each page: money runs on between steps, and the other ranks tell their agent, not this one."""
+        if self._terms is not None:
+            self.board.set("ebbflow_spent_usd", self._limits.spent_usd, self._terms.price_kind)
+        for rank, heartbeat in self._heartbeats.items():
+            beat = heartbeat.read()
+            self.board.set("ebbflow_rank_step", beat.step, str(rank))
+            self.board.set("ebbflow_rank_heartbeat_timestamp_seconds", _wall(beat.t_mono), str(rank))
+
+
+def _serve(board: Board, port: int, node: int, ends: contextlib.ExitStack) -> None:
+    try:
+        server = MetricsServer(port, board.page)
+    except OSError as error:
+        _say(f"metrics: WARNING: node {node} serves none, training goes on: metrics.port {port}: {error}")
+        return
+    ends.callback(server.close)
+    taken = f" (metrics.port {port} is taken)" if server.port != port else ""
+    _say(f"metrics: node {node} at http://{os.uname().nodename}:{server.port}/metrics{taken}")
+
+
+def _heartbeats(spec: WorkerSpec, first: int) -> dict[int, Heartbeat]:
+    """Of this node's ranks, this one the first; none where no agent watches."""
+    if spec.heartbeat_path is None:
+        return {}
+    folder, count = Path(spec.heartbeat_path).parent, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    paths = {rank: folder / f"rank-{rank}.heartbeat" for rank in range(first, first + count)}
+    return {rank: Heartbeat(path) for rank, path in paths.items() if path.exists()}
+
+
+def _wall(monotonic_seconds: float) -> float:
+    return time.time() - (time.monotonic() - monotonic_seconds)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
