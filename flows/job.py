@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,22 @@ RUNS = Path(os.environ.get("EBBFLOW_RUNS") or PROJECT_ROOT / "runs").absolute()
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """name: kept over all runs of the job. run: this Metaflow run."""
+    """name: kept over all runs of the job. run: this Metaflow run. request_seconds: of the store, for each request."""
 
     name: str
     run: str
     config: RunConfig
+    request_seconds: float = 60.0
 
     @classmethod
     def of(cls, flow: Any, run: str) -> Job:
         """The job that a flow's step belongs to."""
         return cls(name=flow.job, run=run, config=RunConfig.model_validate_json(json.dumps(flow.settings["config"])))
 
-    @property
+    @cached_property
     def root_store(self) -> Store:
-        return Store.open(self.config.store)
+        """Opened once: credentials may have to be asked for, and connections are kept."""
+        return Store.open(self.config.store, request_timeout_seconds=self.request_seconds)
 
     @property
     def store(self) -> Store:
@@ -42,6 +45,11 @@ class Job:
     @property
     def folder(self) -> Path:
         return local_folder(self.name, self.config.store)
+
+    def remember(self) -> None:
+        """Leave in runs/<job> where the job lies, so that commands on this machine find it by its name alone."""
+        place = {"schema": 1, "job": self.name, "store": self.config.store}
+        write_whole(self.folder / "job.json", json.dumps(place, indent=1).encode())
 
     def events(self, process: str) -> EventLog:
         """A log for one step of the flow; close it before the step ends."""
@@ -58,6 +66,13 @@ def local_folder(job: str, store_uri: str) -> Path:
     else:
         folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Whole or not at all: a reader may come at any time."""
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_bytes(content)
+    fresh.replace(path)
 
 
 def mark_latest(job: str) -> None:

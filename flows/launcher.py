@@ -24,6 +24,7 @@ from infra.process import children, die_with_parent
 _RUN_ID_PREFIX = "ebbflow-run-id-"
 _PARENT_VARIABLE = "EBBFLOW_PARENT_PID"
 _DRAIN_SECONDS = 60.0
+_REPORT_REQUEST_SECONDS = 10.0  # who waits for the report of a run that has died should soon know that there is none
 # Metaflow's commands, to tell them from the values of the options that may stand before them.
 _COMMANDS = frozenset({
     "run", "resume", "step", "spin", "card", "show", "check", "dump", "logs", "tag", "batch", "kubernetes", "package",
@@ -144,7 +145,7 @@ def _job_of(flow_name: str, run_id: str) -> Job | None:
     try:
         data = Run(f"{flow_name}/{run_id}")["start"].task.data
         config = RunConfig.model_validate_json(json.dumps(data.settings["config"]))
-        return Job(name=data.job, run=run_id, config=config)
+        return Job(name=data.job, run=run_id, config=config, request_seconds=_REPORT_REQUEST_SECONDS)
     except Exception as error:  # the client raises many kinds; without a start step there is nothing to tell
         print(f"no report: the run's start step cannot be read: {error}", file=sys.stderr)
         return None
@@ -163,6 +164,7 @@ def _tell(job: Job, code: int, started: float) -> int:
     from cost.report import RunReport
     from flows.reporting import write_report
 
+    job.remember()  # when `start` ran on another machine, this one does not know the job yet
     path = local_folder(job.name, job.config.store) / "report.json"
     try:
         if path.exists() and path.stat().st_mtime >= started:

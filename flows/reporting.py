@@ -6,19 +6,23 @@ import json
 
 from cost.render_html import render as render_html
 from cost.report import RunReport, build_report
-from flows.job import Job
+from flows.job import Job, write_whole
 from infra.events import read_events
+from infra.metrics.job import job_page
 
 
 def write_report(job: Job) -> RunReport:
-    """Fold the job's events; write report.json and report.html into the store and into runs/<job>/."""
-    report = build_report(read_events(job.store))
+    """Fold the job's events; write report and metrics into the store and into runs/<job>/."""
+    events = read_events(job.store)
+    report = build_report(events)
     files = {
         "report.json": json.dumps(report.to_json(), indent=1, allow_nan=False).encode(),
         "report.html": render_html(report).encode(),
+        "metrics.prom": job_page(report.to_json(), events),
     }
     for name, content in files.items():
         job.store.put(name, content)
-        if job.store.local_path(name) is None or not (job.folder / name).exists():
-            (job.folder / name).write_bytes(content)
+        in_store, here = job.store.local_path(name), job.folder / name
+        if in_store is None or in_store.resolve() != here.resolve():
+            write_whole(here, content)
     return report

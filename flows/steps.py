@@ -12,8 +12,10 @@ from metaflow.exception import MetaflowException
 
 from flows.checks import run_all_checks
 from flows.job import PROJECT_ROOT, Job, mark_latest
+from infra.config.sources import values_with_sources
 from infra.errors import InfraError
-from infra.events import OUTCOME, PLAN, PREFLIGHT, PREPARED, read_events
+from infra.events import CONFIGURED, OUTCOME, PLAN, PREFLIGHT, PREPARED, read_events
+from infra.model_shape import ModelShape
 from infra.outcome import Outcome
 
 
@@ -39,6 +41,7 @@ def begin_job(flow: Any) -> None:
     """Give the job its folder on this machine; nothing is written to its store before the checks have passed."""
     job = Job.of(flow, current.run_id)
     job.folder.mkdir(parents=True, exist_ok=True)
+    job.remember()
     mark_latest(job.name)
     say(f"job {job.name}: {job.config.training.max_steps} steps, store {job.store.uri}")
 
@@ -46,29 +49,43 @@ def begin_job(flow: Any) -> None:
 def check(flow: Any) -> list[dict]:
     """Run every room's checks; raise StepFailed when one of them forbids the run."""
     from infra.preflight import blocking, render_results
+    from training.checks.workload import WORKLOAD_CHECK
 
     job = Job.of(flow, current.run_id)
     results = run_all_checks(job.config, flow.settings["path"])
     say(render_results(results))
     records = [result.to_json() for result in results]
     failed = blocking(results)
+    # A workload that cannot be trained ends alike, whether it is found out here, in the plan or by a rank.
+    outcome = Outcome.CONFIG if {result.id for result in failed} == {WORKLOAD_CHECK} else Outcome.PREFLIGHT
     with job.events("preflight") as events:
+        events.emit(CONFIGURED, settings=values_with_sources(flow.settings["config"], flow.settings["sources"]))
         events.emit(PREFLIGHT, results=records)
         if failed:
-            events.emit(OUTCOME, outcome=Outcome.PREFLIGHT.value, message=f"{len(failed)} checks failed")
+            events.emit(OUTCOME, outcome=outcome.value, message=f"{len(failed)} checks failed")
     if failed:
-        raise StepFailed(Outcome.PREFLIGHT, ", ".join(result.id for result in failed))
+        raise StepFailed(outcome, ", ".join(result.id for result in failed))
     job.store.put("config.json", json.dumps(flow.settings, indent=1, sort_keys=True).encode())
     return records
 
 
 def plan_capacity(flow: Any) -> dict:
     """The plan as JSON. Raises StepFailed when budget, deadline or capacity cannot be kept."""
+    from cost.errors import CostError
     from cost.plan import make_plan
     from cost.plan_text import render_plan
+    from cost.prices.source import open_prices
 
     job = Job.of(flow, current.run_id)
-    plan = make_plan(job.config, now_utc=time.time(), simulated=True)
+    now = time.time()
+    measured = {} if flow.examined is None else {"shape": ModelShape.from_json(flow.examined["shape"])}
+    try:
+        prices = open_prices(job.config, now, project_root=PROJECT_ROOT)
+    except CostError as error:  # a file of recorded prices that went bad after the checks
+        with job.events("plan") as events:
+            events.emit(OUTCOME, outcome=error.outcome.value, message=str(error))
+        raise StepFailed(error.outcome, str(error)) from error
+    plan = make_plan(job.config, now_utc=now, simulated=True, prices=prices, **measured)
     say(render_plan(plan))
     with job.events("plan") as events:
         events.emit(PLAN, **plan.to_json())
@@ -79,19 +96,42 @@ def plan_capacity(flow: Any) -> dict:
     return plan.to_json()
 
 
-def prepare_tokens(flow: Any) -> dict:
-    """Token shards in the store, built once for the same text: their fingerprint and figures."""
-    from training.data import prepare_tokens as prepare
+def examine_workload(flow: Any) -> dict | None:
+    """A workload of one's own, its data prepared and one sample tried: what the plan must know of it. Else None."""
+    from training.errors import TrainingError
+    from training.workloads.examine import examine
 
     job = Job.of(flow, current.run_id)
-    tokens = prepare(job.config.data, job.root_store, project_root=PROJECT_ROOT)
-    say(
-        f"{tokens.files:,} files, {tokens.train_tokens:,} tokens to train on and {tokens.held_out_tokens:,} held out, "
-        f"unigram entropy {tokens.unigram_entropy_nats:.4f} nats"
-    )
+    if job.config.workload is None:
+        return None
+    try:
+        found = examine(job.config, prepare=True)
+    except TrainingError as error:
+        with job.events("plan") as events:
+            events.emit(OUTCOME, outcome=error.outcome.value, message=str(error))
+        raise StepFailed(error.outcome, str(error)) from error
+    say(found.text)
+    return {"shape": found.shape.to_json(), "prepared": found.prepared}
+
+
+def prepare_data(flow: Any) -> dict:
+    """The data in the store, once for the same data: their fingerprint, and what else is known of them."""
+    from training.data import prepare_tokens
+
+    job = Job.of(flow, current.run_id)
+    if flow.examined is not None:
+        prepared = flow.examined["prepared"]
+        say(f"data {prepared['fingerprint'][:16]}: counted in {prepared['weight_unit']}")
+    else:
+        tokens = prepare_tokens(job.config.data, job.root_store, project_root=PROJECT_ROOT)
+        prepared = tokens.to_json()
+        say(
+            f"{tokens.files:,} files, {tokens.train_tokens:,} tokens to train on and {tokens.held_out_tokens:,} held "
+            f"out, unigram entropy {tokens.unigram_entropy_nats:.4f} nats"
+        )
     with job.events("prepare") as events:
-        events.emit(PREPARED, **tokens.to_json())
-    return tokens.to_json()
+        events.emit(PREPARED, **prepared)
+    return prepared
 
 
 def gang_shape(flow: Any) -> GangShape:
@@ -125,7 +165,7 @@ def train_node(flow: Any, this: Any) -> dict:
         main_address=this.parallel.main_ip,
         config=job.config.model_dump(mode="json"),
         store_uri=job.config.store,
-        tokens=flow.tokens["fingerprint"],
+        prepared=flow.prepared,
         log_folder=str(job.folder / "logs"),
         terms=_terms(flow, job) if this.parallel.node_index == 0 else None,
         rehearse=flow.rehearse or None,

@@ -24,7 +24,7 @@ from flows import cards, steps
 from flows.local import local  # noqa: F401 - makes `--with local` known
 
 
-@package_sources(["../flows", "../training", "../cost", "../infra"], suffixes=[".py", ".yaml", ".csv"])
+@package_sources(["../flows", "../training", "../cost", "../infra", "../examples"], suffixes=[".py", ".yaml", ".csv"])
 class TrainFlow(FlowSpec):
     """Cost-aware training that survives interruptions."""
 
@@ -40,6 +40,7 @@ class TrainFlow(FlowSpec):
     def start(self):
         """Name the job, which outlives this run, and write its configuration down."""
         self.job = self.job_name or current.run_id
+        self.config_sources = self.settings["sources"]  # of every value: default, file:line, environment or --set
         steps.begin_job(self)
         self.next(self.preflight)
 
@@ -52,13 +53,14 @@ class TrainFlow(FlowSpec):
     @step
     def plan(self):
         """Choose the cheapest capacity that fits and meets the deadline, or refuse and say which limit binds."""
+        self.examined = steps.examine_workload(self)
         self.capacity = steps.plan_capacity(self)
         self.next(self.prepare)
 
     @step
     def prepare(self):
-        """Turn the text into token shards, once; then start the gang."""
-        self.tokens = steps.prepare_tokens(self)
+        """Put the data where all ranks find them, once: the text as token shards; then start the gang."""
+        self.prepared = steps.prepare_data(self)
         self.num_nodes = steps.gang_shape(self).nodes
         self.next(self.train, num_parallel=self.num_nodes)
 
@@ -74,7 +76,7 @@ class TrainFlow(FlowSpec):
     @step
     def join(self, inputs):
         """One story again."""
-        self.merge_artifacts(inputs, include=["job", "capacity", "checks", "tokens", "num_nodes"])
+        self.merge_artifacts(inputs, include=["job", "config_sources", "capacity", "checks", "prepared", "num_nodes"])
         self.next(self.report)
 
     @card(type="blank", id="report")

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from infra.config.schema import ModelConfig
 
@@ -17,7 +18,9 @@ class ModelShape:
     activation_bytes_per_sample: kept for backward, one sequence, float32.
     logits_bytes_per_sample: logits and their gradient, float32.
     flops_per_sample: forward and backward of one sequence (multiply and add counted as two).
-    tokens_per_sample: sequence length.
+    tokens_per_sample: sequence length; of a workload of one's own the weight of a sample, in `weight_unit`.
+    units: what is sharded and started as one; the built-in model's are its blocks, embeddings and head.
+    kind: "computed" from the formulas below, or "measured" on one sample.
     """
 
     parameters: int
@@ -25,11 +28,21 @@ class ModelShape:
     activation_bytes_per_sample: int
     logits_bytes_per_sample: int
     flops_per_sample: float
-    tokens_per_sample: int
+    tokens_per_sample: float
+    units: int
+    weight_unit: str = "tokens"
+    kind: str = "computed"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ModelShape:
+        return cls(**data)
 
 
 def causal_lm_shape(model: ModelConfig) -> ModelShape:
-    """The shape of `training.model.CausalLM`.
+    """The shape of `training.workloads.model.CausalLM`.
 
     Flops: 6 per matmul parameter and token, plus 12·L·T·d per token for attention scores and values
     (Chowdhery et al. 2022, PaLM, appendix B). Activations per block and token, float32, without recomputation:
@@ -51,4 +64,5 @@ def causal_lm_shape(model: ModelConfig) -> ModelShape:
         logits_bytes_per_sample=2 * 4 * length * vocab,
         flops_per_sample=float(length) * (6.0 * matmul_parameters + 12.0 * layers * length * d),
         tokens_per_sample=length,
+        units=layers + 2,
     )

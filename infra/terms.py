@@ -15,7 +15,7 @@ class Terms:
     reserve_usd: kept back from the budget for the last save and the drain.
     deadline_utc: Unix time by which the job must be done; None means no deadline.
     hazard_per_hour: expected interruptions of the planned pool per hour (a gang in one pool is one hazard).
-    price_kind: how the price is known: "recorded" (a dated table), "live" or "simulated".
+    price_kind: how the price is known: "live", "recorded" (on a date), "estimated" or "simulated".
     """
 
     usd_per_rank_second: float

@@ -123,7 +123,7 @@ def test_a_gang_commits_with_the_parent_on_record_and_not_with_the_first_candida
         candidates=[newer, older],  # as listed before the manifests were looked at
         config=RunConfig().model_dump(mode="json"),
         store_uri=str(tmp_path),
-        tokens="",
+        prepared={},
     )
     with open_saver(spec, Gang(), lambda *_, **__: None) as saver:
         saver.save(15, model_of(1), None, {})

@@ -49,7 +49,7 @@ def spec(tmp_path: Path) -> GangSpec:
         main_address="127.0.0.1",
         config=config.model_dump(mode="json"),
         store_uri=config.store,
-        tokens=tokens.fingerprint,
+        prepared=tokens.to_json(),
         log_folder=str(tmp_path / "logs"),
     )
 

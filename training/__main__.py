@@ -1,4 +1,4 @@
-"""`torchrun -m training CONFIG` trains; `python -m training checkpoints|soak|bench …` looks, proves and measures."""
+"""`torchrun -m training CONFIG` trains; `python -m training checkpoints|examine|soak|bench …` looks and measures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ def main(arguments: list[str]) -> None:
         from training.checkpoint.commands import main as checkpoints
 
         sys.exit(checkpoints(arguments[1:]))
+    if arguments[:1] == ["examine"]:
+        from training.workloads.examine import main as examine
+
+        sys.exit(examine(arguments[1:]))
     if arguments[:1] == ["soak"]:
         from training.soak import main as soak
 

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from infra.config.schema import RunConfig
-from infra.events import PEAK, RESTORE
+from infra.events import INITIAL_WEIGHTS, PEAK, RESTORE
 from infra.layout import job_prefix
 from infra.store import Store
 from infra.terms import Terms
 from training.checkpoint import Checkpointer, read_generation
 from training.clock import Clock
-from training.data import open_tokens
 from training.errors import DataError
 from training.gang import Gang
 from training.launch.heartbeat import Heartbeat
@@ -26,8 +26,11 @@ from training.parallel import spread_model
 from training.peak import measure_flops_per_second
 from training.progress import Progress
 from training.rehearse import Fault
-from training.text import TextWorkload
 from training.trainer import Position, Rehearsal, Reporter, Trainer
+from training.weights.files import describe_files
+from training.weights.load import load_weights
+from training.workload import Workload
+from training.workloads.door import make_workload, users_code, workload_context
 
 Emit = Callable[..., object]
 
@@ -35,32 +38,33 @@ Emit = Callable[..., object]
 def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporter, saver: Checkpointer) -> Trainer:
     """A trainer at the newest commit of the spec's candidates, or at the start. Collective.
 
-    Raises DataError when that commit was trained on other data, CheckpointError when no candidate can be restored.
+    Raises DataError when that commit was trained on other data, CheckpointError when no candidate can be restored,
+    WorkloadError for a workload that cannot be trained as it is.
     """
     config = RunConfig.model_validate(spec.config)
     terms = Terms.from_json(spec.terms) if spec.terms else None
     clock = reporter.clock
     limits = Limits(terms, world_size=gang.world_size, elapsed_seconds=lambda: clock.elapsed_seconds)
     limits.watch_signals()
-    tokens = open_tokens(Store.open(spec.store_uri), spec.tokens)
-    workload = TextWorkload(config, tokens, gang)
+    store = Store.open(spec.store_uri)
+    workload = make_workload(config, workload_context(config, gang, store=store, prepared=spec.prepared))
     spread = spread_model(workload, config, gang)
     trainer = Trainer(
         config=config,
         gang=gang,
         workload=workload,
         spread=spread,
-        optimizer=make_optimizer(spread.module, config.training),
+        optimizer=_optimizer(workload, spread.module, config),
         saver=saver,
         limits=limits,
         reporter=reporter,
         extra={
             "seed": config.training.seed,
-            "data_fingerprint": tokens.about.fingerprint,
+            "data_fingerprint": spec.prepared["fingerprint"],
             "batch_size": config.training.batch_size,
             "schedule": config.training.scheduler.model_dump(mode="json"),
         },
-        progress=_progress(gang, config, terms, reporter),
+        progress=_progress(gang, config, terms, reporter, unit=_unit(spec)),
         rehearsal=_rehearsal(spec, nodes),
     )
     clock.emit_phases()
@@ -87,18 +91,18 @@ def open_saver(spec: WorkerSpec, gang: Gang, emit: Emit) -> Checkpointer:
 def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Position:
     """Load the newest candidate that is sound, and say where it leaves off. Collective."""
     if not candidates:
-        return Position()
+        return begin(trainer)
     trainer.enter("restore", 0)
     begun = time.monotonic()
     restored = saver.restore(candidates, trainer.spread.module, trainer.optimizer)
     if restored is None:
-        return Position()
+        return begin(trainer)
     for key in ("seed", "data_fingerprint"):
         if restored.extra[key] != trainer.extra[key]:
             raise DataError(
                 f"commit {restored.key} was trained with {key} {restored.extra[key]}, this run has "
                 f"{trainer.extra[key]}: sample {restored.extra['cursor']} would be another; "
-                "fix: bring back the former text and seed, or start a new job"
+                "fix: bring back the former data, workload_options and seed, or start a new job"
             )
     if trainer.gang.rank == 0:
         trainer.reporter.emit(
@@ -112,13 +116,37 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
     return Position(restored.step, restored.extra["cursor"])
 
 
+def begin(trainer: Trainer) -> Position:
+    """The start of a job: from its initial weights, where it has any. Raises WorkloadError when they do not fit."""
+    path = trainer.config.training.initial_weights
+    if path is not None:
+        trainer.enter("restore", 0)
+        begun = time.monotonic()
+        tensors = load_weights(path, trainer.spread.module, getattr(trainer.workload, "translate_weights", None))
+        if trainer.gang.rank == 0:
+            seconds = time.monotonic() - begun
+            trainer.reporter.emit(INITIAL_WEIGHTS, tensors=tensors, seconds=seconds, files=describe_files(path))
+            print(f"initial weights: {tensors} tensors of {path}", flush=True)
+        trainer.reporter.clock.emit_phases()
+    return Position()
+
+
 def make_reporter(spec: WorkerSpec, clock: Clock, emit: Emit) -> Reporter:
     if spec.heartbeat_path is None:
         return Reporter(clock, emit)
     return Reporter(clock, emit, Heartbeat(Path(spec.heartbeat_path)).beat)
 
 
-def _progress(gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter) -> Progress | None:
+def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    """The workload's own where it brings one."""
+    own = getattr(workload, "optimizer", None)
+    if own is None:
+        return make_optimizer(module, config.training)
+    with users_code(f"{config.workload}.optimizer"):
+        return own(module)
+
+
+def _progress(gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter, *, unit: str) -> Progress | None:
     """Measures the peak on all ranks at once, as they will work. Collective."""
     dtype = torch.bfloat16 if config.fsdp.use_mixed_precision else torch.float32
     own = measure_flops_per_second(gang.device, dtype)
@@ -126,7 +154,13 @@ def _progress(gang: Gang, config: RunConfig, terms: Terms | None, reporter: Repo
     peak = float(gang.gather(torch.tensor([own], dtype=torch.float64, device=gang.device)).sum())
     if gang.rank != 0:
         return None
-    return Progress(max_steps=config.training.max_steps, peak_flops_per_second=peak, terms=terms)
+    return Progress(max_steps=config.training.max_steps, peak_flops_per_second=peak, terms=terms, unit=unit)
+
+
+def _unit(spec: WorkerSpec) -> str:
+    """What the lines count: tokens are said short."""
+    unit = spec.prepared.get("weight_unit", "tokens")
+    return "tok" if unit == "tokens" else str(unit)
 
 
 def _rehearsal(spec: WorkerSpec, nodes: int) -> Rehearsal | None:

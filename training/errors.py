@@ -66,6 +66,13 @@ class WorkloadError(TrainingError):
     curable = False
 
 
+class ParallelError(TrainingError):
+    """A way to spread the model that this gang or machine cannot do. Names the key, the arithmetic and the fix."""
+
+    outcome = Outcome.CONFIG
+    curable = False
+
+
 class RendezvousError(TrainingError):
     """Not all ranks came within the deadline. Names the missing."""
 

@@ -18,10 +18,14 @@ from training.errors import RendezvousError
 
 @dataclass(frozen=True, kw_only=True)
 class Gang:
-    """One rank's place. device: where its model lives; `alone` when there is nobody to talk to."""
+    """One rank's place. device: where its model lives; `alone` when there is nobody to talk to.
+
+    ranks_per_node: neighbours in number are neighbours on a node, as torchrun counts them.
+    """
 
     rank: int = 0
     world_size: int = 1
+    ranks_per_node: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
@@ -58,7 +62,8 @@ def connect(*, start_seconds: float, collective_seconds: float, generation: str)
             timeout=timedelta(seconds=collective_seconds),
             device_id=device if device.type == "cuda" else None,
         )
-    return Gang(rank=rank, world_size=world_size, device=device)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return Gang(rank=rank, world_size=world_size, ranks_per_node=ranks_per_node, device=device)
 
 
 def leave(code: int) -> NoReturn:

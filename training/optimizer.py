@@ -25,8 +25,9 @@ def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.O
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Of every group; one of a workload's own optimizer may ask for a multiple of it, as "lr_scale"."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 
 
 def scale_and_clip(gradients: list[Tensor], *, scale: float, norm: float, limit: float | None) -> None:

@@ -24,7 +24,7 @@ class Status:
 
 
 class Progress:
-    """Rates are over the time since the previous line. peak: of all ranks, measured."""
+    """Rates are over the time since the previous line. peak: of all ranks, measured. unit: of the batches' weight."""
 
     def __init__(
         self,
@@ -32,12 +32,14 @@ class Progress:
         max_steps: int,
         peak_flops_per_second: float,
         terms: Terms | None,
+        unit: str = "tok",
         write: Callable[[str], None] = lambda line: print(line, flush=True),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_steps = max_steps
         self._peak = peak_flops_per_second
         self._terms = terms
+        self._unit = unit
         self._write = write
         self._now = now
         self._since = self._now()
@@ -62,7 +64,7 @@ class Progress:
             f"step {status.step}/{self._max_steps}",
             f"{100 * status.step / self._max_steps:.0f}%",
             f"loss {status.loss:.4f}",
-            f"{self._tokens / seconds:,.0f} tok/s",
+            f"{self._tokens / seconds:,.0f} {self._unit}/s",
             f"MFU {100 * self._flops / seconds / self._peak:.0f}% of measured peak" if self._peak else "MFU unknown",
             f"ETA {_duration(remaining)}",
             self._money(status.spent_usd),

@@ -79,7 +79,7 @@ def _spec(folder: Path, kills: int) -> Callable[[str], GangSpec]:
         main_address="127.0.0.1",
         config=config.model_dump(mode="json"),
         store_uri=config.store,
-        tokens=tokens.fingerprint,
+        prepared=tokens.to_json(),
         log_folder=str(folder / job / "logs"),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import time
@@ -16,14 +17,16 @@ import torch.distributed as dist
 
 from infra.config.load import load_config
 from infra.config.schema import RunConfig
-from infra.events import PREPARED, EventLog, Origin
+from infra.config.sources import values_with_sources
+from infra.events import CONFIGURED, PREPARED, EventLog, Origin
 from infra.layout import check_job_name, job_prefix
 from infra.store import Store
 from training.checkpoint import open_generation, reachable_commits
-from training.data import prepare_tokens
 from training.errors import RendezvousError
 from training.gang import Gang
 from training.launch.spec import WorkerSpec
+from training.workloads.door import prepare_data, workload_context
+from training.workloads.trial import try_workload
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_RUN_ID = 80
@@ -32,27 +35,33 @@ _NAME_KEY = "ebbflow/job"
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """What the command line asks for. sources: of every value of the configuration; path: its file."""
 
     config: RunConfig
     job: str
+    sources: dict[str, str]
+    path: str
 
 
 def parse_arguments(arguments: list[str]) -> Request:
     """CONFIG [--set KEY=VALUE ...] [--job NAME]. Raises ConfigError with every problem of the configuration."""
     parser = argparse.ArgumentParser(
-        prog="torchrun -m training", description="Train without the pipeline: no plan, no retry, commits and events."
+        prog="torchrun -m training",
+        description="Train without the pipeline: no plan, no retry, commits and events.",
+        epilog="Also: python -m training checkpoints (list, verify), examine (try a workload of your own: "
+        "docs/workloads.md), bench, soak; each has a --help of its own.",
     )
     parser.add_argument("config", help="YAML file, such as configs/laptop.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, model.num_heads=8")
     parser.add_argument("--job", default="", help="a job's name; one that exists goes on from its last commit")
     given = parser.parse_args(arguments)
     loaded = load_config(given.config, given.set, project_root=PROJECT_ROOT)
-    return Request(loaded.config, check_job_name(given.job) if given.job else "")
+    job = check_job_name(given.job) if given.job else ""
+    return Request(loaded.config, job, sources=loaded.sources, path=given.config)
 
 
 def share_spec(request: Request, gang: Gang) -> WorkerSpec:
-    """Rank 0 prepares the tokens and opens the generation; the others hear of it. Collective."""
+    """Rank 0 prepares the data and opens the generation; the others hear of it. Collective."""
     texts = [_make_spec(request).to_json() if gang.rank == 0 else ""]
     if not gang.alone:
         dist.broadcast_object_list(texts, src=0, device=gang.device)
@@ -66,13 +75,18 @@ def _make_spec(request: Request) -> WorkerSpec:
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     store = Store.open(config.store)
     job_store = store.sub(job_prefix(job))
-    tokens = prepare_tokens(config.data, store, project_root=PROJECT_ROOT)
-    job_store.put("config.json", config.model_dump_json(indent=1).encode())
+    context = workload_context(config, Gang(), store=store)
+    prepared = prepare_data(config, context)
+    if config.workload is not None:  # one sample on the CPU first: what is wrong with it should not cost a gang
+        print(try_workload(config, replace(context, prepared=prepared)).text, flush=True)
+    settings = {"path": request.path, "config": config.model_dump(mode="json"), "sources": request.sources}
+    job_store.put("config.json", json.dumps(settings, indent=1, sort_keys=True).encode())
     generation = open_generation(job_store, run=job, attempt=attempt)
     print(f"job {job} in {config.store}, generation {generation.name}", flush=True)
     origin = Origin(job=job, run=job, attempt=attempt, generation=generation.number, process="prepare")
     with EventLog(job_store, origin) as events:
-        events.emit(PREPARED, **tokens.to_json())
+        events.emit(CONFIGURED, settings=values_with_sources(settings["config"], request.sources))
+        events.emit(PREPARED, **prepared)
     return WorkerSpec(
         job=job,
         run=job,
@@ -83,7 +97,7 @@ def _make_spec(request: Request) -> WorkerSpec:
         candidates=[commit.key for commit in reachable_commits(job_store)],
         config=config.model_dump(mode="json"),
         store_uri=store.uri,
-        tokens=tokens.fingerprint,
+        prepared=prepared,
         colocated_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
 

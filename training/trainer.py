@@ -22,8 +22,8 @@ from training.parallel import Spread
 from training.progress import Progress, Status
 from training.pulse import Pulse, Row, exchange
 from training.rehearse import Fault
-from training.weights import weights_sha256
-from training.workload import Batch, Cursor, Loss, Workload
+from training.weights.digest import weights_sha256
+from training.workload import Batch, Cursor, Loss, Workload, as_numbers
 
 # Where the time of a phase goes. The phases are those of the heartbeat, by which an agent sees progress.
 _CLASS_OF_PHASE = {
@@ -185,11 +185,12 @@ class Trainer:
         self.enter("checkpoint", at.step)
         extra = self.extra | {"step": at.step, "cursor": at.cursor, "spent_usd": self.limits.spent_usd}
         self.saver.save(at.step, self.spread.module, self.optimizer, extra)
+        self.spread.committed()
 
     def evaluate(self, at: Position) -> None:
         self.enter("evaluation", at.step)
         with self.spread.evaluating() as model:
-            metrics = self.workload.evaluate(model)
+            metrics = as_numbers(self.workload.evaluate(model))
         if self.gang.rank == 0:
             self.reporter.emit(EVALUATION, step=at.step, metrics=metrics)
 

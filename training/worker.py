@@ -24,6 +24,7 @@ from training.clock import Clock
 from training.engine import train
 from training.gang import Gang, connect, disconnect, leave
 from training.launch.spec import WorkerSpec
+from training.metrics import live_metrics
 from training.standalone import Request, parse_arguments, share_spec
 from training.trainer import Ending
 
@@ -82,12 +83,16 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> Ending:
         rank=gang.rank,
     )
     nodes = gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), origin) as log:
-        clock = Clock(log.emit)
+    job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
+    with (
+        EventLog(job_store, origin) as log,
+        live_metrics(spec, rank=gang.rank, world_size=gang.world_size, emit=log.emit) as emit,
+    ):
+        clock = Clock(emit)
         try:
-            reporter = make_reporter(spec, clock, log.emit)
+            reporter = make_reporter(spec, clock, emit)
             reporter.enter("init", 0)
-            saver = open_saver(spec, gang, log.emit)
+            saver = open_saver(spec, gang, emit)
             trainer = build_trainer(spec, gang, nodes=nodes, reporter=reporter, saver=saver)
             ending = train(replace(trainer, start=restore(trainer, saver, spec.candidates)))
             saver.close()

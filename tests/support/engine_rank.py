@@ -14,21 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 
 from infra.config.schema import RunConfig
 from infra.errors import StoreError
 from infra.store import Store
 from training.clock import Clock
-from training.data import open_tokens
 from training.engine import train
 from training.gang import Gang, connect, disconnect, leave
 from training.limits import Limits
 from training.optimizer import make_optimizer
-from training.parallel import spread_model
+from training.parallel import SMALL_MODEL_BYTES, spread_model
 from training.rehearse import Fault
-from training.text import TextBatch, TextWorkload
 from training.trainer import Position, Rehearsal, Reporter, Trainer
 from training.workload import Cursor, Loss
+from training.workloads.door import workload_context
+from training.workloads.text import TextBatch, TextWorkload
 
 
 class NoSaver:
@@ -68,7 +69,7 @@ class ScenarioWorkload(TextWorkload):
             return Loss(losses.sum(), batch.weight)
         loss = super().loss(model, batch)
         poison = self.scenario.get("poison")
-        if poison and self._gang.rank == poison["rank"] and len(self.seen) == poison["step"]:
+        if poison and self._context.rank == poison["rank"] and len(self.seen) == poison["step"]:
             return Loss(loss.sum * float("nan"), loss.weight)
         return loss
 
@@ -110,10 +111,12 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
     events = log.events
     clock = Clock(log.emit)
     reporter = Reporter(clock, log.emit)
-    tokens = open_tokens(Store.open(config.store), scenario["tokens"])
-    workload = ScenarioWorkload(config, tokens, gang)
+    prepared = {"fingerprint": scenario["tokens"]}
+    store = Store.open(config.store)
+    workload = ScenarioWorkload(workload_context(config, gang, store=store, prepared=prepared))
     workload.scenario, workload.seen = scenario, []
-    spread = spread_model(workload, config, gang)
+    small = scenario.get("small_model_bytes", SMALL_MODEL_BYTES)
+    spread = spread_model(workload, config, gang, small_model_bytes=small)
     limits = Limits(None, world_size=gang.world_size, elapsed_seconds=lambda: clock.elapsed_seconds)
     limits.watch_signals()
     saver = NoSaver()
@@ -133,6 +136,7 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
     if (leave := scenario.get("leave")) and gang.rank == leave["rank"]:
         trainer = replace(trainer, workload=_leaving(workload, leave["step"]))
     clock.emit_phases()
+    compiled_before = counters["stats"]["unique_graphs"]
     ending = train(trainer)
     clock.emit_phases()
     steps = [data for name, data in events if name == "step"]
@@ -148,6 +152,7 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
         "saved": saver.steps,
         "notices": [data for name, data in events if name == "notice"],
         "seen": workload.seen,
+        "compiled_graphs": counters["stats"]["unique_graphs"] - compiled_before,
     }
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,21 +41,27 @@ class FlowRun:
 
 
 class FlowRunner:
-    """Runs flows whose records, jobs and reports all lie below `folder`."""
+    """Runs flows whose records, jobs and reports all lie below `folder`; with `store` the jobs lie there instead.
 
-    def __init__(self, folder: Path) -> None:
+    environment: variables that the runs get besides those of the test.
+    """
+
+    def __init__(self, folder: Path, *, store: str | None = None, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self.runs = folder / "runs"
+        self.store = store or str(self.runs)
+        self.environment = dict(environment or {})
         folder.mkdir(parents=True, exist_ok=True)
 
     def options(self, **settings: object) -> list[str]:
         """The tiny job's options; keyword arguments use __ for the dot: training__max_steps=100."""
-        values = {**TINY, "store": str(self.runs), **{key.replace("__", "."): value for key, value in settings.items()}}
+        values = {**TINY, "store": self.store, **{key.replace("__", "."): value for key, value in settings.items()}}
         return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
     def start(self, *words: str, cwd: Path | None = None) -> subprocess.Popen[str]:
         """Start the flow in a process group of its own; its output goes to a file beside its records."""
-        environment = dict(os.environ, EBBFLOW_RUNS=str(self.runs), METAFLOW_DATASTORE_SYSROOT_LOCAL=str(self.folder))
+        own = {"EBBFLOW_RUNS": str(self.runs), "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(self.folder)}
+        environment = {**os.environ, **own, **self.environment}
         self.log = self.folder / f"output-{time.monotonic_ns()}.log"
         with open(self.log, "w") as log:
             return subprocess.Popen(

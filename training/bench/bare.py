@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from infra.config.schema import RunConfig
 from training.bench.laps import Lap
 from training.gang import Gang
-from training.model import CausalLM
 from training.optimizer import make_optimizer
-from training.weights import initialise
+from training.weights.initialise import initialise
 from training.workload import Cursor
+from training.workloads.model import CausalLM
 
 
 class BareLoop:

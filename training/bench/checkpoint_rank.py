@@ -22,9 +22,9 @@ from training.bench.laps import await_all
 from training.bench.savers import CommitSaver, DcpAsyncSaver, DcpSaver, Saver
 from training.checkpoint import Generation
 from training.gang import Gang
-from training.model import CausalLM
 from training.optimizer import make_optimizer
 from training.parallel import make_mesh
+from training.workloads.model import CausalLM
 
 _COLD_SAVES = 2  # ours has two buffers, each cold once; all contestants get as many
 _COPIES = 5  # a copy is short; in each round the median of these stands for it

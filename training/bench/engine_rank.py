@@ -110,12 +110,12 @@ def _measure_mode(task: dict[str, Any], mode: str, gang: Gang) -> dict[str, list
         candidates=[],
         config=config.model_dump(mode="json"),
         store_uri=task["store_uri"],
-        tokens=task["tokens"],
+        prepared={"fingerprint": task["tokens"]},
         terms=_UNLIMITED.to_json(),
         colocated_ranks=gang.world_size,
     )
     engine = EngineLoop(spec, gang, Path(task["folder"]))
-    tokens = open_tokens(Store.open(spec.store_uri), spec.tokens).train
+    tokens = open_tokens(Store.open(spec.store_uri), spec.prepared["fingerprint"]).train
     order = SampleOrder((tokens.size - 1) // config.model.sequence_length, config.training.seed)
     windows = order.window(0, config.training.batch_size * task["steps"] * (task["rounds"] + 1))
     contestants: dict[str, Contestant] = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from training.data.build import prepare_tokens
 from training.data.order import SampleOrder
-from training.data.tokens import TokenArrays, Tokens, open_tokens, prepare_tokens
+from training.data.tokenizer import check_vocabulary
+from training.data.tokens import TokenArrays, Tokens, open_tokens
 
-__all__ = ["SampleOrder", "TokenArrays", "Tokens", "open_tokens", "prepare_tokens"]
+__all__ = ["SampleOrder", "TokenArrays", "Tokens", "check_vocabulary", "open_tokens", "prepare_tokens"]

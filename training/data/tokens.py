@@ -1,6 +1,6 @@
-"""Token shards: text as bytes, built once, found again by what is in it.
+"""Token shards: text as numbers, built once, found again by what is in it.
 
-<store>/tokens/<fingerprint>/train.bin  held_out.bin    one unsigned byte per token
+<store>/tokens/<fingerprint>/train.bin  held_out.bin    unsigned little-endian integers of 1, 2 or 4 bytes
                              tokens.json                written last: where it is, the shards are complete
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import tempfile
 from dataclasses import asdict, dataclass
@@ -16,35 +15,37 @@ from pathlib import Path
 
 import numpy as np
 
-from infra.config.schema import DataConfig
 from infra.errors import ObjectNotFound
 from infra.layout import tokens_prefix
 from infra.store import Store
-from training.data.files import SourceFile, find_files, split_files
+from training.data.tokenizer import dtype_of
 from training.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+DESCRIPTION = "tokens.json"
+SHARDS = {"train": "train.bin", "held_out": "held_out.bin"}
 _CHUNK_TOKENS = 2**24
-_DESCRIPTION = "tokens.json"
-_SHARDS = {"train": "train.bin", "held_out": "held_out.bin"}
-# Between two files, so that a window which spans them does not read as one text. Byte 0 is in no text file.
-_SEPARATOR = b"\x00"
+_READ_BYTES = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
     """What is known of a set of shards. bytes: of the source files; files: their number, both sides together.
 
-    unigram_entropy_nats: of the train text, per token: the loss of a model that knows byte frequencies only.
+    unigram_entropy_nats: of the train text, per token: the loss of a model that knows token frequencies only.
+    held_out_bytes: of the held-out files, which make a loss per token comparable between tokenizers.
     """
 
     fingerprint: str
+    vocab_size: int
     train_tokens: int
     held_out_tokens: int
     unigram_entropy_nats: float
     files: int
     bytes: int
+    held_out_bytes: int
     shard_sha256: dict[str, str]
+    weight_unit: str = "tokens"
 
     def to_json(self) -> dict:
         return asdict(self)
@@ -52,40 +53,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TokenArrays:
-    """Memory-mapped shards, uint8 [tokens], and their description."""
+    """Memory-mapped shards, unsigned [tokens], and their description."""
 
     train: np.ndarray
     held_out: np.ndarray
     about: Tokens
-
-
-def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tokens:
-    """Build the shards of `data` in `store` unless they are there already. Raises DataError, StoreError.
-
-    The fingerprint covers format, tokenizer, split rule, and each file's name and content, and nothing of this
-    machine: the same text has the same fingerprint everywhere.
-    """
-    files = find_files(data, project_root=project_root)
-    contents = {file.name: _read(file) for file in files}
-    fingerprint = _fingerprint(data, contents)
-    shards = store.sub(tokens_prefix(fingerprint))
-    if (known := _describe(shards)) is not None:
-        return known
-    train, held_out = split_files(files, data.held_out_fraction)
-    texts = {name: _join(side, contents) for name, side in (("train", train), ("held_out", held_out))}
-    for name, key in _SHARDS.items():
-        shards.put(key, texts[name])
-    tokens = Tokens(
-        fingerprint=fingerprint,
-        train_tokens=len(texts["train"]),
-        held_out_tokens=len(texts["held_out"]),
-        unigram_entropy_nats=unigram_entropy_nats(np.frombuffer(texts["train"], dtype=np.uint8)),
-        files=len(files),
-        bytes=sum(len(content) for content in contents.values()),
-        shard_sha256={name: hashlib.sha256(text).hexdigest() for name, text in texts.items()},
-    )
-    shards.put(_DESCRIPTION, json.dumps(tokens.to_json(), indent=1).encode())
-    return tokens
 
 
 def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) -> TokenArrays:
@@ -95,77 +67,69 @@ def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) ->
     missing, incomplete or changed.
     """
     shards = store.sub(tokens_prefix(fingerprint))
-    about = _describe(shards)
+    about = describe(shards)
     if about is None:
         raise DataError(f"{shards.uri} holds no complete token shards; fix: prepare them again with the same data")
-    sizes = {"train": about.train_tokens, "held_out": about.held_out_tokens}
+    dtype = dtype_of(about.vocab_size)
+    sizes = {"train": about.train_tokens * dtype.itemsize, "held_out": about.held_out_tokens * dtype.itemsize}
     cache = cache or Path(tempfile.gettempdir()) / f"ebbflow-tokens-{os.getuid()}"
     arrays = {}
-    for name, key in _SHARDS.items():
-        path = shards.local_path(key) or _downloaded(shards, key, about.shard_sha256[name], cache)
+    for name, key in SHARDS.items():
+        path = shards.local_path(key) or _downloaded(shards, key, about.shard_sha256[name], sizes[name], cache)
         if not path.is_file() or path.stat().st_size != sizes[name]:
             raise DataError(
-                f"{path} is not the {sizes[name]} bytes that {_DESCRIPTION} promises; "
+                f"{path} is not the {sizes[name]} bytes that {DESCRIPTION} promises; "
                 f"fix: delete {shards.uri} and prepare the tokens again"
             )
-        arrays[name] = np.memmap(path, dtype=np.uint8, mode="r")
+        arrays[name] = np.memmap(path, dtype=dtype, mode="r")
     return TokenArrays(arrays["train"], arrays["held_out"], about)
 
 
-def unigram_entropy_nats(tokens: np.ndarray) -> float:
-    """Entropy of the token frequencies, in nats per token."""
-    counts = np.zeros(256, dtype=np.int64)
+def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """How often each token occurs, int64 [vocab_size]."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, tokens.size, _CHUNK_TOKENS):  # bincount widens its input to eight bytes per token
-        counts += np.bincount(tokens[start : start + _CHUNK_TOKENS], minlength=256)
-    shares = counts[counts > 0] / tokens.size
-    return float(-(shares * np.log(shares)).sum()) + 0.0 if tokens.size else math.nan
+        counts += np.bincount(tokens[start : start + _CHUNK_TOKENS], minlength=vocab_size)
+    return counts
 
 
-def _read(file: SourceFile) -> bytes:
+def entropy_nats(counts: np.ndarray) -> float:
+    """Entropy of frequencies, in nats."""
+    shares = counts[counts > 0] / max(counts.sum(), 1)
+    return float(-(shares * np.log(shares)).sum()) + 0.0
+
+
+def describe(shards: Store) -> Tokens | None:
+    """The description of complete shards, None where there are none. Raises DataError for a damaged one."""
     try:
-        return file.path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{file.path} cannot be read: {error.strerror}; fix: its permissions, or data.path") from error
-
-
-def _fingerprint(data: DataConfig, contents: dict[str, bytes]) -> str:
-    described = {
-        "format": FORMAT_VERSION,
-        "tokenizer": data.tokenizer,
-        "split": f"sha256(name) < {data.held_out_fraction!r}",
-        "files": [[name, hashlib.sha256(content).hexdigest()] for name, content in contents.items()],
-    }
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-
-def _join(side: list[SourceFile], contents: dict[str, bytes]) -> bytes:
-    return _SEPARATOR.join(contents[file.name] for file in side)
-
-
-def _describe(shards: Store) -> Tokens | None:
-    try:
-        return Tokens(**json.loads(shards.get(_DESCRIPTION)))
+        return Tokens(**json.loads(shards.get(DESCRIPTION)))
     except ObjectNotFound:
         return None
     except (ValueError, TypeError) as error:
-        raise DataError(f"{shards.uri}/{_DESCRIPTION} is damaged: {error}; fix: delete it and prepare again") from error
+        raise DataError(f"{shards.uri}/{DESCRIPTION} is damaged: {error}; fix: delete it and prepare again") from error
 
 
-def _downloaded(shards: Store, key: str, sha256: str, cache: Path) -> Path:
+def _downloaded(shards: Store, key: str, sha256: str, size: int, cache: Path) -> Path:
     """Named by content, so that a file with this name is the right one; two ranks may race and write the same."""
     path = cache / f"{sha256}.bin"
     if path.is_file():
         return path
-    content = shards.get(key)
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
-        raise DataError(
-            f"{shards.uri}/{key} has sha256 {found}, not the {sha256} of {_DESCRIPTION}; "
-            "fix: delete it and prepare the tokens again"
-        )
     cache.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=cache)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    os.replace(temporary, path)
+    try:
+        digest = hashlib.sha256()
+        with os.fdopen(descriptor, "wb") as file:
+            for start in range(0, size, _READ_BYTES):
+                part = shards.get_range(key, start, min(_READ_BYTES, size - start))
+                digest.update(part)
+                file.write(part)
+        if digest.hexdigest() != sha256:
+            raise DataError(
+                f"{shards.uri}/{key} has sha256 {digest.hexdigest()}, not the {sha256} of {DESCRIPTION}; "
+                "fix: delete it and prepare the tokens again"
+            )
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
     return path

@@ -1,4 +1,4 @@
-"""The workload that comes with Ebbflow: a causal language model on byte-level text."""
+"""The workload that comes with Ebbflow: a causal language model on text, as bytes or as tokens of a vocabulary."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor, nn
 
-from infra.config.schema import RunConfig
 from infra.model_shape import causal_lm_shape
-from training.data import SampleOrder, TokenArrays
+from training.data import SampleOrder, check_vocabulary, open_tokens, prepare_tokens
 from training.errors import DataError
-from training.gang import Gang
-from training.model import CausalLM
-from training.workload import Cursor, Loss
+from training.workload import Cursor, Loss, WorkloadContext
+from training.workloads.model import CausalLM
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,25 @@ class TextBatch:
 
 
 class TextWorkload:
-    """Next-token prediction. `tokens` are the shards, `gang` says which part of an evaluation is this rank's."""
+    """Next-token prediction on the token shards that `prepare` made. Raises DataError where they do not suffice."""
 
-    def __init__(self, config: RunConfig, tokens: TokenArrays, gang: Gang) -> None:
+    weight_unit = "tokens"
+
+    def __init__(self, context: WorkloadContext) -> None:
+        config = context.config
         self._config = config
-        self._tokens = tokens
-        self._gang = gang
+        self._context = context
+        self._tokens = open_tokens(context.store, context.prepared["fingerprint"])
+        check_vocabulary(config, self._tokens.about.vocab_size)
         self._length = config.model.sequence_length
         self._shape = causal_lm_shape(config.model)
-        self._order = SampleOrder(self._windows(tokens.train, "train"), config.training.seed)
-        self._held_out = self._evenly_spaced(self._windows(tokens.held_out, "held-out"))
+        self._order = SampleOrder(self._windows(self._tokens.train, "train"), config.training.seed)
+        self._held_out = self._evenly_spaced(self._windows(self._tokens.held_out, "held-out"))
+
+    @classmethod
+    def prepare(cls, context: WorkloadContext) -> dict:
+        """The token shards, built once for the same text."""
+        return prepare_tokens(context.config.data, context.store, project_root=context.project_root).to_json()
 
     def model(self) -> nn.Module:
         with torch.device("meta"):
@@ -70,21 +77,27 @@ class TextWorkload:
         return len(batch.inputs) * self._shape.flops_per_sample
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """held_out_loss in nats per token, over the same windows at any world size."""
+        """held_out_loss in nats per token, over the same windows at any world size; and what it is per byte of text,
+        in bits, which is comparable between tokenizers."""
         training = self._config.training
-        micro_batch = max(1, training.batch_size // (self._gang.world_size * training.gradient_accumulation_steps))
+        world_size = self._context.world_size
+        micro_batch = max(1, training.batch_size // (world_size * training.gradient_accumulation_steps))
         # A sharded model is gathered by all ranks together, so that all must make the same number of passes.
-        passes = math.ceil(math.ceil(len(self._held_out) / self._gang.world_size) / micro_batch)
-        share = Cursor(0, len(self._held_out)).share(self._gang.rank, self._gang.world_size)
+        passes = math.ceil(math.ceil(len(self._held_out) / world_size) / micro_batch)
+        share = Cursor(0, len(self._held_out)).share(self._context.rank, world_size)
         batch = self._batch(self._tokens.held_out, self._held_out[share.first : share.first + share.count])
         losses = [self.loss(model, part) for part in batch.split(passes)]
-        own = torch.tensor([sum(loss.sum.double().item() for loss in losses), batch.weight], dtype=torch.float64)
-        total, weight = self._gang.gather(own).sum(dim=0).tolist()
-        return {"held_out_loss": total / weight}
+        sums = [sum(loss.sum.double().item() for loss in losses), batch.weight]
+        own = torch.tensor(sums, dtype=torch.float64, device=self._context.device)
+        total, weight = self._context.gather(own).sum(dim=0).tolist()
+        about = self._tokens.about
+        bits_per_token = total / weight / math.log(2)
+        per_byte = bits_per_token * about.held_out_tokens / max(about.held_out_bytes, 1)
+        return {"held_out_loss": total / weight, "held_out_bits_per_byte": per_byte}
 
     def _batch(self, tokens: np.ndarray, windows: np.ndarray) -> TextBatch:
         offsets = windows[:, None] * self._length + np.arange(self._length + 1)
-        text = torch.from_numpy(tokens[offsets].astype(np.int64)).to(self._gang.device)
+        text = torch.from_numpy(tokens[offsets].astype(np.int64)).to(self._context.device)
         return TextBatch(text[:, :-1], text[:, 1:])
 
     def _windows(self, tokens: np.ndarray, side: str) -> int:
@@ -94,12 +107,6 @@ class TextWorkload:
             raise DataError(
                 f"{side} text has {tokens.size} tokens, fewer than the {self._length + 1} of one sample "
                 "(model.sequence_length + 1); fix: more text, or a smaller model.sequence_length"
-            )
-        largest = int(tokens.max())
-        if largest >= self._config.model.vocab_size:
-            raise DataError(
-                f"{side} text holds token {largest}, but model.vocab_size is {self._config.model.vocab_size}; "
-                f"fix: set model.vocab_size to at least {largest + 1}"
             )
         return windows
 

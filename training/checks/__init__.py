@@ -7,11 +7,14 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from infra.checks_machine import nearest_existing, store_folder
+from infra.checks.store import nearest_existing, store_folder
 from infra.config.schema import RunConfig
 from infra.footprint import commit_bytes, local_gang, size_text
 from infra.preflight import Check, Finding, PreflightContext
+from training.checks.parallel import CHECKS as PARALLEL_CHECKS
+from training.checks.workload import CHECKS as WORKLOAD_CHECKS
 from training.data.files import SourceFile, find_files, split_files
+from training.data.tokenizer import BYTES
 from training.errors import DataError
 
 _OTHERS_NAMED = 5
@@ -22,6 +25,8 @@ _READABLE_LOOKED_AT = 200
 def check_dataset(context: PreflightContext) -> Finding:
     """The text exists, can be read, and suffices for one batch and one held-out sample."""
     config = context.config
+    if config.workload is not None:
+        return Finding.skipped(f"{config.workload} brings data of its own; the check workload says more")
     try:
         files = find_files(config.data, project_root=context.project_root)
         train, held_out = split_files(files, config.data.held_out_fraction)
@@ -40,6 +45,8 @@ def check_disk(context: PreflightContext) -> Finding:
     if folder is None:
         return Finding.skipped("the store is remote")
     config = context.config
+    if config.workload is not None:
+        return Finding.skipped(f"what {config.workload} needs is not known before its model is measured")
     try:
         text = _bytes(find_files(config.data, project_root=context.project_root))
     except DataError:
@@ -57,15 +64,16 @@ def check_disk(context: PreflightContext) -> Finding:
 
 
 def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: int) -> Finding:
-    """One token is one byte; a sample takes sequence_length of them and one more to predict."""
+    """A sample takes sequence_length tokens and one more to predict; a token is a byte, or more than one."""
     length, batch = config.model.sequence_length, config.training.batch_size
     samples = max(0, train_bytes - 1) // length
     gang = local_gang(config)
+    most = "" if config.data.tokenizer == BYTES else "at most "
     ranks = "" if gang is None else f" ({batch // gang.ranks} for each of {gang.ranks} ranks)"
     if samples < batch:
         return Finding.failed(
-            f"{size_text(train_bytes)} of train text in {files} files make {samples} samples of {length} + 1 tokens; "
-            f"one batch takes {batch}{ranks}",
+            f"{size_text(train_bytes)} of train text in {files} files make {most}{samples} samples of {length} + 1 "
+            f"tokens; one batch takes {batch}{ranks}",
             "add text, or lower training.batch_size or model.sequence_length",
         )
     if held_out_bytes < length + 1:
@@ -76,8 +84,8 @@ def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: i
     steps, epochs = config.training.max_steps, config.training.max_steps * batch / samples
     return Finding.passed(
         f"{config.data.path or 'standard library'}: {files} files, {size_text(train_bytes)} to learn from and "
-        f"{size_text(held_out_bytes)} held out: {samples} samples, a batch takes {batch}{ranks}; "
-        f"{steps} steps are {epochs:.2g} epochs"
+        f"{size_text(held_out_bytes)} held out: {most}{samples} samples, a batch takes {batch}{ranks}; "
+        f"{steps} steps are {'at least ' if most else ''}{epochs:.2g} epochs"
     )
 
 
@@ -120,4 +128,6 @@ CHECKS: list[Check] = [
         symptoms=("H10",),
         run=check_disk,
     ),
+    *PARALLEL_CHECKS,
+    *WORKLOAD_CHECKS,
 ]

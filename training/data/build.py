@@ -1,0 +1,122 @@
+"""Builds token shards, file by file: nothing larger than a piece of a file is held in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from infra.config.schema import DataConfig
+from infra.layout import tokens_prefix
+from infra.store import Store
+from training.data.files import SourceFile, find_files, split_files
+from training.data.tokenizer import Tokenizer, encoded, open_tokenizer, pieces
+from training.data.tokens import DESCRIPTION, FORMAT_VERSION, SHARDS, Tokens, count_tokens, describe, entropy_nats
+from training.errors import DataError
+
+
+@dataclass(frozen=True)
+class _Hashed:
+    """A file with what was in it when it was read first."""
+
+    file: SourceFile
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class _Shard:
+    tokens: int
+    sha256: str
+    entropy_nats: float
+
+
+def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tokens:
+    """Build the shards of `data` in `store` unless they are there already. Raises DataError, StoreError.
+
+    The fingerprint covers format, tokenizer, split rule, and each file's name and content, and nothing of this
+    machine: the same text has the same fingerprint everywhere.
+    """
+    tokenizer = open_tokenizer(data, project_root=project_root)
+    files = find_files(data, project_root=project_root)
+    hashed = {file.name: _hash(file) for file in files}
+    fingerprint = _fingerprint(data, tokenizer, hashed)
+    shards = store.sub(tokens_prefix(fingerprint))
+    if (known := describe(shards)) is not None:
+        return known
+    train, held_out = split_files(files, data.held_out_fraction)
+    sides = {"train": [hashed[file.name] for file in train], "held_out": [hashed[file.name] for file in held_out]}
+    built = {name: _build(side, tokenizer, shards, SHARDS[name]) for name, side in sides.items()}
+    tokens = Tokens(
+        fingerprint=fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        train_tokens=built["train"].tokens,
+        held_out_tokens=built["held_out"].tokens,
+        unigram_entropy_nats=built["train"].entropy_nats,
+        files=len(files),
+        bytes=sum(one.size for one in hashed.values()),
+        held_out_bytes=sum(one.size for one in sides["held_out"]),
+        shard_sha256={name: shard.sha256 for name, shard in built.items()},
+    )
+    shards.put(DESCRIPTION, json.dumps(tokens.to_json(), indent=1).encode())
+    return tokens
+
+
+def _hash(file: SourceFile) -> _Hashed:
+    digest, size = hashlib.sha256(), 0
+    for piece in _pieces_of(file):
+        digest.update(piece)
+        size += len(piece)
+    return _Hashed(file, digest.hexdigest(), size)
+
+
+def _fingerprint(data: DataConfig, tokenizer: Tokenizer, hashed: dict[str, _Hashed]) -> str:
+    described = {
+        "format": FORMAT_VERSION,
+        "tokenizer": tokenizer.identity,
+        "split": f"sha256(name) < {data.held_out_fraction!r}",
+        "files": [[name, one.sha256] for name, one in hashed.items()],
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -> _Shard:
+    """One shard, by way of a temporary file, since its size is known only at its end."""
+    counts, digest = np.zeros(tokenizer.vocab_size, dtype=np.int64), hashlib.sha256()
+    with tempfile.TemporaryFile() as file:
+        for tokens in encoded((_unchanged(one) for one in side), tokenizer):
+            counts += count_tokens(tokens, tokenizer.vocab_size)
+            content = tokens.tobytes()
+            digest.update(content)
+            file.write(content)
+        file.flush()
+        if counts.any():
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                shards.put(key, content)
+        else:
+            shards.put(key, b"")
+    return _Shard(int(counts.sum()), digest.hexdigest(), entropy_nats(counts))
+
+
+def _unchanged(one: _Hashed) -> Iterator[bytes]:
+    """The pieces again. Raises DataError at the end of a file that is not what was hashed."""
+    digest = hashlib.sha256()
+    for piece in _pieces_of(one.file):
+        digest.update(piece)
+        yield piece
+    if digest.hexdigest() != one.sha256:
+        raise DataError(f"{one.file.path} changed while it was read; fix: start again once nobody writes to it")
+
+
+def _pieces_of(file: SourceFile) -> Iterator[bytes]:
+    try:
+        with file.path.open("rb") as stream:
+            yield from pieces(stream)
+    except OSError as error:
+        raise DataError(f"{file.path} cannot be read: {error.strerror}; fix: its permissions, or data.path") from error

@@ -1,0 +1,147 @@
+"""Text to token numbers: bytes as they are, or a vocabulary of Hugging Face's `tokenizers`, an optional package.
+
+A file is cut into pieces of whole lines before it is encoded, so that neither a large file nor its tokens have to fit
+in memory. Where the cuts are depends on the file alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+
+from infra.config.schema import DataConfig, RunConfig
+from training.errors import DataError
+
+BYTES = "bytes"
+PIECE_BYTES = 2**20
+# What tokenizers call the end of a text, in the order in which they are looked for.
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """identity: changes with anything that could change a token.
+
+    separator: stands between two files, so that a window which spans them does not read as one text; None: there is
+    nothing between them.
+    """
+
+    identity: str
+    vocab_size: int
+    separator: int | None
+
+    def encode(self, piece: bytes) -> np.ndarray:
+        """Token numbers [tokens] of a piece of a file, in `dtype_of(vocab_size)`."""
+        ...
+
+
+class ByteTokenizer:
+    """One token per byte. Byte 0, which is in no text file, is the separator."""
+
+    identity = BYTES
+    vocab_size = 256
+    separator = 0
+
+    def encode(self, piece: bytes) -> np.ndarray:
+        return np.frombuffer(piece, dtype=np.uint8)
+
+
+class VocabularyTokenizer:
+    """A tokenizer.json. Bytes that are no UTF-8 become U+FFFD; special tokens are not added, but for the separator."""
+
+    def __init__(self, path: Path) -> None:
+        content = _read(path)
+        self.identity = f"tokenizer.json sha256 {hashlib.sha256(content).hexdigest()}"
+        self._tokenizer = _parse(path, content)
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.separator = next((n for n in map(self._tokenizer.token_to_id, _END_OF_TEXT) if n is not None), None)
+        self._dtype = dtype_of(self.vocab_size)
+
+    def encode(self, piece: bytes) -> np.ndarray:
+        text = piece.decode("utf-8", errors="replace")
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._dtype)
+
+
+def open_tokenizer(data: DataConfig, *, project_root: Path) -> Tokenizer:
+    """Relative paths count from `project_root`. Raises DataError: no such file, damaged, or the package is missing."""
+    if data.tokenizer == BYTES:
+        return ByteTokenizer()
+    return VocabularyTokenizer(tokenizer_path(data, project_root=project_root))
+
+
+def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
+    """Raises DataError when the model has no row for some token."""
+    if vocab_size > config.model.vocab_size:
+        raise DataError(
+            f"data.tokenizer {config.data.tokenizer} has {vocab_size} tokens, model.vocab_size is "
+            f"{config.model.vocab_size}: {vocab_size - config.model.vocab_size} too few; fix: set model.vocab_size to "
+            f"{vocab_size}, or to {-(-vocab_size // 64) * 64}, which GPUs multiply faster"
+        )
+
+
+def tokenizer_path(data: DataConfig, *, project_root: Path) -> Path:
+    """A folder stands for the tokenizer.json in it."""
+    path = project_root / Path(data.tokenizer).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def dtype_of(vocab_size: int) -> np.dtype:
+    """The smallest unsigned little-endian integers that hold every token."""
+    return np.dtype("u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def pieces(file: BinaryIO) -> Iterator[bytes]:
+    """A file in pieces of about PIECE_BYTES which end with a line; a longer line is cut between two characters."""
+    rest = b""
+    while block := file.read(PIECE_BYTES):
+        rest += block
+        end = rest.rfind(b"\n") + 1 or (_whole_characters(rest) if len(rest) >= 2 * PIECE_BYTES else 0)
+        if end:
+            yield rest[:end]
+            rest = rest[end:]
+    if rest:
+        yield rest
+
+
+def _whole_characters(text: bytes) -> int:
+    """Where the last UTF-8 character that may be incomplete begins."""
+    end = len(text)
+    while end > len(text) - 4 and text[end - 1] & 0xC0 == 0x80:
+        end -= 1
+    return end - 1 if text[end - 1] >= 0xC0 else len(text)
+
+
+def encoded(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The tokens of files, each given as pieces, in arrays of one piece each, with separators between the files."""
+    for number, content in enumerate(files):
+        if number and tokenizer.separator is not None:
+            yield np.array([tokenizer.separator], dtype=dtype_of(tokenizer.vocab_size))
+        for piece in content:
+            yield tokenizer.encode(piece)
+
+
+def _read(path: Path) -> bytes:
+    if importlib.util.find_spec("tokenizers") is None:
+        raise DataError(f"data.tokenizer {path} needs a package that is not installed; fix: pip install tokenizers")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"data.tokenizer {path} cannot be read: {error.strerror}; fix: name a tokenizer.json, or bytes"
+        ) from error
+
+
+def _parse(path: Path, content: bytes) -> Any:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the package raises plain Exception
+        raise DataError(
+            f"data.tokenizer {path} is no tokenizer.json: {' '.join(str(error).split())[:200]}; "
+            "fix: the file that tokenizers' Tokenizer.save writes"
+        ) from error

@@ -1,0 +1,130 @@
+"""Files of weights in the safetensors format: which they are, and what their headers say. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from training.errors import WorkloadError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# Up to here the whole content is hashed, at about 1.3 s per GB; of larger files size and time say which they were.
+_LARGEST_HASHED_BYTES = 4 << 30
+_NAMED = 3
+
+Translate = Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a file. name: as the file has it."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def find_weights(path: str, translate: Translate | None = None) -> dict[str, Stored]:
+    """What there is to load, by the model's names. Reads headers only.
+
+    translate: the model's name of a stored one, or None to leave that tensor out. Raises WorkloadError.
+    """
+    found: dict[str, Stored] = {}
+    for file in weight_files(path):
+        for stored in _headers(file):
+            name = stored.name if translate is None else translate(stored.name)
+            if name is None:
+                continue
+            if name in found:
+                raise WorkloadError(
+                    f"training.initial_weights {path}: {stored.name} in {file.name} and {found[name].name} in "
+                    f"{found[name].file.name} are both {name}; fix: translate_weights must tell them apart"
+                )
+            found[name] = stored
+    return found
+
+
+def weight_files(path: str) -> list[Path]:
+    """The files of a checkpoint: itself, or what the folder's index lists, or its one file. Raises WorkloadError."""
+    root = Path(path)
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise WorkloadError(f"training.initial_weights {path}: there is no such file or folder")
+    index = root / INDEX
+    if index.is_file():
+        return _indexed(index)
+    single = [root / SINGLE] if (root / SINGLE).is_file() else sorted(root.glob("*.safetensors"))
+    if len(single) == 1:
+        return single
+    names = ", ".join(sorted(entry.name for entry in root.iterdir())[:5]) or "nothing"
+    raise WorkloadError(
+        f"training.initial_weights {path}: a folder needs {SINGLE} or {INDEX}; it holds {names}; fix: name the file"
+    )
+
+
+def describe_files(path: str) -> list[dict[str, Any]]:
+    """What was read, for the record: names, bytes, times, and sha256 where all of it is not too much to hash."""
+    files = weight_files(path)
+    small = sum(file.stat().st_size for file in files) <= _LARGEST_HASHED_BYTES
+    return [
+        {
+            "path": str(file),
+            "bytes": file.stat().st_size,
+            "modified_unix": file.stat().st_mtime,
+            "sha256": _sha256(file) if small else None,
+        }
+        for file in files
+    ]
+
+
+def opened(file: Path, *, framework: str) -> Any:
+    """The file, to read from: framework "np" knows names and shapes, "pt" gives tensors. Raises WorkloadError."""
+    try:
+        return safe_open(file, framework=framework, device="cpu")
+    except (OSError, SafetensorError) as error:
+        text = " ".join(str(error).split())
+        raise WorkloadError(
+            f"training.initial_weights {file} is no safetensors file: {text}; fix: convert it with "
+            "safetensors.torch.save_file, or copy it again if it was cut off"
+        ) from error
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WorkloadError(f"{index}: is no index of safetensors files: {type(error).__name__}: {error}") from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise WorkloadError(
+            f"{index}: {len(missing)} of its {len(names)} files are not there: {some(missing)}; fix: copy them too"
+        )
+    return [index.parent / name for name in names]
+
+
+def _headers(file: Path) -> Iterator[Stored]:
+    with opened(file, framework="np") as content:
+        for name in content.keys():  # noqa: SIM118 - no mapping
+            part = content.get_slice(name)
+            yield Stored(name, file, tuple(part.get_shape()), part.get_dtype())
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

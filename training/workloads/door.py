@@ -1,0 +1,197 @@
+"""From `workload: package.module:Name` to the workload: the one door for the built-in one and for users' own.
+
+The module is looked for as Python does (PYTHONPATH, installed packages), and last in the project's folder. The folder
+of the configuration file is not searched: it is not known on the other nodes, and a name must mean the same everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from infra.config.schema import RunConfig
+from infra.errors import InfraError
+from infra.layout import workload_prefix
+from infra.store import Store
+from training.errors import TrainingError, WorkloadError
+from training.gang import Gang
+from training.launch.workers import PROJECT_ROOT
+from training.workload import Workload, WorkloadContext
+from training.workloads.text import TextWorkload
+
+REQUIRED = ("model", "units", "next_batch", "loss", "flops", "evaluate")
+DEFAULT_WEIGHT_UNIT = "samples"
+_NOT_THE_USERS = (str(PROJECT_ROOT / "training"), os.path.dirname(os.__file__))
+
+Door = Callable[[WorkloadContext], Workload]
+
+
+def workload_context(
+    config: RunConfig, gang: Gang, *, store: Store, prepared: Mapping[str, Any] | None = None
+) -> WorkloadContext:
+    """The context of one rank. store: the whole one, of which an own workload gets a part to itself."""
+    return WorkloadContext(
+        config=config,
+        store=store if config.workload is None else store.sub(workload_prefix(config.workload)),
+        project_root=PROJECT_ROOT,
+        prepared=dict(prepared or {}),
+        rank=gang.rank,
+        world_size=gang.world_size,
+        device=gang.device,
+        gather=gang.gather,
+    )
+
+
+def find_workload(config: RunConfig) -> Door:
+    """What `workload` names, not called yet. Raises WorkloadError, which says what was looked for and where."""
+    if config.workload is None:
+        return TextWorkload
+    module_name, _, name = config.workload.partition(":")
+    module = _import(module_name)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise WorkloadError(_no_such_name(module, name))
+        found = getattr(found, part)
+    if not callable(found):
+        raise WorkloadError(
+            f"workload {config.workload} is a {type(found).__name__}, which cannot be called; "
+            "fix: name a class, or a function that returns a workload"
+        )
+    return found
+
+
+def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
+    """Let the workload put its data into the store, where it has a `prepare`, and describe it.
+
+    The description holds "fingerprint" and "weight_unit" in any case. Raises WorkloadError.
+    """
+    door = find_workload(config)
+    described: dict[str, Any] = {}
+    if has_prepare(door):
+        with users_code(f"{config.workload or 'text'}: prepare"):
+            described = door.prepare(context)  # type: ignore[attr-defined]
+        described = _as_json(described, config)
+    content = described or {"workload": config.workload, "options": config.workload_options}
+    described.setdefault("fingerprint", hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest())
+    described.setdefault("weight_unit", str(getattr(door, "weight_unit", DEFAULT_WEIGHT_UNIT)))
+    return described
+
+
+def has_prepare(door: Door) -> bool:
+    """Whether there is a `prepare` that can be called without an instance. Raises WorkloadError for one that cannot."""
+    prepare = getattr(door, "prepare", None)
+    if prepare is None:
+        return False
+    bound_later = inspect.isclass(door) and inspect.isfunction(inspect.getattr_static(door, "prepare"))
+    if bound_later or not callable(prepare):
+        raise WorkloadError(
+            f"{_place(prepare)}prepare is called on the class, before any workload is made; "
+            "fix: write @classmethod above it: def prepare(cls, context)"
+        )
+    return True
+
+
+def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
+    """The workload of this rank, with all of its methods. Raises WorkloadError."""
+    door = find_workload(config)
+    with users_code(f"{config.workload or 'text'}(context)"):
+        workload = door(context)
+    missing = [name for name in REQUIRED if not callable(getattr(workload, name, None))]
+    if missing:
+        raise WorkloadError(
+            f"{_place(door)}{type(workload).__name__} has no method {', '.join(missing)}; "
+            f"fix: a workload has {', '.join(REQUIRED)} (docs/workloads.md)"
+        )
+    return workload
+
+
+@contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Turns whatever the user's code raises into one line with the place in that code."""
+    try:
+        yield
+    except (TrainingError, InfraError):  # these say what is wrong themselves
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split()) or "no message"
+        raise WorkloadError(f"{_frame(error)}{what} raised {type(error).__name__}: {text}") from error
+
+
+def _import(name: str) -> Any:
+    if str(PROJECT_ROOT) not in sys.path:
+        sys.path.append(str(PROJECT_ROOT))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise _broken(name, error) from error
+        searched = os.environ.get("PYTHONPATH") or "not set"
+        raise WorkloadError(
+            f"workload: there is no module {error.name!r}; looked in {PROJECT_ROOT}, among the installed packages, and "
+            f"in PYTHONPATH ({searched}); fix: PYTHONPATH=/the/folder/that/holds/{error.name.split('.')[0]}, as an "
+            "absolute path"
+        ) from None
+    except (Exception, SystemExit) as error:  # whatever a module does while it is imported
+        raise _broken(name, error) from error
+
+
+def _broken(name: str, error: BaseException) -> WorkloadError:
+    where = f"{error.filename}:{error.lineno}: " if isinstance(error, SyntaxError) else _frame(error)
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    return WorkloadError(f"{where}importing workload module {name} raised {type(error).__name__}: {text}")
+
+
+def _no_such_name(module: Any, name: str) -> str:
+    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    names = [key for key, value in own.items() if callable(value)]
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"it defines {', '.join(sorted(names)) or 'no class or function'}"
+    return f"{module.__file__}: has no {name!r}, which workload names; fix: {hint}"
+
+
+def _as_json(described: Any, config: RunConfig) -> dict[str, Any]:
+    try:
+        plain = json.loads(json.dumps(described, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise WorkloadError(
+            f"{config.workload}: what prepare returns must be JSON, since it travels to all ranks: {error}; "
+            "fix: return names, numbers and fingerprints, and put data into context.store"
+        ) from error
+    if not isinstance(plain, dict) or not isinstance(plain.get("fingerprint", ""), str):
+        raise WorkloadError(
+            f"{config.workload}: prepare returned a {type(described).__name__}; fix: return a dict; its "
+            '"fingerprint", where it has one, is a text that changes with the data'
+        )
+    return plain
+
+
+def _place(code: Any) -> str:
+    """ "file:line: " of a class or function, "" where Python does not know it."""
+    try:
+        return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}: "
+    except (OSError, TypeError):
+        return ""
+
+
+def _frame(error: BaseException) -> str:
+    """ "file:line: " of the innermost line of the user's own; of whatever raised where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _foreign(frame.filename)]
+    frame = (own or list(frames))[-1]
+    return f"{frame.filename}:{frame.lineno}: "
+
+
+def _foreign(file: str) -> bool:
+    """Ours, the interpreter's, or of an installed package."""
+    return file.startswith(("<", *_NOT_THE_USERS)) or "site-packages" in Path(file).parts

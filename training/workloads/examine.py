@@ -1,0 +1,142 @@
+"""Looks at a workload of one's own from a process that imports no torch: in a child, within a deadline.
+
+`python -m training examine CONFIG [--set KEY=VALUE ...] [--prepare]` prints what is found, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.config.load import load_config
+from infra.config.schema import RunConfig
+from infra.errors import InfraError
+from infra.model_shape import ModelShape
+from infra.process import die_with_parent
+from training.errors import TrainingError, WorkloadError
+
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
+EXAMINE_SECONDS = 90.0
+# A workload's own preparation may download or convert whatever it likes, once; but not for ever.
+PREPARE_SECONDS = 6 * 3600.0
+_LAST_LINES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """text: what was tried. shape: measured, None where it could not be. prepared: None where `prepare` was not run."""
+
+    text: str
+    shape: ModelShape | None
+    prepared: dict[str, Any] | None
+
+
+def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECONDS) -> Examination:
+    """Load, build and try the configured workload in a child process. Raises WorkloadError with what is wrong.
+
+    prepare: let it prepare its data first, which the trial of one that has a `prepare` needs; without, only its module
+    is loaded then. seconds: for all of it; with `prepare` at least PREPARE_SECONDS.
+    """
+    seconds = max(seconds, PREPARE_SECONDS) if prepare else seconds
+    with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
+        given, found = Path(folder, "config.json"), Path(folder, "found.json")
+        given.write_text(config.model_dump_json())
+        command = [sys.executable, "-m", "training", "examine", "--resolved", str(given), "--output", str(found)]
+        what = f"workload {config.workload}"
+        output = _run([*command, *(["--prepare"] if prepare else [])], seconds, what, shown=prepare)
+        try:
+            data = json.loads(found.read_text())
+        except (OSError, ValueError):
+            last = " | ".join(output.splitlines()[-_LAST_LINES:]) or "its output stands above"
+            raise WorkloadError(f"workload {config.workload}: the process that tried it ended: {last}") from None
+    if "problem" in data:
+        raise WorkloadError(data["problem"])
+    shape = data["shape"] and ModelShape.from_json(data["shape"])
+    return Examination(text=data["text"], shape=shape, prepared=data["prepared"])
+
+
+def main(arguments: list[str]) -> int:
+    """The command, which is the child process too."""
+    parser = argparse.ArgumentParser(
+        prog="python -m training examine", description="Try the configured workload and print its model's shape."
+    )
+    parser.add_argument("config", nargs="?", help="YAML file, such as configs/laptop.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override")
+    parser.add_argument("--prepare", action="store_true", help="let it prepare its data first")
+    parser.add_argument("--resolved", help=argparse.SUPPRESS)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    try:
+        found = _examine_here(_config(parser, given), prepare=given.prepare)
+    except (TrainingError, InfraError) as error:
+        if not given.output:
+            print(error, file=sys.stderr)
+            return error.outcome.exit_code
+        found = {"problem": str(error)}
+    if given.output:
+        Path(given.output).write_text(json.dumps(found))
+    else:
+        print(json.dumps(found, indent=1))
+    return 0
+
+
+def _config(parser: argparse.ArgumentParser, given: argparse.Namespace) -> RunConfig:
+    if given.resolved:
+        die_with_parent()
+        return RunConfig.model_validate_json(Path(given.resolved).read_text())
+    if not given.config:
+        parser.error("CONFIG is missing")
+    return load_config(given.config, given.set, project_root=PROJECT_ROOT).config
+
+
+def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from infra.store import Store
+    from training.gang import Gang
+    from training.workloads.door import find_workload, has_prepare, prepare_data, workload_context
+    from training.workloads.trial import try_workload
+
+    door = find_workload(config)
+    if has_prepare(door) and not prepare:
+        text = f"{config.workload or 'text'}: loaded; it is tried once its data are prepared"
+        return {"text": text, "shape": None, "prepared": None}
+    context = workload_context(config, Gang(), store=Store.open(config.store))
+    prepared = prepare_data(config, context)
+    trial = try_workload(config, replace(context, prepared=prepared))
+    return {**trial.to_json(), "prepared": prepared}
+
+
+def _run(command: list[str], seconds: float, what: str, *, shown: bool) -> str:
+    """The output of a command, which is killed with all that it started when it takes too long.
+
+    shown: the output goes where this process's goes, as it comes, and is not returned.
+    """
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(PROJECT_ROOT)]))
+    with subprocess.Popen(
+        command,
+        env=dict(os.environ, PYTHONPATH=path, CUDA_VISIBLE_DEVICES=""),
+        stdin=subprocess.DEVNULL,
+        stdout=None if shown else subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.communicate(timeout=seconds)[0] or ""
+        except subprocess.TimeoutExpired:
+            raise WorkloadError(
+                f"{what} was not tried out within {seconds:g} s; fix: see what its module, model or data wait for"
+            ) from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,234 @@
+"""One workload tried on one machine before anything is paid for: built, and a few samples taken through its loss.
+
+Everything here runs on the CPU, alone, in a process that may fail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from infra.config.schema import RunConfig
+from infra.model_shape import ModelShape
+from training.errors import WorkloadError
+from training.weights.files import find_weights
+from training.weights.initialise import initialise
+from training.weights.load import compare
+from training.workload import Batch, Cursor, Loss, Workload, WorkloadContext
+from training.workloads.door import DEFAULT_WEIGHT_UNIT, make_workload, users_code
+from training.workloads.shape import measure_shape, weight_bytes, without_memory
+
+# Weights and gradients of a model that is really run here. Larger ones are looked at without their memory.
+LARGEST_TRIED_BYTES = 2 << 30
+_MOST_SAMPLES = 4
+# Sums of float32 in another order, of parts that are computed with other kernels.
+_TOLERANCE = 1e-3
+_NAMED = 3
+
+
+@dataclass
+class Trial:
+    """What was found: the shape, what was done (`text`), and remarks that forbid nothing."""
+
+    name: str
+    shape: ModelShape | None = None
+    done: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "; ".join([f"{self.name}: {', '.join(self.done)}", *self.notes])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"text": self.text, "shape": self.shape and self.shape.to_json()}
+
+
+def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
+    """Raises WorkloadError for the first thing that would keep the job from training, or from training exactly."""
+    trial = Trial(config.workload or "text")
+    workload = make_workload(config, context)
+    with users_code(f"{trial.name}.model()"):
+        model = workload.model()
+    check_model(trial.name, model)
+    with users_code(f"{trial.name}.units()"):
+        units = list(workload.units(model))
+    check_units(trial.name, model, units)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trial.done.append(f"{parameters:,} parameters in {len(units)} units")
+    if (weights := config.training.initial_weights) is not None:
+        compare(find_weights(weights, getattr(workload, "translate_weights", None)), model, weights)
+        trial.done.append("initial weights fit by name and shape")
+    if norms := [name for name, part in model.named_modules() if isinstance(part, _BatchNorm)]:
+        trial.notes.append(
+            f"{norms[0]} keeps running statistics, which differ by rank and are saved from one rank only; "
+            "GroupNorm and LayerNorm have none"
+        )
+    if 2 * weight_bytes(model) <= LARGEST_TRIED_BYTES:
+        _try_samples(trial, workload, model, config)
+    else:
+        _look_at_sample(trial, workload, model)
+    return trial
+
+
+def check_model(name: str, model: Any) -> None:
+    """A module with parameters to train, all of it on the meta device."""
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"{name}.model() returned a {type(model).__name__}; fix: return a torch.nn.Module")
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    real = [key for key, value in tensors if not value.is_meta]
+    if real:
+        raise WorkloadError(
+            f"{name}.model(): {_some(real)} of {len(tensors)} tensors {'is' if len(real) == 1 else 'are'} not on the "
+            'meta device, so every rank would make the whole model; fix: build it under `with torch.device("meta"):`'
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise WorkloadError(f"{name}.model() has no parameter that requires a gradient: there is nothing to train")
+
+
+def check_units(name: str, model: nn.Module, units: Iterable[Any]) -> None:
+    """Parts of the model, at least one, none inside another."""
+    units = list(units)
+    names = {id(part): path for path, part in model.named_modules()}
+    if not units:
+        raise WorkloadError(f"{name}.units() is empty; fix: name the blocks that are to be sharded as one")
+    for unit in units:
+        if id(unit) not in names or unit is model:
+            what = "the model itself" if unit is model else f"a {type(unit).__name__} that is no part of the model"
+            raise WorkloadError(f"{name}.units() holds {what}; fix: return its blocks, such as list(model.blocks)")
+    for outer in units:
+        inside = {id(part) for part in outer.modules()} - {id(outer)}
+        twice = sum(unit is outer for unit in units) > 1
+        inner = outer if twice else next((unit for unit in units if id(unit) in inside), None)
+        if inner is not None:
+            where = "named twice" if twice else f"inside {names[id(outer)]}, which is a unit too"
+            raise WorkloadError(f"{name}.units(): {names[id(inner)]} is {where}; fix: units must not overlap")
+
+
+def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: RunConfig) -> None:
+    blank = workload.model()
+    model.to_empty(device="cpu")
+    with users_code(f"{trial.name}: reset_parameters"):
+        initialise(model, blank, seed=config.training.seed)
+    count = min(_MOST_SAMPLES, config.training.batch_size)
+    batch = _draw(trial.name, workload, model, count)
+    model.eval()  # without dropout, which draws other numbers for other batches
+    with torch.no_grad():
+        whole = _loss(trial.name, workload, model, batch)
+        _check_same_again(trial.name, workload, model, count, whole)
+        _check_sum(trial, workload, model, batch, whole)
+    model.train()
+    one = _draw(trial.name, workload, model, 1)
+    with users_code(f"{trial.name}.loss"):
+        trial.shape, loss = measure_shape(workload, model, one, unit=_unit(workload))
+    _check_flops(trial.name, trial.shape)
+    _check_backward(trial, model, loss, config)
+
+
+def _look_at_sample(trial: Trial, workload: Workload, model: nn.Module) -> None:
+    one = _draw(trial.name, workload, model, 1)
+    with users_code(f"{trial.name}.loss"), without_memory():
+        model.to_empty(device="cpu")
+        trial.shape, _ = measure_shape(workload, model, one, unit=_unit(workload))
+    _check_flops(trial.name, trial.shape)
+    trial.done.append(
+        f"one sample's shapes; no numbers, because weights and gradients of {2 * weight_bytes(model) / 2**30:.1f} GiB "
+        f"exceed the {LARGEST_TRIED_BYTES >> 30} GiB that are tried"
+    )
+
+
+def _unit(workload: Workload) -> str:
+    return str(getattr(workload, "weight_unit", DEFAULT_WEIGHT_UNIT))
+
+
+def _draw(name: str, workload: Workload, model: nn.Module, count: int) -> Batch:
+    torch.manual_seed(0)  # as the engine does before each step
+    with users_code(f"{name}.next_batch"):
+        batch = workload.next_batch(model, Cursor(0, count))
+    weight = getattr(batch, "weight", None)
+    if not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+        raise WorkloadError(
+            f"{name}.next_batch returned a {type(batch).__name__} whose weight is {weight!r}; "
+            "fix: a batch has a weight ≥ 0, the number of what its loss is averaged over, as a float"
+        )
+    return batch
+
+
+def _loss(name: str, workload: Workload, model: nn.Module, batch: Batch) -> Loss:
+    torch.manual_seed(0)
+    with users_code(f"{name}.loss"):
+        loss = workload.loss(model, batch)
+    if not isinstance(loss, Loss):
+        raise WorkloadError(f"{name}.loss returned a {type(loss).__name__}; fix: return Loss(sum, weight)")
+    if loss.sum.numel() != 1 or not math.isfinite(float(loss.sum)):
+        shape = list(loss.sum.shape)
+        value = f"{float(loss.sum)}" if loss.sum.numel() == 1 else f"a tensor of shape {shape}"
+        raise WorkloadError(f"{name}.loss: the sum is {value}; fix: one finite number, at the initial weights too")
+    return loss
+
+
+def _check_same_again(name: str, workload: Workload, model: nn.Module, count: int, first: Loss) -> None:
+    again = _loss(name, workload, model, _draw(name, workload, model, count))
+    if float(again.sum) != float(first.sum):
+        raise WorkloadError(
+            f"{name}.next_batch gives other samples for the same cursor: their loss is {float(first.sum):.6g}, then "
+            f"{float(again.sum):.6g}, so that a resumed job would not be the same; fix: let every sample depend on "
+            "its index alone (torch.Generator().manual_seed(index)), or on torch's own random numbers"
+        )
+
+
+def _check_sum(trial: Trial, workload: Workload, model: nn.Module, batch: Batch, whole: Loss) -> None:
+    """The arithmetic that exactness at any world size and accumulation stands on."""
+    with users_code(f"{trial.name}: batch.split"):
+        parts = batch.split(2)
+    if len(parts) != 2:
+        raise WorkloadError(f"{trial.name}: batch.split(2) made {len(parts)} parts; fix: make exactly as many as asked")
+    losses = [_loss(trial.name, workload, model, part) for part in parts]
+    weights = [loss.weight for loss in losses]
+    if not math.isclose(sum(weights), whole.weight, rel_tol=1e-9):
+        raise WorkloadError(
+            f"{trial.name}: the parts of a batch weigh {weights[0]:g} + {weights[1]:g} = {sum(weights):g}, the whole "
+            f"{whole.weight:g}; fix: weights must add up, whatever the split"
+        )
+    sums, total = [float(loss.sum) for loss in losses], float(whole.sum)
+    added = f"{sums[0]:.6g} + {sums[1]:.6g} = {sum(sums):.6g}"
+    if not math.isclose(sum(sums), total, rel_tol=_TOLERANCE, abs_tol=1e-6):
+        mean = math.isclose(sum(sums), 2 * total, rel_tol=0.2)
+        why = "about twice as much, as of a mean" if mean else "which is not the same"
+        raise WorkloadError(
+            f"{trial.name}.loss must be a sum: a batch of weight {whole.weight:g} gives {total:.6g}, its two parts "
+            f'{added}, {why}; fix: reduction="sum" in place of "mean", and let no sample\'s loss depend on the others'
+        )
+    tried = f"loss of {whole.weight:g} {_unit(workload)} tried on the CPU"
+    trial.done.append(f"{tried}: {total:.6g} = {sums[0]:.6g} + {sums[1]:.6g}")
+
+
+def _check_flops(name: str, shape: ModelShape) -> None:
+    if not math.isfinite(shape.flops_per_sample) or shape.flops_per_sample <= 0:
+        raise WorkloadError(
+            f"{name}.flops gives {shape.flops_per_sample} for one sample; fix: forward and backward, a multiply-add "
+            "counted as two: 6 × parameters × positions is a good estimate for matrices"
+        )
+
+
+def _check_backward(trial: Trial, model: nn.Module, loss: Loss, config: RunConfig) -> None:
+    if not loss.sum.requires_grad:
+        raise WorkloadError(f"{trial.name}.loss: the sum has no gradient; fix: do not detach it")
+    with users_code(f"{trial.name}: backward"):
+        loss.sum.backward()
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if not unused:
+        return
+    said = f"{_some(unused)} of {len(list(model.parameters()))} parameters got no gradient from one sample"
+    if config.parallel.mode == "ddp" and not (config.ddp.find_unused_parameters or config.ddp.static_graph):
+        raise WorkloadError(f"{trial.name}: {said}, which ddp waits for; fix: set ddp.find_unused_parameters to true")
+    trial.notes.append(said)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
