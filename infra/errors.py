@@ -23,3 +23,21 @@ class StoreError(InfraError):
 
 class ObjectNotFound(StoreError):
     """There is no object under that key."""
+
+
+class StoreAway(StoreError):
+    """Nobody answers, the answer comes too late, or the store is in trouble itself: a later try may do better."""
+
+
+class StoreForbidden(StoreError):
+    """The store is there and refuses: no credentials, wrong ones, expired ones, or ones without this right."""
+
+
+class StoreFull(StoreError):
+    """No room, or a quota is used up: nothing can be written until something is deleted."""
+
+
+class StoreMisconfigured(StoreError):
+    """There is no such store: an unknown kind, no such bucket, or a bucket of another region."""
+
+    outcome = Outcome.CONFIG

@@ -38,7 +38,10 @@ NODE_ENDED = "node_ended"
 # on rank 0 also flops (of all ranks).
 PHASE = "phase"
 STEP = "step"
-COMMIT = "commit"  # step, key, bytes, seconds
+STAGED = "staged"  # step, bytes: a save is on its way; what came before it is put at once, to be durable as it is
+COMMIT = "commit"  # step, key, bytes, seconds, stall_seconds
+COMMIT_SKIPPED = "commit_skipped"  # step, reason: a save that was due was left out, by policy or for want of time
+INTERVAL = "interval"  # seconds, stall_seconds, slow_down_seconds, upload_seconds, hazard_per_hour, predicted_loss
 COMMIT_FAILED = "commit_failed"  # step, message
 RESTORE = "restore"  # step, key, seconds, rejected (list of {key, reason})
 PEAK = "peak"  # flops_per_second (measured, of one rank), dtype

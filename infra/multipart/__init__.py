@@ -1,0 +1,7 @@
+"""Large objects in parts, each with a checksum, a deadline and a name: what obstore keeps to itself."""
+
+from infra.multipart.client import Bucket, Part, Upload
+from infra.multipart.sinks import BucketSink, FolderSink, Sink, open_sink
+from infra.multipart.throttle import Throttle
+
+__all__ = ["Bucket", "BucketSink", "FolderSink", "Part", "Sink", "Throttle", "Upload", "open_sink"]
