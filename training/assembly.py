@@ -13,6 +13,7 @@ from infra.events import PEAK, RESTORE
 from infra.layout import job_prefix
 from infra.store import Store
 from infra.terms import Terms
+from training.cadence import Cadence, believed_hazard
 from training.checkpoint import Checkpointer, read_generation
 from training.clock import Clock
 from training.data import open_tokens
@@ -40,7 +41,12 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     config = RunConfig.model_validate(spec.config)
     terms = Terms.from_json(spec.terms) if spec.terms else None
     clock = reporter.clock
-    limits = Limits(terms, world_size=gang.world_size, elapsed_seconds=lambda: clock.elapsed_seconds)
+    limits = Limits(
+        terms,
+        world_size=gang.world_size,
+        elapsed_seconds=lambda: clock.elapsed_seconds,
+        stop_seconds=config.checkpoint.stop_seconds,
+    )
     limits.watch_signals()
     tokens = open_tokens(Store.open(spec.store_uri), spec.tokens)
     workload = TextWorkload(config, tokens, gang)
@@ -61,8 +67,10 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
             "schedule": config.training.scheduler.model_dump(mode="json"),
         },
         progress=_progress(gang, config, terms, reporter),
+        cadence=_cadence(spec, config, terms) if gang.rank == 0 else None,
         rehearsal=_rehearsal(spec, nodes),
     )
+    saver.prepare(spread.module, trainer.optimizer)
     clock.emit_phases()
     return trainer
 
@@ -71,6 +79,7 @@ def open_saver(spec: WorkerSpec, gang: Gang, emit: Emit) -> Checkpointer:
     """The commits of this gang's generation. Raises DamagedLineage or StoreError when its record cannot be read."""
     checkpoint = RunConfig.model_validate(spec.config).checkpoint
     job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
+    rate = checkpoint.upload_mib_per_second
     return Checkpointer(
         job_store.uri,
         # Its parent need not be the first candidate: who opened it may have passed over one that reads badly.
@@ -80,6 +89,7 @@ def open_saver(spec: WorkerSpec, gang: Gang, emit: Emit) -> Checkpointer:
         node=spec.node,
         deadline_seconds=checkpoint.deadline_seconds,
         keep_last=checkpoint.keep_last,
+        upload_bytes_per_second=rate and rate * 2**20,
         emit=emit,
     )
 
@@ -100,6 +110,8 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
                 f"{trainer.extra[key]}: sample {restored.extra['cursor']} would be another; "
                 "fix: bring back the former text and seed, or start a new job"
             )
+    if trainer.cadence is not None:
+        trainer.cadence.remember(restored.extra.get("exposed_seconds", 0.0))
     if trainer.gang.rank == 0:
         trainer.reporter.emit(
             RESTORE,
@@ -127,6 +139,12 @@ def _progress(gang: Gang, config: RunConfig, terms: Terms | None, reporter: Repo
     if gang.rank != 0:
         return None
     return Progress(max_steps=config.training.max_steps, peak_flops_per_second=peak, terms=terms)
+
+
+def _cadence(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> Cadence:
+    """Each generation but the first followed an interruption, of whatever kind."""
+    planned = terms.hazard_per_hour if terms is not None else None
+    return Cadence(config.checkpoint, believed_hazard(planned, interruptions=spec.generation - 1, seconds=0.0))
 
 
 def _rehearsal(spec: WorkerSpec, nodes: int) -> Rehearsal | None:

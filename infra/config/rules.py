@@ -95,7 +95,7 @@ def _warm_up_fits(config: RunConfig) -> tuple[str, str | None] | None:
 
 def _commits_before_the_end(config: RunConfig) -> tuple[str, str | None] | None:
     interval, steps = config.checkpoint.interval_steps, config.training.max_steps
-    if interval <= steps:
+    if interval <= steps or config.checkpoint.interval != "steps":
         return None
     message = (
         "checkpoint.interval_steps must not exceed training.max_steps, or an interruption loses everything: "

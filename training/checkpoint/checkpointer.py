@@ -100,6 +100,12 @@ class Checkpointer:
         return self._flights.expected_seconds(self._planner.layout.length)
 
     @property
+    def last_durable(self) -> tuple[int, float] | None:
+        """(step, seconds from the call of `save` until it was durable here) of the last save that became so."""
+        self._flights.drain()
+        return self._flights.durable
+
+    @property
     def upload_cost(self) -> tuple[int, float]:
         """(bytes uploaded so far, processor seconds of the uploader for them), of this rank."""
         return self._flights.uploaded_bytes, self._flights.cpu_seconds

@@ -39,6 +39,7 @@ class Flights:
         self._emit = emit
         self._under_way: Flight | None = None
         self._seconds_per_byte: float | None = None
+        self.durable: tuple[int, float] | None = None
         self._failures = 0
         self._superseded: str | None = None
         self.last: Flight | None = None
@@ -133,7 +134,8 @@ class Flights:
     def _measure(self, step: int, size: int) -> None:
         flight = self._under_way
         if flight is not None and flight.save.step == step and size > 0:
-            self._seconds_per_byte = (time.monotonic() - flight.began) / size
+            seconds = time.monotonic() - flight.began
+            self._seconds_per_byte, self.durable = seconds / size, (step, seconds)
 
     def _on_superseded(self, answer: dict[str, Any]) -> None:
         self._superseded = answer["message"]
