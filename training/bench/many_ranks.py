@@ -196,7 +196,7 @@ def many_ranks_text(figures: dict[str, Any]) -> str:
     about = (
         f"many ranks: simulated · {figures['tensors']} tensors sharded over all ranks, one small part each, "
         f"{1e3 * figures['request_seconds']:.0f} ms per request,\nuploads end within {figures['skew_seconds']:g} s; "
-        f"medians of {figures['rounds']} saves. Requests are counted; commit: from the last durable\nindex; CPU: of all "
-        "ranks in this one process; MB: of the manifest; pages: of the longest listing\nthat finds the newest commit"
+        f"medians of {figures['rounds']} saves. Requests are counted; commit: from the last durable\nindex; CPU: of "
+        "all ranks in this one process; MB: of the manifest; pages: of the longest listing\nfor the newest commit"
     )
     return f"{about}\n\n{table(heads, rows, text_columns=0)}"

@@ -70,9 +70,9 @@ def slow_down_text(figures: dict[str, Any]) -> str:
     return (
         f"slow-down: measured · {figures['bytes'] / 1e6:.1f} MB over {figures['ranks']} ranks of 1 thread, null sink, "
         f"{figures['rounds']} uploads\n\n"
-        f"best interval for one interruption in {figures['mtbf_hours']:g} h: {figures['interval_seconds']:.1f} s (Daly)\n"
-        f"cap so that an upload ends in half of it: {figures['cap_bytes_per_second'] / 1e6:.1f} MB/s per rank; uploads "
-        f"took {figures['upload_seconds']['median']:.1f} s\n"
+        f"best interval, interrupted each {figures['mtbf_hours']:g} h: {figures['interval_seconds']:.1f} s (Daly)\n"
+        f"cap so that an upload ends in half of it: {figures['cap_bytes_per_second'] / 1e6:.1f} MB/s per rank;\n"
+        f"uploads took {figures['upload_seconds']['median']:.1f} s\n"
         f"steps beside an upload, of {1e3 * figures['step_seconds']['median']:.0f} ms, "
         f"{figures['steps_per_upload']:g} each time: {percent(figures['slow_down'])} longer in all,\n"
         f"  {percent(figures['slow_down_of_medians'])} by the medians of the steps\n"

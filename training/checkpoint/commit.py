@@ -9,6 +9,7 @@ so that the requests grow with the ranks and not with their square: in a quiet s
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ _LONGEST_PAUSE_SECONDS = 0.5
 # Looks of ranks above 0 come after 1, 3, 7, … units; at the k-th one ranks below 4^k look. 63 units reach rank 4,095.
 _LONGEST_UNIT_SECONDS, _UNITS = 1.0, 64
 _WIDENING = 4
+_RANKS_PER_SECOND = 200  # whose indexes a slow machine reads and merges
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,14 @@ class CommitWatch:
         self._save = save
         self._indexes: dict[int, tuple[RankIndex, bytes]] = {}
 
-    def look(self, *, only_if_complete: bool = False) -> Attempt:
-        """Commit the save if all its indexes are there and sound. Raises StoreError, CheckpointError if they differ.
+    def all_there(self) -> bool:
+        """Whether every rank's index is there; none is read."""
+        return not self._missing()
 
-        only_if_complete: read no index before all are there, as one does who is not likely to commit.
-        """
+    def look(self) -> Attempt:
+        """Commit the save if all its indexes are there and sound. Raises StoreError, CheckpointError if they differ."""
         missing = self._missing()
-        cause = ""
-        if not (missing and only_if_complete):
-            cause = self._read([rank for rank in range(self._save.world_size) if rank not in missing])
+        cause = self._read([rank for rank in range(self._save.world_size) if rank not in missing])
         missing = [rank for rank in range(self._save.world_size) if rank not in self._indexes]
         if missing:
             return Attempt(None, 0, missing, cause)
@@ -165,12 +166,19 @@ def stand_by(store: Store, save: Save, rank: int, deadline: Deadline, interrupte
             return
         wait_seconds = 0.0
         try:
-            if store.list(commit_prefix(save.step, save.generation_number), limit=1):
+            if _is_committed(store, save):
                 return
-            if watch.look(only_if_complete=True).commit is not None:
-                return
+            if watch.all_there():  # then whoever watches closer is most likely at it
+                patience = unit * random.uniform(2.0, 4.0 + rank**0.5) + save.world_size / _RANKS_PER_SECOND
+                if interrupted(patience) or _is_committed(store, save):
+                    return
+                watch.look()
         except (StoreError, CheckpointError):
             continue
+
+
+def _is_committed(store: Store, save: Save) -> bool:
+    return bool(store.list(commit_prefix(save.step, save.generation_number), limit=1))
 
 
 def put_settled(store: Store, key: str, data: bytes) -> None:
