@@ -45,9 +45,9 @@ def bench_slow_down(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _figures(found: dict[str, Any]) -> dict[str, Any]:
     """A lap is all steps of an upload; what they took longer than as many without one is the slow-down."""
     rounds, interval = found["rounds"], found["interval"]
-    slow = [sum(lap["busy"]) / sum(lap["quiet"]) - 1.0 for lap in rounds]
+    slow = [statistics.fmean(lap["busy"]) / statistics.fmean(lap["quiet"]) - 1.0 for lap in rounds]
     medians = [statistics.median(lap["busy"]) / statistics.median(lap["quiet"]) - 1.0 for lap in rounds]
-    lost = [lap["stall"] + sum(lap["busy"]) - sum(lap["quiet"]) for lap in rounds]
+    lost = [lap["stall"] + sum(lap["busy"]) - len(lap["busy"]) * statistics.fmean(lap["quiet"]) for lap in rounds]
     return {
         "rounds": len(rounds),
         "mtbf_hours": _MTBF_HOURS,

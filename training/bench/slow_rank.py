@@ -18,11 +18,12 @@ from infra.reliability import daly_interval_seconds
 from infra.store import Store
 from training.bench.laps import await_all
 from training.bench.state import local_bytes, trained_state
-from training.checkpoint import Checkpointer, Generation
+from training.checkpoint import Checkpointer, Generation, RetentionPolicy
 from training.gang import Gang
 
 _STALL_SAVES = 5
 _LONGEST_STEPS = 10_000
+_FIRST_STEPS = 10
 
 
 def measure_slow_down(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
@@ -35,7 +36,8 @@ def measure_slow_down(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
     for _ in range(3):
         steps.take()
     generation = Generation(task["generation"], task["generation_id"])
-    options = {"generation": generation, "rank": gang.rank, "world_size": gang.world_size, "keep_last": 1}
+    options = {"generation": generation, "rank": gang.rank, "world_size": gang.world_size}
+    options["retention"] = RetentionPolicy(keep_last=1)
     with Checkpointer(uri, **options) as saver:
         saver.prepare(model, optimizer)
         stall = _agreed(statistics.median([_save(saver, number, model, optimizer) for number in range(_STALL_SAVES)]))
@@ -44,8 +46,10 @@ def measure_slow_down(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
     rounds = []
     with Checkpointer(uri, **options, upload_bytes_per_second=cap, deadline_seconds=10 * interval) as saver:
         saver.prepare(model, optimizer)
+        beside = _FIRST_STEPS
         for number in range(task["rounds"]):
-            rounds.append(_round(saver, _STALL_SAVES + number, model, optimizer, steps))
+            rounds.append(_round(saver, _STALL_SAVES + number, model, optimizer, steps, beside))
+            beside = len(rounds[-1]["busy"])
     return {"bytes": size, "stall": stall, "interval": interval, "cap": cap, "rounds": rounds}
 
 
@@ -56,8 +60,11 @@ def _save(saver: Checkpointer, step: int, model: nn.Module, optimizer: Optimizer
     return stall
 
 
-def _round(saver: Checkpointer, number: int, model: nn.Module, optimizer: Optimizer, steps: _Steps) -> dict[str, Any]:
-    """Steps until the upload has ended, then as many without one."""
+def _round(
+    saver: Checkpointer, number: int, model: nn.Module, optimizer: Optimizer, steps: _Steps, beside: int
+) -> dict[str, Any]:
+    """Steps until the upload has ended; half of the quiet ones before, half after: so a drift cancels out."""
+    quiet = [steps.take() for _ in range(beside // 2)]
     await_all()
     began = time.monotonic()
     stall = _agreed(saver.save(number + 1, model, optimizer, {}))
@@ -66,7 +73,7 @@ def _round(saver: Checkpointer, number: int, model: nn.Module, optimizer: Optimi
         busy.append(steps.take())
     upload = time.monotonic() - began
     saver.wait()
-    quiet = [steps.take() for _ in busy]
+    quiet += [steps.take() for _ in range(len(busy) - len(busy) // 2)]
     return {"stall": stall, "busy": busy, "quiet": quiet, "upload": upload}
 
 
