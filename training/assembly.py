@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from infra.config.schema import RunConfig
+from infra.config.schema import CheckpointConfig, RunConfig
 from infra.events import PEAK, RESTORE
 from infra.layout import job_prefix
 from infra.store import Store
 from infra.terms import Terms
 from training.cadence import Cadence, believed_hazard
-from training.checkpoint import Checkpointer, read_generation
+from training.checkpoint import Checkpointer, RetentionPolicy, read_generation
 from training.clock import Clock
 from training.data import open_tokens
 from training.errors import DataError
@@ -88,9 +88,21 @@ def open_saver(spec: WorkerSpec, gang: Gang, emit: Emit) -> Checkpointer:
         world_size=gang.world_size,
         node=spec.node,
         deadline_seconds=checkpoint.deadline_seconds,
-        keep_last=checkpoint.keep_last,
+        retention=_retention(checkpoint),
         upload_bytes_per_second=rate and rate * 2**20,
         emit=emit,
+    )
+
+
+def _retention(checkpoint: CheckpointConfig) -> RetentionPolicy:
+    cap = checkpoint.max_total_gib
+    return RetentionPolicy(
+        keep_last=checkpoint.keep_last,
+        keep_every_steps=checkpoint.keep_every_steps,
+        keep_best=checkpoint.keep_best,
+        max_total_bytes=None if cap is None else int(cap * 2**30),
+        # No save outlives its deadline, but one under way must not be taken for an orphan.
+        orphan_seconds=max(3600.0 * checkpoint.orphan_hours, 2 * checkpoint.deadline_seconds),
     )
 
 

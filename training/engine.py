@@ -44,9 +44,9 @@ def train(trainer: Trainer) -> Ending:
         trainer.record_step(at, pulse, rate)
         trainer.rehearse_fault(step)
         last = step == training.max_steps or stop is not Stop.NONE
-        trainer.save_if_due(at, pulse, last=last)
         if not last and step % training.evaluation_interval_steps == 0:
             trainer.evaluate(at)
+        trainer.save_if_due(at, pulse, last=last)
 
     if stop is not Stop.NONE:
         return trainer.end(at, stop.outcome, trainer.limits.describe(stop))

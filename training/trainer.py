@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -267,6 +268,8 @@ class Trainer:
         self.enter("evaluation", at.step)
         with self.spread.evaluating() as model:
             metrics = self.workload.evaluate(model)
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self.extra["metrics"] = {**finite, "step": at.step}  # with the commit of this step, for retention to choose by
         if self.gang.rank == 0:
             self.reporter.emit(EVALUATION, step=at.step, metrics=metrics)
 

@@ -105,7 +105,17 @@ class CheckpointConfig(Section):
     stop_seconds: float = Field(
         30.0, gt=0, description="from SIGTERM until the process is killed: the container's stop time-out"
     )
-    keep_last: int = Field(3, ge=1, description="commits kept")
+    keep_last: int = Field(3, ge=1, description="commits kept: the newest so many")
+    keep_every_steps: int | None = Field(
+        None, ge=1, description="also keep the first commit at or after each multiple of so many steps; null: none"
+    )
+    keep_best: int = Field(0, ge=0, description="also keep so many commits of the lowest held_out_loss")
+    max_total_gib: float | None = Field(
+        None, gt=0, description="of all kept commits; the least valued go, the newest and pinned stay; null: no limit"
+    )
+    orphan_hours: float = Field(
+        24.0, gt=0, description="data of saves that never came to a commit, and commits that do not count, are kept"
+    )
     deadline_seconds: float = Field(120.0, gt=0, description="for one save to be durable")
 
 

@@ -14,6 +14,7 @@ _HOME = {
     "CommitRef": "training.checkpoint.lineage",
     "Generation": "training.checkpoint.lineage",
     "Restored": "training.checkpoint.restore",
+    "RetentionPolicy": "training.checkpoint.retention",
     "open_generation": "training.checkpoint.lineage",
     "read_generation": "training.checkpoint.lineage",
     "reachable_commits": "training.checkpoint.lineage",

@@ -20,6 +20,7 @@ from training.checkpoint.lineage import CommitRef, Generation
 from training.checkpoint.manifest import Save
 from training.checkpoint.plan import Planner
 from training.checkpoint.restore import Restored, restore_newest
+from training.checkpoint.retention import RetentionPolicy
 from training.checkpoint.rng import capture_rng
 from training.checkpoint.stage import Stage, Staged
 from training.checkpoint.state import optimizer_settings
@@ -43,7 +44,7 @@ class Checkpointer:
     """Saves and restores one rank's part. Every rank calls `save`, `wait` and `restore` for the same steps.
 
     job_store_uri: the job's folder in the store (``<store>/jobs/<job>``). deadline_seconds: for one save to be
-    committed, from its staging on. keep_last: commits of the lineage kept. upload_bytes_per_second: the cap of this
+    committed, from its staging on. retention: which commits are kept. upload_bytes_per_second: the cap of this
     rank's upload, None: none. emit: `EventLog.emit` or None; rank 0 emits ``commit`` (key, bytes, seconds,
     stall_seconds), every rank ``staged`` (bytes) and ``commit_failed`` (message).
 
@@ -59,7 +60,7 @@ class Checkpointer:
         world_size: int = 1,
         node: int = 0,
         deadline_seconds: float = 120.0,
-        keep_last: int = 3,
+        retention: RetentionPolicy | None = None,
         upload_bytes_per_second: float | None = None,
         emit: Callable[..., Any] | None = None,
     ) -> None:
@@ -68,7 +69,7 @@ class Checkpointer:
         self._generation = generation
         self._rank, self._world_size, self._node = rank, world_size, node
         self._deadline_seconds = deadline_seconds
-        self._keep_last = keep_last
+        self._retention = retention or RetentionPolicy()
         self._emit = emit or (lambda *_, **__: None)
         self._bytes_per_second = upload_bytes_per_second
         self._stage = Stage()
@@ -242,6 +243,6 @@ class Checkpointer:
             items=items,
             common=queued.common,
             data_key=queued.data_key,
-            keep_last=self._keep_last,
+            retention=self._retention.to_json(),
             upload={"bytes_per_second": self._bytes_per_second, "deadline_seconds": self._deadline_seconds},
         )

@@ -8,15 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from infra.errors import StoreFull
 from infra.events import COMMIT, COMMIT_FAILED
 from training.checkpoint.deadline import Deadline
 from training.checkpoint.lineage import CommitRef
 from training.checkpoint.manifest import Save
 from training.checkpoint.uploader_client import UploaderClient
-from training.errors import CheckpointError, GenerationSuperseded
+from training.errors import CheckpointError, GenerationSuperseded, NoRoom
 
 _ANSWER_MARGIN_SECONDS = 2.0  # the uploader keeps the deadline itself; past this margin it counts as stuck
 _FAILURES_IN_A_ROW = 2  # one failed save is reported and survived; the second in a row ends the gang
+
+_NO_ROOM_HINT = "free space or raise the quota, or use another store; then start again: the last commit stands"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ class Flights:
         self.durable: tuple[int, float] | None = None
         self._failures = 0
         self._superseded: str | None = None
+        self._no_room = False
         self.last: Flight | None = None
         self.last_commit: CommitRef | None = None
         self.last_failure: str | None = None
@@ -86,6 +90,7 @@ class Flights:
     def raise_if_hopeless(self) -> None:
         if self._superseded is not None:
             raise GenerationSuperseded(self._superseded)
+        self._raise_if_full()
         if self._failures >= _FAILURES_IN_A_ROW:
             raise CheckpointError(f"{self._failures} saves in a row have failed, the last: {self.last_failure}")
 
@@ -93,8 +98,14 @@ class Flights:
         """When the last save did not become a commit."""
         if self._superseded is not None:
             raise GenerationSuperseded(self._superseded)
+        self._raise_if_full()
         if self.last_failure is not None:
             raise CheckpointError(self.last_failure)
+
+    def _raise_if_full(self) -> None:
+        """At once: what could be deleted was, so that the next save would fail in the same way."""
+        if self._no_room and self.last_failure is not None:
+            raise NoRoom(f"{self.last_failure}; hint: {_NO_ROOM_HINT}")
 
     def _take_answer(self, timeout_seconds: float) -> bool:
         answer = self.uploader.answer(timeout_seconds)
@@ -103,7 +114,8 @@ class Flights:
         handler = {
             "uploaded": self._on_uploaded,
             "committed": self._on_committed,
-            "failed": lambda a: self._failed(a["message"], a["step"]),
+            "failed": self._on_failed,
+            "no_room": lambda a: self._warn(a["message"]),
             "superseded": self._on_superseded,
             "retention_failed": lambda a: self._warn(f"retention: {a['message']}"),
             "ended": self._on_ended,
@@ -137,6 +149,10 @@ class Flights:
             seconds = time.monotonic() - flight.began
             self._seconds_per_byte, self.durable = seconds / size, (step, seconds)
 
+    def _on_failed(self, answer: dict[str, Any]) -> None:
+        self._no_room = answer["cause"] == StoreFull.__name__
+        self._failed(answer["message"], answer["step"])
+
     def _on_superseded(self, answer: dict[str, Any]) -> None:
         self._superseded = answer["message"]
         self._warn(answer["message"])
@@ -146,7 +162,7 @@ class Flights:
             self._failed(f"rank {self._rank}: its uploader ended with exit code {answer['exit_code']}")
 
     def _done(self, step: int) -> None:
-        self._failures, self.last_failure = 0, None
+        self._failures, self.last_failure, self._no_room = 0, None, False
         if self._under_way is not None and self._under_way.save.step == step:
             self._under_way = None
 

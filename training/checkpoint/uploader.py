@@ -5,12 +5,12 @@
 It is started, not forked, imports no torch, and takes one JSON command per line:
 
     {"command": "save",  "slab", "length", "layout", "items", "common", "save", "data_key", "seconds",
-                         "keep_last", "upload": {"bytes_per_second", "deadline_seconds"}}
+                         "retention", "upload": {"bytes_per_second", "deadline_seconds"}}
     {"command": "await", "save", "seconds"}       until that save is committed, by whomever
     {"command": "hurry"}                          lift the cap on bandwidth, of the save under way too
     {"command": "finish"}                         end after what was asked before
 
-Answers, one JSON line each: uploaded, committed, failed, superseded, retention_failed.
+Answers, one JSON line each: uploaded, committed, failed, superseded, no_room, retention_failed.
 
 Its end: at once with its parent's (the kernel kills it, and the command pipe closes). SIGINT, SIGTERM and SIGHUP are
 ignored: they reach the whole process group on Ctrl-C or a drain, just when the trainer needs its last save carried.
@@ -29,7 +29,7 @@ import time
 from collections import deque
 from typing import Any
 
-from infra.errors import InfraError
+from infra.errors import InfraError, StoreFull
 from infra.layout import index_key
 from infra.multipart import Throttle, open_sink
 from infra.process import die_with_parent
@@ -38,7 +38,7 @@ from training.checkpoint.commit import Attempt, await_commit, put_settled, stand
 from training.checkpoint.deadline import Deadline, retried
 from training.checkpoint.manifest import DataObject, Item, RankIndex, Save
 from training.checkpoint.parts import PartSettings, PartUploader
-from training.checkpoint.retention import Retention
+from training.checkpoint.retention import Retention, RetentionPolicy
 from training.errors import GenerationSuperseded, TrainingError
 
 _LONGEST_REQUEST_SECONDS = 60.0
@@ -85,7 +85,7 @@ class Uploader:
             if command["command"] == "await":
                 _committed(save, await_commit(store, save, deadline, foreign_first=True))
             else:
-                self._save(store, save, command, deadline)
+                self._save_in_room(store, save, command, deadline)
         except (TrainingError, InfraError, OSError, ValueError) as error:
             cause = type(error.__cause__ or error).__name__
             _answer("failed", save=save, message=f"rank {self._rank}: {error}", cause=cause)
@@ -96,6 +96,15 @@ class Uploader:
             limit = min(_LONGEST_REQUEST_SECONDS, max(1.0, deadline.seconds / 2))
             self._store = Store.open(self._store_uri, request_timeout_seconds=limit)
         return self._store
+
+    def _save_in_room(self, store: Store, save: Save, command: dict[str, Any], deadline: Deadline) -> None:
+        try:
+            self._save(store, save, command, deadline)
+        except TrainingError as error:
+            if not isinstance(error.__cause__, StoreFull):
+                raise
+            self._make_room(store, save, command, error)
+            self._save(store, save, command, deadline)
 
     def _save(self, store: Store, save: Save, command: dict[str, Any], deadline: Deadline) -> None:
         began, cpu_began = time.monotonic(), time.process_time()
@@ -108,7 +117,7 @@ class Uploader:
         _answer("uploaded", save=save, bytes=data.size, seconds=seconds, cpu_seconds=cpu_seconds)
         if self._rank == 0:
             _committed(save, await_commit(store, save, deadline))
-            self._retain(store, save, command["keep_last"])
+            self._retain(store, save, command["retention"])
             self._sweep(save, command["upload"]["deadline_seconds"])
         else:
             stand_by(store, save, self._rank, deadline, self._commands.wait)
@@ -132,14 +141,24 @@ class Uploader:
         finally:
             view.release()
 
-    def _retain(self, store: Store, save: Save, keep_last: int) -> None:
+    def _retain(self, store: Store, save: Save, policy: dict[str, Any]) -> None:
         try:
-            self._retention = self._retention or Retention(keep_last)
-            self._retention.run(store, save)
+            self._keeper(policy).run(store, save)
         except GenerationSuperseded as error:
             _answer("superseded", save=save, message=str(error))
         except (TrainingError, InfraError) as error:
             _answer("retention_failed", save=save, message=f"rank {self._rank}: {error}")
+
+    def _keeper(self, policy: dict[str, Any]) -> Retention:
+        self._retention = self._retention or Retention(RetentionPolicy.from_json(policy))
+        return self._retention
+
+    def _make_room(self, store: Store, save: Save, command: dict[str, Any], full: BaseException) -> None:
+        """The store is full: what need not be kept goes before the save is tried again."""
+        keeper, limit = self._keeper(command["retention"]), command["upload"]["deadline_seconds"]
+        deleted = keeper.make_room(store, save, deadline_seconds=limit)
+        steps = ", ".join(str(ref.step) for ref in deleted) or "none"
+        _answer("no_room", save=save, message=f"rank {self._rank}: {full}; commits deleted to make room: {steps}")
 
     def _sweep(self, save: Save, deadline_seconds: float) -> None:
         """Uploads that nobody can still be at: no save outlives its deadline."""
