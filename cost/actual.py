@@ -9,6 +9,7 @@ from typing import Any
 
 from cost.generations import Generation
 from cost.ledger import Ledger
+from cost.saves import save_figures
 from infra.events import COMMIT, EVALUATION, PEAK, PREPARED, STEP, Event
 from infra.ledger_classes import LedgerClass
 
@@ -39,6 +40,7 @@ def actual_figures(events: Sequence[Event], generations: dict[int, Generation], 
         "held_out_ratio": held_out / entropy if held_out is not None and entropy else None,
         "train_tokens": prepared.get("train_tokens"),
         "commits": len(commits),
+        "saves": save_figures(events, ledger),
         "generations": len(generations),
         "goodput": _goodput(ledger),
         "unattributed_share": ledger.unattributed_share,
