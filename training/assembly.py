@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +16,7 @@ from infra.layout import job_prefix
 from infra.store import Store
 from infra.terms import Terms
 from training.cadence import Cadence, believed_hazard
-from training.checkpoint import Checkpointer, RetentionPolicy, read_generation
+from training.checkpoint import Checkpointer, Rejected, Restored, RetentionPolicy, read_generation
 from training.clock import Clock
 from training.data import open_tokens
 from training.errors import DataError
@@ -116,7 +118,7 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
     if restored is None:
         return Position()
     for key in ("seed", "data_fingerprint"):
-        if restored.extra[key] != trainer.extra[key]:
+        if restored.extra.get(key, trainer.extra[key]) != trainer.extra[key]:  # imported weights have neither
             raise DataError(
                 f"commit {restored.key} was trained with {key} {restored.extra[key]}, this run has "
                 f"{trainer.extra[key]}: sample {restored.extra['cursor']} would be another; "
@@ -125,15 +127,28 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
     if trainer.cadence is not None:
         trainer.cadence.remember(restored.extra.get("exposed_seconds", 0.0))
     if trainer.gang.rank == 0:
+        rejected = [_rejected(one, restored) for one in restored.rejected]
+        for one in rejected[:1]:  # the newest of them: the others lie between
+            print(f"restored step {restored.step} instead of a damaged commit; lost: {one['lost']}", flush=True)
         trainer.reporter.emit(
             RESTORE,
             step=restored.step,
             key=restored.key,
             seconds=time.monotonic() - begun,
-            rejected=[{"key": key, "reason": reason} for key, reason in restored.rejected],
+            split=asdict(restored.split),
+            rejected=rejected,
         )
     trainer.reporter.clock.emit_phases()
     return Position(restored.step, restored.extra["cursor"])
+
+
+def _rejected(rejected: Rejected, restored: Restored) -> dict[str, Any]:
+    """What is lost with a damaged commit: steps, and what was paid between the two; null where it cannot be read."""
+    spent = [(extra or {}).get("spent_usd") for extra in (rejected.extra, restored.extra)]
+    lost_usd = None if None in spent else spent[0] - spent[1]
+    loss = {"lost_steps": rejected.step - restored.step, "lost_usd": lost_usd}
+    paid = "" if lost_usd is None else f", ${lost_usd:.2f} paid for them"
+    return {"key": rejected.key, "reason": rejected.reason, **loss, "lost": f"{loss['lost_steps']} steps{paid}"}
 
 
 def make_reporter(spec: WorkerSpec, clock: Clock, emit: Emit) -> Reporter:

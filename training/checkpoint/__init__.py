@@ -13,6 +13,7 @@ _HOME = {
     "CommitReader": "training.checkpoint.dcp_reader",
     "CommitRef": "training.checkpoint.lineage",
     "Generation": "training.checkpoint.lineage",
+    "Rejected": "training.checkpoint.restore",
     "Restored": "training.checkpoint.restore",
     "RetentionPolicy": "training.checkpoint.retention",
     "open_generation": "training.checkpoint.lineage",

@@ -1,4 +1,4 @@
-"""``python -m training checkpoints list|verify URI``: a job's commits by hand. Torch-free."""
+"""list, show, verify: what is there, what counts, what is sound."""
 
 from __future__ import annotations
 
@@ -6,44 +6,38 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
+from collections import Counter
 from typing import Any
 
 from infra.errors import InfraError
+from infra.layout import data_prefix, pin_key, verified_key
 from infra.store import Store
+from training.checkpoint.checksum import seal, unseal
+from training.checkpoint.commands.selecting import add_commit, add_uri, find
 from training.checkpoint.lineage import Traced, trace_lineage
+from training.checkpoint.manifest import VERSION, Manifest
 from training.checkpoint.reader import read_manifest
 from training.checkpoint.verify import verify_commit
-from training.errors import CheckpointError, TrainingError
-
-_BAD_USAGE = 2
+from training.errors import CheckpointError, CorruptCommit
 
 
-def main(argv: list[str]) -> int:
-    """Exit 0: done and sound; 1: something is bad, missing or could not be checked; 2: bad usage."""
-    parser = argparse.ArgumentParser(prog="python -m training checkpoints", description="a job's commits")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("list", "what is there, and what counts"), ("verify", "read and check every byte")):
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument(
-            "uri", metavar="URI", help="the job's folder: STORE/jobs/JOB or s3://bucket/prefix/jobs/JOB"
-        )
-        command.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(argv)
-    try:
-        if "://" not in options.uri and not Path(options.uri).is_dir():  # opening it would create it
-            print(f"error: {options.uri}: no such folder; hint: it is STORE/jobs/JOB", file=sys.stderr)
-            return _BAD_USAGE
-        run = _list if options.command == "list" else _verify
-        return run(Store.open(options.uri), options.json)
-    except (TrainingError, InfraError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+def add_commands(commands: Any) -> None:
+    listing = commands.add_parser("list", help="what is there, and what counts")
+    add_uri(listing)
+    listing.set_defaults(run=_list)
+    show = commands.add_parser("show", help="one commit: what is in it, where it can be loaded, what it carries")
+    add_uri(show)
+    add_commit(show, default="default: the newest that counts")
+    show.set_defaults(run=_show)
+    verify = commands.add_parser("verify", help="read and check every byte")
+    add_uri(verify)
+    add_commit(verify, default="default: all")
+    verify.set_defaults(run=_verify)
 
 
-def _list(store: Store, as_json: bool) -> int:
+def _list(store: Store, options: argparse.Namespace) -> int:
     rows = [_row(store, traced) for traced in trace_lineage(store)]
-    if as_json:
+    if options.json:
         print(json.dumps(rows, indent=2))
         return 0
     if not rows:
@@ -51,13 +45,15 @@ def _list(store: Store, as_json: bool) -> int:
     for row in rows:
         standing = "counts" if row["reachable"] else f"does not count: {row['reason']}"
         size = "unknown size" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f} MB"
-        age = f"{row['age_seconds']:.0f} s old"
         ranks = "? ranks" if row["world_size"] is None else f"{row['world_size']} ranks"
-        print(f"step {row['step']:>8}  generation {row['generation']:>4}  {ranks}  {size}  {age}  {standing}")
+        pinned = "  pinned" if row["pinned"] else ""
+        place = f"step {row['step']:>8}  generation {row['generation']:>4}"
+        print(f"{place}  {ranks}  {size}  {row['age_seconds']:.0f} s old  {row['state']}{pinned}  {standing}")
     return 0
 
 
 def _row(store: Store, traced: Traced) -> dict[str, Any]:
+    """state: verified (every byte was read, and when), whole (manifest and sizes are right), or torn."""
     ref, reason = traced.ref, traced.unreachable_because
     row: dict[str, Any] = {
         "step": ref.step,
@@ -66,26 +62,84 @@ def _row(store: Store, traced: Traced) -> dict[str, Any]:
         "age_seconds": max(0.0, time.time() - traced.modified),
         "bytes": None,
         "world_size": None,
+        "pinned": store.head(pin_key(ref.sha256)) is not None,
+        "state": "torn",
+        "verified_at": None,
     }
     try:
         manifest = read_manifest(store, ref.key)
         row |= {"bytes": manifest.size, "world_size": manifest.save.world_size}
+        row |= _state(store, manifest, ref.sha256)
     except CheckpointError as error:
         reason = reason or str(error)
     return {**row, "reachable": reason is None, "reason": reason}
 
 
-def _verify(store: Store, as_json: bool) -> int:
+def _state(store: Store, manifest: Manifest, sha256: str) -> dict[str, Any]:
+    sizes = {meta.key: meta.size for meta in store.list(data_prefix(manifest.save.generation, manifest.save.step))}
+    if any(sizes.get(data.key) != data.size for data in manifest.data):
+        return {"state": "torn"}
+    key = verified_key(sha256)
+    if store.head(key) is None:
+        return {"state": "whole"}
+    try:
+        return {"state": "verified", "verified_at": unseal(store.get(key), key)["t_wall"]}
+    except CorruptCommit:
+        return {"state": "whole"}
+
+
+def _show(store: Store, options: argparse.Namespace) -> int:
+    traced = find(store, options.commit)
+    manifest = read_manifest(store, traced.ref.key)
+    kinds = Counter[str]()
+    for name, entry in manifest.tensors.items():
+        kinds[name.split(".", 1)[0]] += sum(piece.length for piece in entry.pieces)
+    ranks = manifest.save.world_size
+    random = any(name.startswith("rng.") for name in manifest.tensors)
+    about = {
+        **_row(store, traced),
+        "job": manifest.save.job,
+        "tensors": len(manifest.tensors),
+        "bytes_by_kind": dict(kinds),
+        "loads_at": "any number of ranks, in any mode",
+        "random_states_at": ranks if random else None,
+        "parent": manifest.common.get("parent"),
+        "extra": manifest.common.get("extra"),
+    }
+    if options.json:
+        print(json.dumps(about, indent=2))
+        return 0
+    for name, value in about.items():
+        print(f"{name:>18}  {value if not isinstance(value, dict | list) else json.dumps(value)}")
+    exact = f"bit for bit, random states too, at {ranks}" if random else "it has no random states"
+    print(f"{'':>18}  ({exact})")
+    return 0
+
+
+def _verify(store: Store, options: argparse.Namespace) -> int:
     rows = []
-    for traced in trace_lineage(store):
+    for traced in [find(store, options.commit)] if options.commit else trace_lineage(store):
         problems = verify_commit(store, traced.ref.key)
         rows.append({"step": traced.ref.step, "key": traced.ref.key, "sound": not problems, "problems": problems})
-        if not as_json:
+        _mark(store, traced, sound=not problems)
+        if not options.json:
             print(f"step {traced.ref.step:>8}  {'sound' if not problems else 'BAD'}  {traced.ref.key}", flush=True)
             for problem in problems:
                 print(f"    {problem}")
-    if as_json:
+    if options.json:
         print(json.dumps(rows, indent=2))
     if not rows:
         print(f"{store.uri}: skipped, because there are no commits", file=sys.stderr)
     return 0 if rows and all(row["sound"] for row in rows) else 1
+
+
+def _mark(store: Store, traced: Traced, *, sound: bool) -> None:
+    """What was read, for `list`; who may read but not write does without."""
+    key = verified_key(traced.ref.sha256)
+    try:
+        if sound:
+            store.put(key, seal({"version": VERSION, "key": traced.ref.key, "t_wall": time.time()}))
+        else:
+            store.delete(key)
+    except InfraError as error:
+        print(f"note: {key} was not written: {error}", file=sys.stderr)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from infra.errors import ObjectNotFound
 from infra.layout import data_prefix
-from infra.store import Store
+from infra.store import ObjectMeta, Store
 from training.checkpoint.lineage import CommitRef, Traced, newest_number, trace_lineage
 from training.checkpoint.manifest import Manifest, Save
 from training.checkpoint.retention.deletion import delete_commit, finish_deletions, superseded
-from training.checkpoint.retention.orphans import sweep_orphans
+from training.checkpoint.retention.orphans import find_orphans, sweep_orphans
 from training.checkpoint.retention.policy import Kept, RetentionPolicy, choose, metric_of
 from training.errors import CorruptCommit
 
@@ -65,6 +65,10 @@ class Retention:
     def choose(self, store: Store) -> Choice:
         """What the policy says of the commits that are there; nothing is changed."""
         return self._choose(store, self._policy)
+
+    def orphans(self, store: Store) -> list[ObjectMeta]:
+        """What no commit names and is older than the limit; nothing is changed."""
+        return find_orphans(store, older_than_seconds=self._policy.orphan_seconds)
 
     def _enforce(self, store: Store, policy: RetentionPolicy, number: int, patience_seconds: float) -> list[CommitRef]:
         if (newest := newest_number(store)) > number:
