@@ -76,7 +76,8 @@ def test_the_plan_is_kept_until_a_tensor_is_another_one(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     expected: dict[int, dict[str, Any]] = {}
-    with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=0)) as saver:
+    generation = open_generation(job, run="r", attempt=0)
+    with Checkpointer(job.uri, generation=generation) as saver, Checkpointer(job.uri, generation=generation) as reader:
         for step in range(1, 7):
             if step == 2:  # the optimizer gets its state
                 model(torch.randn(5, 3)).sum().backward()
@@ -94,7 +95,7 @@ def test_the_plan_is_kept_until_a_tensor_is_another_one(tmp_path: Path) -> None:
             commit = saver.wait()
             expected[step] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-            saver.restore([commit.key], other, None)
+            reader.restore([commit.key], other, None)
             for name, tensor in other.state_dict().items():
                 assert torch.equal(tensor, expected[step][name]), (step, name)
 

@@ -28,12 +28,10 @@ from training.trainer import Position, Reporter, Trainer
 
 
 def test_predicted_and_actual_loss_stand_side_by_side() -> None:
+    seconds = {LedgerClass.USEFUL_STEP: 90, LedgerClass.CHECKPOINT_STALL: 2, LedgerClass.REDONE_STEP: 8}
     lines = [
-        LedgerLine(ledger_class=LedgerClass.USEFUL_STEP, rank_microseconds=90_000_000, usd=Decimal(9), kind="measured"),
-        LedgerLine(
-            ledger_class=LedgerClass.CHECKPOINT_STALL, rank_microseconds=2_000_000, usd=Decimal(1), kind="measured"
-        ),
-        LedgerLine(ledger_class=LedgerClass.REDONE_STEP, rank_microseconds=8_000_000, usd=Decimal(1), kind="measured"),
+        LedgerLine(ledger_class=name, rank_microseconds=1_000_000 * value, usd=Decimal(1), kind="measured")
+        for name, value in seconds.items()
     ]
     ledger = Ledger(
         lines=tuple(lines),

@@ -134,12 +134,11 @@ class Flights:
     def _on_committed(self, answer: dict[str, Any]) -> None:
         ref = CommitRef.from_key(answer["key"])
         flight = self.last
-        if flight is not None and flight.save.step == ref.step:
+        if flight is not None and flight.save.step == ref.step and self._rank == 0:
             self._measure(ref.step, flight.size)
-            if self._rank == 0:
-                seconds = time.monotonic() - flight.began
-                stall = {"stall_seconds": flight.stall_seconds}
-                self._emit(COMMIT, step=ref.step, key=ref.key, bytes=answer["bytes"], seconds=seconds, **stall)
+            seconds = time.monotonic() - flight.began
+            stall = {"stall_seconds": flight.stall_seconds}
+            self._emit(COMMIT, step=ref.step, key=ref.key, bytes=answer["bytes"], seconds=seconds, **stall)
         self.last_commit = ref
         self._done(ref.step)
 

@@ -1,7 +1,7 @@
 """What a rank saves, worked out once and kept while model and optimizer hold the same tensors.
 
 Naming every tensor, and finding out where each piece of a DTensor lies in the whole, costs milliseconds; asking whether
-anything has changed costs microseconds. What is compared are the tensors themselves, not their values.
+anything has changed costs microseconds. What is compared are the tensors and where they lie, not their values.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Planner:
         self._rank, self._world_size = rank, world_size
         self._owner: tuple[nn.Module, Optimizer | None] | None = None
         self._known: list[Tensor] = []
+        self._memory: list[int] = []  # where they were: a parameter keeps its identity when its data is replaced
         self._shards: list[Shard] = []
         self._wholes: list[Tensor] = []  # that the shards were taken from, in their order
         self._shapes: list[tuple[Any, ...]] = []
@@ -50,6 +51,7 @@ class Planner:
             self._wholes = [state[shard.name] for shard in self._shards]
             # Taken after the state: naming it may bring a module's parameters back into their sharded form.
             self._known = _tensors(model, optimizer)
+            self._memory = [_address(tensor) for tensor in self._known]
             self._owner = (model, optimizer)
         sources = [whole.to_local() if isinstance(whole, DTensor) else whole for whole in self._wholes]
         shards = self._shards + shards_of_rank(own, 0, 1)
@@ -77,7 +79,9 @@ class Planner:
         if self._owner is None or self._owner[0] is not model or self._owner[1] is not optimizer:
             return False
         now = _tensors(model, optimizer)
-        return len(now) == len(self._known) and all(a is b for a, b in zip(now, self._known, strict=True))
+        if len(now) != len(self._known) or any(a is not b for a, b in zip(now, self._known, strict=True)):
+            return False
+        return [_address(tensor) for tensor in now] == self._memory
 
 
 def _tensors(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
@@ -87,6 +91,11 @@ def _tensors(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
             for parameter in group["params"]:
                 found.extend(value for value in optimizer.state.get(parameter, {}).values() if torch.is_tensor(value))
     return found
+
+
+def _address(tensor: Tensor) -> int:
+    # Not to_local(), which costs more than all the rest of a plan that is kept.
+    return getattr(tensor, "_local_tensor", tensor).data_ptr()
 
 
 def _layout(number: int, shards: list[Shard]) -> Layout:
