@@ -9,6 +9,7 @@ from typing import Any
 
 from cost.generations import Generation
 from cost.ledger import Ledger
+from cost.saves import save_figures
 from infra.events import COMMIT, EVALUATION, PEAK, PREPARED, STEP, Event
 from infra.ledger_classes import LedgerClass
 
@@ -42,6 +43,7 @@ def actual_figures(events: Sequence[Event], generations: dict[int, Generation], 
         "weight_unit": str(prepared.get("weight_unit", "tokens")),
         "metrics": _last_metrics(events),
         "commits": len(commits),
+        "saves": save_figures(events, ledger),
         "generations": len(generations),
         "goodput": _goodput(ledger),
         "unattributed_share": ledger.unattributed_share,

@@ -82,7 +82,7 @@ def _other(event: Event) -> list[dict[str, Any]]:
     if event.name == RESTORE:
         return [
             _failure(event.t_wall, event.generation, f"commit {rejected.get('key')} rejected",
-                     str(rejected.get("reason")))
+                     str(rejected.get("reason")) + (f"; lost: {rejected['lost']}" if "lost" in rejected else ""))
             for rejected in event.data.get("rejected") or []
         ]  # fmt: skip
     return []

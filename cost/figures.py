@@ -114,6 +114,7 @@ def key_figures(report: RunReport) -> dict[str, str]:
         **_quality(report),
         "final loss": number(final_loss(report)),
         "commits": count(actual.get("commits", 0), "commit"),
+        "saves": _saves(actual.get("saves") or {}),
         "interruptions": count(report.interruptions, "interruption"),
         "failures": count(report.failures, "failure"),
         "redone": count(report.redone_steps, "redone step"),
@@ -143,6 +144,14 @@ def _quality(report: RunReport) -> dict[str, str]:
             "loss / entropy": number(actual.get("held_out_ratio"), 3),
         }
     return {plain(name).replace("_", " "): number(value) for name, value in (actual.get("metrics") or {}).items()}
+
+
+def _saves(found: dict[str, Any]) -> str:
+    """What they cost, with redone work: predicted, and as it came."""
+    lost = share_of(found.get("actual_loss"), "paid time")
+    predicted = percent(found.get("predicted_loss"))
+    left_out = f"; {found['skipped']:,} left out" if found.get("skipped") else ""
+    return f"stalls and redone steps {lost}, predicted {predicted}{left_out}"
 
 
 def price_text(report: RunReport) -> str:

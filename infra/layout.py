@@ -7,6 +7,7 @@
                    data/<generation>-<id>/...   index/<generation>-<id>/...
                    commits/<inverted step>/<inverted generation>/<sha256 of the manifest>.json
                    quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
+                   pins/<sha256>.json         verified/<sha256>.json     never to be deleted; every byte was read
                    report.json  report.html  metrics.prom
 <store>/tokens/<sha256>/...
 <store>/workloads/<module and name>/...                what a workload of one's own prepares
@@ -110,3 +111,13 @@ def quarantine_key(sha256: str) -> str:
 def tombstone_key(sha256: str) -> str:
     """Stands from before the first key of a commit is deleted until after the last is."""
     return f"tombstones/{sha256}.json"
+
+
+def pin_key(sha256: str) -> str:
+    """While it stands, the commit with this manifest is not deleted."""
+    return f"pins/{sha256}.json"
+
+
+def verified_key(sha256: str) -> str:
+    """Says when every byte of the commit was last read and found sound."""
+    return f"verified/{sha256}.json"

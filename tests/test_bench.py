@@ -66,17 +66,40 @@ def test_the_engine_and_bare_loops_take_the_same_steps_to_the_same_loss(
 
 
 def test_every_saver_saves_and_restores_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = run_bench(tmp_path, "checkpoint", "--rounds", "2", "--megabytes", "2")
+    figures = run_bench(tmp_path, "checkpoint", "--parts", "stall", "--rounds", "2", "--megabytes", "2")
     checkpoint = figures["checkpoint"]
     savers = checkpoint["contestants"]
-    assert sorted(savers) == ["dcp_async_save", "dcp_save", "engine"]
+    assert sorted(savers) == ["dcp_async_fresh", "dcp_async_save", "dcp_process", "dcp_save", "engine"]
     assert 1e6 < checkpoint["bytes"] < 4e6
     for saver in savers.values():
-        assert saver["restored_equal"] is True
         assert saver["saves"] == 4, "two rounds, after two that warm up"
         assert saver["first_blocked_seconds"] > 0.0
-    assert assert_measured(checkpoint, rounds=2) == 1 + 6 * len(savers)
+    for name in ("engine", "dcp_save"):
+        assert savers[name]["restored_equal"] is True
+    assert assert_measured(checkpoint, rounds=2) == 1 + 4 * len(savers) + 2 * 2
     assert_told(figures, capsys.readouterr().out)
+
+
+def test_uploads_are_compared_with_bare_puts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--parts", "upload,ranks", "--rounds", "1", "--bucket-megabytes", "8", "--simulated-ranks", "20")
+    figures = run_bench(tmp_path, "checkpoint", *arguments)
+    places = figures["checkpoint"]["upload"]
+    assert set(places) == {"null sink", "Swift"}
+    for found in places.values():
+        if isinstance(found, str):
+            assert found.startswith("not measured: ")
+            continue
+        assert {"raw_obstore", "raw_sockets", "engine"} <= set(found["contestants"])
+        assert assert_measured(found, rounds=1) == 3 * len(found["contestants"]) + 1
+        assert max(row["over_raw_limit"]["median"] for row in found["contestants"].values()) >= 1.0
+        assert set(found["left_out"]) | set(found["contestants"]) >= {"dcp_s3torchconnector", "dcp_s3fs"}
+    assert set(figures["checkpoint"]["many_ranks"]["worlds"]) == {"16", "20"}
+    assert_told(figures, capsys.readouterr().out)
+
+
+def test_a_part_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "--parts", "stall,speed"]) == 2
+    assert "there is no speed; fix: stall, upload, slowdown, ranks" in capsys.readouterr().err
 
 
 def assert_told(figures: dict[str, Any], output: str) -> None:

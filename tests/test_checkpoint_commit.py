@@ -18,7 +18,7 @@ from torch import nn
 
 from infra.layout import commit_prefix, index_key
 from infra.store import Store
-from training.checkpoint import Checkpointer, Generation, open_generation, reachable_commits
+from training.checkpoint import Checkpointer, Generation, RetentionPolicy, open_generation, reachable_commits
 from training.checkpoint.commit import try_commit
 from training.checkpoint.manifest import Save
 from training.checkpoint.retention import Retention
@@ -194,7 +194,7 @@ def test_signals_to_the_group_do_not_stop_a_save_but_the_trainers_death_does(tmp
 def test_retention_keeps_k_whole_ones_and_never_the_torn_instead(job: Store) -> None:
     generation = open_generation(job, run="r", attempt=0)
     state = build()
-    with Checkpointer(job.uri, generation=generation, keep_last=2) as checkpointer:
+    with Checkpointer(job.uri, generation=generation, retention=RetentionPolicy(keep_last=2)) as checkpointer:
         for step in range(1, 6):
             checkpointer.save(step, *state, {})
             checkpointer.wait()
@@ -203,7 +203,7 @@ def test_retention_keeps_k_whole_ones_and_never_the_torn_instead(job: Store) -> 
         assert {meta.key.split("/")[2].lstrip("0") for meta in job.list(prefix)} == {"4", "5"}
     newest = Path(job.uri, f"data/{generation.name}/{5:012d}/00000.bin")
     newest.write_bytes(newest.read_bytes()[:-1])
-    Retention(1).run(job, Save(job="test", generation=generation.name, step=5, world_size=1))
+    Retention(RetentionPolicy(keep_last=1)).run(job, Save(job="test", generation=generation.name, step=5, world_size=1))
     assert 4 in [ref.step for ref in reachable_commits(job)], "the last whole commit was deleted"
 
 

@@ -7,12 +7,14 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from infra.errors import StoreError
+from infra.ranges import read_blocks
 from infra.store import Store
 from training.checkpoint import Checkpointer, Generation, open_generation, reachable_commits
 from training.checkpoint.commands import main as checkpoints
@@ -165,16 +167,16 @@ def test_a_chunk_hurt_on_the_way_only_is_fetched_again(
     damaged: tuple[Checkpointer, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched: list[str] = []
-    get_range = Store.get_range
 
-    def hurt_first(self: Store, key: str, start: int, length: int) -> bytes:
+    def hurt_first(store: Store, key: str, *rest: Any, **options: Any) -> Iterator[list[memoryview]]:
         fetched.append(key)
-        data = bytearray(get_range(self, key, start, length))
-        if fetched.count(key) == 1:
-            data[length // 2] ^= 16
-        return bytes(data)
+        for block in read_blocks(store, key, *rest, **options):
+            if fetched.count(key) == 1:
+                largest = max(block, key=len)
+                largest[len(largest) // 2] ^= 16
+            yield block
 
-    monkeypatch.setattr(Store, "get_range", hurt_first)
+    monkeypatch.setattr("training.checkpoint.reader.read_blocks", hurt_first)
     assert restore(*damaged) == (2, 2.0, [])
     assert len(fetched) == 4, "two objects, each fetched twice"
 
@@ -184,11 +186,11 @@ def test_an_unreadable_store_is_no_reason_for_quarantine(
 ) -> None:
     checkpointer, job = damaged
 
-    def time_out(self: Store, key: str, start: int, length: int) -> bytes:
+    def time_out(store: Store, key: str, *_: Any, **__: Any) -> None:
         raise StoreError(f"get {key}: timed out")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "get_range", time_out)
+        patch.setattr("training.checkpoint.reader.read_blocks", time_out)
         with pytest.raises(CheckpointError, match=r"says nothing of the commit itself: .*timed out"):
             restore(checkpointer, job)
     assert restore(checkpointer, job) == (2, 2.0, [])

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from infra.config.schema import RunConfig
+from infra.config.schema import CheckpointConfig, RunConfig
 from infra.events import INITIAL_WEIGHTS, PEAK, RESTORE
 from infra.layout import job_prefix
 from infra.store import Store
 from infra.terms import Terms
-from training.checkpoint import Checkpointer, read_generation
+from training.cadence import Cadence, believed_hazard
+from training.checkpoint import Checkpointer, Rejected, Restored, RetentionPolicy, read_generation
 from training.clock import Clock
 from training.errors import DataError
 from training.gang import Gang
@@ -44,7 +47,12 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     config = RunConfig.model_validate(spec.config)
     terms = Terms.from_json(spec.terms) if spec.terms else None
     clock = reporter.clock
-    limits = Limits(terms, world_size=gang.world_size, elapsed_seconds=lambda: clock.elapsed_seconds)
+    limits = Limits(
+        terms,
+        world_size=gang.world_size,
+        elapsed_seconds=lambda: clock.elapsed_seconds,
+        stop_seconds=config.checkpoint.stop_seconds,
+    )
     limits.watch_signals()
     store = Store.open(spec.store_uri)
     workload = make_workload(config, workload_context(config, gang, store=store, prepared=spec.prepared))
@@ -65,8 +73,10 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
             "schedule": config.training.scheduler.model_dump(mode="json"),
         },
         progress=_progress(gang, config, terms, reporter, unit=_unit(spec)),
+        cadence=_cadence(spec, config, terms) if gang.rank == 0 else None,
         rehearsal=_rehearsal(spec, nodes),
     )
+    saver.prepare(spread.module, trainer.optimizer)
     clock.emit_phases()
     return trainer
 
@@ -75,6 +85,7 @@ def open_saver(spec: WorkerSpec, gang: Gang, emit: Emit) -> Checkpointer:
     """The commits of this gang's generation. Raises DamagedLineage or StoreError when its record cannot be read."""
     checkpoint = RunConfig.model_validate(spec.config).checkpoint
     job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
+    rate = checkpoint.upload_mib_per_second
     return Checkpointer(
         job_store.uri,
         # Its parent need not be the first candidate: who opened it may have passed over one that reads badly.
@@ -83,8 +94,21 @@ def open_saver(spec: WorkerSpec, gang: Gang, emit: Emit) -> Checkpointer:
         world_size=gang.world_size,
         node=spec.node,
         deadline_seconds=checkpoint.deadline_seconds,
-        keep_last=checkpoint.keep_last,
+        retention=_retention(checkpoint),
+        upload_bytes_per_second=rate and rate * 2**20,
         emit=emit,
+    )
+
+
+def _retention(checkpoint: CheckpointConfig) -> RetentionPolicy:
+    cap = checkpoint.max_total_gib
+    return RetentionPolicy(
+        keep_last=checkpoint.keep_last,
+        keep_every_steps=checkpoint.keep_every_steps,
+        keep_best=checkpoint.keep_best,
+        max_total_bytes=None if cap is None else int(cap * 2**30),
+        # No save outlives its deadline, but one under way must not be taken for an orphan.
+        orphan_seconds=max(3600.0 * checkpoint.orphan_hours, 2 * checkpoint.deadline_seconds),
     )
 
 
@@ -98,19 +122,25 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
     if restored is None:
         return begin(trainer)
     for key in ("seed", "data_fingerprint"):
-        if restored.extra[key] != trainer.extra[key]:
+        if restored.extra.get(key, trainer.extra[key]) != trainer.extra[key]:  # imported weights have neither
             raise DataError(
                 f"commit {restored.key} was trained with {key} {restored.extra[key]}, this run has "
                 f"{trainer.extra[key]}: sample {restored.extra['cursor']} would be another; "
                 "fix: bring back the former data, workload_options and seed, or start a new job"
             )
+    if trainer.cadence is not None:
+        trainer.cadence.remember(restored.extra.get("exposed_seconds", 0.0))
     if trainer.gang.rank == 0:
+        rejected = [_rejected(one, restored) for one in restored.rejected]
+        for one in rejected[:1]:  # the newest of them: the others lie between
+            print(f"restored step {restored.step} instead of a damaged commit; lost: {one['lost']}", flush=True)
         trainer.reporter.emit(
             RESTORE,
             step=restored.step,
             key=restored.key,
             seconds=time.monotonic() - begun,
-            rejected=[{"key": key, "reason": reason} for key, reason in restored.rejected],
+            split=asdict(restored.split),
+            rejected=rejected,
         )
     trainer.reporter.clock.emit_phases()
     return Position(restored.step, restored.extra["cursor"])
@@ -129,6 +159,15 @@ def begin(trainer: Trainer) -> Position:
             print(f"initial weights: {tensors} tensors of {path}", flush=True)
         trainer.reporter.clock.emit_phases()
     return Position()
+
+
+def _rejected(rejected: Rejected, restored: Restored) -> dict[str, Any]:
+    """What is lost with a damaged commit: steps, and what was paid between the two; null where it cannot be read."""
+    spent = [(extra or {}).get("spent_usd") for extra in (rejected.extra, restored.extra)]
+    lost_usd = None if None in spent else spent[0] - spent[1]
+    loss = {"lost_steps": rejected.step - restored.step, "lost_usd": lost_usd}
+    paid = "" if lost_usd is None else f", ${lost_usd:.2f} paid for them"
+    return {"key": rejected.key, "reason": rejected.reason, **loss, "lost": f"{loss['lost_steps']} steps{paid}"}
 
 
 def make_reporter(spec: WorkerSpec, clock: Clock, emit: Emit) -> Reporter:
@@ -161,6 +200,12 @@ def _unit(spec: WorkerSpec) -> str:
     """What the lines count: tokens are said short."""
     unit = spec.prepared.get("weight_unit", "tokens")
     return "tok" if unit == "tokens" else str(unit)
+
+
+def _cadence(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> Cadence:
+    """Each generation but the first followed an interruption, of whatever kind."""
+    planned = terms.hazard_per_hour if terms is not None else None
+    return Cadence(config.checkpoint, believed_hazard(planned, interruptions=spec.generation - 1, seconds=0.0))
 
 
 def _rehearsal(spec: WorkerSpec, nodes: int) -> Rehearsal | None:

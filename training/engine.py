@@ -36,6 +36,7 @@ def train(trainer: Trainer) -> Ending:
         rate = learning_rate(training, step)
         set_learning_rate(optimizer, rate)
         scale_and_clip(gradients, scale=pulse.scale, norm=pulse.gradient_norm, limit=training.gradient_clip_norm)
+        trainer.saver.before_step()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -43,10 +44,9 @@ def train(trainer: Trainer) -> Ending:
         trainer.record_step(at, pulse, rate)
         trainer.rehearse_fault(step)
         last = step == training.max_steps or stop is not Stop.NONE
-        if last or step % trainer.config.checkpoint.interval_steps == 0:
-            trainer.save(at)
         if not last and step % training.evaluation_interval_steps == 0:
             trainer.evaluate(at)
+        trainer.save_if_due(at, pulse, last=last)
 
     if stop is not Stop.NONE:
         return trainer.end(at, stop.outcome, trainer.limits.describe(stop))

@@ -19,6 +19,12 @@ class CheckpointError(TrainingError):
     """A save, commit or restore that did not happen. Names the rank, the key and the cause."""
 
 
+class NoRoom(CheckpointError):
+    """The store is full, or a quota used up, and there was nothing left that may be deleted."""
+
+    curable = False
+
+
 class CorruptCommit(CheckpointError):
     """Stored bytes are not the bytes that were saved: flipped, truncated, swapped or missing."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from enum import IntEnum
 
 from infra.outcome import Outcome
 from infra.terms import Terms
+
+_NOTICE_MARGIN_SECONDS = 10.0
+_LEAVING_SECONDS = 2.0  # from the last save to the end of the process
 
 
 class Stop(IntEnum):
@@ -25,27 +29,53 @@ class Stop(IntEnum):
 
 
 class Limits:
-    """Budget and deadline of the terms, and SIGTERM. elapsed_seconds: since this rank's process started."""
+    """Budget and deadline of the terms, SIGTERM, and notices.
 
-    def __init__(self, terms: Terms | None, *, world_size: int, elapsed_seconds: Callable[[], float]) -> None:
+    elapsed_seconds: since this rank's process started. stop_seconds: from SIGTERM until the process is killed.
+    """
+
+    def __init__(
+        self,
+        terms: Terms | None,
+        *,
+        world_size: int,
+        elapsed_seconds: Callable[[], float],
+        stop_seconds: float = math.inf,
+    ) -> None:
         self.terms = terms
-        self._usd_per_second = terms.usd_per_rank_second * world_size if terms else 0.0
+        self._stop_seconds = stop_seconds
+        self._killed_at = math.inf  # time.monotonic(), as far as is known
+        self.usd_per_second = terms.usd_per_rank_second * world_size if terms else 0.0
         self._elapsed_seconds = elapsed_seconds
-        self._signalled = False
+        self._asked = False
 
     def watch_signals(self) -> None:
         """SIGTERM from now on asks for a stop at the end of the step. To be called in the main thread."""
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_signalled", True))
+        signal.signal(signal.SIGTERM, lambda *_: self.leave_within(self._stop_seconds - _LEAVING_SECONDS))
+
+    def notice(self, seconds: float) -> None:
+        """The machine will be taken away in so many seconds."""
+        self.leave_within(seconds - _NOTICE_MARGIN_SECONDS)
+
+    def leave_within(self, seconds: float) -> None:
+        """Stop at the end of the step; a save may take that long. Of several times the shortest counts."""
+        self._asked = True
+        self._killed_at = min(self._killed_at, time.monotonic() + seconds)
+
+    @property
+    def stop_seconds(self) -> float:
+        """Left for a last save; infinite while nobody has asked to leave."""
+        return max(self._killed_at - time.monotonic(), 0.0)
 
     @property
     def spent_usd(self) -> float:
         """Of the whole job so far, at the planned price: what ended attempts cost plus this one since its start."""
         if self.terms is None:
             return 0.0
-        return self.terms.spent_usd + self._usd_per_second * self._elapsed_seconds()
+        return self.terms.spent_usd + self.usd_per_second * self._elapsed_seconds()
 
     def stop(self) -> Stop:
-        if self._signalled:
+        if self._asked:
             return Stop.INTERRUPTED
         terms = self.terms
         if terms is None:
@@ -53,7 +83,7 @@ class Limits:
         if terms.budget_usd is not None and self.spent_usd >= terms.budget_usd - terms.reserve_usd:
             return Stop.BUDGET
         # The reserve pays for the last save; the same seconds are kept back from the deadline.
-        reserve_seconds = terms.reserve_usd / self._usd_per_second if self._usd_per_second > 0 else 0.0
+        reserve_seconds = terms.reserve_usd / self.usd_per_second if self.usd_per_second > 0 else 0.0
         if terms.deadline_utc is not None and time.time() >= terms.deadline_utc - reserve_seconds:
             return Stop.DEADLINE
         return Stop.NONE

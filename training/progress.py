@@ -13,7 +13,7 @@ _INTERVAL_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """Where the job is. tokens and flops: global, of this step."""
+    """Where the job is. tokens and flops: global, of this step. at_risk_usd: spent since the last save."""
 
     step: int
     loss: float
@@ -21,6 +21,7 @@ class Status:
     flops: float
     spent_usd: float
     last_commit_step: int | None
+    at_risk_usd: float | None = None
 
 
 class Progress:
@@ -69,6 +70,7 @@ class Progress:
             f"ETA {_duration(remaining)}",
             self._money(status.spent_usd),
             f"commit {status.last_commit_step}" if status.last_commit_step is not None else "no commit yet",
+            f"${status.at_risk_usd:.4f} at risk" if self._terms is not None and status.at_risk_usd is not None else "",
         ]
         return " · ".join(part for part in parts if part)
 

@@ -36,6 +36,10 @@ class Row:
     compute_seconds: float
     data_seconds: float
     stop: float
+    save_due: float = 0.0  # rank 0's counts
+    saving: float = 0.0  # a save of this rank is still under way
+    save_seconds: float = 0.0  # that another would take, as far as it is known
+    stop_seconds: float = math.inf  # that are left for it, where this rank was told to leave
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,21 @@ class Pulse:
     @property
     def stop(self) -> Stop:
         return Stop(int(max(row.stop for row in self.rows)))
+
+    @property
+    def save_due(self) -> bool:
+        """Rank 0's word, so that all ranks save after the same step."""
+        return bool(self.rows[0].save_due)
+
+    @property
+    def saving(self) -> list[int]:
+        """Ranks whose last save is still under way."""
+        return [rank for rank, row in enumerate(self.rows) if row.saving]
+
+    @property
+    def last_save(self) -> tuple[float, float]:
+        """(seconds that a save would take on the slowest rank, seconds that are left for one)."""
+        return max(row.save_seconds for row in self.rows), min(row.stop_seconds for row in self.rows)
 
     @property
     def non_finite(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 
 from infra.config.schema import RunConfig
 from infra.errors import StoreError
-from infra.events import EVALUATION, FAULT_INJECTED, NOTICE, OUTCOME, STEP
+from infra.events import COMMIT_SKIPPED, EVALUATION, FAULT_INJECTED, INTERVAL, NOTICE, OUTCOME, STEP
 from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
+from training.cadence import Cadence
 from training.clock import Clock
+from training.errors import CheckpointError, GenerationSuperseded
 from training.gang import Gang
-from training.limits import Limits
+from training.limits import Limits, Stop
 from training.parallel import Spread
 from training.progress import Progress, Status
 from training.pulse import Pulse, Row, exchange
@@ -39,13 +42,38 @@ _CLASS_OF_PHASE = {
 }
 
 
+# What a step without its save is made of.
+_STEP_CLASSES = (str(LedgerClass.USEFUL_STEP), str(LedgerClass.DATA_WAIT))
+
+
 class Saver(Protocol):
     """The part of `training.checkpoint.Checkpointer` that the loop needs."""
 
     @property
     def last_commit(self) -> Any: ...
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict) -> float: ...
+    @property
+    def busy(self) -> bool: ...
+
+    @property
+    def expected_seconds(self) -> float | None: ...
+
+    @property
+    def last_durable(self) -> tuple[int, float] | None: ...
+
+    def before_step(self) -> None: ...
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extra: dict,
+        *,
+        deadline_seconds: float | None = None,
+    ) -> float: ...
+
+    def hurry(self) -> None: ...
 
     def wait(self) -> Any: ...
 
@@ -97,7 +125,10 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """One rank's parts. extra: what every commit carries besides step, cursor and money. progress: rank 0 only."""
+    """One rank's parts. extra: what every commit carries besides step, cursor and money.
+
+    progress, cadence: rank 0 only.
+    """
 
     config: RunConfig
     gang: Gang
@@ -110,6 +141,7 @@ class Trainer:
     extra: dict[str, Any]
     start: Position = Position()
     progress: Progress | None = None
+    cadence: Cadence | None = None
     rehearsal: Rehearsal | None = None
 
     def enter(self, phase: str, step: int) -> None:
@@ -135,6 +167,10 @@ class Trainer:
             compute_seconds=clock.booked_seconds(LedgerClass.USEFUL_STEP),
             data_seconds=clock.booked_seconds(LedgerClass.DATA_WAIT),
             stop=self.limits.stop(),
+            save_due=self.cadence is not None and self.cadence.due(at.step + 1),
+            saving=self.saver.busy,
+            save_seconds=self.saver.expected_seconds or 0.0,
+            stop_seconds=self.limits.stop_seconds,
         )
         return exchange(self.gang, row)
 
@@ -147,6 +183,8 @@ class Trainer:
             "gradient_norm": pulse.gradient_norm,
             "seconds": self.reporter.clock.take(),
         }
+        if self.cadence is not None:
+            data |= self._note_cadence(self.cadence, data["seconds"], saving=bool(pulse.saving))
         if self.progress is not None:
             slowest, ratio = pulse.slowest
             data |= {"flops": pulse.flops, "slowest_rank": slowest, "slowest_ratio": ratio}
@@ -159,6 +197,7 @@ class Trainer:
                     flops=pulse.flops,
                     spent_usd=self.limits.spent_usd,
                     last_commit_step=commit.step if commit else None,
+                    at_risk_usd=data.get("at_risk_usd"),
                 )
             )
         self.reporter.emit(STEP, step=at.step, **data)
@@ -180,24 +219,72 @@ class Trainer:
             return
         aim.fault.strike(aim.agent_pid)
 
-    def save(self, at: Position) -> None:
+    def save_if_due(self, at: Position, pulse: Pulse, *, last: bool) -> None:
+        """What all ranks decide alike, from the pulse: save, leave it out, or save while there is time."""
+        if pulse.stop is Stop.INTERRUPTED:
+            self._save_in_time(at, pulse)
+        elif last:
+            self.save(at)
+        elif pulse.save_due and pulse.saving and self.config.checkpoint.when_busy == "skip":
+            self._skip(at, f"the save before is still under way on rank {', '.join(map(str, pulse.saving[:5]))}")
+        elif pulse.save_due:
+            self.save(at)
+
+    def save(self, at: Position, *, deadline_seconds: float | None = None) -> None:
         """Returns once the state is staged; it becomes durable behind training's back."""
         self.enter("checkpoint", at.step)
         extra = self.extra | {"step": at.step, "cursor": at.cursor, "spent_usd": self.limits.spent_usd}
-        self.saver.save(at.step, self.spread.module, self.optimizer, extra)
+        if self.cadence is not None:
+            extra["exposed_seconds"] = self.cadence.exposed_seconds
+        module = self.spread.module
+        stall = self.saver.save(at.step, module, self.optimizer, extra, deadline_seconds=deadline_seconds)
         self.spread.committed()
+        if self.cadence is not None:
+            self.cadence.saved(at.step, stall)
+            self.reporter.emit(INTERVAL, step=at.step, **self.cadence.choice().to_json())
+
+    def _save_in_time(self, at: Position, pulse: Pulse) -> None:
+        """The last save before the machine goes, if what is measured says that it fits; else the last commit stands."""
+        needed, left = pulse.last_save
+        self.saver.hurry()
+        if needed > left:
+            self._skip(at, f"a save takes {needed:.1f} s and {left:.1f} s are left; the last commit stands")
+        else:
+            limit = self.config.checkpoint.deadline_seconds
+            self.save(at, deadline_seconds=max(min(left, limit), 1.0))
+
+    def _skip(self, at: Position, reason: str) -> None:
+        if self.gang.rank == 0:
+            self.reporter.emit(COMMIT_SKIPPED, step=at.step, reason=reason)
+            print(f"step {at.step}: not saved: {reason}", flush=True)
+
+    def _note_cadence(self, cadence: Cadence, seconds: dict[str, float], *, saving: bool) -> dict[str, float]:
+        """What a step tells of saves; returns what the step's event has of it."""
+        cadence.stepped(sum(seconds.get(name, 0.0) for name in _STEP_CLASSES), busy=saving)
+        if (durable := self.saver.last_durable) is not None:
+            cadence.committed(*durable)
+        return {"at_risk_usd": cadence.seconds_at_risk * self.limits.usd_per_second}
 
     def evaluate(self, at: Position) -> None:
         self.enter("evaluation", at.step)
         with self.spread.evaluating() as model:
             metrics = as_numbers(self.workload.evaluate(model))
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self.extra["metrics"] = {**finite, "step": at.step}  # with the commit of this step, for retention to choose by
         if self.gang.rank == 0:
             self.reporter.emit(EVALUATION, step=at.step, metrics=metrics)
 
     def end(self, at: Position, outcome: Outcome, message: str = "") -> Ending:
         """Wait for the save in flight to be committed, then tell the outcome. Collective."""
         self.enter("checkpoint", at.step)
-        self.saver.wait()
+        try:
+            self.saver.wait()
+        except GenerationSuperseded:
+            raise
+        except CheckpointError as error:
+            if outcome is not Outcome.INTERRUPTED:
+                raise
+            message = f"{message}; the last save did not become a commit: {error}"
         self.enter("done", at.step)
         # Who was told to leave has no time to read all weights; a later attempt will end the job.
         sha256 = None if outcome is Outcome.INTERRUPTED else weights_sha256(self.spread.module)

@@ -122,8 +122,29 @@ class ClusterConfig(Section):
 class CheckpointConfig(Section):
     """Commits: how often and how many."""
 
-    interval_steps: int = Field(50, ge=1, description="steps between commits")
-    keep_last: int = Field(3, ge=1, description="commits kept")
+    interval: Literal["steps", "seconds", "auto"] = Field(
+        "steps", description="what decides when to save: interval_steps, interval_seconds, or measured cost and hazard"
+    )
+    interval_steps: int = Field(50, ge=1, description="steps between commits; auto: before the first, at most")
+    interval_seconds: float = Field(600.0, gt=0, description="with interval: seconds")
+    when_busy: Literal["wait", "skip"] = Field(
+        "wait", description="a save that is due while the last one is still uploaded: wait for it, or leave it out"
+    )
+    upload_mib_per_second: float | None = Field(None, gt=0, description="cap of each rank's upload; null: none")
+    stop_seconds: float = Field(
+        30.0, gt=0, description="from SIGTERM until the process is killed: the container's stop time-out"
+    )
+    keep_last: int = Field(3, ge=1, description="commits kept: the newest so many")
+    keep_every_steps: int | None = Field(
+        None, ge=1, description="also keep the first commit at or after each multiple of so many steps; null: none"
+    )
+    keep_best: int = Field(0, ge=0, description="also keep so many commits of the lowest held_out_loss")
+    max_total_gib: float | None = Field(
+        None, gt=0, description="of all kept commits; the least valued go, the newest and pinned stay; null: no limit"
+    )
+    orphan_hours: float = Field(
+        24.0, gt=0, description="data of saves that never came to a commit, and commits that do not count, are kept"
+    )
     deadline_seconds: float = Field(120.0, gt=0, description="for one save to be durable")
 
 

@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 from infra.config.schema import RunConfig
 from infra.errors import StoreError
 from infra.store import Store
+from training.cadence import Cadence, believed_hazard
 from training.clock import Clock
 from training.engine import train
 from training.gang import Gang, connect, disconnect, leave
@@ -35,16 +36,23 @@ from training.workloads.text import TextBatch, TextWorkload
 class NoSaver:
     """Remembers which steps it was asked to save."""
 
-    last_commit = None
+    last_commit = last_durable = expected_seconds = None
+    busy = False
 
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def save(self, step: int, model: Any, optimizer: Any, extra: dict) -> float:
+    def save(self, step: int, model: Any, optimizer: Any, extra: dict, **_: Any) -> float:
         self.steps.append(step)
         return 0.0
 
     def wait(self) -> None:
+        return None
+
+    def before_step(self) -> None:
+        return None
+
+    def hurry(self) -> None:
         return None
 
 
@@ -129,6 +137,9 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
         saver=saver,
         limits=limits,
         reporter=reporter,
+        cadence=Cadence(config.checkpoint, believed_hazard(None, interruptions=0, seconds=0))
+        if gang.rank == 0
+        else None,
         extra={},
         start=Position(),
         rehearsal=_rehearsal(scenario.get("rehearse")),

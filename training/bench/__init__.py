@@ -8,6 +8,10 @@ from __future__ import annotations
 
 def main(arguments: list[str]) -> int:
     """The command. 0 when everything was measured, else the exit code of what went wrong."""
+    if arguments[:1] == ["restore"]:
+        from training.bench.restore import main as restore
+
+        return restore(arguments[1:])
     from training.bench.commands import main as run
 
     return run(arguments)

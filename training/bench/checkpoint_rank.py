@@ -2,49 +2,51 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.optim import Optimizer
 
 from infra.config.schema import RunConfig
 from infra.layout import job_prefix
 from infra.store import Store
 from training.bench.laps import await_all
-from training.bench.savers import CommitSaver, DcpAsyncSaver, DcpSaver, Saver
+from training.bench.savers import CommitSaver, DcpAsyncSaver, DcpProcessSaver, DcpSaver, Saver
+from training.bench.state import local_bytes, local_state, trained_state
 from training.checkpoint import Generation
 from training.gang import Gang
-from training.optimizer import make_optimizer
-from training.parallel import make_mesh
-from training.workloads.model import CausalLM
 
 _COLD_SAVES = 2  # ours has two buffers, each cold once; all contestants get as many
+_READERS = ("engine", "dcp_save")  # what DCP's asynchronous modes write, DCP reads in the same way
+_START_SECONDS = 3.0
 _COPIES = 5  # a copy is short; in each round the median of these stands for it
 
 
 def measure_checkpoint(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
     """Seconds by contestant and, of this rank, the bytes that the memcpy copied. Collective."""
-    model, optimizer = _trained_state(RunConfig.model_validate(task["config"]), gang)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in _local_state(model, optimizer))
+    model, optimizer = trained_state(RunConfig.model_validate(task["config"]), gang)
+    size = local_bytes(model, optimizer)
     uri = Store.open(task["store_uri"]).sub(job_prefix(task["job"])).uri
     generation = Generation(task["generation"], task["generation_id"])
     folder = Path(task["store_uri"])
     savers: dict[str, Saver] = {
         "engine": CommitSaver(uri, generation, model, optimizer, gang.rank),
         "dcp_save": DcpSaver(folder / "dcp-save", model, optimizer),
-        "dcp_async_save": DcpAsyncSaver(folder / "dcp-async-save", model, optimizer),
+        "dcp_async_save": DcpAsyncSaver(folder / "dcp-async-save", model, optimizer, kept=True),
+        "dcp_async_fresh": DcpAsyncSaver(folder / "dcp-async-fresh", model, optimizer, kept=False),
+        "dcp_process": DcpProcessSaver(folder / "dcp-process", model, optimizer),
     }
     found: dict[str, dict[str, Any]] = {
         name: {"cold": [], "blocked": [], "durable": [], "restore": [], "restored_equal": True} for name in savers
     }
+    time.sleep(_START_SECONDS)  # as in training, time passes before the first save
     copies: list[float] = []
     copy = _memcpy(size)
     copy()
@@ -55,7 +57,8 @@ def measure_checkpoint(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
             _measure_save(saver, number + 1, found[name], cold=number < _COLD_SAVES)
     before = _digest(model, optimizer)
     for _ in range(task["rounds"]):
-        for name, saver in savers.items():
+        for name in _READERS:
+            saver = savers[name]
             found[name]["restore"].append(_measure_restore(saver, model, optimizer))
             found[name]["restored_equal"] &= _digest(model, optimizer) == before
     for saver in savers.values():
@@ -81,7 +84,7 @@ def _measure_save(saver: Saver, step: int, found: dict[str, Any], *, cold: bool)
 def _measure_restore(saver: Saver, model: nn.Module, optimizer: Optimizer) -> float:
     """Seconds to bring back what is wiped out first."""
     with torch.no_grad():
-        for tensor in _local_state(model, optimizer):
+        for tensor in local_state(model, optimizer):
             tensor.zero_()
     return _timed(saver.restore)
 
@@ -94,41 +97,13 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def _memcpy(size: int) -> Callable[[], object]:
-    """A copy of `size` bytes between two buffers whose pages are present, with one thread."""
+    """The C library's memcpy of `size` bytes between two buffers whose pages are present: one thread."""
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-    return lambda: target.copy_(source)
-
-
-def _trained_state(config: RunConfig, gang: Gang) -> tuple[nn.Module, Optimizer]:
-    """A model sharded as in training, and the optimizer after a step: weights and two moments."""
-    torch.manual_seed(config.training.seed + gang.rank)
-    with torch.device("meta"):
-        model = CausalLM(config.model)
-    mesh = make_mesh(gang, shard=gang.world_size)["shard"]
-    for unit in [model.embeddings, *model.blocks, model.head]:
-        fully_shard(unit, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device=gang.device)
-    optimizer = make_optimizer(model, config.training)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-        parameter.detach().to_local().normal_()
-        parameter.grad.to_local().normal_()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
-def _local_state(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
-    """This rank's part of every tensor that a save has to hold."""
-    for parameter in model.parameters():
-        states = optimizer.state[parameter].values()
-        for tensor in (parameter.detach(), *(state for state in states if isinstance(state, Tensor))):
-            yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
 
 
 def _digest(model: nn.Module, optimizer: Optimizer) -> str:
     digest = hashlib.sha256()
-    for tensor in _local_state(model, optimizer):
+    for tensor in local_state(model, optimizer):
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,21 +13,18 @@ from typing import Any
 from infra.config.load import load_config
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
-from infra.layout import job_prefix
 from infra.model_shape import causal_lm_shape
 from infra.store import Store
-from training.bench.figures import checkpoint_figures, engine_figures, part_figures
-from training.bench.machine import describe_machine, file_system
+from training.bench.checkpoints import PARTS, bench_checkpoint, checkpoints_text
+from training.bench.figures import engine_figures, part_figures
+from training.bench.machine import describe_machine
 from training.bench.ranks import run_ranks
-from training.bench.tables import checkpoint_text, engine_text, machine_line
-from training.checkpoint.lineage import open_generation
+from training.bench.tables import engine_text, machine_line
 from training.data import prepare_tokens
 from training.errors import TrainingError
 from training.launch.workers import PROJECT_ROOT
 
 _RANKS = 2
-_STATE_BYTES_PER_PARAMETER = 12  # a float32 weight and AdamW's two moments
-_STATE_LAYERS = 4
 _NEVER = 10**9
 
 
@@ -58,6 +54,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     engine.add_argument("--calls", type=_positive, default=500, help="of each part in a round (default 500)")
     checkpoint = parser.add_argument_group("checkpoint")
     checkpoint.add_argument("--megabytes", type=float, default=200.0, help="of state over all ranks (default 200)")
+    checkpoint.add_argument(
+        "--parts", default=",".join(PARTS), metavar="LIST", help=f"which of {', '.join(PARTS)} (default: all)"
+    )
+    checkpoint.add_argument("--store", metavar="URI", help="s3://bucket/prefix to upload to as well")
+    checkpoint.add_argument("--bucket-megabytes", type=float, default=400.0, help="of state per upload (default 400)")
+    checkpoint.add_argument("--simulated-ranks", type=_positive, default=1024, help="the most of them (default 1024)")
     parser.add_argument("--deadline", type=float, default=1800.0, help="seconds for each part (default 1800)")
     return parser.parse_args(arguments)
 
@@ -73,7 +75,7 @@ def _bench(given: argparse.Namespace) -> int:
     print(machine_line(figures["machine"]), flush=True)
     benches: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
         "engine": (_bench_engine, engine_text),
-        "checkpoint": (_bench_checkpoint, checkpoint_text),
+        "checkpoint": (bench_checkpoint, checkpoints_text),
     }
     for name, (measure, render) in benches.items():
         if given.what in (name, "all"):
@@ -136,29 +138,3 @@ def _plain(config: RunConfig) -> RunConfig:
             "data": config.data.model_copy(update={"held_out_samples": 1}),
         }
     )
-
-
-def _bench_checkpoint(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Every contestant writes below the same folder."""
-    store = Store.open(str(folder / "store"))
-    generation = open_generation(store.sub(job_prefix("bench")), run="bench", attempt=0)
-    task = {
-        "kind": "checkpoint",
-        "config": _sized_config(given.megabytes).model_dump(mode="json"),
-        "store_uri": store.uri,
-        "job": "bench",
-        "generation": generation.number,
-        "generation_id": generation.id,
-        "rounds": given.rounds,
-    }
-    ranks = run_ranks(task, folder, ranks=_RANKS, deadline_seconds=given.deadline)
-    about = {"ranks": _RANKS, "threads_per_rank": 1, "rounds": given.rounds, "file_system": file_system(folder)}
-    return {**checkpoint_figures(ranks), **about}
-
-
-def _sized_config(megabytes: float) -> RunConfig:
-    """The model whose weights and moments come nearest: a layer has about 12 × hidden² parameters."""
-    parameters = 1e6 * megabytes / _STATE_BYTES_PER_PARAMETER
-    hidden = max(16, 16 * round(math.sqrt(parameters / (12 * _STATE_LAYERS)) / 16))
-    model = {"hidden_size": hidden, "num_layers": _STATE_LAYERS, "num_heads": 4, "sequence_length": 128}
-    return RunConfig(model=model)

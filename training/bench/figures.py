@@ -55,7 +55,7 @@ def checkpoint_figures(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in ranks[0]["contestants"]:
         of_ranks = [rank["contestants"][name] for rank in ranks]
         blocked = _slowest([rank["blocked"] for rank in of_ranks])
-        restore = _slowest([rank["restore"] for rank in of_ranks])
+        restore = _slowest([rank["restore"] for rank in of_ranks])  # empty where another contestant reads the same
         durable = of_ranks[0]["durable"]
         first = max(rank["cold"][0] for rank in of_ranks)
         figures["contestants"][name] = {
@@ -65,12 +65,20 @@ def checkpoint_figures(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "first_blocked_over_memcpy": first / statistics.median(memcpy),
             "durable_seconds": spread(durable),
             "durable_bytes_per_second": spread([size / seconds for seconds in durable]),
-            "restore_seconds": spread(restore),
-            "restore_bytes_per_second": spread([size / seconds for seconds in restore]),
-            "restored_equal": all(rank["restored_equal"] for rank in of_ranks),
+            **_restore_figures(restore, size, of_ranks),
             "saves": len(of_ranks[0]["cold"]) + len(blocked),
         }
     return figures
+
+
+def _restore_figures(restore: list[float], size: int, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if not restore:
+        return {}
+    return {
+        "restore_seconds": spread(restore),
+        "restore_bytes_per_second": spread([size / seconds for seconds in restore]),
+        "restored_equal": all(rank["restored_equal"] for rank in of_ranks),
+    }
 
 
 def _column(laps: Laps, key: str) -> list[float]:

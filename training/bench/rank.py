@@ -12,6 +12,8 @@ import torch
 from infra.process import die_with_parent
 from training.bench.checkpoint_rank import measure_checkpoint
 from training.bench.engine_rank import measure_engine
+from training.bench.slow_rank import measure_slow_down
+from training.bench.upload_rank import measure_upload
 from training.gang import connect, disconnect, leave
 
 _START_SECONDS = 120.0
@@ -25,9 +27,14 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     gang = connect(start_seconds=_START_SECONDS, collective_seconds=_COLLECTIVE_SECONDS, generation="bench")
-    measure = {"engine": measure_engine, "checkpoint": measure_checkpoint}[task["kind"]]
+    measures = {
+        "engine": measure_engine,
+        "checkpoint": measure_checkpoint,
+        "upload": measure_upload,
+        "slow_down": measure_slow_down,
+    }
     try:
-        result = measure(task, gang)
+        result = measures[task["kind"]](task, gang)
     except Exception:
         traceback.print_exc()
         leave(1)

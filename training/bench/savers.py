@@ -1,4 +1,4 @@
-"""Ways to save and restore one model and optimizer: ours, and torch's distributed checkpoint (DCP) in two modes."""
+"""Ways to save and restore one model and optimizer: ours, and torch's distributed checkpoint (DCP) in its modes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim import Optimizer
 
 from training.bench.laps import await_all
-from training.checkpoint import Checkpointer, CommitRef, Generation
+from training.checkpoint import Checkpointer, CommitRef, Generation, RetentionPolicy
+
+_PROCESS_SECONDS = 300.0  # it has no time-out of its own
 
 
 class Saver(Protocol):
@@ -47,8 +50,14 @@ class CommitSaver:
         self._model, self._optimizer = model, optimizer
         self._commit: CommitRef | None = None
         self._checkpointer = Checkpointer(
-            uri, generation=generation, rank=rank, world_size=dist.get_world_size(), deadline_seconds=300, keep_last=1
+            uri,
+            generation=generation,
+            rank=rank,
+            world_size=dist.get_world_size(),
+            deadline_seconds=300,
+            retention=RetentionPolicy(keep_last=1),
         )
+        self._checkpointer.prepare(model, optimizer)  # as a trainer does at its start, long before the first save
 
     def save(self, step: int) -> None:
         self._checkpointer.save(step, self._model, self._optimizer, {"cursor": step})
@@ -62,6 +71,10 @@ class CommitSaver:
     def restore(self) -> None:
         assert self._commit is not None
         self._checkpointer.restore([self._commit.key], self._model, self._optimizer)
+
+    def carried_cpu_seconds(self) -> float:
+        """Of the uploader so far, from reading the staged bytes to the durable index."""
+        return self._checkpointer.upload_cost[1]
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -111,16 +124,11 @@ class DcpSaver:
 
 
 class DcpAsyncSaver(DcpSaver):
-    """`dcp.async_save` with a stager that is kept, so that its buffers are allocated once."""
+    """`dcp.async_save`. kept: one stager for all saves, so that its buffers are allocated once; else a new one each."""
 
-    def __init__(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, folder: Path, model: nn.Module, optimizer: Optimizer, *, kept: bool) -> None:
         super().__init__(folder, model, optimizer)
-        # Without an accelerator torch refuses pinned memory and non-blocking copies.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-            )
-        )
+        self._stager = _stager(shared=False) if kept else None
         self._upload: Future[Any] | None = None
 
     def finish(self) -> None:
@@ -128,12 +136,47 @@ class DcpAsyncSaver(DcpSaver):
         self._upload.result()
 
     def close(self) -> None:
-        self._stager.close()
+        if self._stager is not None:
+            self._stager.close()
 
     def _save(self, state: dict[str, Any], path: str) -> None:
-        response = dcp.async_save(state, checkpoint_id=path, process_group=self._group, async_stager=self._stager)
+        stager = self._stager or _stager(shared=False)
+        self._take(dcp.async_save(state, checkpoint_id=path, process_group=self._group, async_stager=stager))
+
+    def _take(self, response: Any) -> None:
         if isinstance(response, Future):
             self._upload = response
         else:
             response.staging_completion.result()
             self._upload = response.upload_completion
+
+
+class DcpProcessSaver(DcpAsyncSaver):
+    """`dcp.async_save` in process mode: another process writes, from shared memory that is kept."""
+
+    def __init__(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(folder, model, optimizer, kept=False)
+        self._stager = _stager(shared=True)
+
+    def finish(self) -> None:
+        assert self._upload is not None
+        self._upload.result(timeout=_PROCESS_SECONDS)
+
+    def _save(self, state: dict[str, Any], path: str) -> None:
+        self._take(
+            dcp.async_save(
+                state,
+                checkpoint_id=path,
+                process_group=self._group,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self._stager,
+            )
+        )
+
+
+def _stager(*, shared: bool) -> DefaultStager:
+    """Without an accelerator torch refuses pinned memory and non-blocking copies."""
+    options = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=shared, use_async_staging=False, use_non_blocking_copy=False
+    )
+    return DefaultStager(options)

@@ -21,6 +21,8 @@ _SAVERS = {
     "engine": "Ebbflow's save",
     "dcp_save": "DCP save",
     "dcp_async_save": "DCP async_save, kept stager",
+    "dcp_async_fresh": "DCP async_save, fresh stager",
+    "dcp_process": "DCP async_save, process mode",
 }
 
 
@@ -49,13 +51,13 @@ def engine_text(engine: dict[str, Any]) -> str:
                     f"{found['tokens_per_second']['median']:,.0f}",
                     f"{found['milliseconds_per_step']['median']:.2f}",
                     f"{found['cpu_milliseconds_per_step']['median']:.2f}",
-                    "" if name == "engine" else _bracketed(found["engine_over_this"], ratio=True),
+                    "" if name == "engine" else bracketed(found["engine_over_this"], ratio=True),
                     f"{found['last_loss']:.4f}",
                 ]
             )
-    steps = _table(["mode", "loop", "tokens/s", "ms/step", "CPU ms", "engine ÷ this", "loss"], rows, text_columns=2)
-    parts = [[_PARTS[name][0], _bracketed(found), _PARTS[name][1]] for name, found in engine["parts"].items()]
-    costs = _table(["part of a step, 2 ranks", "microseconds per call", "calls per step"], parts, text_columns=1)
+    steps = table(["mode", "loop", "tokens/s", "ms/step", "CPU ms", "engine ÷ this", "loss"], rows, text_columns=2)
+    parts = [[_PARTS[name][0], bracketed(found), _PARTS[name][1]] for name, found in engine["parts"].items()]
+    costs = table(["part of a step, 2 ranks", "microseconds per call", "calls per step"], parts, text_columns=1)
     return f"engine: {about}\n\n{steps}\n\n{costs}"
 
 
@@ -71,19 +73,19 @@ def checkpoint_text(checkpoint: dict[str, Any]) -> str:
         [
             _SAVERS[name],
             f"{1e3 * found['blocked_seconds']['median']:,.1f}",
-            _bracketed(found["blocked_over_memcpy"]),
+            bracketed(found["blocked_over_memcpy"]),
             _three_digits(found["first_blocked_over_memcpy"]),
             f"{found['durable_seconds']['median']:.3f}",
             f"{found['durable_bytes_per_second']['median'] / 1e6:,.0f}",
-            f"{found['restore_seconds']['median']:.3f}",
+            f"{found['restore_seconds']['median']:.3f}" if "restore_seconds" in found else "",
         ]
         for name, found in checkpoint["contestants"].items()
     ]
     heads = ["save", "stall ms", "stall ÷ memcpy", "first ÷", "durable s", "MB/s", "restore s"]
-    return f"checkpoint: {about}\n\n{_table(heads, rows, text_columns=1)}"
+    return f"checkpoint: {about}\n\n{table(heads, rows, text_columns=1)}"
 
 
-def _bracketed(found: dict[str, float], *, ratio: bool = False) -> str:
+def bracketed(found: dict[str, float], *, ratio: bool = False) -> str:
     """Median (low–high). A ratio near 1 has three decimals, since there a hundredth matters."""
     median, low, high = (
         f"{value:.3f}" if ratio else _three_digits(value) for value in (found["median"], found["low"], found["high"])
@@ -95,7 +97,7 @@ def _three_digits(value: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:
     """The first `text_columns` to the left, numbers to the right."""
     widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
 

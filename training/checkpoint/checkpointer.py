@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,40 +10,43 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from infra.events import COMMIT, COMMIT_FAILED, STAGED
+from infra.events import STAGED
 from infra.layout import data_key
 from infra.store import Store
 from training.checkpoint.checksum import canonical_json
 from training.checkpoint.deadline import Deadline
+from training.checkpoint.flight import Flight, Flights
 from training.checkpoint.lineage import CommitRef, Generation
 from training.checkpoint.manifest import Save
+from training.checkpoint.plan import Planner
 from training.checkpoint.restore import Restored, restore_newest
+from training.checkpoint.retention import RetentionPolicy
 from training.checkpoint.rng import capture_rng
-from training.checkpoint.shards import shards_of_rank
-from training.checkpoint.stage import Slabs
-from training.checkpoint.state import named_state, optimizer_settings
+from training.checkpoint.stage import Stage, Staged
+from training.checkpoint.state import optimizer_settings
 from training.checkpoint.uploader_client import UploaderClient
-from training.errors import CheckpointError, GenerationSuperseded
+from training.errors import CheckpointError
 
-_ANSWER_MARGIN_SECONDS = 2.0  # the uploader keeps the deadline itself; past this margin it counts as stuck
 _CLOSE_GRACE_SECONDS = 5.0
-_FAILURES_IN_A_ROW = 2  # one failed save is reported and survived; the second in a row ends the gang
 
 
-@dataclass
-class _InFlight:
-    save: Save
-    began: float  # time.monotonic() when `save` was called
-    deadline: Deadline
-    command: str
+@dataclass(frozen=True)
+class _Queued:
+    """A save whose copy from the device is not finished: what the uploader is to be told then."""
+
+    flight: Flight
+    staged: Staged
+    common: dict[str, Any] | None
+    data_key: str
 
 
 class Checkpointer:
     """Saves and restores one rank's part. Every rank calls `save`, `wait` and `restore` for the same steps.
 
     job_store_uri: the job's folder in the store (``<store>/jobs/<job>``). deadline_seconds: for one save to be
-    committed, from its staging on. keep_last: commits of the lineage kept. emit: `EventLog.emit` or None; rank 0
-    emits ``commit`` (key, bytes, seconds), every rank ``commit_failed`` (message).
+    committed, from its staging on. retention: which commits are kept. upload_bytes_per_second: the cap of this
+    rank's upload, None: none. emit: `EventLog.emit` or None; rank 0 emits ``commit`` (key, bytes, seconds,
+    stall_seconds), every rank ``staged`` (bytes) and ``commit_failed`` (message).
 
     Make it in the main thread: the uploader process ends with the thread that started it. Not thread-safe.
     """
@@ -58,7 +60,8 @@ class Checkpointer:
         world_size: int = 1,
         node: int = 0,
         deadline_seconds: float = 120.0,
-        keep_last: int = 3,
+        retention: RetentionPolicy | None = None,
+        upload_bytes_per_second: float | None = None,
         emit: Callable[..., Any] | None = None,
     ) -> None:
         self._store = Store.open(job_store_uri)
@@ -66,77 +69,124 @@ class Checkpointer:
         self._generation = generation
         self._rank, self._world_size, self._node = rank, world_size, node
         self._deadline_seconds = deadline_seconds
-        self._keep_last = keep_last
+        self._retention = retention or RetentionPolicy()
         self._emit = emit or (lambda *_, **__: None)
-        self._slabs = Slabs()
-        self._uploader = UploaderClient(self._store.uri, rank, self._slabs.descriptors)
-        self._in_flight: _InFlight | None = None
-        self._last_saved: _InFlight | None = None
-        self._last_commit: CommitRef | None = None
-        self._last_failure: str | None = None
-        self._failures = 0
-        self._superseded: str | None = None
+        self._bytes_per_second = upload_bytes_per_second
+        self._stage = Stage()
+        self._planner = Planner(rank, world_size)
+        self._flights = Flights(UploaderClient(self._store.uri, rank, self._stage.descriptors), rank, self._emit)
+        self._queued: _Queued | None = None
+        self._last_step: int | None = None
+        self._layout_of: tuple[int | None, int] = (None, 0)  # pid of the uploader, number of the layout it knows
 
     @property
     def uploader_pid(self) -> int | None:
-        return self._uploader.pid
+        return self._flights.uploader.pid
 
     @property
     def last_commit(self) -> CommitRef | None:
         """The newest commit known here, without waiting. On ranks above 0 it may lag behind until `wait`."""
-        self._drain()
-        return self._last_commit
+        self._flights.drain()
+        return self._flights.last_commit
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> float:
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way; the next one would have to wait for it. Ranks differ in it."""
+        return self._queued is not None or self._flights.busy
+
+    @property
+    def expected_seconds(self) -> float | None:
+        """How long a save would take now until it is durable, by what the last one took; None before that is known."""
+        self._flights.drain()
+        return self._flights.expected_seconds(self._planner.layout.length)
+
+    @property
+    def last_durable(self) -> tuple[int, float] | None:
+        """(step, seconds from the call of `save` until it was durable here) of the last save that became so."""
+        self._flights.drain()
+        return self._flights.durable
+
+    @property
+    def upload_cost(self) -> tuple[int, float]:
+        """(bytes uploaded so far, processor seconds of the uploader for them), of this rank."""
+        return self._flights.uploaded_bytes, self._flights.cpu_seconds
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Make room for saves in the background, so that the first is not slower than the others.
+
+        Call it once model and optimizer are there; before the optimizer's first step its state is estimated.
+        """
+        self._stage.prepare(self._planner.expected_bytes(model, optimizer))
+
+    def hurry(self) -> None:
+        """From now on no bandwidth is spared: training has ended, and little time is left."""
+        self._bytes_per_second = None
+        self._flights.uploader.tell({"command": "hurry"})
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        extra: dict[str, Any],
+        *,
+        deadline_seconds: float | None = None,
+    ) -> float:
         """Stage the state after `step` and leave the rest to the uploader. Returns the stall in seconds.
 
         The stall is the copy, and the wait for the save before when it is still under way. extra: JSON without NaN;
-        rank 0's is kept. A step that this generation has already saved is not saved twice (0.0 is returned).
+        rank 0's is kept. deadline_seconds: for this save alone. A step that this generation has already saved is not
+        saved twice (0.0 is returned). From a CUDA device the copy may still be under way: `before_step` awaits it.
         Raises GenerationSuperseded, and CheckpointError when two saves in a row have failed.
         """
         began = time.monotonic()
-        if self._last_saved is not None and step <= self._last_saved.save.step:
-            if step == self._last_saved.save.step:
+        if self._last_step is not None and step <= self._last_step:
+            if step == self._last_step:
                 return 0.0
-            raise CheckpointError(f"step {step} after {self._last_saved.save.step}: a rewind needs a new generation")
+            raise CheckpointError(f"step {step} after {self._last_step}: a rewind needs a new generation")
+        self.before_step()
         common = self._common(model, optimizer, extra) if self._rank == 0 else None
-        shards = shards_of_rank(named_state(model, optimizer), self._rank, self._world_size)
-        shards += shards_of_rank(capture_rng(self._rank), 0, 1)
-        staged = self._slabs.stage(shards)
-        self._settle()
-        self._raise_if_hopeless()
-        self._emit(STAGED, step=step, bytes=staged.length)
+        sources = self._planner.plan(model, optimizer, capture_rng(self._rank))
+        staged = self._stage.stage(sources, self._planner.layout)
+        self._emit(STAGED, step=step, bytes=staged.layout.length)
+        self._flights.settle()
+        self._flights.raise_if_hopeless()
+        self._last_step = step
         save = Save(job=self._job, generation=self._generation.name, step=step, world_size=self._world_size)
-        self._last_saved = self._submit(
-            save,
-            began,
-            Deadline(self._deadline_seconds),
-            command="save",
-            slab=staged.slab,
-            length=staged.length,
-            items=[item.to_json() for item in staged.items],
-            common=common,
-            data_key=data_key(save.generation, step, self._rank),
-            keep_last=self._keep_last,
+        flight = Flight(
+            save=save,
+            began=began,
+            deadline=Deadline(self._deadline_seconds if deadline_seconds is None else deadline_seconds),
+            size=staged.layout.length,
+            stall_seconds=time.monotonic() - began,
         )
+        self._queued = _Queued(flight, staged, common, data_key(save.generation, step, self._rank))
+        if staged.copied is None:
+            self._send()
         return time.monotonic() - began
+
+    def before_step(self) -> None:
+        """Call it before the optimizer changes the state: waits until a copy from the device is done."""
+        if self._queued is not None:
+            if self._queued.staged.copied is not None:
+                self._queued.staged.copied.synchronize()
+            self._send()
 
     def wait(self) -> CommitRef | None:
         """Until the newest save is committed by all ranks. Raises CheckpointError at its deadline, naming the cause."""
-        self._settle()
-        last = self._last_saved
+        self.before_step()
+        flights = self._flights
+        flights.settle()
+        last = flights.last
         if last is None:
-            return self._last_commit
+            return flights.last_commit
         here = (self._generation.number, last.save.step)
-        known = self._last_commit and (self._last_commit.generation, self._last_commit.step)
-        if self._last_failure is None and known != here:
-            self._submit(last.save, last.began, last.deadline, command="await")
-            self._settle()
-        if self._superseded is not None:
-            raise GenerationSuperseded(self._superseded)
-        if self._last_failure is not None:
-            raise CheckpointError(self._last_failure)
-        return self._last_commit
+        known = flights.last_commit and (flights.last_commit.generation, flights.last_commit.step)
+        if flights.last_failure is None and known != here:
+            flights.submit(last, command="await")
+            flights.settle()
+        flights.raise_if_lost()
+        return flights.last_commit
 
     def restore(self, candidates: list[str], model: nn.Module, optimizer: Optimizer | None) -> Restored | None:
         """Fill model and optimizer from the first candidate that verifies on all ranks; None without candidates.
@@ -149,15 +199,17 @@ class Checkpointer:
                 "hint: to rewind, open the generation with that commit as its parent"
             )
         restored = restore_newest(self._store, candidates, model, optimizer, self._rank, self._world_size)
+        self._planner.forget()
         if restored is not None:
-            self._last_commit = CommitRef.from_key(restored.key)
+            self._flights.last_commit = CommitRef.from_key(restored.key)
         return restored
 
     def close(self) -> None:
         """End the uploader; a save under way gets a few seconds. Call `wait` first to be sure of it."""
-        if self._slabs.descriptors:
-            self._uploader.close(_CLOSE_GRACE_SECONDS)
-            self._slabs.close()
+        if self._stage.descriptors:
+            self._flights.uploader.close(_CLOSE_GRACE_SECONDS)
+            self._planner.forget()
+            self._stage.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -174,83 +226,23 @@ class Checkpointer:
             raise CheckpointError(f"extra or the optimizer's settings cannot be kept as JSON: {error}") from error
         return common
 
-    def _submit(self, save: Save, began: float, deadline: Deadline, *, command: str, **more: Any) -> _InFlight:
-        seconds = max(deadline.remaining_seconds, 1.0)
-        self._uploader.ask({"command": command, "save": save.__dict__, "seconds": seconds, **more})
-        self._in_flight = _InFlight(save, began, deadline, command)
-        return self._in_flight
-
-    def _settle(self) -> None:
-        """Wait for the save under way; at its deadline the uploader counts as stuck and is replaced."""
-        self._drain()
-        while self._in_flight is not None:
-            remaining = max(self._in_flight.deadline.remaining_seconds, 1.0) + _ANSWER_MARGIN_SECONDS
-            if not self._take_answer(remaining):
-                self._uploader.give_up()
-                seconds = self._in_flight.deadline.seconds
-                self._failed(f"rank {self._rank}: its uploader gave no answer within {seconds:g} s and was ended")
-
-    def _drain(self) -> None:
-        while self._take_answer(0):
-            pass
-
-    def _take_answer(self, timeout_seconds: float) -> bool:
-        answer = self._uploader.answer(timeout_seconds)
-        if answer is None:
-            return False
-        handler = {
-            "uploaded": self._on_uploaded,
-            "committed": self._on_committed,
-            "failed": lambda a: self._failed(a["message"], a["step"]),
-            "superseded": self._on_superseded,
-            "retention_failed": lambda a: self._warn(f"retention: {a['message']}"),
-            "ended": self._on_ended,
-        }[answer["event"]]
-        handler(answer)
-        return True
-
-    def _on_uploaded(self, answer: dict[str, Any]) -> None:
-        """Durable, not yet committed. Rank 0's save stays under way until the commit is seen."""
-        if self._rank != 0:
-            self._done(answer["step"])
-
-    def _on_committed(self, answer: dict[str, Any]) -> None:
-        ref = CommitRef.from_key(answer["key"])
-        if self._rank == 0 and self._last_saved is not None:
-            seconds = time.monotonic() - self._last_saved.began
-            self._emit(COMMIT, step=ref.step, key=ref.key, bytes=answer["bytes"], seconds=seconds)
-        self._last_commit = ref
-        self._done(ref.step)
-
-    def _on_superseded(self, answer: dict[str, Any]) -> None:
-        self._superseded = answer["message"]
-        self._warn(answer["message"])
-
-    def _on_ended(self, answer: dict[str, Any]) -> None:
-        if self._in_flight is not None:
-            self._failed(f"rank {self._rank}: its uploader ended with exit code {answer['exit_code']}")
-
-    def _done(self, step: int) -> None:
-        self._failures, self._last_failure = 0, None
-        if self._in_flight is not None and self._in_flight.save.step == step:
-            self._in_flight = None
-
-    def _failed(self, message: str, step: int | None = None) -> None:
-        """A failed save; `step` None: the one under way."""
-        under_way = self._in_flight.save.step if self._in_flight is not None else None
-        step = under_way if step is None else step
-        if step == under_way:  # a late failure of an earlier save leaves the present one under way
-            self._in_flight = None
-        self._failures += 1
-        self._last_failure = message
-        self._warn(message)
-        self._emit(COMMIT_FAILED, step=step, message=message)
-
-    def _raise_if_hopeless(self) -> None:
-        if self._superseded is not None:
-            raise GenerationSuperseded(self._superseded)
-        if self._failures >= _FAILURES_IN_A_ROW:
-            raise CheckpointError(f"{self._failures} saves in a row have failed, the last: {self._last_failure}")
-
-    def _warn(self, message: str) -> None:
-        print(f"checkpoint: WARNING: {message}", file=sys.stderr, flush=True)
+    def _send(self) -> None:
+        """Hand the queued save to the uploader; the layout only where that process does not know it yet."""
+        assert self._queued is not None
+        queued, self._queued = self._queued, None
+        layout = queued.staged.layout
+        known = (self._flights.uploader.running(), layout.number)
+        items = None if known == self._layout_of else [item.to_json() for item in layout.items]
+        self._layout_of = known
+        self._flights.submit(
+            queued.flight,
+            command="save",
+            slab=queued.staged.slab,
+            length=layout.length,
+            layout=layout.number,
+            items=items,
+            common=queued.common,
+            data_key=queued.data_key,
+            retention=self._retention.to_json(),
+            upload={"bytes_per_second": self._bytes_per_second, "deadline_seconds": self._deadline_seconds},
+        )

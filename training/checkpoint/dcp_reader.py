@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,24 +19,34 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
 from infra.store import Store
+from training.checkpoint.chunks import Wanted
 from training.checkpoint.manifest import Manifest, Piece, TensorEntry
-from training.checkpoint.reader import VerifiedObject, read_manifest
+from training.checkpoint.reader import ReadFigures, VerifiedReader, read_manifest
 from training.errors import CorruptCommit
+
+_Finish = Callable[[], None]
 
 
 class CommitReader(StorageReader):
-    """Reads the commit `key` of a job's store; every byte is verified. Also usable with `dcp.load`."""
+    """Reads the commit `key` of a job's store; every byte is verified. Also usable with `dcp.load`.
 
-    def __init__(self, job_store: Store, key: str) -> None:
+    parallel: chunks read at once; None: as suits the store.
+    """
+
+    def __init__(self, job_store: Store, key: str, *, parallel: int | None = None) -> None:
         self.manifest: Manifest = read_manifest(job_store, key)
-        self._objects = [VerifiedObject(job_store, data) for data in self.manifest.data]
+        self._reader = VerifiedReader(job_store, self.manifest.data, parallel=parallel)
 
     @property
-    def bytes_read(self) -> int:
-        return sum(data.bytes_read for data in self._objects)
+    def figures(self) -> ReadFigures:
+        return self._reader.figures
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        return Metadata(state_dict_metadata={name: _storage(e) for name, e in self.manifest.tensors.items()})
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return Metadata(state_dict_metadata={name: _storage(e) for name, e in self.manifest.tensors.items()})
+        return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
         pass
@@ -52,56 +65,84 @@ class CommitReader(StorageReader):
         return False  # a store and a key are needed, one path says too little
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """In the order of the bytes, so that each chunk is fetched once."""
-        requests = [(self._piece(item), item) for item in plan.items]
-        for piece, item in sorted(requests, key=lambda request: (request[0].rank, request[0].start)):
+        """Each chunk that this rank needs is read once; its bytes go where they belong, where that memory is plain."""
+        wanted: list[Wanted] = []
+        finishes: list[_Finish] = []
+        targets = []
+        for item in plan.items:
             target = planner.resolve_tensor(item).detach()
-            target.copy_(self._box(piece, item))
+            targets.append((item, target))
+            piece = self._piece(item)
+            self._want(self.manifest.tensors[item.storage_index.fqn], piece, item, target, wanted, finishes)
+        self._reader.read(wanted)
+        for finish in finishes:
+            finish()
+        for item, target in targets:
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def read_whole(self, name: str) -> torch.Tensor:
-        """One tensor in full, on the CPU."""
-        entry = self.manifest.tensors[name]
-        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        for piece in entry.pieces:
-            box = whole
-            for dimension, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
-                box = box.narrow(dimension, offset, size)
-            box.copy_(self._rows(entry, piece, 0, piece.sizes[0] if piece.sizes else 1))
-        return whole
+    def read_whole(self, *names: str) -> dict[str, torch.Tensor]:
+        """Tensors in full, on the CPU."""
+        found: dict[str, torch.Tensor] = {}
+        wanted: list[Wanted] = []
+        finishes: list[_Finish] = []
+        for name in names:
+            entry = self.manifest.tensors[name]
+            found[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            for piece in entry.pieces:
+                box = found[name]
+                for dimension, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
+                    box = box.narrow(dimension, offset, size)
+                self._want(entry, piece, None, box, wanted, finishes)
+        self._reader.read(wanted)
+        for finish in finishes:
+            finish()
+        return found
 
     def _piece(self, item: ReadItem) -> Piece:
         entry = self.manifest.tensors[item.storage_index.fqn]
         offsets = tuple(item.storage_index.offset)
         return next(piece for piece in entry.pieces if piece.offsets == offsets)
 
-    def _box(self, piece: Piece, item: ReadItem) -> torch.Tensor:
-        """The part of a piece that is asked for; only the rows it spans are read."""
-        entry = self.manifest.tensors[item.storage_index.fqn]
-        if not piece.sizes:
-            return self._rows(entry, piece, 0, 1)
-        box = self._rows(entry, piece, item.storage_offsets[0], item.lengths[0])
-        for dimension in range(1, len(piece.sizes)):
-            box = box.narrow(dimension, item.storage_offsets[dimension], item.lengths[dimension])
-        return box
-
-    def _rows(self, entry: TensorEntry, piece: Piece, first: int, count: int) -> torch.Tensor:
+    def _want(
+        self,
+        entry: TensorEntry,
+        piece: Piece,
+        item: ReadItem | None,
+        target: torch.Tensor,
+        wanted: list[Wanted],
+        finishes: list[_Finish],
+    ) -> None:
+        """The rows of a piece that `item` asks for (None: all of it), straight into `target` or through a copy."""
         dtype = getattr(torch, entry.dtype)
-        row_elements = 1
-        for size in piece.sizes[1:]:
-            row_elements *= size
-        row_bytes = row_elements * dtype.itemsize
-        rows = piece.sizes[0] if piece.sizes else 1
-        if rows * row_bytes != piece.length:
+        sizes = piece.sizes or (1,)  # a number is a row of one
+        if math.prod(sizes) * dtype.itemsize != piece.length:
             raise CorruptCommit(f"a piece of {list(piece.sizes)} {entry.dtype} cannot have {piece.length} bytes")
-        if count * row_bytes == 0:
-            return torch.empty((count, *piece.sizes[1:]), dtype=dtype)
-        data = self._objects[piece.rank].read(piece.start + first * row_bytes, count * row_bytes)
-        tensor = torch.frombuffer(data, dtype=dtype)
-        return tensor.view((count, *piece.sizes[1:]) if piece.sizes else ())
+        offsets, lengths = ((0,) * len(sizes), sizes) if item is None else (item.storage_offsets, item.lengths)
+        offsets, lengths = tuple(offsets) or (0,), tuple(lengths) or (1,)
+        if math.prod(lengths) == 0:
+            return
+        start = piece.start + offsets[0] * math.prod(sizes[1:]) * dtype.itemsize
+        if lengths[1:] == sizes[1:] and (view := _memory(target, dtype)) is not None:
+            wanted.append(Wanted(piece.rank, start, view))
+            return
+        rows = torch.empty((lengths[0], *sizes[1:]), dtype=dtype)
+        box = rows
+        for dimension in range(1, len(sizes)):
+            box = box.narrow(dimension, offsets[dimension], lengths[dimension])
+        view = _memory(rows, dtype)
+        assert view is not None
+        wanted.append(Wanted(piece.rank, start, view))
+        finishes.append(lambda: target.copy_(box.view(target.shape) if target.dim() == 0 else box))
+
+
+def _memory(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview | None:
+    """The tensor's own bytes, where they lie in this process's memory as they lie in the object."""
+    if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
+        return None
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
 def _storage(entry: TensorEntry) -> TensorStorageMetadata:

@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from infra.errors import StoreError
+from infra.errors import StoreError, StoreForbidden, StoreFull, StoreMisconfigured
 from training.errors import CheckpointError
 
 T = TypeVar("T")
+
+# What waiting does not cure; who reads the message can.
+HOPELESS = (StoreForbidden, StoreFull, StoreMisconfigured)
 
 
 class Deadline:
@@ -34,13 +37,21 @@ def pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iter
 
 
 def retried(what: str, operation: Callable[[], T], deadline: Deadline) -> T:
-    """Repeat `operation` while it raises StoreError. Raises CheckpointError naming `what`, the tries and the cause."""
+    """Repeat `operation` while it raises a StoreError that time may cure.
+
+    Raises CheckpointError naming `what`, the tries and the cause.
+    """
     for tries, pause in enumerate(pauses(), start=1):
         try:
             return operation()
         except StoreError as error:
-            if deadline.remaining_seconds <= pause:
-                limit = f"{deadline.seconds:g} s"
-                raise CheckpointError(f"{what}: gave up after {tries} tries within {limit}: {error}") from error
+            if isinstance(error, HOPELESS) or deadline.remaining_seconds <= pause:
+                raise gave_up(what, tries, deadline, error) from error
         time.sleep(pause)
     raise AssertionError("pauses never end")
+
+
+def gave_up(what: str, tries: int, deadline: Deadline, error: StoreError) -> CheckpointError:
+    """The one sentence for a store that did not do what was asked, whatever the reason."""
+    tried = f"{tries} {'try' if tries == 1 else 'tries'} within {deadline.seconds:g} s"
+    return CheckpointError(f"{what}: gave up after {tried}: {error}")

@@ -92,6 +92,9 @@ def open_generation(job_store: Store, *, run: str, attempt: int, parent: str | N
             f"{job_store.uri}: generation {number} was opened twice at once: {key} (this one, withdrawn) and {rivals}; "
             "hint: two launchers work on one job; stop one of them, then start again"
         )
+    if chosen is not None and job_store.head(tombstone_key(chosen.sha256)) is not None:
+        job_store.delete(key)  # who deletes it looks for newer generations after its tombstone: one of both gives way
+        raise CheckpointError(f"{job_store.uri}/{chosen.key}: is being deleted; hint: start again, from another commit")
     return generation
 
 

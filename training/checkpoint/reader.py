@@ -1,12 +1,31 @@
-"""Reads a commit's bytes and believes none of them: each chunk is compared with the sum that the manifest has of it."""
+"""Reads a commit's bytes and believes none of them: each chunk is compared with the sum that the manifest has of it.
+
+A sum covers a whole chunk, so whole chunks are read, even where a rank needs a part only; several at once, each into
+the memory where its bytes belong, and summed there.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
 from infra.errors import ObjectNotFound, StoreError
+from infra.ranges import read_blocks
 from infra.store import Store
-from training.checkpoint.checksum import crc_text
+from training.checkpoint.checksum import digits, sum_of_pieces
+from training.checkpoint.chunks import ChunkRead, Wanted, plan_chunks
+from training.checkpoint.deadline import HOPELESS, Deadline, pauses
 from training.checkpoint.manifest import DataObject, Manifest
 from training.errors import CorruptCommit
+
+_PARALLEL_REMOTE = 8  # a request to a store mostly waits
+_PARALLEL_LOCAL = 2  # a read from the page cache is a copy
+_BLOCK_BYTES = 2**20  # summed while it is still in the processor's cache
+_TRIES = 4
+_PATIENCE_SECONDS = 120.0  # for one chunk, with its tries
 
 
 def read_manifest(store: Store, key: str) -> Manifest:
@@ -17,59 +36,142 @@ def read_manifest(store: Store, key: str) -> Manifest:
         raise CorruptCommit(f"{key}: there is no such commit") from error
 
 
-class VerifiedObject:
-    """Ranges of one data object. `bytes_read` counts what came from the store, repeats included."""
+@dataclass
+class ReadFigures:
+    """What reading took. Seconds are those of all threads together; `bytes` came from the store, repeats included."""
 
-    def __init__(self, store: Store, data: DataObject) -> None:
+    bytes: int = 0
+    download_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    place_seconds: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, count: int, download: float, verify: float, place: float) -> None:
+        with self._lock:
+            self.bytes += count
+            self.download_seconds += download
+            self.verify_seconds += verify
+            self.place_seconds += place
+
+
+class VerifiedReader:
+    """Reads ranges of data objects. parallel: chunks under way at once; None: as suits the store."""
+
+    def __init__(self, store: Store, data: Sequence[DataObject], *, parallel: int | None = None) -> None:
         self._store = store
         self._data = data
-        self._held: tuple[int, bytes] = (-1, b"")  # pieces are read in order: the last chunk often serves the next
-        self.bytes_read = 0
+        local = not data or store.local_path(data[0].key) is not None
+        self._parallel = parallel or (_PARALLEL_LOCAL if local else _PARALLEL_REMOTE)
+        self._local = local
+        self._scratch = threading.local()
+        self.figures = ReadFigures()
 
-    def read(self, start: int, length: int) -> bytearray:
-        """`length` verified bytes from `start`. Raises CorruptCommit; StoreError when the store cannot be read."""
-        end = start + length
-        if end > self._data.size:
-            raise CorruptCommit(f"{self._data.key}: bytes {start} to {end} are beyond its {self._data.size}")
-        result = bytearray(length)
-        size = self._data.chunk_bytes
-        for number in range(start // size, -(-end // size)):
-            chunk, base = self.chunk(number), number * size
-            low, high = max(start, base), min(end, base + len(chunk))
-            result[low - start : high - start] = memoryview(chunk)[low - base : high - base]
-        return result
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Fill what is wanted with verified bytes.
 
-    def chunk(self, number: int) -> bytes:
-        """A whole verified chunk. A bad one is fetched once more: it may have been hurt on the way only."""
-        if self._held[0] == number:
-            return self._held[1]
+        Raises CorruptCommit; StoreError when the store cannot be read, which says nothing of the commit. What was
+        wanted is then not to be used.
+        """
+        for outcome in self._run(plan_chunks(wanted, self._data), stop_at_first=True):
+            if outcome is not None:
+                raise outcome
+
+    def problems(self) -> Iterator[CorruptCommit]:
+        """Every bad chunk of all objects; nothing is kept. Raises StoreError."""
+        chunks = [
+            ChunkRead(number, place, base, min(data.chunk_bytes, data.size - base), ())
+            for number, data in enumerate(self._data)
+            for place, base in enumerate(range(0, data.size, data.chunk_bytes))
+        ]
+        for outcome in self._run(chunks, stop_at_first=False):
+            if isinstance(outcome, CorruptCommit):
+                yield outcome
+            elif outcome is not None:
+                raise outcome
+
+    def _run(self, chunks: Sequence[ChunkRead], *, stop_at_first: bool) -> Iterator[BaseException | None]:
+        if not chunks:
+            return
+        with ThreadPoolExecutor(min(self._parallel, len(chunks)), thread_name_prefix="read") as pool:
+            futures: list[Future[None]] = [pool.submit(self._read_chunk, chunk) for chunk in chunks]
+            try:
+                if stop_at_first:
+                    wait(futures, return_when=FIRST_EXCEPTION)
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    futures = [future for future in futures if not future.cancelled()]
+                for future in futures:
+                    yield future.exception()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read_chunk(self, chunk: ChunkRead) -> None:
+        """A bad one is fetched once more: it may have been hurt on the way only."""
+        data = self._data[chunk.object]
+        stated = data.chunks[chunk.number]
         for last_try in (False, True):
-            data = self._fetch(number)
-            actual, stated = crc_text(data), self._data.chunks[number]
+            actual = digits(self._fetch(data, chunk))
             if actual == stated:
-                self._held = (number, data)
-                return data
+                return
             if last_try:
                 raise CorruptCommit(
-                    f"{self._data.key}: chunk {number} has CRC64NVME {actual}, saved was {stated} (fetched twice)"
+                    f"{data.key}: chunk {chunk.number} has CRC64NVME {actual}, saved was {stated} (fetched twice)"
                 )
-        raise AssertionError("unreachable")
 
-    def _fetch(self, number: int) -> bytes:
-        start = number * self._data.chunk_bytes
-        length = min(self._data.chunk_bytes, self._data.size - start)
-        try:
-            data = self._store.get_range(self._data.key, start, length)
-        except StoreError as error:
-            raise self._judged(error) from error
-        self.bytes_read += length
-        return data
+    def _fetch(self, data: DataObject, chunk: ChunkRead) -> int:
+        """The bytes where they belong, and their sum. A store in trouble is asked again for a while."""
+        deadline = Deadline(_PATIENCE_SECONDS)
+        for tries, pause in enumerate(pauses(first_seconds=0.05), start=1):
+            try:
+                return self._fetch_local(data, chunk) if self._local else self._fetch_remote(data, chunk)
+            except StoreError as error:
+                found = self._judged(data, error)
+                if found is not error or isinstance(error, HOPELESS) or tries == _TRIES:
+                    raise found from error
+                if deadline.remaining_seconds <= pause:
+                    raise
+            time.sleep(pause)
+        raise AssertionError("pauses never end")
 
-    def _judged(self, error: StoreError) -> Exception:
+    def _fetch_local(self, data: DataObject, chunk: ChunkRead) -> int:
+        gap = self._gap(chunk.length)
+        buffers = chunk.buffers(gap) if chunk.disjoint else [gap]
+        download = verify = 0.0
+        value, mark = 0, time.perf_counter()
+        for block in read_blocks(self._store, data.key, chunk.start, buffers, block_bytes=_BLOCK_BYTES):
+            read = time.perf_counter()
+            value = sum_of_pieces(block, value)
+            summed = time.perf_counter()
+            download, verify, mark = download + read - mark, verify + summed - read, summed
+        if not chunk.disjoint:
+            chunk.place(gap)
+        self.figures.add(chunk.length, download, verify, time.perf_counter() - mark)
+        return value
+
+    def _fetch_remote(self, data: DataObject, chunk: ChunkRead) -> int:
+        began = time.perf_counter()
+        received = memoryview(self._store.get_range(data.key, chunk.start, chunk.length))
+        read = time.perf_counter()
+        value = sum_of_pieces([received])
+        summed = time.perf_counter()
+        chunk.place(received)
+        self.figures.add(chunk.length, read - began, summed - read, time.perf_counter() - summed)
+        return value
+
+    def _judged(self, data: DataObject, error: StoreError) -> Exception:
         """Missing or truncated is corruption; a store that does not answer is not."""
-        meta = self._store.head(self._data.key)
+        try:
+            meta = self._store.head(data.key)
+        except StoreError:
+            return error
         if meta is None:
-            return CorruptCommit(f"{self._data.key}: there is no such object")
-        if meta.size != self._data.size:
-            return CorruptCommit(f"{self._data.key}: has {meta.size} bytes, {self._data.size} were saved: truncated")
+            return CorruptCommit(f"{data.key}: there is no such object")
+        if meta.size != data.size:
+            return CorruptCommit(f"{data.key}: has {meta.size} bytes, {data.size} were saved: truncated")
         return error
+
+    def _gap(self, length: int) -> memoryview:
+        """Memory of this thread's own for what nobody wants."""
+        held: memoryview | None = getattr(self._scratch, "view", None)
+        if held is None or len(held) < length:
+            held = self._scratch.view = memoryview(bytearray(length))
+        return held[:length]

@@ -20,6 +20,7 @@ from training.checkpoint.checksum import seal
 from training.checkpoint.dcp_reader import CommitReader
 from training.checkpoint.lineage import CommitRef
 from training.checkpoint.manifest import VERSION
+from training.checkpoint.reader import read_manifest
 from training.checkpoint.rng import reseed_rng, restore_rng, rng_name
 from training.checkpoint.state import apply_settings, prepare_for_loading
 from training.errors import CheckpointError, CommitMismatch, CorruptCommit, MisplacedCommit
@@ -29,10 +30,40 @@ _SOUND, _CORRUPT, _MISPLACED, _MISMATCH, _ERROR = "sound", "corrupt", "misplaced
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restored:
-    """What was restored. The fields are the same on all ranks, but for bytes_read and seconds (this rank's).
+class Rejected:
+    """A commit that was passed over since it is damaged. extra: what it carried, None when nobody can read it."""
 
-    rng: "restored" bit for bit, or "reseeded from the commit" when the world size differs. rejected: (key, reason).
+    key: str
+    reason: str
+    extra: dict[str, Any] | None = None
+
+    @property
+    def step(self) -> int:
+        return CommitRef.from_key(self.key).step
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreSeconds:
+    """Where the time of one rank's restore went. They add up to `Restored.seconds`.
+
+    list: manifests, and what was tried in vain. download, verify, load: of the bytes, from the store, against their
+    sums, into the memory of model and optimizer; these go on at once in several threads, and the time by the clock is
+    divided in the proportion of the threads' seconds. agree: waiting for the other ranks' verdict.
+    """
+
+    list: float
+    download: float
+    verify: float
+    load: float
+    agree: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What was restored. The fields are the same on all ranks, but for bytes_read, seconds and split (this rank's).
+
+    rng: "restored" bit for bit, or "reseeded from the commit" when it has none for this world size. rejected: newest
+    first.
     """
 
     step: int
@@ -42,7 +73,8 @@ class Restored:
     world_size: int
     bytes_read: int
     seconds: float
-    rejected: list[tuple[str, str]] = field(default_factory=list)
+    split: RestoreSeconds
+    rejected: list[Rejected] = field(default_factory=list)
 
 
 def restore_newest(
@@ -53,12 +85,15 @@ def restore_newest(
     Model and optimizer are filled in place; when an exception leaves this function they are not to be used.
     """
     began = time.monotonic()
-    rejected: list[tuple[str, str]] = []
+    rejected: list[Rejected] = []
     for key in candidates:
+        attempted = time.monotonic()
         loaded, verdict = _attempt(store, key, model, optimizer, rank, world_size)
+        judged = time.monotonic()
         kind, reason = _agree(verdict, rank, world_size)
+        agree = time.monotonic() - judged
         if kind in (_CORRUPT, _MISPLACED):
-            rejected.append((key, reason))
+            rejected.append(Rejected(key=key, reason=reason, extra=_extra(store, key)))
             if rank == 0:
                 _report(store, key, reason, quarantine=kind == _CORRUPT)
             continue
@@ -66,9 +101,23 @@ def restore_newest(
             raise CommitMismatch(f"{key}: {reason}")
         if kind == _ERROR or loaded is None:
             raise CheckpointError(f"{key} could not be read, which says nothing of the commit itself: {reason}")
-        return _finish(loaded, key, model, optimizer, rank, world_size, rejected, began)
+        rng = _finish(loaded, key, model, optimizer, rank)
+        if rejected and rank == 0:
+            _report_loss(rejected, key)
+        manifest, total = loaded.reader.manifest, time.monotonic() - began
+        return Restored(
+            step=manifest.save.step,
+            extra=manifest.common["extra"],
+            key=key,
+            rng=rng,
+            world_size=manifest.save.world_size,
+            bytes_read=loaded.reader.figures.bytes,
+            seconds=total,
+            split=_split(loaded, before=attempted - began, agree=agree, total=total),
+            rejected=rejected,
+        )
     if rejected:
-        reasons = "; ".join(f"{key}: {reason}" for key, reason in rejected)
+        reasons = "; ".join(f"{bad.key}: {bad.reason}" for bad in rejected)
         raise CheckpointError(f"{store.uri}: none of {len(rejected)} commits verifies: {reasons}")
     return None
 
@@ -77,6 +126,8 @@ def restore_newest(
 class _Loaded:
     reader: CommitReader
     rng: dict[str, Tensor]
+    manifest_seconds: float
+    read_seconds: float
 
 
 def _attempt(
@@ -84,7 +135,9 @@ def _attempt(
 ) -> tuple[_Loaded | None, tuple[str, str]]:
     """Load this rank's part. Every exception becomes a verdict: a rank that left would hold up the others."""
     try:
+        began = time.monotonic()
         reader = CommitReader(store, key)
+        manifest_seconds = time.monotonic() - began
         targets = prepare_for_loading(reader.manifest, model, optimizer)
         rng = {}
         if reader.manifest.save.world_size == world_size:
@@ -94,8 +147,9 @@ def _attempt(
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({**targets, **rng}, reader.read_metadata(), True)
         plan = planner.finish_plan(planner.create_local_plan())
+        began = time.monotonic()
         reader.read_data(plan, planner).wait()
-        return _Loaded(reader, rng), (_SOUND, "")
+        return _Loaded(reader, rng, manifest_seconds, time.monotonic() - began), (_SOUND, "")
     except MisplacedCommit as error:
         return None, (_MISPLACED, str(error))
     except CorruptCommit as error:
@@ -132,41 +186,51 @@ def _report(store: Store, key: str, reason: str, *, quarantine: bool) -> None:
     where = quarantine_key(CommitRef.from_key(key).sha256)
     print(
         f"checkpoint: ERROR: {store.uri}/{key} is damaged and will not be used: {reason}\n"
-        f"checkpoint: {f'quarantined in {where}; ' if quarantine else ''}going back to the commit before it",
+        f"checkpoint: {f'to be quarantined in {where}; ' if quarantine else ''}going back to the commit before it",
         file=sys.stderr,
         flush=True,
     )
-    if quarantine:
+    if not quarantine:
+        return
+    try:
         store.put(where, seal({"version": VERSION, "key": key, "reason": reason, "t_wall": time.time()}))
+    except InfraError as error:  # the other ranks go on to the next commit, and so must this one
+        print(f"checkpoint: WARNING: {where} could not be written: {error}", file=sys.stderr, flush=True)
 
 
-def _finish(
-    loaded: _Loaded,
-    key: str,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    rank: int,
-    world_size: int,
-    rejected: list[tuple[str, str]],
-    began: float,
-) -> Restored:
-    manifest = loaded.reader.manifest
-    settings = manifest.common["optimizer"]
+def _extra(store: Store, key: str) -> dict[str, Any] | None:
+    """What a damaged commit carried, to tell what is lost with it; its manifest is often sound."""
+    try:
+        return read_manifest(store, key).common["extra"]
+    except (CheckpointError, InfraError, KeyError):
+        return None
+
+
+def _report_loss(rejected: list[Rejected], key: str) -> None:
+    lost, left = rejected[0].step, CommitRef.from_key(key).step
+    print(
+        f"checkpoint: {lost - left} committed steps are lost: from {lost} back to {left}", file=sys.stderr, flush=True
+    )
+
+
+def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int) -> str:
+    """Settings and random states; returns what became of the latter."""
+    settings = loaded.reader.manifest.common["optimizer"]
     if optimizer is not None and settings is not None:
         apply_settings(settings, model, optimizer)
-    if manifest.save.world_size == world_size:
+    if loaded.rng:
         restore_rng(rank, loaded.rng)
-        rng = "restored"
-    else:
-        reseed_rng(CommitRef.from_key(key).sha256, rank)
-        rng = "reseeded from the commit"
-    return Restored(
-        step=manifest.save.step,
-        extra=manifest.common["extra"],
-        key=key,
-        rng=rng,
-        world_size=manifest.save.world_size,
-        bytes_read=loaded.reader.bytes_read,
-        seconds=time.monotonic() - began,
-        rejected=rejected,
-    )
+        return "restored"
+    reseed_rng(CommitRef.from_key(key).sha256, rank)
+    return "reseeded from the commit"
+
+
+def _split(loaded: _Loaded, *, before: float, agree: float, total: float) -> RestoreSeconds:
+    """before: seconds until this commit was tried. What is neither listing, download, verifying nor waiting is load."""
+    figures = loaded.reader.figures
+    threads = figures.download_seconds + figures.verify_seconds + figures.place_seconds
+    share = loaded.read_seconds / threads if threads else 0.0
+    listing = before + loaded.manifest_seconds
+    download, verify = share * figures.download_seconds, share * figures.verify_seconds
+    load = total - listing - download - verify - agree
+    return RestoreSeconds(list=listing, download=download, verify=verify, load=load, agree=agree)

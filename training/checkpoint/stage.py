@@ -1,90 +1,94 @@
 """Copies a rank's pieces into shared memory: the only time that training waits for a save.
 
-Two slabs, allocated once with their pages present and used in turn: one is staged while the other is still uploaded.
-They are anonymous files (memfd), so that the uploader inherits them by number, nothing has a name that could be left
-behind, and the limit of /dev/shm does not apply.
+Two slabs, used in turn: one is staged while the other is still uploaded. From a CPU the copy is done when `stage`
+returns. From a CUDA device it is queued on a stream of its own into page-locked memory, beside the next forward and
+backward; `finish` has to be called before the optimizer changes what is being copied. (Of that, nothing has been
+verified on a device yet.)
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import sys
-import tempfile
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from training.checkpoint.manifest import ALIGNMENT, Item
-from training.checkpoint.shards import Shard
+from training.checkpoint.plan import Layout
+from training.checkpoint.slabs import Slab
 from training.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class Staged:
-    """What lies in slab number `slab`: `length` bytes, made of `items`."""
+    """What lies in slab number `slab`, or is on its way there while `copied` is not None."""
 
     slab: int
-    length: int
-    items: list[Item]
+    layout: Layout
+    copied: torch.cuda.Event | None = None
 
 
-class Slabs:
-    """Two buffers of shared memory; `descriptors` are for the uploader to inherit."""
+class Stage:
+    """Two slabs and the views into them; `descriptors` are for the uploader to inherit."""
 
     def __init__(self) -> None:
         if sys.byteorder != "little":
             raise CheckpointError("checkpoints are little-endian bytes as they lie in memory; this machine is not")
-        self.descriptors = [_anonymous_file(f"ebbflow-slab-{number}") for number in range(2)]
-        self._maps: list[mmap.mmap | None] = [None, None]
-        self._views: list[Tensor | None] = [None, None]
+        self._slabs = [Slab(f"ebbflow-slab-{number}") for number in range(2)]
+        self.descriptors = [slab.descriptor for slab in self._slabs]
+        self._targets: list[tuple[int, list[Tensor]]] = [(-1, []), (-1, [])]  # number of the layout, views
         self._next = 0
+        self._stream: torch.cuda.Stream | None = None
 
-    def stage(self, shards: list[Shard]) -> Staged:
-        """Copy the shards into the slab whose turn it is. The caller sees to it that nobody reads that slab."""
-        slab, self._next = self._next, 1 - self._next
-        items: list[Item] = []
-        end = 0
-        for shard in shards:
-            start = -(-end // ALIGNMENT) * ALIGNMENT
-            length = shard.local.numel() * shard.local.dtype.itemsize
-            end = start + length
-            dtype = str(shard.local.dtype).removeprefix("torch.")
-            boxes = {"shape": shard.shape, "offsets": shard.offsets, "sizes": shard.sizes}
-            items.append(Item(name=shard.name, dtype=dtype, start=start, length=length, **boxes))
-        view = self._view(slab, end)
-        for item, shard in zip(items, shards, strict=True):
-            target = view[item.start : item.start + item.length].view(shard.local.dtype).view(item.sizes)
-            target.copy_(shard.local)
-        return Staged(slab, end, items)
+    def prepare(self, length: int) -> None:
+        """Make room for `length` bytes in both slabs, in the background."""
+        for slab in self._slabs:
+            slab.prepare(length)
+
+    def stage(self, sources: list[Tensor], layout: Layout) -> Staged:
+        """Copy into the slab whose turn it is. The caller sees to it that nobody reads that slab."""
+        number, self._next = self._next, 1 - self._next
+        targets = self._views(number, layout)
+        on_device = [index for index, source in enumerate(sources) if source.is_cuda]
+        if not on_device:
+            torch._foreach_copy_(targets, sources)
+            return Staged(number, layout)
+        return Staged(number, layout, self._copy_from_device(number, targets, sources, on_device))
 
     def close(self) -> None:
         """Give the memory back, once the uploader has ended too."""
-        self._views = [None, None]
-        self._maps = [None, None]
-        for descriptor in self.descriptors:
-            os.close(descriptor)
+        self._targets = [(-1, []), (-1, [])]
+        for slab in self._slabs:
+            slab.close()
         self.descriptors = []
 
-    def _view(self, slab: int, length: int) -> Tensor:
-        """The slab as uint8, grown when needed. Pages are made present at once, or the first copy would fault each."""
-        current = self._views[slab]
-        if current is None or current.numel() < length:
-            size = -(-max(length, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._views[slab] = self._maps[slab] = None
-            os.ftruncate(self.descriptors[slab], size)
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            mapping = mmap.mmap(self.descriptors[slab], size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
-            self._maps[slab] = mapping
-            self._views[slab] = torch.frombuffer(mapping, dtype=torch.uint8)
-        view = self._views[slab]
-        assert view is not None
-        return view
+    def _views(self, number: int, layout: Layout) -> list[Tensor]:
+        known, targets = self._targets[number]
+        if known == layout.number:
+            return targets
+        self._targets[number] = (-1, [])  # no view may hold on to memory that is about to be replaced
+        whole = self._slabs[number].view(layout.length)
+        targets = [
+            whole[item.start : item.start + item.length].view(getattr(torch, item.dtype)).view(item.sizes)
+            for item in layout.items
+        ]
+        self._targets[number] = (layout.number, targets)
+        return targets
 
-
-def _anonymous_file(name: str) -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
-    with tempfile.TemporaryFile() as file:  # no memfd outside Linux: an unlinked file serves
-        return os.dup(file.fileno())
+    def _copy_from_device(
+        self, number: int, targets: list[Tensor], sources: list[Tensor], on_device: list[int]
+    ) -> torch.cuda.Event:
+        self._slabs[number].pin()
+        device = sources[on_device[0]].device
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        queued = set(on_device)
+        with torch.cuda.stream(self._stream):
+            for index in on_device:
+                targets[index].copy_(sources[index], non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
+            if index not in queued:
+                target.copy_(source)
+        return copied

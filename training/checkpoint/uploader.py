@@ -4,11 +4,13 @@
 
 It is started, not forked, imports no torch, and takes one JSON command per line:
 
-    {"command": "save",  "slab", "length", "items", "common", "save", "data_key", "seconds", "keep_last"}
+    {"command": "save",  "slab", "length", "layout", "items", "common", "save", "data_key", "seconds",
+                         "retention", "upload": {"bytes_per_second", "deadline_seconds"}}
     {"command": "await", "save", "seconds"}       until that save is committed, by whomever
+    {"command": "hurry"}                          lift the cap on bandwidth, of the save under way too
     {"command": "finish"}                         end after what was asked before
 
-Answers, one JSON line each: uploaded, committed, failed, superseded, retention_failed.
+Answers, one JSON line each: uploaded, committed, failed, superseded, no_room, retention_failed.
 
 Its end: at once with its parent's (the kernel kills it, and the command pipe closes). SIGINT, SIGTERM and SIGHUP are
 ignored: they reach the whole process group on Ctrl-C or a drain, just when the trainer needs its last save carried.
@@ -17,27 +19,33 @@ ignored: they reach the whole process group on Ctrl-C or a drain, just when the 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
-import queue
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections import deque
 from typing import Any
 
-from infra.errors import InfraError, StoreError
+from infra.errors import InfraError, StoreFull
 from infra.layout import index_key
+from infra.multipart import Throttle, open_sink
 from infra.process import die_with_parent
 from infra.store import Store
-from training.checkpoint.checksum import CHUNK_BYTES, chunk_sums
-from training.checkpoint.commit import Attempt, await_commit, try_commit
+from training.checkpoint.commit import Attempt, await_commit, put_settled, stand_by
 from training.checkpoint.deadline import Deadline, retried
 from training.checkpoint.manifest import DataObject, Item, RankIndex, Save
-from training.checkpoint.retention import Retention
+from training.checkpoint.parts import PartSettings, PartUploader
+from training.checkpoint.retention import Retention, RetentionPolicy
 from training.errors import GenerationSuperseded, TrainingError
 
 _LONGEST_REQUEST_SECONDS = 60.0
+_NICENESS = 10
+_DATA_SHARE = 0.9
+_SWEEP_EVERY_SECONDS, _SWEEP_SECONDS = 600.0, 20.0
+_YOUNGEST_SWEPT_SECONDS = 900.0  # another generation's save may have been given more time than ours
 
 
 def main(argv: list[str]) -> int:
@@ -46,10 +54,10 @@ def main(argv: list[str]) -> int:
     die_with_parent(int(parent_pid))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    uploader = Uploader(store_uri, int(rank), [int(fd) for fd in slabs])
-    for command in _commands():
-        if command["command"] == "finish":
-            break
+    os.nice(_NICENESS)  # training has the cores first
+    commands = Commands()
+    uploader = Uploader(store_uri, int(rank), [int(fd) for fd in slabs], commands)
+    while (command := commands.next())["command"] != "finish":
         uploader.serve(command)
     return 0
 
@@ -57,12 +65,17 @@ def main(argv: list[str]) -> int:
 class Uploader:
     """Serves one command after the other; every failure becomes an answer."""
 
-    def __init__(self, store_uri: str, rank: int, slabs: list[int]) -> None:
+    def __init__(self, store_uri: str, rank: int, slabs: list[int], commands: Commands) -> None:
         self._store_uri = store_uri
         self._rank = rank
-        self._slabs = slabs
+        self._slabs = [_Slab(descriptor) for descriptor in slabs]
+        self._commands = commands
         self._store: Store | None = None
+        self._parts: PartUploader | None = None
+        self._throttle = commands.throttle
         self._retention: Retention | None = None
+        self._layout, self._items = 0, ()
+        self._swept_at = -math.inf
 
     def serve(self, command: dict[str, Any]) -> None:
         save = Save(**command["save"])
@@ -70,12 +83,12 @@ class Uploader:
         try:
             store = self._opened(deadline)
             if command["command"] == "await":
-                _committed(save, await_commit(store, save, deadline))
+                _committed(save, await_commit(store, save, deadline, foreign_first=True))
             else:
-                self._save(store, save, command, deadline)
+                self._save_in_room(store, save, command, deadline)
         except (TrainingError, InfraError, OSError, ValueError) as error:
-            message = f"rank {self._rank}: {error}"
-            _answer("failed", save=save, message=message)
+            cause = type(error.__cause__ or error).__name__
+            _answer("failed", save=save, message=f"rank {self._rank}: {error}", cause=cause)
 
     def _opened(self, deadline: Deadline) -> Store:
         """One store, and its connections, for all saves. A request can fail and be tried again within a deadline."""
@@ -84,52 +97,125 @@ class Uploader:
             self._store = Store.open(self._store_uri, request_timeout_seconds=limit)
         return self._store
 
+    def _save_in_room(self, store: Store, save: Save, command: dict[str, Any], deadline: Deadline) -> None:
+        try:
+            self._save(store, save, command, deadline)
+        except TrainingError as error:
+            if not isinstance(error.__cause__, StoreFull):
+                raise
+            self._make_room(store, save, command, error)
+            self._save(store, save, command, deadline)
+
     def _save(self, store: Store, save: Save, command: dict[str, Any], deadline: Deadline) -> None:
+        began, cpu_began = time.monotonic(), time.process_time()
         data = self._upload(store, command, deadline)
-        items = tuple(Item.from_json(row) for row in command["items"])
+        items = self._items_of(command)
         index = RankIndex(save=save, rank=self._rank, data=data, items=items, common=command["common"])
         key, raw = index_key(save.generation, save.step, self._rank), index.to_bytes()
-        retried(f"put {key}", lambda: store.put(key, raw), deadline)
-        _answer("uploaded", save=save, bytes=data.size)
+        retried(f"put {key}", lambda: put_settled(store, key, raw), deadline)
+        seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
+        _answer("uploaded", save=save, bytes=data.size, seconds=seconds, cpu_seconds=cpu_seconds)
         if self._rank == 0:
             _committed(save, await_commit(store, save, deadline))
-            self._retain(store, save, command["keep_last"])
+            self._retain(store, save, command["retention"])
+            self._sweep(save, command["upload"]["deadline_seconds"])
         else:
-            self._commit_if_last(store, save)
+            stand_by(store, save, self._rank, deadline, self._commands.wait)
+
+    def _items_of(self, command: dict[str, Any]) -> tuple[Item, ...]:
+        """They are sent once for each layout; "items" is null while it stays the same."""
+        if command["items"] is not None:
+            self._layout, self._items = command["layout"], tuple(Item.from_json(row) for row in command["items"])
+        if command["layout"] != self._layout:
+            raise ValueError(f"layout {command['layout']} of the save is not known to this process")
+        return self._items
 
     def _upload(self, store: Store, command: dict[str, Any], deadline: Deadline) -> DataObject:
-        """Checksums first, then the bytes as they were summed, then a look whether all of them arrived."""
-        key, length = command["data_key"], command["length"]
-        with mmap.mmap(self._slabs[command["slab"]], max(length, 1), mmap.MAP_SHARED, mmap.PROT_READ) as slab:
-            view = memoryview(slab)[:length]
-            try:
-                chunks, whole = chunk_sums(view)
-                retried(f"put {key}", lambda: store.put(key, view), deadline)
-            finally:
-                view.release()
-        meta = retried(f"head {key}", lambda: store.head(key), deadline)
-        if meta is None or meta.size != length:
-            raise StoreError(f"{store.uri}/{key}: {meta.size if meta else 'no'} bytes arrived of {length}")
-        sums = {"crc64nvme": whole, "chunk_bytes": CHUNK_BYTES, "chunks": tuple(chunks)}
-        return DataObject(key=key, size=length, **sums)
-
-    def _commit_if_last(self, store: Store, save: Save) -> None:
-        """One look; if others are missing it falls to a later one, at the latest to rank 0's uploader."""
+        """Within nine tenths of the time: the rest is for the index and the commit."""
+        self._throttle.bytes_per_second = None if self._commands.hurried else command["upload"]["bytes_per_second"]
+        if self._parts is None:
+            self._parts = PartUploader(open_sink(store.uri, self._throttle), PartSettings(), self._throttle)
+        view = self._slabs[command["slab"]].view(command["length"])
         try:
-            attempt = try_commit(store, save)
-        except StoreError:
-            return
-        if attempt.commit is not None:
-            _committed(save, attempt)
+            return self._parts.upload(command["data_key"], view, Deadline(_DATA_SHARE * deadline.remaining_seconds))
+        finally:
+            view.release()
 
-    def _retain(self, store: Store, save: Save, keep_last: int) -> None:
+    def _retain(self, store: Store, save: Save, policy: dict[str, Any]) -> None:
         try:
-            self._retention = self._retention or Retention(keep_last)
-            self._retention.run(store, save)
+            self._keeper(policy).run(store, save)
         except GenerationSuperseded as error:
             _answer("superseded", save=save, message=str(error))
         except (TrainingError, InfraError) as error:
             _answer("retention_failed", save=save, message=f"rank {self._rank}: {error}")
+
+    def _keeper(self, policy: dict[str, Any]) -> Retention:
+        self._retention = self._retention or Retention(RetentionPolicy.from_json(policy))
+        return self._retention
+
+    def _make_room(self, store: Store, save: Save, command: dict[str, Any], full: BaseException) -> None:
+        """The store is full: what need not be kept goes before the save is tried again."""
+        keeper, limit = self._keeper(command["retention"]), command["upload"]["deadline_seconds"]
+        deleted = keeper.make_room(store, save, deadline_seconds=limit)
+        steps = ", ".join(str(ref.step) for ref in deleted) or "none"
+        _answer("no_room", save=save, message=f"rank {self._rank}: {full}; commits deleted to make room: {steps}")
+
+    def _sweep(self, save: Save, deadline_seconds: float) -> None:
+        """Uploads that nobody can still be at: no save outlives its deadline."""
+        if self._parts is None or time.monotonic() < self._swept_at + _SWEEP_EVERY_SECONDS:
+            return
+        self._swept_at = time.monotonic()
+        older = max(2 * deadline_seconds, _YOUNGEST_SWEPT_SECONDS)
+        try:
+            self._parts.sweep("data/", older_than_seconds=older, seconds=_SWEEP_SECONDS)
+        except (InfraError, OSError) as error:
+            _answer("retention_failed", save=save, message=f"rank {self._rank}: sweep of unfinished uploads: {error}")
+
+
+class Commands:
+    """Commands from the pipe. A thread reads it, so that its end, the parent's, is noticed in mid-upload too."""
+
+    def __init__(self) -> None:
+        self.throttle = Throttle()
+        self.hurried = False
+        self._lines: deque[str] = deque()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._read, name="commands", daemon=True).start()
+
+    def next(self) -> dict[str, Any]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._lines)
+            return json.loads(self._lines.popleft())
+
+    def wait(self, seconds: float) -> bool:
+        """Until a command has come, but not longer. Returns whether there is one."""
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self._lines, seconds))
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            if json.loads(line)["command"] == "hurry":
+                self.hurried, self.throttle.bytes_per_second = True, None
+                continue
+            with self._changed:
+                self._lines.append(line)
+                self._changed.notify_all()
+        os._exit(0)
+
+
+class _Slab:
+    """The trainer's memory, mapped once and again when it has grown."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._map: mmap.mmap | None = None
+
+    def view(self, length: int) -> memoryview:
+        if self._map is None or len(self._map) < length:
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            size = os.fstat(self._descriptor).st_size
+            self._map = mmap.mmap(self._descriptor, max(size, 1), flags, mmap.PROT_READ)
+        return memoryview(self._map)[:length]
 
 
 def _committed(save: Save, attempt: Attempt) -> None:
@@ -139,20 +225,6 @@ def _committed(save: Save, attempt: Attempt) -> None:
 
 def _answer(event: str, *, save: Save, **data: Any) -> None:
     print(json.dumps({"event": event, "step": save.step, **data}), flush=True)
-
-
-def _commands() -> Iterator[dict[str, Any]]:
-    """Commands from the pipe. A thread reads it, so that its end, the parent's, is noticed in mid-upload too."""
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in sys.stdin:
-            lines.put(line)
-        os._exit(0)
-
-    threading.Thread(target=read, name="commands", daemon=True).start()
-    while True:
-        yield json.loads(lines.get())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -48,10 +49,21 @@ class UploaderClient:
         self._answers = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(self._process, self._answers), name="uploader", daemon=True).start()
 
-    def ask(self, command: dict[str, Any]) -> None:
-        """Send a command; a process that has died is first started again."""
+    def running(self) -> int | None:
+        """Its process id; one that has died is started again."""
         if self._process is None or self._process.poll() is not None:
             self.start()
+        return self.pid
+
+    def tell(self, command: dict[str, Any]) -> None:
+        """Send a command that may as well be lost with the process."""
+        with contextlib.suppress(OSError):
+            if self._process is not None:
+                self._write(command)
+
+    def ask(self, command: dict[str, Any]) -> None:
+        """Send a command; a process that has died is first started again."""
+        self.running()
         try:
             self._write(command)
         except OSError:  # it died between the look and the write

@@ -9,8 +9,8 @@ from infra.layout import data_key, data_prefix, index_key, index_prefix
 from infra.store import Store
 from training.checkpoint.checksum import sha256_text
 from training.checkpoint.manifest import Manifest
-from training.checkpoint.reader import VerifiedObject, read_manifest
-from training.errors import CheckpointError, CorruptCommit
+from training.checkpoint.reader import VerifiedReader, read_manifest
+from training.errors import CheckpointError
 
 
 def verify_commit(store: Store, key: str) -> list[str]:
@@ -47,6 +47,7 @@ def _index_problems(store: Store, manifest: Manifest) -> Iterator[str]:
 
 def _data_problems(store: Store, manifest: Manifest) -> Iterator[str]:
     save = manifest.save
+    whole = []
     for rank, data in enumerate(manifest.data):
         if data.key != data_key(save.generation, save.step, rank):
             yield f"{data.key}: is not the place of rank {rank} of this commit"
@@ -54,12 +55,12 @@ def _data_problems(store: Store, manifest: Manifest) -> Iterator[str]:
         if meta is None or meta.size != data.size:
             yield f"{data.key}: {f'{meta.size} bytes' if meta else 'no such object'}, {data.size} bytes were saved"
             continue
-        verified = VerifiedObject(store, data)
-        for number in range(len(data.chunks)):
-            try:
-                verified.chunk(number)
-            except CorruptCommit as error:
-                yield str(error)
+        if len(data.chunks) != -(-data.size // data.chunk_bytes):
+            yield f"{data.key}: {len(data.chunks)} sums for {data.size} bytes in chunks of {data.chunk_bytes}"
+            continue
+        whole.append(data)
+    for problem in VerifiedReader(store, whole).problems():
+        yield str(problem)
     yield from _extra(store, data_prefix(save.generation, save.step), [data.key for data in manifest.data])
 
 

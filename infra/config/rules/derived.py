@@ -78,6 +78,7 @@ DERIVED = (
         bottom=("checkpoint.interval_steps",),
         why="an interruption loses everything",
         spare=4,
+        applies=lambda config: config.checkpoint.interval == "steps",
     ),
     Derived(
         name="copies of the model",

@@ -1,0 +1,70 @@
+"""Ranges of a local file, read straight into memory that is already there: no copy between, and the GIL is free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from infra.errors import ObjectNotFound, StoreError
+from infra.store import Store
+
+_MOST_BUFFERS = 1024  # of one preadv, by POSIX
+
+
+def read_blocks(
+    store: Store, key: str, start: int, buffers: Sequence[memoryview], *, block_bytes: int
+) -> Iterator[list[memoryview]]:
+    """Fill the buffers, one after the other, with the bytes of `key` from `start` on; yields what has been filled.
+
+    In blocks of `block_bytes`, so that who sums them finds them in the cache. The store is a local one. Raises
+    ObjectNotFound, and StoreError naming what is missing when the object is shorter.
+    """
+    path = store.local_path(key)
+    if path is None:
+        raise StoreError(f"get {store.uri}/{key}: only a local store is read into memory")
+    what = f"get {store.uri}/{key}"
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise ObjectNotFound(f"{what}: no such object") from error
+    except OSError as error:
+        raise StoreError(f"{what}: {error}") from error
+    try:
+        for block in _blocks(buffers, block_bytes):
+            start += _fill(descriptor, start, block, what)
+            yield block
+    finally:
+        os.close(descriptor)
+
+
+def _blocks(buffers: Sequence[memoryview], block_bytes: int) -> Iterator[list[memoryview]]:
+    block: list[memoryview] = []
+    room = block_bytes
+    for buffer in buffers:
+        while len(buffer):
+            block.append(buffer[:room])
+            room -= len(block[-1])
+            buffer = buffer[len(block[-1]) :]
+            if room == 0 or len(block) == _MOST_BUFFERS:
+                yield block
+                block, room = [], block_bytes
+    if block:
+        yield block
+
+
+def _fill(descriptor: int, start: int, block: list[memoryview], what: str) -> int:
+    left, at = block, start
+    while left:
+        try:
+            count = os.preadv(descriptor, left, at)
+        except OSError as error:
+            raise StoreError(f"{what}: {error}") from error
+        if count == 0:
+            expected = sum(map(len, block))
+            raise StoreError(f"{what}: {at - start} bytes at {start}, expected {expected}: truncated")
+        at += count
+        while left and count >= len(left[0]):
+            count, left = count - len(left[0]), left[1:]
+        if left and count:
+            left = [left[0][count:], *left[1:]]
+    return at - start

@@ -1,0 +1,85 @@
+"""When to save, with a clock by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infra.config.schema import CheckpointConfig
+from infra.reliability import GammaHazard, daly_interval_seconds
+from training.cadence import Cadence, believed_hazard
+
+
+class Clock:
+    """Stands still until told."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def cadence_of(clock: Clock, hazard: GammaHazard | None = None, **settings: Any) -> Cadence:
+    return Cadence(CheckpointConfig(**settings), hazard or GammaHazard.from_prior(0.5, weight=1e9), now=clock)
+
+
+def test_steps_and_seconds() -> None:
+    clock = Clock()
+    by_steps = cadence_of(clock, interval_steps=3)
+    assert [step for step in range(1, 8) if by_steps.due(step)] == [3, 6]
+    by_seconds = cadence_of(clock, interval="seconds", interval_seconds=10)
+    assert not by_seconds.due(1)
+    clock.seconds += 10
+    assert by_seconds.due(2)
+    by_seconds.saved(2, 0.5)
+    assert not by_seconds.due(3)
+
+
+def test_auto_follows_what_a_save_costs_and_is_never_shorter_than_an_upload() -> None:
+    clock = Clock()
+    cadence = cadence_of(clock, interval="auto", interval_steps=4)
+    for step in range(1, 5):
+        assert cadence.due(step) is (step == 4), "the first save comes early: nothing is known before it"
+        cadence.stepped(1.0, busy=False)
+    cadence.saved(4, 2.0)
+    cadence.committed(4, 5.0)
+    cadence.committed(4, 500.0)  # heard of before
+    assert cadence.choice().seconds == pytest.approx(daly_interval_seconds(2.0, 0.5))
+    for _ in range(10):
+        cadence.stepped(1.5, busy=True)
+    choice = cadence.choice()
+    assert choice.slow_down_seconds == pytest.approx(10 * 0.5), "ten steps of a save, half a second each"
+    assert choice.seconds == pytest.approx(daly_interval_seconds(7.0, 0.5))
+    assert 0 < choice.predicted_loss < 0.1
+    clock.seconds += choice.seconds - 1
+    assert not cadence.due(15)
+    clock.seconds += 2
+    assert cadence.due(16)
+    cadence.saved(16, 2.0)
+    cadence.committed(16, 3000.0)
+    assert cadence.choice().seconds == 3000.0
+
+
+def test_money_is_at_risk_since_the_state_that_became_a_commit() -> None:
+    clock = Clock()
+    cadence = cadence_of(clock)
+    clock.seconds += 30
+    assert cadence.seconds_at_risk == 30
+    cadence.saved(1, 2.0)
+    clock.seconds += 5
+    assert cadence.seconds_at_risk == 35, "not yet durable"
+    cadence.committed(1, 7.0)
+    assert cadence.seconds_at_risk == 7
+
+
+def test_what_the_job_has_lived_through_corrects_the_plan() -> None:
+    hazard = believed_hazard(2.0, interruptions=3, seconds=0)
+    cadence = Cadence(CheckpointConfig(), hazard, now=Clock())
+    assert cadence.choice().hazard_per_hour == pytest.approx((1 + 3) / 0.5)
+    cadence.remember(3600 * 1.5)
+    assert cadence.choice().hazard_per_hour == pytest.approx((1 + 3) / 2.0)
+    assert cadence.exposed_seconds == 3600 * 1.5
+    assert 0 < believed_hazard(None, interruptions=0, seconds=0).per_hour < 0.01, "no plan: seldom, but not never"
+    assert believed_hazard(0.0, interruptions=0, seconds=0) == believed_hazard(None, interruptions=0, seconds=0)

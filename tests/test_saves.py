@@ -1,0 +1,165 @@
+"""What saves cost, in the report; and what all ranks decide alike about them, from the pulse."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from decimal import Decimal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cost.ledger import Ledger, LedgerLine
+from cost.saves import save_figures
+from infra.config.schema import RunConfig
+from infra.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL
+from infra.ledger_classes import LedgerClass
+from infra.outcome import Outcome
+from infra.reliability import GammaHazard
+from tests.support.timelines import event
+from training.cadence import Cadence
+from training.clock import Clock
+from training.errors import CheckpointError
+from training.gang import Gang
+from training.limits import Limits, Stop
+from training.pulse import Pulse, Row
+from training.trainer import Position, Reporter, Trainer
+
+
+def test_predicted_and_actual_loss_stand_side_by_side() -> None:
+    seconds = {LedgerClass.USEFUL_STEP: 90, LedgerClass.CHECKPOINT_STALL: 2, LedgerClass.REDONE_STEP: 8}
+    lines = [
+        LedgerLine(ledger_class=name, rank_microseconds=1_000_000 * value, usd=Decimal(1), kind="measured")
+        for name, value in seconds.items()
+    ]
+    ledger = Ledger(
+        lines=tuple(lines),
+        paid_microseconds=100_000_000,
+        total_usd=Decimal(11),
+        price_kind="simulated",
+        clean_on_demand_usd=None,
+        redone_steps=4,
+    )
+    events = [
+        event(INTERVAL, 1.0, seconds=20.0, predicted_loss=0.06),
+        event(COMMIT, 2.0, step=2, key="a", seconds=0.5, stall_seconds=0.02),
+        event(INTERVAL, 3.0, seconds=30.0, predicted_loss=0.08),
+        event(COMMIT, 4.0, step=4, key="b", seconds=0.7, stall_seconds=0.04),
+        event(COMMIT_SKIPPED, 5.0, step=6, reason="busy"),
+        *(event(COMMIT_FAILED, 6.0, step=8, rank=rank, message="away") for rank in (0, 1)),
+    ]
+    found = save_figures(events, ledger)
+    assert found == {
+        "skipped": 1,
+        "failed": 1,
+        "stall_seconds": pytest.approx(0.03),
+        "durable_seconds": pytest.approx(0.6),
+        "interval_seconds": 25.0,
+        "predicted_loss": pytest.approx(0.07),
+        "actual_loss": pytest.approx(0.1),
+    }
+    empty = save_figures([], replace(ledger, lines=(), paid_microseconds=0))
+    assert {name for name, value in empty.items() if value is not None} == {"skipped", "failed"}
+
+
+class Saver:
+    """Notes what it was asked; `fails`: what waiting for the last save comes to."""
+
+    last_commit = last_durable = expected_seconds = None
+    busy = False
+
+    def __init__(self, fails: str = "") -> None:
+        self.asked: list[Any] = []
+        self._fails = fails
+
+    def before_step(self) -> None:
+        self.asked.append("before_step")
+
+    def save(self, step: int, *_: Any, deadline_seconds: float | None = None) -> float:
+        self.asked.append((step, deadline_seconds))
+        return 0.25
+
+    def hurry(self) -> None:
+        self.asked.append("hurry")
+
+    def wait(self) -> None:
+        if self._fails:
+            raise CheckpointError(self._fails)
+
+
+def trainer_of(saver: Saver, events: list, **checkpoint: Any) -> Trainer:
+    config = RunConfig.model_validate({"checkpoint": checkpoint})
+
+    def emit(name: str, **data: Any) -> None:
+        events.append((name, data))
+
+    return Trainer(
+        config=config,
+        gang=Gang(rank=0, world_size=2),
+        workload=None,
+        spread=SimpleNamespace(module=None, committed=lambda: None),
+        optimizer=None,
+        saver=saver,
+        limits=Limits(None, world_size=2, elapsed_seconds=lambda: 0.0),
+        reporter=Reporter(Clock(emit, started=0.0), emit),
+        extra={},
+        cadence=Cadence(config.checkpoint, GammaHazard.from_prior(0.1)),
+    )
+
+
+def pulse_of(*rows: dict[str, float]) -> Pulse:
+    values = dict.fromkeys(
+        ("step", "cursor", "loss_sum", "square_sum", "flops", "compute_seconds", "data_seconds"), 1.0
+    )
+    return Pulse([Row(**{**values, "weight": 1.0, "stop": 0.0, **row}) for row in rows])
+
+
+@pytest.mark.parametrize(("when_busy", "saved"), [("wait", [(7, None)]), ("skip", [])])
+def test_a_rank_that_is_still_saving_makes_all_wait_or_all_skip(when_busy: str, saved: list) -> None:
+    saver, events = Saver(), []
+    trainer = trainer_of(saver, events, when_busy=when_busy)
+    trainer.save_if_due(Position(7), pulse_of({"save_due": 1.0}, {"saving": 1.0}), last=False)
+    assert saver.asked == saved
+    skipped = [data for name, data in events if name == COMMIT_SKIPPED]
+    assert bool(skipped) is not bool(saved)
+    assert not skipped or (skipped[0]["step"] == 7 and "rank 1" in skipped[0]["reason"])
+    trainer.save_if_due(Position(8), pulse_of({"saving": 1.0}, {"save_due": 1.0}), last=False)
+    assert saver.asked == saved, "rank 0 alone decides what is due"
+    trainer.save_if_due(Position(9), pulse_of({}, {"saving": 1.0}), last=True)
+    assert saver.asked[-1] == (9, None), "the last step is saved in any case"
+
+
+def test_a_notice_leads_to_a_save_in_time_or_to_none() -> None:
+    saver, events = Saver(), []
+    trainer = trainer_of(saver, events, deadline_seconds=60)
+    leaving = {"stop": float(Stop.INTERRUPTED)}
+    fits = pulse_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 9.0})
+    trainer.save_if_due(Position(3), fits, last=True)
+    assert saver.asked == ["hurry", (3, 28.0)]
+    late = pulse_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 31.0})
+    trainer.save_if_due(Position(4), late, last=True)
+    assert saver.asked == ["hurry", (3, 28.0), "hurry"]
+    (skipped,) = [data for name, data in events if name == COMMIT_SKIPPED]
+    assert skipped["reason"] == "a save takes 31.0 s and 28.0 s are left; the last commit stands"
+
+
+def test_leaving_goes_on_without_the_last_save_but_a_finished_job_does_not() -> None:
+    events: list = []
+    trainer = trainer_of(Saver(fails="no index from rank 1"), events)
+    ending = trainer.end(Position(5), Outcome.INTERRUPTED, "asked to leave")
+    assert ending.outcome is Outcome.INTERRUPTED and "no index from rank 1" in ending.message
+    with pytest.raises(CheckpointError, match="no index from rank 1"):
+        trainer.end(Position(5), Outcome.COMPLETED)
+
+
+def test_of_several_times_to_leave_the_shortest_counts() -> None:
+    limits = Limits(None, world_size=1, elapsed_seconds=lambda: 0.0, stop_seconds=30.0)
+    assert limits.stop() is Stop.NONE and limits.stop_seconds == math.inf
+    limits.notice(120.0)
+    assert limits.stop() is Stop.INTERRUPTED and 109 < limits.stop_seconds <= 110, "ten seconds are kept back"
+    limits.leave_within(28.0)
+    limits.notice(100.0)
+    assert 27 < limits.stop_seconds <= 28
+    limits.notice(5.0)
+    assert limits.stop_seconds == 0.0

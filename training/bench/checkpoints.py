@@ -1,0 +1,103 @@
+"""`bench checkpoint`: the stall, the upload, how much an upload slows training, and a thousand ranks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from pathlib import Path
+from typing import Any
+
+from infra.config.schema import RunConfig
+from infra.layout import job_prefix
+from infra.store import Store
+from training.bench.buckets import BucketPlace, null_sink, swift
+from training.bench.figures import checkpoint_figures
+from training.bench.machine import file_system
+from training.bench.many_ranks import bench_many_ranks, many_ranks_text
+from training.bench.ranks import run_ranks
+from training.bench.slow_down import bench_slow_down, slow_down_text
+from training.bench.tables import checkpoint_text
+from training.bench.uploads import bench_upload, upload_text
+from training.checkpoint.lineage import open_generation
+from training.errors import DataError
+
+PARTS = ("stall", "upload", "slowdown", "ranks")
+_RANKS = 2
+_STATE_BYTES_PER_PARAMETER = 12  # a float32 weight and AdamW's two moments
+_STATE_LAYERS = 4
+
+
+def bench_checkpoint(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Figures by part. Raises DataError for a part that there is not."""
+    wanted = given.parts.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        raise DataError(f"--parts {given.parts}: there is no {', '.join(sorted(unknown))}; fix: {', '.join(PARTS)}")
+    found: dict[str, Any] = {}
+    if "stall" in wanted:
+        found |= _bench_stall(given, folder)
+    if "upload" in wanted:
+        found["upload"] = _bench_uploads(given, folder)
+    if "slowdown" in wanted:
+        found["slow_down"] = bench_slow_down(given, folder)
+    if "ranks" in wanted:
+        found["many_ranks"] = bench_many_ranks(given.simulated_ranks, rounds=min(given.rounds, 5))
+    return found
+
+
+def checkpoints_text(found: dict[str, Any]) -> str:
+    texts = [checkpoint_text(found)] if "contestants" in found else []
+    for place, figures in found.get("upload", {}).items():
+        texts.append(f"upload to {place}: {figures}" if isinstance(figures, str) else upload_text(place, figures))
+    if "slow_down" in found:
+        texts.append(slow_down_text(found["slow_down"]))
+    if "many_ranks" in found:
+        texts.append(many_ranks_text(found["many_ranks"]))
+    return "\n\n".join(texts)
+
+
+def _bench_stall(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Every contestant writes below the same folder."""
+    store = Store.open(str(folder / "store"))
+    generation = open_generation(store.sub(job_prefix("bench")), run="bench", attempt=0)
+    task = {
+        "kind": "checkpoint",
+        "config": sized_config(given.megabytes).model_dump(mode="json"),
+        "store_uri": store.uri,
+        "job": "bench",
+        "generation": generation.number,
+        "generation_id": generation.id,
+        "rounds": given.rounds,
+    }
+    ranks = run_ranks(task, folder, ranks=_RANKS, deadline_seconds=given.deadline)
+    about = {"ranks": _RANKS, "threads_per_rank": 1, "rounds": given.rounds, "file_system": file_system(folder)}
+    return {**checkpoint_figures(ranks), **about}
+
+
+def _bench_uploads(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """By name of the place; a text says why a place was left out."""
+    task = {"config": sized_config(given.bucket_megabytes).model_dump(mode="json"), "rounds": given.rounds}
+    found: dict[str, Any] = {}
+    with contextlib.ExitStack() as servers:
+        places: dict[str, BucketPlace | str] = {
+            "null sink": servers.enter_context(null_sink()),
+            "Swift": servers.enter_context(swift(folder)),
+        }
+        if given.store:
+            places[given.store] = BucketPlace(given.store, given.store, {})
+        for name, place in places.items():
+            if isinstance(place, str):
+                found[name] = place
+                continue
+            own = folder / f"upload-{len(found)}"
+            own.mkdir()
+            found[name] = bench_upload(place, task, own, ranks=_RANKS, deadline=given.deadline)
+    return found
+
+
+def sized_config(megabytes: float) -> RunConfig:
+    """The model whose weights and moments come nearest: a layer has about 12 × hidden² parameters."""
+    parameters = 1e6 * megabytes / _STATE_BYTES_PER_PARAMETER
+    hidden = max(16, 16 * round(math.sqrt(parameters / (12 * _STATE_LAYERS)) / 16))
+    model = {"hidden_size": hidden, "num_layers": _STATE_LAYERS, "num_heads": 4, "sequence_length": 128}
+    return RunConfig(model=model)

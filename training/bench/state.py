@@ -1,0 +1,49 @@
+"""What is saved in the benches: a model sharded as in training, and its AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from infra.config.schema import RunConfig
+from training.gang import Gang
+from training.optimizer import make_optimizer
+from training.parallel import make_mesh
+from training.workloads.model import CausalLM
+
+
+def trained_state(config: RunConfig, gang: Gang) -> tuple[nn.Module, Optimizer]:
+    """A model sharded as in training, and the optimizer after a step: weights and two moments."""
+    torch.manual_seed(config.training.seed + gang.rank)
+    with torch.device("meta"):
+        model = CausalLM(config.model)
+    mesh = make_mesh(gang, shard=gang.world_size)["shard"]
+    for unit in [model.embeddings, *model.blocks, model.head]:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device=gang.device)
+    optimizer = make_optimizer(model, config.training)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.detach().to_local().normal_()
+        parameter.grad.to_local().normal_()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def local_state(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
+    """This rank's part of every tensor that a save has to hold."""
+    for parameter in model.parameters():
+        states = optimizer.state[parameter].values()
+        for tensor in (parameter.detach(), *(state for state in states if isinstance(state, Tensor))):
+            yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in local_state(model, optimizer))

@@ -1,0 +1,32 @@
+"""``python -m training checkpoints …``: a job's commits by hand. Only export and import load torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from infra.errors import InfraError
+from infra.store import Store
+from training.checkpoint.commands import changing, looking, moving
+from training.errors import TrainingError
+
+_BAD_USAGE = 2
+
+
+def main(argv: list[str]) -> int:
+    """Exit 0: done and sound; 1: something is bad, missing or could not be checked; 2: bad usage."""
+    parser = argparse.ArgumentParser(prog="python -m training checkpoints", description="a job's commits")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for room in (looking, changing, moving):
+        room.add_commands(commands)
+    options = parser.parse_args(argv)
+    try:
+        fresh = options.command == "import"  # the only one that may make a job
+        if not fresh and "://" not in options.uri and not Path(options.uri).is_dir():  # opening it would create it
+            print(f"error: {options.uri}: no such folder; hint: it is STORE/jobs/JOB", file=sys.stderr)
+            return _BAD_USAGE
+        return options.run(Store.open(options.uri), options)
+    except (TrainingError, InfraError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1

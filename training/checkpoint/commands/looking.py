@@ -1,0 +1,145 @@
+"""list, show, verify: what is there, what counts, what is sound."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from infra.errors import InfraError
+from infra.layout import data_prefix, pin_key, verified_key
+from infra.store import Store
+from training.checkpoint.checksum import seal, unseal
+from training.checkpoint.commands.selecting import add_commit, add_uri, find
+from training.checkpoint.lineage import Traced, trace_lineage
+from training.checkpoint.manifest import VERSION, Manifest
+from training.checkpoint.reader import read_manifest
+from training.checkpoint.verify import verify_commit
+from training.errors import CheckpointError, CorruptCommit
+
+
+def add_commands(commands: Any) -> None:
+    listing = commands.add_parser("list", help="what is there, and what counts")
+    add_uri(listing)
+    listing.set_defaults(run=_list)
+    show = commands.add_parser("show", help="one commit: what is in it, where it can be loaded, what it carries")
+    add_uri(show)
+    add_commit(show, default="default: the newest that counts")
+    show.set_defaults(run=_show)
+    verify = commands.add_parser("verify", help="read and check every byte")
+    add_uri(verify)
+    add_commit(verify, default="default: all")
+    verify.set_defaults(run=_verify)
+
+
+def _list(store: Store, options: argparse.Namespace) -> int:
+    rows = [_row(store, traced) for traced in trace_lineage(store)]
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    if not rows:
+        print(f"{store.uri}: no commits")
+    for row in rows:
+        standing = "counts" if row["reachable"] else f"does not count: {row['reason']}"
+        size = "unknown size" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f} MB"
+        ranks = "? ranks" if row["world_size"] is None else f"{row['world_size']} ranks"
+        pinned = "  pinned" if row["pinned"] else ""
+        place = f"step {row['step']:>8}  generation {row['generation']:>4}"
+        print(f"{place}  {ranks}  {size}  {row['age_seconds']:.0f} s old  {row['state']}{pinned}  {standing}")
+    return 0
+
+
+def _row(store: Store, traced: Traced) -> dict[str, Any]:
+    """state: verified (every byte was read, and when), whole (manifest and sizes are right), or torn."""
+    ref, reason = traced.ref, traced.unreachable_because
+    row: dict[str, Any] = {
+        "step": ref.step,
+        "generation": ref.generation,
+        "key": ref.key,
+        "age_seconds": max(0.0, time.time() - traced.modified),
+        "bytes": None,
+        "world_size": None,
+        "pinned": store.head(pin_key(ref.sha256)) is not None,
+        "state": "torn",
+        "verified_at": None,
+    }
+    try:
+        manifest = read_manifest(store, ref.key)
+        row |= {"bytes": manifest.size, "world_size": manifest.save.world_size}
+        row |= _state(store, manifest, ref.sha256)
+    except CheckpointError as error:
+        reason = reason or str(error)
+    return {**row, "reachable": reason is None, "reason": reason}
+
+
+def _state(store: Store, manifest: Manifest, sha256: str) -> dict[str, Any]:
+    sizes = {meta.key: meta.size for meta in store.list(data_prefix(manifest.save.generation, manifest.save.step))}
+    if any(sizes.get(data.key) != data.size for data in manifest.data):
+        return {"state": "torn"}
+    key = verified_key(sha256)
+    if store.head(key) is None:
+        return {"state": "whole"}
+    try:
+        return {"state": "verified", "verified_at": unseal(store.get(key), key)["t_wall"]}
+    except CorruptCommit:
+        return {"state": "whole"}
+
+
+def _show(store: Store, options: argparse.Namespace) -> int:
+    traced = find(store, options.commit)
+    manifest = read_manifest(store, traced.ref.key)
+    kinds = Counter[str]()
+    for name, entry in manifest.tensors.items():
+        kinds[name.split(".", 1)[0]] += sum(piece.length for piece in entry.pieces)
+    ranks = manifest.save.world_size
+    random = any(name.startswith("rng.") for name in manifest.tensors)
+    about = {
+        **_row(store, traced),
+        "job": manifest.save.job,
+        "tensors": len(manifest.tensors),
+        "bytes_by_kind": dict(kinds),
+        "loads_at": "any number of ranks, in any mode",
+        "random_states_at": ranks if random else None,
+        "parent": manifest.common.get("parent"),
+        "extra": manifest.common.get("extra"),
+    }
+    if options.json:
+        print(json.dumps(about, indent=2))
+        return 0
+    for name, value in about.items():
+        print(f"{name:>18}  {value if not isinstance(value, dict | list) else json.dumps(value)}")
+    exact = f"bit for bit, random states too, at {ranks}" if random else "it has no random states"
+    print(f"{'':>18}  ({exact})")
+    return 0
+
+
+def _verify(store: Store, options: argparse.Namespace) -> int:
+    rows = []
+    for traced in [find(store, options.commit)] if options.commit else trace_lineage(store):
+        problems = verify_commit(store, traced.ref.key)
+        rows.append({"step": traced.ref.step, "key": traced.ref.key, "sound": not problems, "problems": problems})
+        _mark(store, traced, sound=not problems)
+        if not options.json:
+            print(f"step {traced.ref.step:>8}  {'sound' if not problems else 'BAD'}  {traced.ref.key}", flush=True)
+            for problem in problems:
+                print(f"    {problem}")
+    if options.json:
+        print(json.dumps(rows, indent=2))
+    if not rows:
+        print(f"{store.uri}: skipped, because there are no commits", file=sys.stderr)
+    return 0 if rows and all(row["sound"] for row in rows) else 1
+
+
+def _mark(store: Store, traced: Traced, *, sound: bool) -> None:
+    """What was read, for `list`; who may read but not write does without."""
+    key = verified_key(traced.ref.sha256)
+    try:
+        if sound:
+            store.put(key, seal({"version": VERSION, "key": traced.ref.key, "t_wall": time.time()}))
+        else:
+            store.delete(key)
+    except InfraError as error:
+        print(f"note: {key} was not written: {error}", file=sys.stderr)

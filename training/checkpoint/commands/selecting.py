@@ -1,0 +1,44 @@
+"""Which commit is meant: what all commands have in common."""
+
+from __future__ import annotations
+
+import argparse
+
+from infra.store import Store
+from training.checkpoint.lineage import Traced, trace_lineage
+from training.errors import CheckpointError
+
+
+def add_uri(command: argparse.ArgumentParser, *, as_json: bool = True) -> None:
+    command.add_argument("uri", metavar="URI", help="the job's folder: STORE/jobs/JOB or s3://bucket/prefix/jobs/JOB")
+    if as_json:
+        command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_commit(command: argparse.ArgumentParser, *, default: str) -> None:
+    command.add_argument("--commit", metavar="COMMIT", help=f"a step, a key, or the start of its hash; {default}")
+
+
+def find(store: Store, wanted: str | None) -> Traced:
+    """The one commit that `wanted` means, the newest that counts for None. Raises CheckpointError naming the others."""
+    traced = trace_lineage(store)
+    if wanted is None:
+        found = [one for one in traced if one.unreachable_because is None][:1]
+        if not found:
+            raise CheckpointError(f"{store.uri}: no commit that counts; hint: `checkpoints list` says why not")
+        return found[0]
+    found = [one for one in traced if _means(one, wanted)]
+    if len(found) > 1:  # of several at one step, the one that counts
+        found = [one for one in found if one.unreachable_because is None] or found
+    if len(found) != 1:
+        among = found or traced
+        keys = "".join(f"\n  {one.ref.key}" for one in among[:10])
+        raise CheckpointError(f"{store.uri}: {wanted!r} is {len(found)} commits, not one; there are:{keys or ' none'}")
+    return found[0]
+
+
+def _means(traced: Traced, wanted: str) -> bool:
+    ref = traced.ref
+    if wanted.isdigit() and int(wanted) == ref.step:
+        return True
+    return wanted == ref.key or (len(wanted) >= 6 and ref.sha256.startswith(wanted))

@@ -1,0 +1,180 @@
+"""The one save that is under way: what was asked of the uploader, what it answered, and what that means."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from infra.errors import StoreFull
+from infra.events import COMMIT, COMMIT_FAILED
+from training.checkpoint.deadline import Deadline
+from training.checkpoint.lineage import CommitRef
+from training.checkpoint.manifest import Save
+from training.checkpoint.uploader_client import UploaderClient
+from training.errors import CheckpointError, GenerationSuperseded, NoRoom
+
+_ANSWER_MARGIN_SECONDS = 2.0  # the uploader keeps the deadline itself; past this margin it counts as stuck
+_FAILURES_IN_A_ROW = 2  # one failed save is reported and survived; the second in a row ends the gang
+
+_NO_ROOM_HINT = "free space or raise the quota, or use another store; then start again: the last commit stands"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flight:
+    """A save that was handed to the uploader. began: time.monotonic() when it was asked for. size: of this rank."""
+
+    save: Save
+    began: float
+    deadline: Deadline
+    size: int
+    stall_seconds: float
+
+
+class Flights:
+    """Hands saves to the uploader, at most one at a time, and keeps what is known of them."""
+
+    def __init__(self, uploader: UploaderClient, rank: int, emit: Callable[..., Any]) -> None:
+        self.uploader = uploader
+        self._rank = rank
+        self._emit = emit
+        self._under_way: Flight | None = None
+        self._seconds_per_byte: float | None = None
+        self.durable: tuple[int, float] | None = None
+        self._failures = 0
+        self._superseded: str | None = None
+        self._no_room = False
+        self.last: Flight | None = None
+        self.last_commit: CommitRef | None = None
+        self.last_failure: str | None = None
+        self.cpu_seconds, self.uploaded_bytes = 0.0, 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is still under way."""
+        self.drain()
+        return self._under_way is not None
+
+    def expected_seconds(self, size: int) -> float | None:
+        """For `size` bytes to be durable, by what the last save took; with what is left of one that is under way."""
+        if self._seconds_per_byte is None:
+            return None
+        left = 0.0
+        if self._under_way is not None:
+            usual = self._under_way.size * self._seconds_per_byte
+            left = max(usual - (time.monotonic() - self._under_way.began), 0.0)
+        return left + size * self._seconds_per_byte
+
+    def submit(self, flight: Flight, *, command: str, **more: Any) -> None:
+        seconds = max(flight.deadline.remaining_seconds, 1.0)
+        self.uploader.ask({"command": command, "save": flight.save.__dict__, "seconds": seconds, **more})
+        self._under_way = self.last = flight
+
+    def settle(self) -> None:
+        """Wait for the save under way; at its deadline the uploader counts as stuck and is replaced."""
+        self.drain()
+        while self._under_way is not None:
+            remaining = max(self._under_way.deadline.remaining_seconds, 1.0) + _ANSWER_MARGIN_SECONDS
+            if not self._take_answer(remaining):
+                self.uploader.give_up()
+                seconds = self._under_way.deadline.seconds
+                self._failed(f"rank {self._rank}: its uploader gave no answer within {seconds:g} s and was ended")
+
+    def drain(self) -> None:
+        """Hear what was answered so far."""
+        while self._take_answer(0):
+            pass
+
+    def raise_if_hopeless(self) -> None:
+        if self._superseded is not None:
+            raise GenerationSuperseded(self._superseded)
+        self._raise_if_full()
+        if self._failures >= _FAILURES_IN_A_ROW:
+            raise CheckpointError(f"{self._failures} saves in a row have failed, the last: {self.last_failure}")
+
+    def raise_if_lost(self) -> None:
+        """When the last save did not become a commit."""
+        if self._superseded is not None:
+            raise GenerationSuperseded(self._superseded)
+        self._raise_if_full()
+        if self.last_failure is not None:
+            raise CheckpointError(self.last_failure)
+
+    def _raise_if_full(self) -> None:
+        """At once: what could be deleted was, so that the next save would fail in the same way."""
+        if self._no_room and self.last_failure is not None:
+            raise NoRoom(f"{self.last_failure}; hint: {_NO_ROOM_HINT}")
+
+    def _take_answer(self, timeout_seconds: float) -> bool:
+        answer = self.uploader.answer(timeout_seconds)
+        if answer is None:
+            return False
+        handler = {
+            "uploaded": self._on_uploaded,
+            "committed": self._on_committed,
+            "failed": self._on_failed,
+            "no_room": lambda a: self._warn(a["message"]),
+            "superseded": self._on_superseded,
+            "retention_failed": lambda a: self._warn(f"retention: {a['message']}"),
+            "ended": self._on_ended,
+        }[answer["event"]]
+        handler(answer)
+        return True
+
+    def _on_uploaded(self, answer: dict[str, Any]) -> None:
+        """Durable, not yet committed. Rank 0's save stays under way until the commit is seen."""
+        self.cpu_seconds += answer["cpu_seconds"]
+        self.uploaded_bytes += answer["bytes"]
+        self._measure(answer["step"], answer["bytes"])
+        if self._rank != 0:
+            self._done(answer["step"])
+
+    def _on_committed(self, answer: dict[str, Any]) -> None:
+        ref = CommitRef.from_key(answer["key"])
+        flight = self.last
+        if flight is not None and flight.save.step == ref.step and self._rank == 0:
+            self._measure(ref.step, flight.size)
+            seconds = time.monotonic() - flight.began
+            stall = {"stall_seconds": flight.stall_seconds}
+            self._emit(COMMIT, step=ref.step, key=ref.key, bytes=answer["bytes"], seconds=seconds, **stall)
+        self.last_commit = ref
+        self._done(ref.step)
+
+    def _measure(self, step: int, size: int) -> None:
+        flight = self._under_way
+        if flight is not None and flight.save.step == step and size > 0:
+            seconds = time.monotonic() - flight.began
+            self._seconds_per_byte, self.durable = seconds / size, (step, seconds)
+
+    def _on_failed(self, answer: dict[str, Any]) -> None:
+        self._no_room = answer["cause"] == StoreFull.__name__
+        self._failed(answer["message"], answer["step"])
+
+    def _on_superseded(self, answer: dict[str, Any]) -> None:
+        self._superseded = answer["message"]
+        self._warn(answer["message"])
+
+    def _on_ended(self, answer: dict[str, Any]) -> None:
+        if self._under_way is not None:
+            self._failed(f"rank {self._rank}: its uploader ended with exit code {answer['exit_code']}")
+
+    def _done(self, step: int) -> None:
+        self._failures, self.last_failure, self._no_room = 0, None, False
+        if self._under_way is not None and self._under_way.save.step == step:
+            self._under_way = None
+
+    def _failed(self, message: str, step: int | None = None) -> None:
+        """A failed save; `step` None: the one under way."""
+        under_way = self._under_way.save.step if self._under_way is not None else None
+        step = under_way if step is None else step
+        if step == under_way:  # a late failure of an earlier save leaves the present one under way
+            self._under_way = None
+        self._failures += 1
+        self.last_failure = message
+        self._warn(message)
+        self._emit(COMMIT_FAILED, step=step, message=message)
+
+    def _warn(self, message: str) -> None:
+        print(f"checkpoint: WARNING: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,10 @@
+"""Commits and the files of others: DCP folders, safetensors, torch files; in and out. Imports torch.
+
+`content` is what they have in common; each format is one file that reads and writes it.
+"""
+
+from training.checkpoint.formats.commits import commit_content, read_commit
+from training.checkpoint.formats.content import Content
+from training.checkpoint.formats.files import KINDS, read_file, write_file
+
+__all__ = ["KINDS", "Content", "commit_content", "read_commit", "read_file", "write_file"]

@@ -1,0 +1,177 @@
+"""Carries one object to the store in parts, several at once, each summed, tried again, and done by a deadline.
+
+A part is summed just before it is sent, so that the store, where it compares, compares with the bytes that were summed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from infra.errors import ObjectNotFound, StoreAway, StoreError
+from infra.multipart import Part, Sink, Throttle
+from training.checkpoint.checksum import CHUNK_BYTES, combined, digits, sums_of
+from training.checkpoint.deadline import HOPELESS, Deadline, gave_up, pauses, retried
+from training.checkpoint.manifest import DataObject
+from training.errors import CheckpointError
+
+_ABORT_SECONDS = 5.0
+_LARGEST_COUNT = 10_000  # parts of one object, by S3
+_LONGEST_TRY_SECONDS = 60.0
+_LONGEST_PAUSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSettings:
+    """part_bytes: a multiple of the index's chunks. parallel: parts under way at once."""
+
+    part_bytes: int = 2 * CHUNK_BYTES
+    parallel: int = 4
+
+
+@dataclass(frozen=True)
+class _Piece:
+    number: int  # from 1 on
+    start: int
+    view: memoryview
+
+
+@dataclass(frozen=True)
+class _Sent:
+    part: Part
+    sums: list[tuple[int, int]]
+
+
+class PartUploader:
+    """Keeps its threads, and with them their connections, from one object to the next."""
+
+    def __init__(self, sink: Sink, settings: PartSettings, throttle: Throttle) -> None:
+        self._sink = sink
+        self._settings = settings
+        self._throttle = throttle
+        self._pool = ThreadPoolExecutor(settings.parallel, thread_name_prefix="part")
+
+    def upload(self, key: str, view: memoryview, deadline: Deadline) -> DataObject:
+        """Until the store has the object. Raises CheckpointError naming the part, the tries and the cause."""
+        pieces = self._pieces(view)
+        what = f"put {key}"
+        begun = retried(what, lambda: self._begin(key, len(view), len(pieces), deadline), deadline)
+        try:
+            sent = self._send(what, begun, pieces, deadline)
+            sums = [row for one in sent for row in one.sums]
+            whole = combined(sums)
+            self._finish(what, key, begun, sent, whole, len(view), deadline)
+        except BaseException:
+            self._abort(begun)
+            raise
+        self._look(key, len(view), whole, deadline)
+        chunks = tuple(digits(value) for value, _ in sums) if len(view) else ()
+        return DataObject(key=key, size=len(view), crc64nvme=digits(whole), chunk_bytes=CHUNK_BYTES, chunks=chunks)
+
+    def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
+        return self._sink.sweep(prefix, older_than_seconds=older_than_seconds, seconds=seconds)
+
+    def _try_seconds(self, deadline: Deadline, part_bytes: int) -> float:
+        """For one try of one part: several fit into the object's deadline, but a capped one is given its time."""
+        usual = min(_LONGEST_TRY_SECONDS, deadline.seconds / 3)
+        if (rate := self._throttle.bytes_per_second) is not None:
+            usual = max(usual, 2.0 * part_bytes * self._settings.parallel / rate)
+        return max(min(usual, deadline.remaining_seconds), 0.05)
+
+    def _pieces(self, view: memoryview) -> list[_Piece]:
+        size = self._settings.part_bytes
+        while len(view) > size * _LARGEST_COUNT:
+            size += self._settings.part_bytes
+        starts = range(0, max(len(view), 1), size)
+        return [_Piece(number, start, view[start : start + size]) for number, start in enumerate(starts, start=1)]
+
+    def _begin(self, key: str, size: int, parts: int, deadline: Deadline) -> Any:
+        return self._sink.begin(key, size, parts=parts, seconds=self._try_seconds(deadline, 0))
+
+    def _send(self, what: str, begun: Any, pieces: list[_Piece], deadline: Deadline) -> list[_Sent]:
+        """The first part that fails for good stops the others."""
+        stop = threading.Event()
+        total = len(pieces)
+        futures: list[Future[_Sent]] = [
+            self._pool.submit(self._send_part, what, begun, piece, total, deadline, stop) for piece in pieces
+        ]
+        done, rest = wait(futures, return_when=FIRST_EXCEPTION)
+        failed = next((future for future in done if future.exception() is not None), None)
+        if failed is not None:
+            stop.set()
+            for future in rest:
+                future.cancel()
+            wait(rest)  # each ends within its try: the slab must not be read once this has returned
+        for future in [failed, *futures] if failed else futures:
+            future.result()
+        return [future.result() for future in futures]
+
+    def _send_part(
+        self, what: str, begun: Any, piece: _Piece, total: int, deadline: Deadline, stop: threading.Event
+    ) -> _Sent:
+        for tries, pause in enumerate(pauses(longest_seconds=_LONGEST_PAUSE_SECONDS), start=1):
+            if stop.is_set():
+                raise CheckpointError(f"{what}: part {piece.number} was stopped, since another failed")
+            sums = sums_of(piece.view)
+            crc = combined(sums)
+            try:
+                seconds = self._try_seconds(deadline, len(piece.view))
+                part = self._sink.put_part(begun, piece.number, piece.start, piece.view, crc, seconds=seconds)
+                if part.crc64nvme not in (None, crc):
+                    raise StoreAway(f"the store has checksum {digits(part.crc64nvme or 0)}, sent was {digits(crc)}")
+                return _Sent(part, sums)
+            except StoreError as error:
+                hopeless = isinstance(error, (*HOPELESS, ObjectNotFound))
+                if hopeless or deadline.remaining_seconds <= pause:
+                    where = f"part {piece.number} of {total}, {len(piece.view)} bytes from {piece.start}: {error}"
+                    raise gave_up(what, tries, deadline, type(error)(where)) from error
+            stop.wait(pause)
+        raise AssertionError("pauses never end")
+
+    def _finish(
+        self, what: str, key: str, begun: Any, sent: list[_Sent], whole: int, size: int, deadline: Deadline
+    ) -> None:
+        """An answer that was lost is settled by a look: nobody else ever writes this key."""
+        parts, crcs = [one.part for one in sent], [combined(one.sums) for one in sent]
+        for tries, pause in enumerate(pauses(longest_seconds=_LONGEST_PAUSE_SECONDS), start=1):
+            try:
+                seconds = self._try_seconds(deadline, 0)
+                stated = self._sink.finish(begun, parts, crcs, whole, seconds=seconds)
+                _compare(key, stated, whole)
+                return
+            except StoreError as error:
+                if self._arrived(key, size, whole, deadline):
+                    return
+                if not isinstance(error, StoreAway) or deadline.remaining_seconds <= pause:
+                    where = f"putting {len(parts)} parts together: {error}"
+                    raise gave_up(what, tries, deadline, type(error)(where)) from error
+            time.sleep(pause)
+
+    def _arrived(self, key: str, size: int, whole: int, deadline: Deadline) -> bool:
+        try:
+            found, stated = self._sink.size(key, seconds=self._try_seconds(deadline, 0))
+        except StoreError:
+            return False
+        return found == size and stated in (None, whole)
+
+    def _look(self, key: str, size: int, whole: int, deadline: Deadline) -> None:
+        """Whether all of it is there under its name."""
+        seconds = self._try_seconds(deadline, 0)
+        found, stated = retried(f"head {key}", lambda: self._sink.size(key, seconds=seconds), deadline)
+        if found != size:
+            raise CheckpointError(f"{key}: {found} bytes arrived of {size}")
+        _compare(key, stated, whole)
+
+    def _abort(self, begun: Any) -> None:
+        """What cannot be aborted now is swept later."""
+        with contextlib.suppress(StoreError):
+            self._sink.abort(begun, seconds=_ABORT_SECONDS)
+
+
+def _compare(key: str, stated: int | None, whole: int) -> None:
+    if stated not in (None, whole):
+        raise CheckpointError(f"{key}: the store has checksum {digits(stated or 0)}, sent was {digits(whole)}")

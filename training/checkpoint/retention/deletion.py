@@ -1,0 +1,73 @@
+"""Deletes one commit so that it may be cut short anywhere: a tombstone stands before the first key goes and falls a run
+after the last has gone. So a deletion is taken up again, and a listing that still shows the commit misleads nobody.
+
+The tombstone is also half of an agreement with two others who write first and look afterwards, as this does: who opens
+a generation with the commit as its parent, and who pins it. Whichever comes second sees the first and gives way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from infra.errors import ObjectNotFound
+from infra.layout import data_prefix, index_prefix, pin_key, quarantine_key, tombstone_key, verified_key
+from infra.store import Store
+from training.checkpoint.checksum import seal, unseal
+from training.checkpoint.lineage import CommitRef, newest_number
+from training.checkpoint.manifest import VERSION
+from training.errors import CorruptCommit, GenerationSuperseded
+
+_PARALLEL = 8
+
+
+def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newest: int) -> bool:
+    """False when it was pinned meanwhile. generation: the name of its generation; None, where nobody can read it,
+    leaves its data to the orphans. newest: the generation on whose behalf.
+
+    Raises GenerationSuperseded, and deletes nothing, when a newer one is on record: the lineage is then another gang's.
+    """
+    tombstone = {"version": VERSION, "key": ref.key, "generation": generation, "step": ref.step}
+    store.put(tombstone_key(ref.sha256), seal(tombstone))
+    if (number := newest_number(store)) > newest:
+        store.delete(tombstone_key(ref.sha256))
+        raise superseded(store, number, newest)
+    if store.head(pin_key(ref.sha256)) is not None:
+        store.delete(tombstone_key(ref.sha256))
+        return False
+    _delete_objects(store, tombstone)
+    return True
+
+
+def finish_deletions(store: Store) -> None:
+    """Take up what an earlier run left, and drop the tombstones of what is gone."""
+    for meta in store.list("tombstones"):
+        try:
+            tombstone = unseal(store.get(meta.key), f"{store.uri}/{meta.key}")
+        except (ObjectNotFound, CorruptCommit):
+            continue  # another process was faster, or nobody can say what it was about
+        _delete_objects(store, tombstone)
+        sha256 = CommitRef.from_key(tombstone["key"]).sha256
+        for key in (quarantine_key(sha256), verified_key(sha256), meta.key):
+            store.delete(key)
+
+
+def delete_all(store: Store, keys: Iterable[str]) -> None:
+    with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="delete") as pool:
+        list(pool.map(store.delete, keys))
+
+
+def superseded(store: Store, number: int, ours: int) -> GenerationSuperseded:
+    return GenerationSuperseded(
+        f"{store.uri}: generation {number} was opened while generation {ours} was running; "
+        "what this gang commits from now on would never be restored"
+    )
+
+
+def _delete_objects(store: Store, tombstone: dict[str, Any]) -> None:
+    store.delete(tombstone["key"])
+    if tombstone["generation"] is None:
+        return
+    for prefix in (index_prefix, data_prefix):
+        delete_all(store, [meta.key for meta in store.list(prefix(tombstone["generation"], tombstone["step"]))])

@@ -1,0 +1,147 @@
+"""Enforces a policy on a job's commits: after each commit, when the store has no room, and by hand.
+
+Never deleted: the newest commit that looks whole, pinned ones, and anything at all while no commit looks whole. What is
+quarantined or outside the lineage (a zombie's, a rewind's) is kept for a while, for a look, and then goes too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from infra.errors import ObjectNotFound
+from infra.layout import data_prefix
+from infra.store import ObjectMeta, Store
+from training.checkpoint.lineage import CommitRef, Traced, newest_number, trace_lineage
+from training.checkpoint.manifest import Manifest, Save
+from training.checkpoint.retention.deletion import delete_commit, finish_deletions, superseded
+from training.checkpoint.retention.orphans import find_orphans, sweep_orphans
+from training.checkpoint.retention.policy import Kept, RetentionPolicy, choose, metric_of
+from training.errors import CorruptCommit
+
+_PATIENCE_SECONDS = 30.0  # what is left over waits for the next commit; the next save must not wait for this
+_SHORTEST_ORPHAN_SECONDS = 600.0
+_SWEEPS_PER_LIMIT = 4  # an orphan is gone at the latest at 1¼ of its limit, while the job runs
+
+
+@dataclass(frozen=True)
+class Choice:
+    """keep: reason by commit. delete: with the name of its generation, None where its manifest cannot be read."""
+
+    keep: dict[CommitRef, str]
+    delete: dict[CommitRef, str | None]
+
+
+class Retention:
+    """Remembers the manifests that it has read."""
+
+    def __init__(self, policy: RetentionPolicy) -> None:
+        self._policy = policy
+        self._manifests: dict[str, Manifest] = {}
+        self._swept = float("-inf")
+
+    def run(self, store: Store, save: Save) -> list[CommitRef]:
+        """Delete what need not be kept after `save` was committed; returns what was deleted.
+
+        Raises GenerationSuperseded, and deletes nothing, when a newer generation than `save`'s is on record.
+        """
+        return self._enforce(store, self._policy, save.generation_number, _PATIENCE_SECONDS)
+
+    def make_room(self, store: Store, save: Save, *, deadline_seconds: float) -> list[CommitRef]:
+        """For a store that is full: keep only the newest commit and pinned ones, and no orphan of a save that is past
+        its deadline. Raises as `run`."""
+        limit = min(self._policy.orphan_seconds, max(2 * deadline_seconds, _SHORTEST_ORPHAN_SECONDS))
+        deleted = self._enforce(store, self._policy.least, save.generation_number, _PATIENCE_SECONDS)
+        finish_deletions(store)
+        sweep_orphans(store, older_than_seconds=limit)
+        return deleted
+
+    def prune(self, store: Store) -> list[CommitRef]:
+        """By hand: until all is done, for whichever generation is the newest."""
+        self._swept = float("-inf")
+        return self._enforce(store, self._policy, newest_number(store), float("inf"))
+
+    def choose(self, store: Store) -> Choice:
+        """What the policy says of the commits that are there; nothing is changed."""
+        return self._choose(store, self._policy)
+
+    def orphans(self, store: Store) -> list[ObjectMeta]:
+        """What no commit names and is older than the limit; nothing is changed."""
+        return find_orphans(store, older_than_seconds=self._policy.orphan_seconds)
+
+    def _enforce(self, store: Store, policy: RetentionPolicy, number: int, patience_seconds: float) -> list[CommitRef]:
+        if (newest := newest_number(store)) > number:
+            raise superseded(store, newest, number)
+        if newest < number:
+            return []  # our own generation is not listed yet: what is, is not the whole truth
+        end = time.monotonic() + patience_seconds
+        finish_deletions(store)
+        deleted = []
+        for ref, generation in self._choose(store, policy).delete.items():
+            if time.monotonic() >= end:
+                break
+            if delete_commit(store, ref, generation, newest=number):
+                deleted.append(ref)
+            self._manifests.pop(ref.sha256, None)
+        if time.monotonic() - self._swept > policy.orphan_seconds / _SWEEPS_PER_LIMIT:
+            sweep_orphans(store, older_than_seconds=policy.orphan_seconds)
+            self._swept = time.monotonic()
+        return deleted
+
+    def _choose(self, store: Store, policy: RetentionPolicy) -> Choice:
+        traced = trace_lineage(store)
+        pinned = {meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in store.list("pins")}
+        reachable = [found.ref for found in traced if found.unreachable_because is None]
+        whole = [kept for ref in reachable if (kept := self._kept(store, ref, policy, pinned)) is not None]
+        if not whole:
+            return Choice({}, {})
+        reasons = choose(whole, policy)
+        keep = {ref: reasons[ref.sha256] for ref in reachable if ref.sha256 in reasons}
+        oldest_needed = len(whole[: policy.keep_last])
+        delete: dict[CommitRef, str | None] = {}
+        counted, sound = 0, {kept.sha256 for kept in whole}
+        for ref in reachable:
+            if ref.sha256 in sound:
+                counted += 1
+                if ref not in keep:
+                    delete[ref] = self._generation(store, ref)
+            elif counted >= oldest_needed and ref.sha256 not in pinned:  # torn, and enough whole ones are newer
+                delete[ref] = self._generation(store, ref)
+        for ref in _stale(traced, policy.orphan_seconds):
+            if ref.sha256 not in pinned:
+                delete[ref] = self._generation(store, ref)
+        # The oldest first: when time runs out, what is left is still one unbroken newest part.
+        return Choice(keep, dict(sorted(delete.items(), key=lambda item: (item[0].step, item[0].generation))))
+
+    def _kept(self, store: Store, ref: CommitRef, policy: RetentionPolicy, pinned: set[str]) -> Kept | None:
+        """None for a commit that is torn: its manifest does not read well, or a data object is not of its size. Bytes
+        were verified when they were stored, and are again at restore."""
+        manifest = self._manifest(store, ref)
+        if manifest is None:
+            return None
+        sizes = {meta.key: meta.size for meta in store.list(data_prefix(manifest.save.generation, ref.step))}
+        if any(sizes.get(data.key) != data.size for data in manifest.data):
+            return None
+        metric = metric_of(manifest.common.get("extra") or {}, ref.step, policy.best_metric)
+        return Kept(sha256=ref.sha256, step=ref.step, size=manifest.size, metric=metric, pinned=ref.sha256 in pinned)
+
+    def _generation(self, store: Store, ref: CommitRef) -> str | None:
+        manifest = self._manifest(store, ref)
+        return manifest and manifest.save.generation
+
+    def _manifest(self, store: Store, ref: CommitRef) -> Manifest | None:
+        if ref.sha256 not in self._manifests:
+            try:
+                self._manifests[ref.sha256] = Manifest.from_bytes(store.get(ref.key), ref.key)
+            except (CorruptCommit, ObjectNotFound):
+                return None
+        return self._manifests[ref.sha256]
+
+
+def _stale(traced: list[Traced], limit_seconds: float) -> Iterator[CommitRef]:
+    """What does not count and is older than the limit, by the store's clock."""
+    now = max(found.modified for found in traced)
+    for found in traced:
+        if found.unreachable_because is not None and now - found.modified > limit_seconds:
+            yield found.ref
