@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.errors import InfraError
+from infra.known_jobs import known_job
 from infra.store import Store
 from training.checkpoint.lineage import Traced, trace_lineage
 from training.checkpoint.reader import read_manifest
@@ -26,7 +27,7 @@ def main(argv: list[str]) -> int:
     for name, text in (("list", "what is there, and what counts"), ("verify", "read and check every byte")):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
-            "uri", metavar="URI", help="the job's folder: STORE/jobs/JOB or s3://bucket/prefix/jobs/JOB"
+            "uri", metavar="URI", help="STORE/jobs/JOB, s3://bucket/prefix/jobs/JOB, or runs/JOB on this machine"
         )
         command.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
@@ -35,10 +36,16 @@ def main(argv: list[str]) -> int:
             print(f"error: {options.uri}: no such folder; hint: it is STORE/jobs/JOB", file=sys.stderr)
             return _BAD_USAGE
         run = _list if options.command == "list" else _verify
-        return run(Store.open(options.uri), options.json)
+        return run(Store.open(_place(options.uri)), options.json)
     except (TrainingError, InfraError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _place(uri: str) -> str:
+    """Of a folder that has only the job's reports, the store in which the job lies."""
+    known = None if (Path(uri) / "commits").is_dir() else known_job(Path(uri))
+    return uri if known is None else known.uri
 
 
 def _list(store: Store, as_json: bool) -> int:
