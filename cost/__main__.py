@@ -14,6 +14,7 @@ from cost.errors import CostError, ReportError
 from cost.prices.commands import add_commands
 from infra.errors import InfraError
 from infra.outcome import Outcome
+from infra.process import reader_has_left
 
 if TYPE_CHECKING:
     from infra.config.schema import RunConfig
@@ -27,10 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
     except (CostError, InfraError) as error:
         print(error, file=sys.stderr)
         return error.outcome.exit_code
+    except BrokenPipeError:
+        return reader_has_left()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
     report = commands.add_parser("report", help="rebuild a job's report from its events")
     report.add_argument("job", metavar="JOB_OR_URI", help="a job's name, 'latest', or the folder or s3:// URI of a job")
-    report.add_argument("--store", default=None, metavar="URI", help="where jobs lie (default: runs/ of the project)")
+    report.add_argument("--store", default=None, metavar="URI", help="where the job lies, if not as this machine knows")
     report.add_argument("--json", action="store_true", help="the report as JSON")
     report.add_argument("--configuration", action="store_true", help="each key's value and where it came from instead")
     report.set_defaults(run=_report)
@@ -105,15 +110,24 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _job_uri(job: str, store: str | None) -> str:
-    """Where the job's events are: a URI as given, a folder that holds them, or a job of the store."""
+    """Where the job's events are: a URI as given, a folder that holds them, or a job of the store.
+
+    Without a store: the one in which the job lies, if it was started from this machine.
+    """
+    from infra.known_jobs import known_job, runs_folder
     from infra.layout import job_prefix
 
     if "://" in job:
         return job
-    root = str(_PROJECT_ROOT / "runs") if store is None else store
     if store is not None and "://" in store:
         return f"{store.rstrip('/')}/{job_prefix(job)}"
-    places = [Path(job), Path(root) / job_prefix(job), Path(root) / job]
+    root = runs_folder(_PROJECT_ROOT) if store is None else Path(store)
+    places = [Path(job), root / job_prefix(job), root / job]
+    known = known_job(root / job) or known_job(Path(job))
+    if store is None and known is not None:
+        if "://" in known.uri:
+            return known.uri
+        places.append(Path(known.uri))
     for place in places:
         if (place / "events").is_dir():
             return str(place)

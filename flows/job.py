@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 
 from infra.config.schema import RunConfig
 from infra.events import EventLog, Origin
+from infra.known_jobs import NOTE, KnownJob, runs_folder
 from infra.layout import job_prefix
 from infra.store import Store
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
-# Reports and logs of this machine, and runs/latest. EBBFLOW_RUNS moves them; jobs lie where `store` says.
-RUNS = Path(os.environ.get("EBBFLOW_RUNS") or PROJECT_ROOT / "runs").absolute()
+RUNS = runs_folder(PROJECT_ROOT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +47,7 @@ class Job:
 
     def remember(self) -> None:
         """Leave in runs/<job> where the job lies, so that commands on this machine find it by its name alone."""
-        place = {"schema": 1, "job": self.name, "store": self.config.store}
-        write_whole(self.folder / "job.json", json.dumps(place, indent=1).encode())
+        write_whole(self.folder / NOTE, KnownJob(self.name, self.config.store).note())
 
     def events(self, process: str) -> EventLog:
         """A log for one step of the flow; close it before the step ends."""

@@ -167,13 +167,19 @@ def _tell(job: Job, code: int, started: float) -> int:
     job.remember()  # when `start` ran on another machine, this one does not know the job yet
     path = local_folder(job.name, job.config.store) / "report.json"
     try:
-        if path.exists() and path.stat().st_mtime >= started:
-            report = RunReport.from_json(json.loads(path.read_text()))
-        else:
-            report = write_report(job)
+        if not _is_new(path, started):
+            write_report(job)
     except (InfraError, CostError) as error:
-        print(f"no report: {error}", file=sys.stderr)
-        return error.outcome.exit_code or code
+        code = error.outcome.exit_code or code
+        if not _is_new(path, started):
+            print(f"no report: {error}", file=sys.stderr)
+            return code
+        print(f"the report is on this machine only: {error}", file=sys.stderr)
+    report = RunReport.from_json(json.loads(path.read_text()))
     print(render(report, python=_this_python()))
     print(f"\nreport: {RUNS / job.name / 'report.html'}")
     return report.exit_code or code
+
+
+def _is_new(path: Path, started: float) -> bool:
+    return path.exists() and path.stat().st_mtime >= started

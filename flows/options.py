@@ -6,20 +6,19 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from flows.checks import run_all_checks
-from flows.job import PROJECT_ROOT
+from flows.job import PROJECT_ROOT, RUNS
 from infra.config import ConfigError, load_config
+from infra.config.schema import RunConfig
 from infra.errors import InfraError
+from infra.known_jobs import known_job
 from infra.layout import check_job_name, job_prefix
 from infra.outcome import Outcome
 from infra.preflight import blocking, render_results
 from infra.store import Store
 from training.rehearse import Fault
-
-if TYPE_CHECKING:
-    from infra.config.schema import RunConfig
 
 _DEFAULT_CONFIG = PROJECT_ROOT / "configs" / "laptop.yaml"
 _REQUEST_SECONDS = 10.0
@@ -52,6 +51,7 @@ def checked_options(options: list[str]) -> list[str]:
     if failed:
         _refuse(render_results(failed), Outcome.PREFLIGHT)
     if known.job:
+        _check_place(known.job, loaded.config.store)
         try:
             _check_continuation(known.job, loaded.config)
         except InfraError as error:
@@ -67,13 +67,24 @@ def _check_rehearsal(text: str, config: RunConfig) -> None:
         fault.check(max_steps=config.training.max_steps, nodes=nodes, world_size=nodes * processes)
 
 
+def _check_place(job: str, store: str) -> None:
+    """One job of a name on one machine: runs/<job> would mix the reports and logs of two."""
+    known = known_job(RUNS / job)
+    if known is not None and known.store != store:
+        _refuse(
+            f"--job {job}: {RUNS / job} is about the job of that name in {known.store}, not in {store}\n"
+            f"  hint: choose another --job, or set store to {known.store}; if the job was moved, delete {RUNS / job}",
+            Outcome.CONFIG,
+        )
+
+
 def _check_continuation(job: str, config: RunConfig) -> None:
     """A job that exists goes on with its own model and data, or not at all."""
     store = Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job))
     if store.head("config.json") is None:
         return
     document = json.loads(store.get("config.json"))
-    before = document.get("config", document)
+    before = _with_defaults(document.get("config", document))
     now = config.model_dump(mode="json")
     changed = [
         f"  {path}: {json.dumps(_at(before, path))} before, {json.dumps(_at(now, path))} now"
@@ -87,6 +98,14 @@ def _check_continuation(job: str, config: RunConfig) -> None:
             + "\n  hint: choose another --job, or bring back the former values",
             Outcome.CONFIG,
         )
+
+
+def _with_defaults(config: dict) -> dict:
+    """A job that was begun before a key existed has its default; what no longer fits the schema stays as it is."""
+    try:
+        return RunConfig.model_validate_json(json.dumps(config)).model_dump(mode="json")
+    except ValueError:
+        return config
 
 
 def _at(config: dict, path: str) -> object:

@@ -12,7 +12,10 @@ from infra.metrics.job import job_page
 
 
 def write_report(job: Job) -> RunReport:
-    """Fold the job's events; write report and metrics into the store and into runs/<job>/."""
+    """Fold the job's events; write report and metrics into runs/<job>/ and then into the store.
+
+    Here first: a store that is full or takes no more writes still has events to tell from. Raises StoreError for it.
+    """
     events = read_events(job.store)
     report = build_report(events)
     files = {
@@ -21,8 +24,9 @@ def write_report(job: Job) -> RunReport:
         "metrics.prom": job_page(report.to_json(), events),
     }
     for name, content in files.items():
-        job.store.put(name, content)
         in_store, here = job.store.local_path(name), job.folder / name
         if in_store is None or in_store.resolve() != here.resolve():
             write_whole(here, content)
+    for name, content in files.items():
+        job.store.put(name, content)
     return report

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from metaflow import current
 from metaflow.exception import MetaflowException
@@ -17,6 +19,11 @@ from infra.errors import InfraError
 from infra.events import CONFIGURED, OUTCOME, PLAN, PREFLIGHT, PREPARED, read_events
 from infra.model_shape import ModelShape
 from infra.outcome import Outcome
+
+if TYPE_CHECKING:
+    from training.launch import GangSpec
+
+T = TypeVar("T")
 
 
 class StepFailed(MetaflowException):
@@ -37,6 +44,41 @@ class GangShape:
     processes_per_node: int
 
 
+def told(step: Callable[[Any], T]) -> Callable[[Any], T]:
+    """What a room could not do ends the run with its one message, and the job with its outcome.
+
+    Not for `train`, where a new attempt may cure it.
+    """
+
+    @functools.wraps(step)
+    def tell(flow: Any) -> T:
+        from cost.errors import CostError
+        from training.errors import TrainingError
+
+        try:
+            return step(flow)
+        except (InfraError, CostError, TrainingError) as error:
+            _note_outcome(flow, error.outcome, str(error))
+            raise StepFailed(error.outcome, str(error)) from error
+        except StepFailed:
+            raise  # has told its outcome
+        except Exception as error:  # a bug of ours: the next start would meet it again
+            _note_outcome(flow, Outcome.FAILED, f"{type(error).__name__}: {error}")
+            raise
+
+    return tell
+
+
+def _note_outcome(flow: Any, outcome: Outcome, message: str) -> None:
+    """In the events, for the report; a store that does not even open takes none, and the message alone must do."""
+    try:
+        with Job.of(flow, current.run_id).events(current.step_name) as events:
+            events.emit(OUTCOME, outcome=outcome.value, message=message)
+    except InfraError as error:
+        say(f"the store cannot be told: {error}")
+
+
+@told
 def begin_job(flow: Any) -> None:
     """Give the job its folder on this machine; nothing is written to its store before the checks have passed."""
     job = Job.of(flow, current.run_id)
@@ -46,6 +88,7 @@ def begin_job(flow: Any) -> None:
     say(f"job {job.name}: {job.config.training.max_steps} steps, store {job.store.uri}")
 
 
+@told
 def check(flow: Any) -> list[dict]:
     """Run every room's checks; raise StepFailed when one of them forbids the run."""
     from infra.preflight import blocking, render_results
@@ -69,9 +112,9 @@ def check(flow: Any) -> list[dict]:
     return records
 
 
+@told
 def plan_capacity(flow: Any) -> dict:
     """The plan as JSON. Raises StepFailed when budget, deadline or capacity cannot be kept."""
-    from cost.errors import CostError
     from cost.plan import make_plan
     from cost.plan_text import render_plan
     from cost.prices.source import open_prices
@@ -79,12 +122,7 @@ def plan_capacity(flow: Any) -> dict:
     job = Job.of(flow, current.run_id)
     now = time.time()
     measured = {} if flow.examined is None else {"shape": ModelShape.from_json(flow.examined["shape"])}
-    try:
-        prices = open_prices(job.config, now, project_root=PROJECT_ROOT)
-    except CostError as error:  # a file of recorded prices that went bad after the checks
-        with job.events("plan") as events:
-            events.emit(OUTCOME, outcome=error.outcome.value, message=str(error))
-        raise StepFailed(error.outcome, str(error)) from error
+    prices = open_prices(job.config, now, project_root=PROJECT_ROOT)
     plan = make_plan(job.config, now_utc=now, simulated=True, prices=prices, **measured)
     say(render_plan(plan))
     with job.events("plan") as events:
@@ -96,24 +134,20 @@ def plan_capacity(flow: Any) -> dict:
     return plan.to_json()
 
 
+@told
 def examine_workload(flow: Any) -> dict | None:
     """A workload of one's own, its data prepared and one sample tried: what the plan must know of it. Else None."""
-    from training.errors import TrainingError
     from training.workloads.examine import examine
 
     job = Job.of(flow, current.run_id)
     if job.config.workload is None:
         return None
-    try:
-        found = examine(job.config, prepare=True)
-    except TrainingError as error:
-        with job.events("plan") as events:
-            events.emit(OUTCOME, outcome=error.outcome.value, message=str(error))
-        raise StepFailed(error.outcome, str(error)) from error
+    found = examine(job.config, prepare=True)
     say(found.text)
     return {"shape": found.shape.to_json(), "prepared": found.prepared}
 
 
+@told
 def prepare_data(flow: Any) -> dict:
     """The data in the store, once for the same data: their fingerprint, and what else is known of them."""
     from training.data import prepare_tokens
@@ -150,12 +184,28 @@ def gang_shape(flow: Any) -> GangShape:
 def train_node(flow: Any, this: Any) -> dict:
     """Run this node's part of the gang. Raises what a new attempt can cure: a death, or a drain after a notice."""
     from training.errors import TrainingError
-    from training.launch import GangSpec, run_gang
+    from training.launch import run_gang
+
+    try:
+        outcome = run_gang(_gang_spec(flow, this))
+    except (TrainingError, InfraError) as error:
+        if isinstance(error, InfraError) or error.curable:  # a store that is away may be back
+            raise StepFailed(error.outcome, str(error)) from error
+        say(f"no new attempt can cure this: {error}")
+        return {"outcome": error.outcome.value, "step": None, "weights_sha256": None}
+    if outcome.outcome == Outcome.INTERRUPTED:
+        raise StepFailed(Outcome.INTERRUPTED, f"drained at step {outcome.step}: {outcome.message}")
+    return {"outcome": outcome.outcome, "step": outcome.step, "weights_sha256": outcome.weights_sha256}
+
+
+def _gang_spec(flow: Any, this: Any) -> GangSpec:
+    """What this node's agent must know. Raises StoreError when what was spent so far cannot be read."""
+    from training.launch import GangSpec
     from training.launch.ports import control_ports
 
     job = Job.of(flow, this.run_id)
     shape = gang_shape(flow)
-    spec = GangSpec(
+    return GangSpec(
         job=job.name,
         run=this.run_id,
         attempt=this.retry_count,
@@ -171,16 +221,6 @@ def train_node(flow: Any, this: Any) -> dict:
         rehearse=flow.rehearse or None,
         candidate_ports=control_ports(this.run_id, this.retry_count),
     )
-    try:
-        outcome = run_gang(spec)
-    except (TrainingError, InfraError) as error:
-        if isinstance(error, InfraError) or error.curable:  # a store that is away may be back
-            raise StepFailed(error.outcome, str(error)) from error
-        say(f"no new attempt can cure this: {error}")
-        return {"outcome": error.outcome.value, "step": None, "weights_sha256": None}
-    if outcome.outcome == Outcome.INTERRUPTED:
-        raise StepFailed(Outcome.INTERRUPTED, f"drained at step {outcome.step}: {outcome.message}")
-    return {"outcome": outcome.outcome, "step": outcome.step, "weights_sha256": outcome.weights_sha256}
 
 
 def _terms(flow: Any, job: Job) -> dict:
@@ -200,9 +240,13 @@ def _terms(flow: Any, job: Job) -> dict:
 
 def write_report(flow: Any) -> dict:
     """Build the report from all events of the job and put it into the store and this machine's runs/<job>/."""
+    from cost.errors import CostError
     from flows.reporting import write_report as write
 
-    return write(Job.of(flow, current.run_id)).to_json()
+    try:
+        return write(Job.of(flow, current.run_id)).to_json()
+    except (InfraError, CostError) as error:  # the job has its outcome already, and keeps it
+        raise StepFailed(error.outcome, str(error)) from error
 
 
 def frames(report: dict) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from infra.config.sources import render_sources, values_with_sources
 from infra.logs.command import add_logs_command
 from infra.outcome import Outcome
 from infra.preflight import Result, blocking, render_checks, render_results
+from infra.process import reader_has_left
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 SCHEMA_FILE = PROJECT_ROOT / "configs" / "schema.json"
@@ -22,7 +23,12 @@ SCHEMA_FILE = PROJECT_ROOT / "configs" / "schema.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     options = _parser().parse_args(arguments)
-    return options.command(options)
+    try:
+        code = options.command(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        return reader_has_left()
 
 
 def preflight(options: argparse.Namespace) -> int:

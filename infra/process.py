@@ -48,3 +48,9 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+def reader_has_left() -> int:
+    """After a BrokenPipeError on stdout (`… | head`): nothing more is said, at exit neither. The shell's exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE

@@ -7,8 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.swift import swift  # noqa: F401 - one server for all tests that ask for it
+
+# A loaded machine is no failure: what has a time limit has pytest's.
+settings.register_profile("ebbflow", deadline=None)
+settings.load_profile("ebbflow")
 
 
 @pytest.fixture(autouse=True)

@@ -142,8 +142,13 @@ def test_with_local_and_a_job_that_goes_on(tmp_path: Path) -> None:
     before = (run.folder / "report.json").read_bytes(), (run.folder / "config.json").read_bytes()
     other = runner.run("run", *options, "--set", "model.hidden_size=96", *name)
     assert other.exit_code == 2 and "model:" in other.output and "hint:" in other.output
+    elsewhere = runner.run("run", *options, "--set", f"store={tmp_path}/other", *name)
+    assert elsewhere.exit_code == 2 and f"not in {tmp_path}/other" in elsewhere.output
     assert before == ((run.folder / "report.json").read_bytes(), (run.folder / "config.json").read_bytes())
 
+    settings = json.loads((run.folder / "config.json").read_text())
+    del settings["config"]["workload_options"], settings["config"]["data"]["tokenizer"]
+    (run.folder / "config.json").write_text(json.dumps(settings))  # as a version that did not know these keys left it
     longer = runner.run("run", *runner.options(training__max_steps=12, checkpoint__interval_steps=4), *name)
     assert longer.exit_code == 0, longer.output
     assert [step for step, _ in longer.report["loss_curve"]] == list(range(1, 13))
@@ -157,6 +162,20 @@ def test_a_number_that_is_not_finite_ends_the_job_with_its_own_exit_code(tmp_pat
     assert run.exit_code == 7, run.output
     assert run.report["outcome"] == "non_finite"
     assert "rank" in run.output
+
+
+def test_a_store_that_fails_between_the_checks_and_the_training(tmp_path: Path) -> None:
+    """It takes neither token shards nor a report: told in one line, and the report is on this machine all the same."""
+    store = tmp_path / "store"
+    (store / "jobs" / "mine" / "report.json").mkdir(parents=True)
+    (store / "tokens").write_text("a file where a folder should be")
+    runner = FlowRunner(tmp_path, store=str(store))
+    run = runner.run("run", *runner.options(), "--job", "mine")
+    assert run.exit_code == 1 and run.report["outcome"] == "failed", run.output
+    assert str(store / "tokens") in run.report["events"]["message"]
+    assert "Traceback" not in run.output
+    assert f"the report is on this machine only: put {store}/jobs/mine/report.json: " in run.output
+    assert {"report.html", "metrics.prom"} <= {path.name for path in run.folder.iterdir()}
 
 
 def test_importing_the_flow_file_is_light_and_without_side_effects(tmp_path: Path) -> None:

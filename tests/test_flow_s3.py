@@ -15,7 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.flow import ROOT, FlowRun, FlowRunner, processes_with, wait_until
+from tests.support.flow import (
+    ROOT,
+    FlowRun,
+    FlowRunner,
+    assert_ledger_adds_up,
+    generation_seconds,
+    processes_with,
+    wait_until,
+)
 from tests.support.swift import Swift
 
 pytestmark = pytest.mark.flow
@@ -50,7 +58,8 @@ class Bucket(FlowRunner):
         """What `python -m …` prints; it must succeed."""
         done = subprocess.run(
             [sys.executable, "-m", *words],
-            cwd=ROOT, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=60,
+            cwd=ROOT, env={**os.environ, **self.environment, "EBBFLOW_RUNS": str(self.runs)},
+            capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -90,10 +99,15 @@ def test_a_quiet_run_leaves_all_in_the_bucket_and_the_reports_here(quiet: tuple[
 def test_the_commands_read_a_job_in_a_bucket(quiet: tuple[Bucket, FlowRun]) -> None:
     runner, run = quiet
     job = run.report["job"]
-    report = json.loads(runner.command("cost", "report", job, "--store", runner.store, "--json"))
-    assert (report["weights_sha256"], report["total_usd"]) == (run.report["weights_sha256"], run.report["total_usd"])
+    for named in ((job, "--store", runner.store), ("latest",)):
+        report = json.loads(runner.command("cost", "report", *named, "--json"))
+        assert [report[key] for key in ("job", "weights_sha256", "total_usd")] == [
+            run.report[key] for key in ("job", "weights_sha256", "total_usd")
+        ]
     place = f"{runner.store}/jobs/{job}"
     listed = json.loads(runner.command("training", "checkpoints", "list", place, "--json"))
+    by_name = json.loads(runner.command("training", "checkpoints", "list", str(runner.runs / "latest"), "--json"))
+    assert [row["key"] for row in by_name] == [row["key"] for row in listed]
     assert next(row["step"] for row in listed if row["reachable"]) == 60
     verified = json.loads(runner.command("training", "checkpoints", "verify", place, "--json"))
     assert len(verified) == len(listed) and all(row["sound"] for row in verified)
@@ -121,6 +135,9 @@ def test_everything_killed_then_resumed(quiet: tuple[Bucket, FlowRun], tmp_path:
     assert run.exit_code == 0, run.output
     assert_same_result(run, quiet[1])
     assert run.report["interruptions"] == 1
+    assert_ledger_adds_up(run.report)
+    first, second = (generation_seconds(run.report, number) for number in (1, 2))
+    assert first > 0 and run.report["paid_rank_seconds"] > second > 0  # the killed run's time is in the bill
 
 
 def test_metaflow_in_the_bucket_too_and_a_job_continued_by_its_name(

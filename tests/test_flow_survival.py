@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.flow import FlowRun, FlowRunner, processes_with, wait_until
+from tests.support.flow import (
+    FlowRun,
+    FlowRunner,
+    assert_ledger_adds_up,
+    generation_seconds,
+    processes_with,
+    wait_until,
+)
 
 pytestmark = pytest.mark.flow
 
@@ -28,14 +35,6 @@ def assert_same_result(run: FlowRun, quiet: FlowRun) -> None:
     assert run.report["outcome"] == "completed"
     assert run.report["weights_sha256"] == quiet.report["weights_sha256"]
     assert run.report["loss_curve"] == quiet.report["loss_curve"]
-
-
-def assert_ledger_adds_up(report: dict) -> None:
-    lines = report["ledger"]
-    assert round(sum(line["usd"] for line in lines), 6) == report["total_usd"]
-    assert sum(line["rank_seconds"] for line in lines) == pytest.approx(report["paid_rank_seconds"], abs=1e-3)
-    unattributed = sum(line["rank_seconds"] for line in lines if line["class"] == "unattributed")
-    assert unattributed <= 0.01 * report["paid_rank_seconds"]
 
 
 def test_quiet_run_has_nothing_to_tell_of(quiet: FlowRun) -> None:
@@ -128,9 +127,3 @@ def worker_pids(runner: FlowRunner, rank: int) -> list[int]:
         if f"rank-{rank}.spec.json" in Path(f"/proc/{pid}/environ").read_text(errors="replace")
         and Path(f"/proc/{pid}/cmdline").read_text().split("\0")[1:3] == ["-m", "training"]
     ]
-
-
-def generation_seconds(report: dict, number: int) -> float:
-    return next(
-        entry["paid_rank_seconds"] for entry in report["events"]["generations"] if entry["generation"] == number
-    )

@@ -11,6 +11,7 @@ import sys
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +29,7 @@ from tests.support.swift import Swift
 from training.data import prepare_tokens
 from training.errors import GangError
 from training.launch import GangSpec
+from training.launch.echo import Echo
 from training.launch.local import LocalGang
 from training.launch.shipping import LogShipper
 
@@ -141,3 +143,16 @@ def test_logs_come_back_from_a_bucket_by_the_jobs_name_alone(
             return [line.partition(" | ")[2] for line in done.stdout.splitlines()] == texts
 
         wait_until(f"{texts} from {words}", shown, timeout=60)  # Swift lists what it has acknowledged a little late
+
+
+def test_a_traceback_that_is_only_logged_does_not_end_the_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    log = tmp_path / "rank-0.log"
+    echo = Echo(SimpleNamespace(workers=[SimpleNamespace(rank=0, log_path=log)]))
+    log.write_text("hello\nTraceback (most recent call last):\n  File x\nValueError: caught\nstep 1/9\n")
+    echo.pass_on()
+    with log.open("a") as more:
+        more.write("a word\nstep 2/9\nTraceback (most recent call last):\nstep 3/9\n")
+    echo.pass_on()
+    assert capsys.readouterr().out == "hello\nstep 1/9\nstep 2/9\nstep 3/9\n"

@@ -220,4 +220,4 @@ def test_a_gateway_that_is_away_costs_one_line_until_it_is_back() -> None:
     gateway.close()
     delete_group(group, say=said.append)
     assert "takes pushes again" in said[1] and len(said) == 3
-    assert "still has the group job=job, node=0, which never expires" in said[2]
+    assert "may still have the group job=job, node=0, which never expires" in said[2]

@@ -147,6 +147,12 @@ def test_what_powersgd_keeps_back_does_not_outlive_a_commit() -> None:
     assert [output.split() for output in outputs] == [["saved", "True", "unsaved", "False"]] * 2
 
 
+def test_replicas_that_go_on_add_up_in_the_same_order() -> None:
+    """Three summands have an order, and where a gradient lies in its bucket decides it; two have none that shows."""
+    outputs = run_ranks(3, ["-m", "tests.support.compression_rank", make_config().model_dump_json()])
+    assert [output.split() for output in outputs] == [["saved", "True", "unsaved", "True"]] * 3
+
+
 def test_recomputing_saves_memory_and_changes_no_gradient() -> None:
     """Against what `infra.footprint` tells the planner; logits, which are kept in any case, apart."""
     live, gradients = {}, {}

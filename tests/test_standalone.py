@@ -15,7 +15,8 @@ import pytest
 from infra.events import read_events
 from infra.layout import check_job_name
 from infra.store import Store
-from tests.support.gangs import PROJECT_ROOT, free_port
+from tests.support.gangs import PROJECT_ROOT, free_port, run_ranks
+from tests.support.tied_rank import STEP_DEADLINE_SECONDS
 from training.standalone import default_job_name
 
 STEPS = 200
@@ -92,6 +93,17 @@ def test_a_restart_by_torchrun_goes_on_with_the_same_job(tmp_path: Path, rendezv
     assert [event.generation for event in prepared] == [1, 2]
     assert all(event.data["unigram_entropy_nats"] > 1 and event.data["train_tokens"] > 0 for event in prepared)
     assert [event.data["outcome"] for event in events if event.name == "outcome"] == ["completed"]
+
+
+def test_ranks_wait_for_long_preparation_and_tied_weights_stay_tied(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    options = {"seconds": STEP_DEADLINE_SECONDS + 2}
+    path.write_text(json.dumps({"workload": "tests.support.workload_cases:Tied", "workload_options": options}))
+    outputs = run_ranks(2, ["-m", "tests.support.tied_rank", str(path), "--set", f"store={tmp_path / 'store'}"])
+    found = {line.split()[0]: line.split()[1:] for line in outputs[1].splitlines() if line.count(" ") == 4}
+    assert list(found) == ["ddp", "fsdp2", "hsdp"], outputs
+    assert found["ddp"] == found["fsdp2"] == found["hsdp"]
+    assert found["ddp"][1:3] == ["3", "True"], found
 
 
 @pytest.mark.parametrize("run_id", ["3f0c", "my/job: 1", "my/job. 1", "x" * 300, "…"])

@@ -8,14 +8,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from infra.errors import StoreAway, StoreError, StoreForbidden
+from infra.errors import StoreAway, StoreError, StoreForbidden, StoreMisconfigured
 from infra.store import Store
-from tests.support.faulty_s3 import Fault, faulty_s3, swallowing_port
+from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 from tests.support.flow import ROOT
 from tests.support.swift import Swift
 
@@ -70,21 +71,32 @@ def test_the_environment_goes_before_the_profile(swift: Swift, home: Path, monke
     assert can_write(swift.new_bucket())
 
 
+@dataclass
+class Container:
+    """What the endpoint does once the event is set: it refuses, or it keeps silent."""
+
+    revoked: threading.Event = field(default_factory=threading.Event)
+    silent: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
 @pytest.fixture
-def container(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The credentials endpoint that a container of ECS or Batch has; it refuses once the event is set.
+def container(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[Container]:
+    """The credentials endpoint that a container of ECS or Batch has.
 
     What it gives expires within a minute, so that it is asked again for every store and every few requests.
     """
-    revoked = threading.Event()
+    state = Container()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if state.silent.is_set():
+                state.ended.wait(30)
             answer = {
                 "AccessKeyId": swift.access_key, "SecretAccessKey": swift.secret_key, "Token": "",
                 "Expiration": (datetime.now(UTC) + timedelta(minutes=1)).isoformat(),
             }  # fmt: skip
-            self.send_response(403 if revoked.is_set() else 200)
+            self.send_response(403 if state.revoked.is_set() else 200)
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
 
@@ -94,7 +106,8 @@ def container(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[threadi
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{server.server_port}/role")
-    yield revoked
+    yield state
+    state.ended.set()
     server.shutdown()
     server.server_close()
 
@@ -105,12 +118,20 @@ def test_the_role_of_a_container(swift: Swift, monkeypatch: pytest.MonkeyPatch) 
     assert can_write(swift.new_bucket())
 
 
-def test_a_role_that_is_taken_away(swift: Swift, container: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_role_that_is_taken_away(swift: Swift, container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", swift.endpoint)
     store = Store.open(f"s3://{swift.new_bucket()}", request_timeout_seconds=20)
-    container.set()
+    container.revoked.set()
     with pytest.raises(StoreForbidden, match=r"^put s3://.*: the credentials could not be renewed: .*; fix: renew"):
         store.put("k", b"1")
+
+
+def test_a_renewal_that_hangs(container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", closed_port())
+    store = Store.open("s3://bucket", request_timeout_seconds=0.5)
+    container.silent.set()
+    with pytest.raises(StoreAway, match=r"^get s3://bucket/k: .* credentials did not answer within 0\.5 s; fix: "):
+        store.get("k")
 
 
 def test_no_credentials_anywhere() -> None:
@@ -121,6 +142,24 @@ def test_no_credentials_anywhere() -> None:
 def test_a_profile_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(StoreForbidden, match=r"profile \(nobody\) could not be found; fix: AWS_PROFILE"):
+        Store.open("s3://bucket/prefix")
+
+
+def test_a_role_that_may_not_be_assumed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    role = "role_arn = arn:aws:iam::123456789012:role/trainer\nsource_profile = base\nregion = us-east-1\n"
+    shared_files(
+        home, config=f"[default]\n{role}", credentials="[base]\naws_access_key_id = a\naws_secret_access_key = b\n"
+    )
+    with faulty_s3(Fault(403, "AccessDenied")) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", endpoint)
+        with pytest.raises(StoreForbidden, match=r"no AWS credentials: .* AssumeRole .*; fix: "):
+            Store.open("s3://bucket/prefix")
+
+
+def test_an_endpoint_that_is_given_and_to_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://no-such-host.invalid")
+    monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+    with pytest.raises(StoreMisconfigured, match="contradicts AWS_ENDPOINT_URL; fix: unset one of them"):
         Store.open("s3://bucket/prefix")
 
 

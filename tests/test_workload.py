@@ -116,6 +116,13 @@ def test_parameters_without_a_gradient_need_ddps_option(tmp_path: Path) -> None:
     assert "got no gradient" in tried(config_of("Branching", tmp_path)).text
 
 
+def test_a_tied_parameter_is_counted_once_and_stays_in_one_unit(tmp_path: Path) -> None:
+    shape = tried(config_of("Tied", tmp_path)).shape
+    assert (shape.parameters, shape.largest_unit_parameters) == (40 + 20, 40)
+    assert "embedding.weight and head.weight are one parameter" in refusal(config_of("TiedAcross", tmp_path))
+    assert tried(config_of("TiedAcross", tmp_path, parallel=ParallelConfig(mode="ddp"))).shape.parameters == 60
+
+
 def test_data_are_prepared_once_and_named_by_what_they_are(tmp_path: Path) -> None:
     config = config_of("WithData", tmp_path)
     context = workload_context(config, Gang(), store=Store.open(config.store))
@@ -199,12 +206,13 @@ def test_the_built_in_model_measures_as_its_formulas_say(model: ModelConfig, tmp
     assert 0.5 * expected <= found.activation_bytes_per_sample <= 1.1 * expected
 
 
-def test_a_child_process_examines_within_its_deadline(tmp_path: Path) -> None:
+def test_a_child_process_examines_within_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkloadError, match=r"was not tried out within 0\.5 s; fix:"):
         examine(config_of("Hangs", tmp_path), prepare=False, seconds=0.5)
     found = examine(config_of("WithData", tmp_path), prepare=False)
     assert found.prepared is None and "once its data are prepared" in found.text
     assert not (tmp_path / "store").exists()
+    monkeypatch.chdir(tmp_path)  # the child must find the project from anywhere
     found = examine(config_of("WithData", tmp_path), prepare=True)
     assert found.prepared["points"] == 4 and found.shape.parameters == 49
 

@@ -26,6 +26,7 @@ from training.errors import RendezvousError
 from training.gang import Gang
 from training.launch.spec import WorkerSpec
 from training.workloads.door import prepare_data, workload_context
+from training.workloads.examine import PREPARE_SECONDS
 from training.workloads.trial import try_workload
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
@@ -62,9 +63,13 @@ def parse_arguments(arguments: list[str]) -> Request:
 
 def share_spec(request: Request, gang: Gang) -> WorkerSpec:
     """Rank 0 prepares the data and opens the generation; the others hear of it. Collective."""
+    if gang.alone:
+        return _make_spec(request)
+    # The others wait for rank 0's data in a group of its own: the gang's has the deadline of a step.
+    waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARE_SECONDS))
     texts = [_make_spec(request).to_json() if gang.rank == 0 else ""]
-    if not gang.alone:
-        dist.broadcast_object_list(texts, src=0, device=gang.device)
+    dist.broadcast_object_list(texts, src=0, group=waiting)
+    dist.destroy_process_group(waiting)
     spec = WorkerSpec.from_json(texts[0])
     return replace(spec, node=gang.rank // spec.colocated_ranks)
 

@@ -23,6 +23,7 @@ from infra.store.s3 import split_uri
 _PROBE_BYTES = 4096
 _REQUEST_SECONDS = 10.0
 _DATE_SECONDS = 5.0
+_MISSING_RIGHT = ("AccessDenied", "403")
 _SKEW_WARNING_SECONDS = 60.0
 _SKEW_REFUSED_SECONDS = 900.0  # S3 answers RequestTimeTooSkewed beyond it
 
@@ -95,7 +96,9 @@ def check_store_multipart(context: PreflightContext) -> Finding:
         client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload)
     except ClientError as error:
         code = error.response.get("Error", {}).get("Code", "no code")
-        return Finding.failed(f"multipart upload: {code}", f"allow {action} on arn:aws:s3:::{bucket}/*")
+        missing = code in _MISSING_RIGHT
+        fix = f"allow {action} on arn:aws:s3:::{bucket}/*" if missing else "see the check store-probe"
+        return Finding.failed(f"multipart upload: {code}", fix)
     except (BotoCoreError, StoreError) as error:
         text = " ".join(str(error).split())
         return Finding.failed(f"multipart upload: {text}", "see the check store-probe")
@@ -106,7 +109,10 @@ def check_store_clock(context: PreflightContext) -> Finding:
     """This machine's clock against the store's: S3 refuses requests that are signed 15 minutes off."""
     if not context.config.store.startswith("s3://"):
         return Finding.skipped("the store is a folder: nothing is signed")
-    settings = aws_settings()
+    try:
+        settings = aws_settings()
+    except StoreError as error:
+        return Finding.skipped(f"the store cannot be found: {error}")
     url = settings.endpoint or f"https://s3.{settings.region}.amazonaws.com"
     before = time.time()
     try:

@@ -12,6 +12,7 @@ from typing import Any
 from infra.config.document import SourceText, parse
 from infra.config.overrides import ENVIRONMENT, override_name, read_environment, read_override
 from infra.config.problems import ConfigError, Problem
+from infra.config.rules.names import ADDRESS
 from infra.config.schema import RunConfig
 from infra.config.sources import sources_of
 from infra.config.tree import Entry, collect, leaves
@@ -133,13 +134,13 @@ def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
 
 
 def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, project_root: Path, cwd: Path) -> None:
-    """Makes paths absolute. What is empty, a word of its own or of another scheme is left to the rules."""
+    """Makes paths absolute. What is empty, a word of its own or an address is left to the rules."""
     values.setdefault("store", leaves()["store"].default)
     for key, words in _PATHS.items():
         value = values.get(key)
         if not isinstance(value, str) or not value.strip() or value in words:
             continue
-        if key == "store" and "://" in value and not value.startswith("file://"):
+        if ADDRESS.match(value) and not (key == "store" and value.startswith("file://")):
             continue
         if key == "cost.prices" and not Path(value).suffix:  # a word that nobody knows is no file either
             continue

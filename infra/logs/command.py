@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 
 from infra.errors import InfraError, StoreError
+from infra.known_jobs import known_job, runs_folder
 from infra.layout import job_prefix
 from infra.logs.reading import Logs, LogsError, Wanted, describe, read_logs, select
 from infra.outcome import Outcome
@@ -60,10 +60,11 @@ def _find(job: str, store_uri: str | None, project_root: Path) -> Logs:
 
     Raises LogsError for a job that is not there, StoreError for a store that does not answer.
     """
-    runs = Path(os.environ.get("EBBFLOW_RUNS") or project_root / "runs").absolute()
+    runs = runs_folder(project_root)
     place = runs / job
     name = place.resolve().name if place.exists() else job
-    uri = (store_uri or _known_store(place, runs)).removeprefix("file://")
+    known = known_job(place)  # else the default store
+    uri = (store_uri or (str(runs) if known is None else known.store)).removeprefix("file://")
     in_store = [] if "://" in uri else [Path(uri).resolve() / job_prefix(name)]
     folders = [folder for folder in dict.fromkeys([place.resolve(), *in_store]) if folder.is_dir()]
     try:
@@ -89,14 +90,6 @@ def _open_job(uri: str, name: str) -> Store | None:
         return None
     store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(name))
     return store if store.list("logs", limit=1) else None
-
-
-def _known_store(place: Path, runs: Path) -> str:
-    """Where the flow wrote that the job lies, else the default store."""
-    try:
-        return str(json.loads((place / "job.json").read_text())["store"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return str(runs)
 
 
 def _jobs_there(runs: Path) -> str:

@@ -87,4 +87,4 @@ def delete_group(group: Group, *, say: Callable[[str], object]) -> None:
     thread.join(TIMEOUT_SECONDS + 1)
     for reason in list(failed):
         key = f"job={group.job}, node={group.node}"
-        say(f"metrics: WARNING: {group.url} still has the group {key}, which never expires by itself: {reason}")
+        say(f"metrics: WARNING: {group.url} may still have the group {key}, which never expires by itself: {reason}")

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from infra.errors import StoreAway, StoreError, StoreForbidden
+from infra.errors import StoreAway, StoreError, StoreForbidden, StoreMisconfigured
 
 T = TypeVar("T")
 
@@ -23,6 +23,7 @@ _DEFAULT_REGION = "us-east-1"
 # botocore renews what expires within 10 minutes when it is asked: asking more often never meets an expired one.
 _ASK_AGAIN = timedelta(minutes=5)
 _TRUE = ("1", "true")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,19 @@ class AwsSettings:
 
 
 def aws_settings() -> AwsSettings:
-    """Region and endpoint, from the environment and then the profile. Raises StoreError for an unreadable profile."""
+    """Region and endpoint, from the environment and then the profile. Raises StoreError for an unreadable profile.
+
+    Raises StoreMisconfigured for an endpoint that is given and to be ignored: obstore reads it all the same.
+    """
     environment, profile = os.environ, _Profile()
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or profile.get("region")
-    endpoint = None
-    if environment.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() not in _TRUE:
-        endpoint = (
-            environment.get("AWS_ENDPOINT_URL_S3")
-            or environment.get("AWS_ENDPOINT_URL")
-            or profile.service("s3", "endpoint_url")
-            or profile.get("endpoint_url")
-        )
+    endpoint = next((environment[name] for name in _ENDPOINTS if environment.get(name)), None)
+    ignored = environment.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() in _TRUE
+    if ignored and endpoint is not None:
+        names = " and ".join(name for name in _ENDPOINTS if environment.get(name))
+        raise StoreMisconfigured(f"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS contradicts {names}; fix: unset one of them")
+    if not ignored:
+        endpoint = endpoint or profile.service("s3", "endpoint_url") or profile.get("endpoint_url")
     return AwsSettings(region or _DEFAULT_REGION, endpoint)
 
 
@@ -58,11 +61,11 @@ def credential_provider(seconds: float) -> Callable[[], dict] | None:
         return None
     if environment.get("AWS_SKIP_SIGNATURE", "").lower() in _TRUE:  # a public bucket
         return None
-    return _within(seconds, _from_chain)
+    return _within(seconds, lambda: _from_chain(seconds))
 
 
-def _from_chain() -> Callable[[], dict]:
-    from botocore.exceptions import BotoCoreError
+def _from_chain(seconds: float) -> Callable[[], dict]:
+    """seconds: for each renewal."""
     from botocore.session import Session
 
     try:
@@ -73,11 +76,13 @@ def _from_chain() -> Callable[[], dict]:
                 "fix: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or give the machine a role"
             )
         credentials.get_frozen_credentials()
-    except BotoCoreError as error:
+    except StoreError:
+        raise
+    except Exception as error:  # botocore's own kinds, the refusal of a role, what a credential_process raises
         raise StoreForbidden(f"no AWS credentials: {error}; fix: AWS_PROFILE, or renew them (aws sso login)") from error
 
     def ask() -> dict:
-        frozen = credentials.get_frozen_credentials()
+        frozen = _within(seconds, credentials.get_frozen_credentials)
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,

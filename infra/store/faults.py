@@ -96,6 +96,8 @@ def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[St
     if missing:
         return ObjectNotFound, "no such object"
     if source := _found(r"External AWS credential provider: ([^\n]+)", text):
+        if source.startswith(f"{StoreAway.__name__}: "):  # what `infra.store.aws` says of a source that hangs
+            return StoreAway, source.partition(": ")[2]
         return StoreForbidden, f"forbidden: the credentials could not be renewed: {source[:200]}; fix: {_RENEW}"
     if code in _REGION_CODES or "BareRedirect" in text:
         region = _found(r"expecting '([\w-]+)'", text)

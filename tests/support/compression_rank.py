@@ -1,4 +1,4 @@
-"""One rank that compresses its gradients: `python -m tests.support.compression_rank CONFIG`.
+"""One rank that reduces its gradients, compressed or not: `python -m tests.support.compression_rank CONFIG`.
 
 Two models take the same steps: one that has trained and saved before, and one that begins from its weights. Prints
 whether their gradients were the same, bit for bit, with and without the save.

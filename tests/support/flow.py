@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 FLOW = ROOT / "flows" / "train_flow.py"
 
@@ -123,3 +125,17 @@ def processes_with(text: str) -> list[int]:
         if text.encode() in known and state != "Z" and int(path.name) != os.getpid():
             found.append(int(path.name))
     return found
+
+
+def assert_ledger_adds_up(report: dict) -> None:
+    lines = report["ledger"]
+    assert round(sum(line["usd"] for line in lines), 6) == report["total_usd"]
+    assert sum(line["rank_seconds"] for line in lines) == pytest.approx(report["paid_rank_seconds"], abs=1e-3)
+    unattributed = sum(line["rank_seconds"] for line in lines if line["class"] == "unattributed")
+    assert unattributed <= 0.01 * report["paid_rank_seconds"]
+
+
+def generation_seconds(report: dict, number: int) -> float:
+    return next(
+        entry["paid_rank_seconds"] for entry in report["events"]["generations"] if entry["generation"] == number
+    )

@@ -189,6 +189,43 @@ class Hangs(Sound):
         time.sleep(600)
 
 
+class Digits(nn.Module):
+    """What stands in a table, and is looked up in it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hidden = nn.Embedding(10, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(self.embedding((10 * x[:, 0]).long())))
+
+
+class Tied(Sound):
+    """A parameter with two names, outside the units; data that take their time."""
+
+    @classmethod
+    def prepare(cls, context: WorkloadContext) -> dict:
+        time.sleep(context.options.get("seconds", 0))
+        return {}
+
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            return Digits()
+
+    def units(self, model: Any) -> list[nn.Module]:
+        return [model.hidden]
+
+    def errors(self, model: nn.Module, batch: Points) -> Tensor:
+        return model(batch.x).square().sum(dim=1)
+
+
+class TiedAcross(Tied):
+    def units(self, model: Any) -> list[nn.Module]:
+        return [model.embedding, model.head]
+
+
 class Huge(Sound):
     """Two matrices of 4 GiB each, and no memory for them."""
 

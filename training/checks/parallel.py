@@ -52,6 +52,7 @@ def _remarks(config: RunConfig) -> list[str]:
     if config.parallel.mode == "ddp" and config.ddp.gradient_compression == "powersgd":
         found.append("powersgd is lossy, and begins anew behind every commit, so that a resumed run does the same")
     if config.parallel.mode == "ddp" and config.ddp.static_graph:
+        found.append("from three ranks on static_graph resumes to rounding, not bit for bit")
         accumulation = config.training.gradient_accumulation_steps
         if accumulation > 1:
             found.append(f"static_graph reduces gradients {accumulation} times per step, after each micro-batch")

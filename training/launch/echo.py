@@ -12,6 +12,7 @@ from training.launch.workers import PROJECT_ROOT, Worker, WorkerFailure, WorkerG
 
 _TRACEBACK = "Traceback (most recent call last)"
 METRICS_PREFIX = "metrics: "
+_PROGRESS_PREFIX = "step "
 _LAST_LINES = 15
 _LAST_BYTES = 64 * 1024
 
@@ -19,26 +20,30 @@ _LAST_BYTES = 64 * 1024
 class Echo:
     """Passes rank 0's whole lines on to this process's own output; on another node, where its metrics are to be had.
 
-    Up to a traceback: whether that is the cause or only follows from it, the verdict will say.
+    Up to a traceback: whether that is the cause or only follows from it, the verdict will say. One that is only logged
+    ends nothing, so that the lines of progress go on.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
         self._path = group.workers[0].log_path
-        self._prefix = "" if group.workers[0].rank == 0 else METRICS_PREFIX
+        own_output = group.workers[0].rank == 0
+        self._before = ("",) if own_output else (METRICS_PREFIX,)
+        self._after_traceback = (METRICS_PREFIX, _PROGRESS_PREFIX) if own_output else (METRICS_PREFIX,)
         self._passed = 0
         self._muted = False
 
     def pass_on(self) -> None:
-        if self._muted:
-            return
         with open(self._path, "rb") as log:
             log.seek(self._passed)
             data = log.read()
         whole = b"".join(piece for piece, _ in split_lines(data, at_end=False))
         self._passed += len(whole)
-        text, traceback, _ = whole.decode(errors="replace").partition(_TRACEBACK)
-        self._muted = bool(traceback)
-        sys.stdout.write("".join(line for line in text.splitlines(keepends=True) if line.startswith(self._prefix)))
+        before, traceback, after = whole.decode(errors="replace").partition(_TRACEBACK)
+        if self._muted:
+            before, after = "", before + traceback + after
+        self._muted = self._muted or bool(traceback)
+        for text, prefixes in ((before, self._before), (after, self._after_traceback)):
+            sys.stdout.write("".join(line for line in text.splitlines(keepends=True) if line.startswith(prefixes)))
         sys.stdout.flush()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -12,7 +13,7 @@ from training.gang import Gang
 from training.parallel.mesh import make_mesh
 
 _POWERSGD_RANK = 2
-# torch demands two plain steps first: in the second one DDP regroups its buckets.
+# torch demands two plain steps first, between which DDP would regroup its buckets.
 _POWERSGD_PLAIN_STEPS = 2
 
 
@@ -29,7 +30,24 @@ def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[Dist
         gradient_as_bucket_view=ddp.gradient_as_bucket_view,
         bucket_cap_mb=ddp.bucket_cap_mb,
     )
+    if not (ddp.static_graph or ddp.find_unused_parameters):
+        _settle_buckets(model)
     return model, Compression(model, ddp.gradient_compression)
+
+
+def _settle_buckets(model: DistributedDataParallel) -> None:
+    """Let DDP make its final buckets now, by a backward pass through nothing but the parameters. Collective.
+
+    It makes them after its first backward pass, in the order in which gradients came. Which rank's summand comes first
+    depends on where an element lies in its bucket, and from three ranks on that shows in the last bit: a step that a
+    resumed run takes first, and another one took later, would not be the same. With unused parameters sought, torch
+    keeps its first buckets; a static graph would take this pass for a step.
+    """
+    model.reducer.prepare_for_forward()
+    model.reducer.prepare_for_backward([])
+    torch.stack([parameter.sum() for parameter in model.parameters() if parameter.requires_grad]).sum().backward()
+    model.reducer._rebuild_buckets()
+    model.zero_grad(set_to_none=True)
 
 
 class Compression:

@@ -24,7 +24,7 @@ from training.parallel.refusals import Place, find_refusals
 from training.parallel.replication import Compression, replicate_model
 from training.parallel.sharding import DTYPES, shard_model
 from training.parallel.units import autocast, compile_units, recompute_units
-from training.weights.initialise import initialise
+from training.weights.initialise import initialise, materialise
 from training.workload import Workload
 
 # Below this, FSDP2 keeps parameters gathered from forward to backward, and whole gradients between micro-batches, which
@@ -119,7 +119,7 @@ def spread_model(
         autocast(module, gang.device.type, DTYPES[fsdp.param_dtype])
     if sharded and (not gang.alone or fsdp.use_mixed_precision or fsdp.cpu_offload):
         shard_model(module, units, fsdp, gang, size=size, keep_gathered=small)
-    module.to_empty(device="cpu" if sharded and fsdp.cpu_offload else gang.device)
+    materialise(module, "cpu" if sharded and fsdp.cpu_offload else gang.device)
     initialise(module, blank, seed=config.training.seed)
     model, compression = module, None
     if not sharded and not gang.alone:

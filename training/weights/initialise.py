@@ -16,8 +16,10 @@ def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
 
     Each module of `blank` that holds parameters or buffers is materialised alone on the CPU, initialised by its own
     `reset_parameters` under a generator seeded by (seed, its name), and copied. So a weight depends on nothing but
-    the seed and its name: not on mode, world size, device, or the order of modules. Raises WorkloadError.
+    the seed and its name: not on mode, world size, device, or the order of modules. A tied parameter starts as the
+    first of its names does. Raises WorkloadError.
     """
+    tied = tied_names(blank)
     targets = dict(module.named_parameters()) | dict(module.named_buffers())
     for name, part in blank.named_modules():
         own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
@@ -34,8 +36,26 @@ def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
             torch.manual_seed(_seed_of(seed, name))
             reset()
         for key, value in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
-            _copy(targets[f"{name}.{key}" if name else key], value.detach())
+            full = f"{name}.{key}" if name else key
+            if full not in tied:
+                _copy(targets[full], value.detach())
         part.to_empty(device="meta", recurse=False)
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Each further name of a parameter that has several, with the first of them."""
+    first: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(value)] for name, value in named if first.setdefault(id(value), name) != name}
+
+
+def materialise(module: nn.Module, device: torch.device | str) -> None:
+    """Memory in place of the meta device, as `to_empty` gives it, which by itself would part tied parameters."""
+    tied = tied_names(module)
+    module.to_empty(device=device)
+    for name, first in tied.items():
+        owner, _, key = name.rpartition(".")
+        setattr(module.get_submodule(owner), key, module.get_parameter(first))
 
 
 def _seed_of(seed: int, name: str) -> int:

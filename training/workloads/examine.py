@@ -22,8 +22,8 @@ from infra.errors import InfraError
 from infra.model_shape import ModelShape
 from infra.process import die_with_parent
 from training.errors import TrainingError, WorkloadError
+from training.launch.workers import PROJECT_ROOT
 
-PROJECT_ROOT = Path(__file__).resolve().parents[1]
 EXAMINE_SECONDS = 90.0
 # A workload's own preparation may download or convert whatever it likes, once; but not for ever.
 PREPARE_SECONDS = 6 * 3600.0

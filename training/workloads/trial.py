@@ -18,7 +18,7 @@ from infra.config.schema import RunConfig
 from infra.model_shape import ModelShape
 from training.errors import WorkloadError
 from training.weights.files import find_weights
-from training.weights.initialise import initialise
+from training.weights.initialise import initialise, materialise, tied_names
 from training.weights.load import compare
 from training.workload import Batch, Cursor, Loss, Workload, WorkloadContext
 from training.workloads.door import DEFAULT_WEIGHT_UNIT, make_workload, users_code
@@ -59,6 +59,8 @@ def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
     with users_code(f"{trial.name}.units()"):
         units = list(workload.units(model))
     check_units(trial.name, model, units)
+    if config.parallel.mode != "ddp":
+        check_tied(trial.name, model, units)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trial.done.append(f"{parameters:,} parameters in {len(units)} units")
     if (weights := config.training.initial_weights) is not None:
@@ -110,9 +112,25 @@ def check_units(name: str, model: nn.Module, units: Iterable[Any]) -> None:
             raise WorkloadError(f"{name}.units(): {names[id(inner)]} is {where}; fix: units must not overlap")
 
 
+def check_tied(name: str, model: nn.Module, units: list[nn.Module]) -> None:
+    """All names of a tied parameter lie in one unit, or outside all of them: two units would shard two of it."""
+
+    def unit_of(parameter: str) -> int | None:
+        parts = parameter.split(".")[:-1]
+        holders = {id(model.get_submodule(".".join(parts[:number]))) for number in range(1, len(parts) + 1)}
+        return next((number for number, unit in enumerate(units) if id(unit) in holders), None)
+
+    for alias, first in tied_names(model).items():
+        if unit_of(alias) != unit_of(first):
+            raise WorkloadError(
+                f"{name}.units(): {first} and {alias} are one parameter and not of one unit, which would be sharded as "
+                "two; fix: a unit that holds both, or leave both out of the units, or set parallel.mode to ddp"
+            )
+
+
 def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: RunConfig) -> None:
     blank = workload.model()
-    model.to_empty(device="cpu")
+    materialise(model, "cpu")
     with users_code(f"{trial.name}: reset_parameters"):
         initialise(model, blank, seed=config.training.seed)
     count = min(_MOST_SAMPLES, config.training.batch_size)
@@ -133,7 +151,7 @@ def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: Run
 def _look_at_sample(trial: Trial, workload: Workload, model: nn.Module) -> None:
     one = _draw(trial.name, workload, model, 1)
     with users_code(f"{trial.name}.loss"), without_memory():
-        model.to_empty(device="cpu")
+        materialise(model, "cpu")
         trial.shape, _ = measure_shape(workload, model, one, unit=_unit(workload))
     _check_flops(trial.name, trial.shape)
     trial.done.append(

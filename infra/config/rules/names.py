@@ -11,6 +11,8 @@ from infra.config.rules.rule import Answer, Rule, value_of
 from infra.config.scalars import nearest
 from infra.config.schema import RunConfig
 
+# Such as s3://bucket, and s3:/bucket too, which nobody means as a folder called "s3:".
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _REGION = re.compile(r"([a-z]{2,4})((?:-[a-z]+)+)-([0-9]+)")
 _ZONE_ID = re.compile(r"([a-z]{2,}[0-9]+)(-[a-z]+[0-9]+)?-az[0-9]+")
 _ZONE_NAME = re.compile(r"[a-z]{2,4}(-[a-z]+)+-[0-9]+(-[a-z]+-[0-9]+)?[a-z]")
@@ -37,16 +39,18 @@ def _store_is_known(config: RunConfig) -> Answer:
         return "store must not be empty", hint
     if store.startswith("s3://") and not store.removeprefix("s3://").partition("/")[0]:
         return f"store {store!r} names no bucket", hint
-    if "://" in store and not store.startswith(("s3://", "file://")):
+    if ADDRESS.match(store) and not store.startswith(("s3://", "file://")):
         return f"store {store!r} is of an unknown kind", hint
     return None
 
 
 def _named(key: str, hint: str) -> Rule:
-    """A path that is given must not be empty."""
+    """A path that is given must not be empty, and is one of this machine."""
 
     def check(config: RunConfig) -> Answer:
         value = value_of(config, key)
+        if value is not None and ADDRESS.match(value):
+            return f"{key} must be a path on this machine, not {value!r}", "copy it here first, and name the copy"
         return None if value is None or value.strip() else (f"{key} must not be empty", hint)
 
     return Rule((key,), check)
@@ -113,6 +117,8 @@ def _prices_are_known(config: RunConfig) -> Answer:
     if not source.strip():
         return "cost.prices must not be empty", hint
     name = PurePath(source).name
+    if ADDRESS.match(source):
+        return f"cost.prices must be a path on this machine, not {source!r}", hint
     if source in _PRICE_SOURCES or PurePath(source).suffix:
         return None
     close = nearest(name, _PRICE_SOURCES)

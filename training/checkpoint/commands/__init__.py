@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from infra.errors import InfraError
+from infra.known_jobs import known_job
 from infra.store import Store
 from training.checkpoint.commands import changing, looking, moving
 from training.errors import TrainingError
@@ -26,7 +27,13 @@ def main(argv: list[str]) -> int:
         if not fresh and "://" not in options.uri and not Path(options.uri).is_dir():  # opening it would create it
             print(f"error: {options.uri}: no such folder; hint: it is STORE/jobs/JOB", file=sys.stderr)
             return _BAD_USAGE
-        return options.run(Store.open(options.uri), options)
+        return options.run(Store.open(options.uri if fresh else _place(options.uri)), options)
     except (TrainingError, InfraError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _place(uri: str) -> str:
+    """Of a folder that has only the job's reports, the store in which the job lies."""
+    known = None if (Path(uri) / "commits").is_dir() else known_job(Path(uri))
+    return uri if known is None else known.uri

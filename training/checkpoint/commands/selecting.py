@@ -10,7 +10,9 @@ from training.errors import CheckpointError
 
 
 def add_uri(command: argparse.ArgumentParser, *, as_json: bool = True) -> None:
-    command.add_argument("uri", metavar="URI", help="the job's folder: STORE/jobs/JOB or s3://bucket/prefix/jobs/JOB")
+    command.add_argument(
+        "uri", metavar="URI", help="STORE/jobs/JOB, s3://bucket/prefix/jobs/JOB, or runs/JOB on this machine"
+    )
     if as_json:
         command.add_argument("--json", action="store_true", help="print JSON")
 
