@@ -51,17 +51,17 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m training bench restore", description="Measure recovery.")
     parser.add_argument("--megabytes", type=float, default=1000.0, help="of state (default 1000)")
     parser.add_argument("--rounds", type=int, default=7, help="of which medians are taken (default 7)")
-    parser.add_argument(
-        "--store", help="folder, s3://bucket/prefix, or swift: one of its own (default: a temporary folder)"
-    )
+    parser.add_argument("--store", help="folder, s3://bucket/prefix, or swift (default: a temporary folder)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     given = parser.parse_args(arguments)
     about = describe_machine()
     print(machine_line(about), flush=True)
     try:
-        with tempfile.TemporaryDirectory(prefix="ebbflow-bench-") as folder:
-            with _place(given.store, Path(folder)) as uri:
-                figures = measure_restore(uri, Path(folder), given.megabytes, given.rounds)
+        with (
+            tempfile.TemporaryDirectory(prefix="ebbflow-bench-") as folder,
+            _place(given.store, Path(folder)) as uri,
+        ):
+            figures = measure_restore(uri, Path(folder), given.megabytes, given.rounds)
     except (InfraError, TrainingError) as error:
         print(error, file=sys.stderr)
         return error.outcome.exit_code
