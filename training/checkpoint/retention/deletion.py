@@ -15,6 +15,7 @@ from infra.errors import ObjectNotFound, StoreError
 from infra.layout import data_prefix, index_prefix, pin_key, quarantine_key, tombstone_key, verified_key
 from infra.store import Store
 from training.checkpoint.checksum import seal, unseal
+from training.checkpoint.fetch import fetched
 from training.checkpoint.lineage import CommitRef, newest_number
 from training.checkpoint.manifest import VERSION
 from training.errors import CorruptCommit, GenerationSuperseded
@@ -49,7 +50,7 @@ def finish_deletions(store: Store) -> None:
     """Take up what an earlier run left, and drop the tombstones of what is gone."""
     for meta in store.list("tombstones"):
         try:
-            tombstone = unseal(store.get(meta.key), f"{store.uri}/{meta.key}")
+            tombstone = fetched(store, meta.key, unseal, f"{store.uri}/{meta.key}")
         except (ObjectNotFound, CorruptCommit):
             continue  # another process was faster, or nobody can say what it was about
         _delete_objects(store, tombstone)

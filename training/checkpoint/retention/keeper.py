@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from infra.errors import ObjectNotFound
 from infra.layout import data_prefix
 from infra.store import ObjectMeta, Store
+from training.checkpoint.fetch import fetched
 from training.checkpoint.lineage import CommitRef, Traced, newest_number, trace_lineage
 from training.checkpoint.manifest import Manifest, Save
 from training.checkpoint.retention.deletion import delete_commit, finish_deletions, superseded
@@ -135,7 +136,7 @@ class Retention:
     def _manifest(self, store: Store, ref: CommitRef) -> Manifest | None:
         if ref.sha256 not in self._manifests:
             try:
-                self._manifests[ref.sha256] = Manifest.from_bytes(store.get(ref.key), ref.key)
+                self._manifests[ref.sha256] = fetched(store, ref.key, Manifest.from_bytes)
             except (CorruptCommit, ObjectNotFound):
                 return None
         return self._manifests[ref.sha256]

@@ -83,7 +83,9 @@ def work(report: Report, uri: str, opened: dict[str, Any], place: dict[str, Any]
             wrong = differing(model, optimizer, origin, restored.step)
             if restored.extra != {"generation": origin, "step": restored.step}:
                 wrong.append(f"extra is {restored.extra}")
-            report("restored", key=restored.key, wrong=wrong, rejected=restored.rejected)
+            report(
+                "restored", key=restored.key, wrong=wrong, rejected=[(one.key, one.reason) for one in restored.rejected]
+            )
         for step, pause, wait in zip(plan["saves"], plan["pauses"], plan["waits"], strict=True):
             time.sleep(pause)
             fill(model, optimizer, generation.name, step)

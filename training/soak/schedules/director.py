@@ -172,9 +172,14 @@ class Director:
         self._oracle.hurt_readers = bool(told["met"].get("flip"))
 
     def _expect_success(self, gang: Gang) -> None:
+        errors = [report for rank in gang.ranks for report in rank.all("error")]
+        if self._oracle.rotten and any("commits verifies" in error["message"] for error in errors):
+            self._count("ends with all commits spoilt")  # said loudly, which is all that can be done
+            return
         for rank in gang.ranks:
-            if rank.status != 0 and rank.first("done") is None:
-                self._oracle.problems.append(f"the last gang's {rank.name} ended with {rank.status}: {rank.told[-1:]}")
+            if rank.first("done") is None:
+                told = rank.told[-1:]
+                self._oracle.problems.append(f"the last gang's {rank.name} ended with {rank.status}: {told} {errors}")
 
     def _judge(self) -> None:
         readers = [self._cast.start("reader", actors.read, self._stage.uri) for _ in range(2)]

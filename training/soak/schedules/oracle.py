@@ -30,13 +30,13 @@ class Oracle:
 
     def opening(self) -> CommitRef | None:
         """The newest commit that a new start may not miss: to be asked before it is made."""
-        for number, start in reversed(self.line):
-            refs = [CommitRef.from_key(key) for key in self.reported[number] if key not in self.rejected]
-            if refs:
-                return max(refs, key=lambda ref: ref.step)
-            if start is not None and start not in self.rejected:
-                return CommitRef.from_key(start)
-        return None
+        if not self.line:
+            return None
+        number, start = self.line[-1]  # whoever came before may go on, as a zombie: what it commits then does not count
+        refs = [CommitRef.from_key(key) for key in self.reported[number] if key not in self.rejected]
+        if refs:
+            return max(refs, key=lambda ref: ref.step)
+        return CommitRef.from_key(start) if start is not None and start not in self.rejected else None
 
     def opened(self, opened: dict[str, Any], expected: CommitRef | None) -> None:
         """Compare the parent with what was known before; excused are rewinds, and commits that the store has spoilt."""
