@@ -6,10 +6,10 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from infra.config.schema import RunConfig
 from infra.errors import StoreError
@@ -25,6 +25,7 @@ from training.parallel import Spread
 from training.progress import Progress, Status
 from training.pulse import Pulse, Row, exchange
 from training.rehearse import Fault
+from training.saver import Saver
 from training.weights.digest import weights_sha256
 from training.workload import Batch, Cursor, Loss, Workload, as_numbers
 
@@ -44,38 +45,6 @@ _CLASS_OF_PHASE = {
 
 # What a step without its save is made of.
 _STEP_CLASSES = (str(LedgerClass.USEFUL_STEP), str(LedgerClass.DATA_WAIT))
-
-
-class Saver(Protocol):
-    """The part of `training.checkpoint.Checkpointer` that the loop needs."""
-
-    @property
-    def last_commit(self) -> Any: ...
-
-    @property
-    def busy(self) -> bool: ...
-
-    @property
-    def expected_seconds(self) -> float | None: ...
-
-    @property
-    def last_durable(self) -> tuple[int, float] | None: ...
-
-    def before_step(self) -> None: ...
-
-    def save(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        extra: dict,
-        *,
-        deadline_seconds: float | None = None,
-    ) -> float: ...
-
-    def hurry(self) -> None: ...
-
-    def wait(self) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -29,31 +29,28 @@ _STATE_LAYERS = 4
 
 
 def bench_checkpoint(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Figures by part. Raises DataError for a part that there is not."""
+    """Figures by part, each part told when it is measured. Raises DataError for a part that there is not."""
     wanted = given.parts.split(",")
     if unknown := set(wanted) - set(PARTS):
         raise DataError(f"--parts {given.parts}: there is no {', '.join(sorted(unknown))}; fix: {', '.join(PARTS)}")
     found: dict[str, Any] = {}
     if "stall" in wanted:
         found |= _bench_stall(given, folder)
+        _say(checkpoint_text(found))
     if "upload" in wanted:
         found["upload"] = _bench_uploads(given, folder)
     if "slowdown" in wanted:
         found["slow_down"] = bench_slow_down(given, folder)
+        _say(slow_down_text(found["slow_down"]))
     if "ranks" in wanted:
         found["many_ranks"] = bench_many_ranks(given.simulated_ranks, rounds=min(given.rounds, 5))
+        _say(many_ranks_text(found["many_ranks"]))
     return found
 
 
-def checkpoints_text(found: dict[str, Any]) -> str:
-    texts = [checkpoint_text(found)] if "contestants" in found else []
-    for place, figures in found.get("upload", {}).items():
-        texts.append(f"upload to {place}: {figures}" if isinstance(figures, str) else upload_text(place, figures))
-    if "slow_down" in found:
-        texts.append(slow_down_text(found["slow_down"]))
-    if "many_ranks" in found:
-        texts.append(many_ranks_text(found["many_ranks"]))
-    return "\n\n".join(texts)
+def _say(text: str) -> None:
+    """Each part as soon as it is measured: all of them take minutes."""
+    print(f"\n{text}", flush=True)
 
 
 def _bench_stall(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -88,10 +85,12 @@ def _bench_uploads(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for name, place in places.items():
             if isinstance(place, str):
                 found[name] = place
+                _say(f"upload to {name}: {place}")
                 continue
             own = folder / f"upload-{len(found)}"
             own.mkdir()
             found[name] = bench_upload(place, task, own, ranks=_RANKS, deadline=given.deadline)
+            _say(upload_text(name, found[name]))
     return found
 
 

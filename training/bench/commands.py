@@ -15,7 +15,7 @@ from infra.config.schema import RunConfig
 from infra.errors import InfraError
 from infra.model_shape import causal_lm_shape
 from infra.store import Store
-from training.bench.checkpoints import PARTS, bench_checkpoint, checkpoints_text
+from training.bench.checkpoints import PARTS, bench_checkpoint
 from training.bench.figures import engine_figures, part_figures
 from training.bench.machine import describe_machine
 from training.bench.ranks import run_ranks
@@ -73,15 +73,16 @@ def _positive(text: str) -> int:
 def _bench(given: argparse.Namespace) -> int:
     figures: dict[str, Any] = {"kind": "measured", "machine": describe_machine()}
     print(machine_line(figures["machine"]), flush=True)
-    benches: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
+    benches: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], str] | None]] = {
         "engine": (_bench_engine, engine_text),
-        "checkpoint": (bench_checkpoint, checkpoints_text),
+        "checkpoint": (bench_checkpoint, None),  # tells each of its parts by itself
     }
     for name, (measure, render) in benches.items():
         if given.what in (name, "all"):
             with tempfile.TemporaryDirectory(prefix="ebbflow-bench-", dir=given.folder) as folder:
                 figures[name] = measure(given, Path(folder))
-            print(f"\n{render(figures[name])}", flush=True)
+            if render is not None:
+                print(f"\n{render(figures[name])}", flush=True)
     if given.json is not None:
         given.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0

@@ -10,12 +10,14 @@ The raw limit is the fastest median of all ways to read. The page cache is warm 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -26,10 +28,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from infra.errors import InfraError
+from infra.errors import InfraError, StoreError
 from infra.layout import job_prefix
 from infra.ranges import read_blocks
 from infra.store import Store
+from training.bench.buckets import swift
 from training.bench.machine import describe_machine, file_system
 from training.bench.tables import machine_line
 from training.checkpoint import Checkpointer, open_generation, reachable_commits
@@ -48,14 +51,17 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m training bench restore", description="Measure recovery.")
     parser.add_argument("--megabytes", type=float, default=1000.0, help="of state (default 1000)")
     parser.add_argument("--rounds", type=int, default=7, help="of which medians are taken (default 7)")
-    parser.add_argument("--store", help="folder or s3://bucket/prefix (default: a temporary folder)")
+    parser.add_argument("--store", help="folder, s3://bucket/prefix, or swift (default: a temporary folder)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     given = parser.parse_args(arguments)
     about = describe_machine()
     print(machine_line(about), flush=True)
     try:
-        with tempfile.TemporaryDirectory(prefix="ebbflow-bench-") as folder:
-            figures = measure_restore(given.store or folder, Path(folder), given.megabytes, given.rounds)
+        with (
+            tempfile.TemporaryDirectory(prefix="ebbflow-bench-") as folder,
+            _place(given.store, Path(folder)) as uri,
+        ):
+            figures = measure_restore(uri, Path(folder), given.megabytes, given.rounds)
     except (InfraError, TrainingError) as error:
         print(error, file=sys.stderr)
         return error.outcome.exit_code
@@ -63,6 +69,19 @@ def main(arguments: list[str]) -> int:
     if given.json is not None:
         given.json.write_text(json.dumps({"kind": "measured", "machine": about, "restore": figures}, indent=1) + "\n")
     return 0
+
+
+@contextlib.contextmanager
+def _place(store: str | None, folder: Path) -> Iterator[str]:
+    """Where to write. Raises StoreError when Swift is asked for and is not here."""
+    if store != "swift":
+        yield store or str(folder)
+        return
+    with swift(folder) as place:
+        if isinstance(place, str):
+            raise StoreError(place)
+        os.environ.update(place.environment)
+        yield place.uri
 
 
 def measure_restore(store_uri: str, folder: Path, megabytes: float, rounds: int) -> dict[str, Any]:

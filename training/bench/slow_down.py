@@ -43,23 +43,31 @@ def bench_slow_down(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _figures(found: dict[str, Any]) -> dict[str, Any]:
-    """A lap is all steps of an upload; what they took longer than as many without one is the slow-down."""
+    """A lap is all steps of an upload; what they took longer than as many without one is the slow-down.
+
+    Wall time has in it whatever else the machine does; the processor time of a step and of the uploader have not.
+    """
     rounds, interval = found["rounds"], found["interval"]
-    slow = [statistics.fmean(lap["busy"]) / statistics.fmean(lap["quiet"]) - 1.0 for lap in rounds]
-    medians = [statistics.median(lap["busy"]) / statistics.median(lap["quiet"]) - 1.0 for lap in rounds]
-    lost = [lap["stall"] + sum(lap["busy"]) - len(lap["busy"]) * statistics.fmean(lap["quiet"]) for lap in rounds]
+    wall = [{kind: [step[0] for step in lap[kind]] for kind in ("busy", "quiet")} for lap in rounds]
+    cpu = [statistics.fmean(s[1] for s in lap["busy"]) / statistics.fmean(s[1] for s in lap["quiet"]) for lap in rounds]
+    means = [statistics.fmean(lap["quiet"]) for lap in wall]
+    medians = [statistics.median(lap["busy"]) / statistics.median(lap["quiet"]) - 1.0 for lap in wall]
+    longer = [sum(lap["busy"]) - len(lap["busy"]) * mean for lap, mean in zip(wall, means, strict=True)]
     return {
         "rounds": len(rounds),
         "mtbf_hours": _MTBF_HOURS,
         "interval_seconds": interval,
         "cap_bytes_per_second": found["cap"],
         "steps_per_upload": statistics.median(len(lap["busy"]) for lap in rounds),
-        "step_seconds": spread([statistics.fmean(lap["quiet"]) for lap in rounds]),
+        "step_seconds": spread(means),
         "stall_seconds": spread([lap["stall"] for lap in rounds]),
         "upload_seconds": spread([lap["upload"] for lap in rounds]),
-        "slow_down": spread(slow),
+        "slow_down": spread([statistics.fmean(w["busy"]) / mean - 1.0 for w, mean in zip(wall, means, strict=True)]),
         "slow_down_of_medians": spread(medians),
-        "share_of_time": spread([seconds / interval for seconds in lost]),
+        "slow_down_of_processor_time": spread([ratio - 1.0 for ratio in cpu]),
+        "uploader_share_of_a_core": spread([lap["carrier"] / lap["upload"] for lap in rounds]),
+        "stall_share_of_time": spread([lap["stall"] / interval for lap in rounds]),
+        "share_of_time": spread([(lap["stall"] + s) / interval for lap, s in zip(rounds, longer, strict=True)]),
     }
 
 
@@ -75,6 +83,9 @@ def slow_down_text(figures: dict[str, Any]) -> str:
         f"uploads took {figures['upload_seconds']['median']:.1f} s\n"
         f"steps beside an upload, of {1e3 * figures['step_seconds']['median']:.0f} ms, "
         f"{figures['steps_per_upload']:g} each time: {percent(figures['slow_down'])} longer in all,\n"
-        f"  {percent(figures['slow_down_of_medians'])} by the medians of the steps\n"
-        f"stall and slow-down as a share of the time: {percent(figures['share_of_time'])}"
+        f"  {percent(figures['slow_down_of_medians'])} by the medians of the steps,\n"
+        f"  {percent(figures['slow_down_of_processor_time'])} by their processor time\n"
+        f"the uploader takes {percent(figures['uploader_share_of_a_core'])} of a core meanwhile\n"
+        f"share of the time: stall {percent(figures['stall_share_of_time'])},\n"
+        f"  with the slow-down by wall time {percent(figures['share_of_time'])}"
     )

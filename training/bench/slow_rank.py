@@ -23,6 +23,7 @@ from training.gang import Gang
 
 _STALL_SAVES = 5
 _LONGEST_STEPS = 10_000
+Lap = tuple[float, float]  # wall and processor seconds of a step
 _FIRST_STEPS = 10
 
 
@@ -66,15 +67,15 @@ def _round(
     """Steps until the upload has ended; half of the quiet ones before, half after: so a drift cancels out."""
     quiet = [steps.take() for _ in range(beside // 2)]
     await_all()
-    began = time.monotonic()
+    began, carried = time.monotonic(), saver.upload_cost[1]
     stall = _agreed(saver.save(number + 1, model, optimizer, {}))
-    busy: list[float] = []
+    busy: list[Lap] = []
     while len(busy) < _LONGEST_STEPS and (_agreed(float(saver.busy)) or not busy):
         busy.append(steps.take())
     upload = time.monotonic() - began
     saver.wait()
     quiet += [steps.take() for _ in range(len(busy) - len(busy) // 2)]
-    return {"stall": stall, "busy": busy, "quiet": quiet, "upload": upload}
+    return {"stall": stall, "busy": busy, "quiet": quiet, "upload": upload, "carrier": saver.upload_cost[1] - carried}
 
 
 def _agreed(value: float) -> float:
@@ -92,10 +93,10 @@ class _Steps:
         shape = (config.training.batch_size, config.model.sequence_length)
         self._tokens = torch.randint(config.model.vocab_size, shape)
 
-    def take(self) -> float:
-        began = time.monotonic()
+    def take(self) -> Lap:
+        began, cpu_began = time.monotonic(), time.process_time()
         logits = self._model(self._tokens)
         F.cross_entropy(logits.flatten(0, 1), self._tokens.flatten()).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return time.monotonic() - began
+        return time.monotonic() - began, time.process_time() - cpu_began

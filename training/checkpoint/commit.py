@@ -20,6 +20,7 @@ from infra.layout import commit_key, commit_prefix, index_key, index_prefix
 from infra.store import Store
 from training.checkpoint.checksum import sha256_text
 from training.checkpoint.deadline import Deadline, pauses
+from training.checkpoint.fetch import fetched
 from training.checkpoint.lineage import CommitRef
 from training.checkpoint.manifest import Manifest, RankIndex, Save, merge
 from training.errors import CheckpointError, CorruptCommit
@@ -111,7 +112,7 @@ def find_commit(store: Store, save: Save) -> Attempt | None:
     """The commit of `save` that somebody already made, if any."""
     for meta in store.list(commit_prefix(save.step, save.generation_number)):
         try:
-            manifest = Manifest.from_bytes(store.get(meta.key), meta.key)
+            manifest = fetched(store, meta.key, Manifest.from_bytes)
         except (ObjectNotFound, CorruptCommit):
             continue
         if manifest.save == save:

@@ -19,6 +19,7 @@ from infra.layout import generation_key, generation_name, parse_commit_key, quar
 from infra.store import Store
 from training.checkpoint.checksum import seal, unseal
 from training.checkpoint.deadline import pauses
+from training.checkpoint.fetch import fetched
 from training.checkpoint.manifest import VERSION, Manifest
 from training.errors import CheckpointError, CorruptCommit, DamagedLineage, TwoLaunchers
 
@@ -132,7 +133,7 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
     """A generation as it was opened, with its parent. Raises DamagedLineage, and ObjectNotFound without a record."""
     key = generation_key(number, generation_id)
     try:
-        record = unseal(job_store.get(key), f"{job_store.uri}/{key}")
+        record = fetched(job_store, key, unseal, f"{job_store.uri}/{key}")
     except CorruptCommit as error:
         raise DamagedLineage(str(error)) from error
     if (record["generation"], record["id"]) != (number, generation_id):
@@ -212,7 +213,7 @@ def _names(job_store: Store, prefix: str) -> set[str]:
 def _sound_parent(job_store: Store) -> CommitRef | None:
     for ref in reachable_commits(job_store):
         try:
-            Manifest.from_bytes(job_store.get(ref.key), ref.key)
+            fetched(job_store, ref.key, Manifest.from_bytes)
             return ref
         except (CorruptCommit, ObjectNotFound) as error:
             print(f"checkpoint: WARNING: passed over as a parent: {error}", file=sys.stderr, flush=True)
@@ -221,7 +222,7 @@ def _sound_parent(job_store: Store) -> CommitRef | None:
 
 def _given_parent(job_store: Store, key: str) -> CommitRef:
     ref = CommitRef.from_key(key)
-    Manifest.from_bytes(job_store.get(key), key)
+    fetched(job_store, key, Manifest.from_bytes)
     for name in (quarantine_key(ref.sha256), tombstone_key(ref.sha256)):
         if job_store.head(name) is not None:
             raise CheckpointError(f"{job_store.uri}/{key}: cannot be a parent: there is {name}")

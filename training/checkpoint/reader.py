@@ -18,6 +18,7 @@ from infra.store import Store
 from training.checkpoint.checksum import digits, sum_of_pieces
 from training.checkpoint.chunks import ChunkRead, Wanted, plan_chunks
 from training.checkpoint.deadline import HOPELESS, Deadline, pauses
+from training.checkpoint.fetch import fetched
 from training.checkpoint.manifest import DataObject, Manifest
 from training.errors import CorruptCommit
 
@@ -31,7 +32,7 @@ _PATIENCE_SECONDS = 120.0  # for one chunk, with its tries
 def read_manifest(store: Store, key: str) -> Manifest:
     """The manifest under a commit key. Raises CorruptCommit when it is gone or not the one that was written."""
     try:
-        return Manifest.from_bytes(store.get(key), key)
+        return fetched(store, key, Manifest.from_bytes)
     except ObjectNotFound as error:
         raise CorruptCommit(f"{key}: there is no such commit") from error
 

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from infra.errors import ObjectNotFound
+from infra.errors import ObjectNotFound, StoreError
 from infra.layout import data_prefix, index_prefix, pin_key, quarantine_key, tombstone_key, verified_key
 from infra.store import Store
 from training.checkpoint.checksum import seal, unseal
+from training.checkpoint.fetch import fetched
 from training.checkpoint.lineage import CommitRef, newest_number
 from training.checkpoint.manifest import VERSION
 from training.errors import CorruptCommit, GenerationSuperseded
@@ -22,14 +23,19 @@ from training.errors import CorruptCommit, GenerationSuperseded
 _PARALLEL = 8
 
 
-def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newest: int) -> bool:
+def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newest: int, full: bool = False) -> bool:
     """False when it was pinned meanwhile. generation: the name of its generation; None, where nobody can read it,
-    leaves its data to the orphans. newest: the generation on whose behalf.
+    leaves its data to the orphans. newest: the generation on whose behalf. full: there may be no room for a tombstone
+    either; then the manifest goes first all the same, and a deletion that is cut short leaves orphans.
 
     Raises GenerationSuperseded, and deletes nothing, when a newer one is on record: the lineage is then another gang's.
     """
     tombstone = {"version": VERSION, "key": ref.key, "generation": generation, "step": ref.step}
-    store.put(tombstone_key(ref.sha256), seal(tombstone))
+    try:
+        store.put(tombstone_key(ref.sha256), seal(tombstone))
+    except StoreError:
+        if not full:
+            raise
     if (number := newest_number(store)) > newest:
         store.delete(tombstone_key(ref.sha256))
         raise superseded(store, number, newest)
@@ -44,7 +50,7 @@ def finish_deletions(store: Store) -> None:
     """Take up what an earlier run left, and drop the tombstones of what is gone."""
     for meta in store.list("tombstones"):
         try:
-            tombstone = unseal(store.get(meta.key), f"{store.uri}/{meta.key}")
+            tombstone = fetched(store, meta.key, unseal, f"{store.uri}/{meta.key}")
         except (ObjectNotFound, CorruptCommit):
             continue  # another process was faster, or nobody can say what it was about
         _delete_objects(store, tombstone)

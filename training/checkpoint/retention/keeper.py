@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from infra.errors import ObjectNotFound
 from infra.layout import data_prefix
 from infra.store import ObjectMeta, Store
+from training.checkpoint.fetch import fetched
 from training.checkpoint.lineage import CommitRef, Traced, newest_number, trace_lineage
 from training.checkpoint.manifest import Manifest, Save
 from training.checkpoint.retention.deletion import delete_commit, finish_deletions, superseded
 from training.checkpoint.retention.orphans import find_orphans, sweep_orphans
-from training.checkpoint.retention.policy import Kept, RetentionPolicy, choose, metric_of
+from training.checkpoint.retention.policy import Kept, RetentionPolicy, choose, metric_of, with_room
 from training.errors import CorruptCommit
 
 _PATIENCE_SECONDS = 30.0  # what is left over waits for the next commit; the next save must not wait for this
@@ -49,10 +50,10 @@ class Retention:
         return self._enforce(store, self._policy, save.generation_number, _PATIENCE_SECONDS)
 
     def make_room(self, store: Store, save: Save, *, deadline_seconds: float) -> list[CommitRef]:
-        """For a store that is full: keep only the newest commit and pinned ones, and no orphan of a save that is past
-        its deadline. Raises as `run`."""
+        """For a store that is full: the least valued commits go, until there is room for two, and orphans of saves
+        that are past their deadline. Raises as `run`."""
         limit = min(self._policy.orphan_seconds, max(2 * deadline_seconds, _SHORTEST_ORPHAN_SECONDS))
-        deleted = self._enforce(store, self._policy.least, save.generation_number, _PATIENCE_SECONDS)
+        deleted = self._enforce(store, self._policy, save.generation_number, _PATIENCE_SECONDS, full=True)
         finish_deletions(store)
         sweep_orphans(store, older_than_seconds=limit)
         return deleted
@@ -70,7 +71,9 @@ class Retention:
         """What no commit names and is older than the limit; nothing is changed."""
         return find_orphans(store, older_than_seconds=self._policy.orphan_seconds)
 
-    def _enforce(self, store: Store, policy: RetentionPolicy, number: int, patience_seconds: float) -> list[CommitRef]:
+    def _enforce(
+        self, store: Store, policy: RetentionPolicy, number: int, patience_seconds: float, *, full: bool = False
+    ) -> list[CommitRef]:
         if (newest := newest_number(store)) > number:
             raise superseded(store, newest, number)
         if newest < number:
@@ -78,10 +81,10 @@ class Retention:
         end = time.monotonic() + patience_seconds
         finish_deletions(store)
         deleted = []
-        for ref, generation in self._choose(store, policy).delete.items():
+        for ref, generation in self._choose(store, policy, full=full).delete.items():
             if time.monotonic() >= end:
                 break
-            if delete_commit(store, ref, generation, newest=number):
+            if delete_commit(store, ref, generation, newest=number, full=full):
                 deleted.append(ref)
             self._manifests.pop(ref.sha256, None)
         if time.monotonic() - self._swept > policy.orphan_seconds / _SWEEPS_PER_LIMIT:
@@ -89,14 +92,14 @@ class Retention:
             self._swept = time.monotonic()
         return deleted
 
-    def _choose(self, store: Store, policy: RetentionPolicy) -> Choice:
+    def _choose(self, store: Store, policy: RetentionPolicy, *, full: bool = False) -> Choice:
         traced = trace_lineage(store)
         pinned = {meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in store.list("pins")}
         reachable = [found.ref for found in traced if found.unreachable_because is None]
         whole = [kept for ref in reachable if (kept := self._kept(store, ref, policy, pinned)) is not None]
         if not whole:
             return Choice({}, {})
-        reasons = choose(whole, policy)
+        reasons = choose(whole, with_room(whole, policy) if full else policy)
         keep = {ref: reasons[ref.sha256] for ref in reachable if ref.sha256 in reasons}
         oldest_needed = len(whole[: policy.keep_last])
         delete: dict[CommitRef, str | None] = {}
@@ -133,7 +136,7 @@ class Retention:
     def _manifest(self, store: Store, ref: CommitRef) -> Manifest | None:
         if ref.sha256 not in self._manifests:
             try:
-                self._manifests[ref.sha256] = Manifest.from_bytes(store.get(ref.key), ref.key)
+                self._manifests[ref.sha256] = fetched(store, ref.key, Manifest.from_bytes)
             except (CorruptCommit, ObjectNotFound):
                 return None
         return self._manifests[ref.sha256]

@@ -30,11 +30,6 @@ class RetentionPolicy:
         if self.keep_last < 1:
             raise ValueError(f"keep_last must be at least 1: {self.keep_last}")
 
-    @property
-    def least(self) -> RetentionPolicy:
-        """For a store without room: the newest commit and the pinned ones."""
-        return replace(self, keep_last=1, keep_every_steps=None, keep_best=0)
-
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -67,6 +62,13 @@ def choose(commits: Sequence[Kept], policy: RetentionPolicy) -> dict[str, str]:
             reasons.setdefault(commit.sha256, []).append(reason)
     dropped = _beyond_cap(commits, reasons, policy, expendable=[*every, *reversed(best), *reversed(last)])
     return {sha256: ", ".join(found) for sha256, found in reasons.items() if sha256 not in dropped}
+
+
+def with_room(commits: Sequence[Kept], policy: RetentionPolicy) -> RetentionPolicy:
+    """For a store that is full: what makes room for two more like the newest of the whole commits."""
+    kept = choose(commits, policy)
+    total = sum(commit.size for commit in commits if commit.sha256 in kept)
+    return replace(policy, max_total_bytes=max(total - 2 * commits[0].size, 0))
 
 
 def metric_of(extra: Mapping[str, Any], step: int, name: str) -> float | None:

@@ -1,0 +1,67 @@
+"""A job on a disk that fills up; to be run in a mount namespace of its own: full_disk.py FOLDER OUT
+
+Mounts 12 MB of memory on FOLDER, saves more than fits, then leaves no room at all. Writes what happened as JSON to OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infra.store import Store
+from training.checkpoint import Checkpointer, RetentionPolicy, open_generation, reachable_commits, verify_commit
+from training.checkpoint.commands import main as checkpoints
+from training.errors import NoRoom
+
+_SAVES = 8  # of 2 MB each
+
+
+def main(folder: str, out: str) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", folder], check=True)
+    job = Store.open(f"{folder}/jobs/job")
+    model = nn.Linear(512, 1024)
+    options = {"generation": open_generation(job, run="r", attempt=0), "retention": RetentionPolicy(keep_last=100)}
+    found: dict[str, object] = {"committed": []}
+    with Checkpointer(job.uri, deadline_seconds=20.0, **options) as checkpointer:
+        for step in range(1, _SAVES + 1):
+            nn.init.constant_(model.weight, step)
+            checkpointer.save(step, model, None, {})
+            found["committed"].append(checkpointer.wait().step)
+        found["kept"] = [ref.step for ref in reachable_commits(job)]
+        for ref in reachable_commits(job):
+            checkpoints(["pin", job.uri, ref.sha256])
+        filler, step = Path(folder, "filler"), _SAVES + 1
+        fill(filler)
+        try:
+            checkpointer.save(step, model, None, {})
+            checkpointer.wait()
+        except NoRoom as error:
+            found |= {"stopped_at": step, "message": str(error), "curable": error.curable}
+    filler.unlink()
+    refs = reachable_commits(job)
+    found["left"] = [ref.step for ref in refs]
+    found["problems"] = [problem for ref in refs for problem in verify_commit(job, ref.key)]
+    fresh = nn.Linear(512, 1024)
+    with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=1)) as checkpointer:
+        restored = checkpointer.restore([refs[0].key], fresh, None)
+    found["restored"] = restored.step
+    found["equal"] = bool(torch.all(fresh.weight == float(_SAVES)))  # nothing was trained after that step
+    Path(out).write_text(json.dumps(found))
+
+
+def fill(path: Path) -> None:
+    with path.open("ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(2**16))
+        except OSError:
+            return
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,56 @@
+"""What the loop needs of whoever saves: the part of `training.checkpoint.Checkpointer` that it calls."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Saver(Protocol):
+    """One rank's. Every rank calls `save` and `wait` for the same steps."""
+
+    @property
+    def last_commit(self) -> Any:
+        """The newest commit known here, with its `step`; None before there is one."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save of this rank is still under way."""
+        ...
+
+    @property
+    def expected_seconds(self) -> float | None:
+        """Until a save that began now would be durable; None while that is not known."""
+        ...
+
+    @property
+    def last_durable(self) -> tuple[int, float] | None:
+        """(step, seconds that it took) of the last save that became durable here."""
+        ...
+
+    def before_step(self) -> None:
+        """Returns when the optimizer may change the state."""
+        ...
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extra: dict,
+        *,
+        deadline_seconds: float | None = None,
+    ) -> float:
+        """Begin a save; how long training was held up, in seconds."""
+        ...
+
+    def hurry(self) -> None:
+        """Spare no bandwidth from now on."""
+        ...
+
+    def wait(self) -> Any:
+        """Until the newest save is a commit."""
+        ...

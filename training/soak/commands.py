@@ -1,0 +1,18 @@
+"""Which proof: `schedules` (the commits alone, under every fault), `job` (a whole job under kills), or both."""
+
+from __future__ import annotations
+
+
+def main(arguments: list[str]) -> int:
+    """The worst of the proofs' exit codes: 0 when everything held."""
+    from training.soak import job
+    from training.soak.schedules import commands as schedules
+
+    if arguments[:1] == ["schedules"]:
+        return schedules.main(arguments[1:])
+    if arguments[:1] == ["job"]:
+        return job.main(arguments[1:])
+    if arguments:
+        print(f"python -m training soak: {arguments[0]!r} is neither schedules nor job; without a word both run")
+        return 2
+    return max(job.main([]), schedules.main([]))

@@ -1,0 +1,83 @@
+"""A small state that is a pure function of (generation, step): what is restored is compared with it bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim import AdamW, Optimizer
+
+_SHAPES = {"wide": (7, 33), "single": (1, 5), "flat": (40,)}  # uneven at every world size; `single` leaves ranks empty
+
+
+class Small(nn.Module):
+    """Parameters sharded by rows where there are several ranks, a replicated one and a buffer."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (world_size,)) if world_size > 1 else None
+        for name, shape in _SHAPES.items():
+            whole = torch.zeros(shape)
+            sharded = whole if mesh is None else distribute_tensor(whole, mesh, [Shard(0)])
+            self.register_parameter(name, nn.Parameter(sharded))
+        self.replicated = nn.Parameter(torch.zeros(11))
+        self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
+
+
+def build(world_size: int) -> tuple[Small, AdamW]:
+    """Empty. With several ranks collective, after the process group was made."""
+    model = Small(world_size)
+    return model, AdamW(model.parameters(), lr=1e-3)
+
+
+def fill(model: Small, optimizer: Optimizer, generation: str, step: int) -> None:
+    """Make it the state after `step` of `generation`, moments of the optimizer included."""
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter).detach()
+            state["exp_avg_sq"] = torch.zeros_like(parameter).detach()
+    for name, whole, local in _tensors(model, optimizer):
+        local.copy_(_expected(name, whole, generation, step))
+
+
+def differing(model: Small, optimizer: Optimizer, generation: str, step: int) -> list[str]:
+    """Names of this rank's tensors that are not, bit for bit, the state after `step` of `generation`."""
+    wrong = []
+    for name, parameter in model.named_parameters():
+        if set(optimizer.state[parameter]) != {"step", "exp_avg", "exp_avg_sq"}:
+            wrong.append(f"{name} has the optimizer state {sorted(optimizer.state[parameter])}")
+    for name, whole, local in _tensors(model, optimizer):
+        if not torch.equal(local, _expected(name, whole, generation, step)):
+            wrong.append(name)
+    return wrong
+
+
+def _tensors(model: Small, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, the tensor as the model has it, and this rank's part of it."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        yield name, tensor, _local(tensor)
+        for key, value in sorted(optimizer.state.get(tensor, {}).items()):
+            yield f"{name}.{key}", value, _local(value)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _expected(name: str, tensor: Tensor, generation: str, step: int) -> Tensor:
+    """This rank's part of what the tensor `name` is to be."""
+    number = int.from_bytes(hashlib.sha256(f"{name} {generation} {step}".encode()).digest()[:7], "big")
+    if tensor.dtype == torch.int64:
+        return torch.tensor(number)
+    whole = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(number))
+    if not isinstance(tensor, DTensor):
+        return whole
+    pieces = whole.chunk(dist.get_world_size())
+    return pieces[dist.get_rank()] if dist.get_rank() < len(pieces) else whole[:0]
