@@ -23,7 +23,7 @@ lint: $(VENV)/dev.stamp  ## check style and format of the code
 bench: $(VENV)/dev.stamp  ## measure what docs/benchmarks.md reports
 	$(BIN)/python -m training bench $(ARGS)
 
-soak: $(VENV)/dev.stamp  ## the long proof: the job under random kills until ARGS says enough
+soak: $(VENV)/dev.stamp  ## the long proofs: a job under kills, 1,000 schedules of commits (ARGS="schedules --seed 7")
 	$(BIN)/python -m training soak $(ARGS)
 
 clean:  ## remove the environment and caches; runs/ stays

@@ -12,6 +12,10 @@ def main(arguments: list[str]) -> int:
         from training.bench.restore import main as restore
 
         return restore(arguments[1:])
+    if arguments[:1] == ["mutations"]:
+        from training.bench.mutations import main as mutations
+
+        return mutations(arguments[1:])
     from training.bench.commands import main as run
 
     return run(arguments)

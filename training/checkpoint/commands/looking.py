@@ -45,7 +45,7 @@ def _list(store: Store, options: argparse.Namespace) -> int:
     for row in rows:
         standing = "counts" if row["reachable"] else f"does not count: {row['reason']}"
         size = "unknown size" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f} MB"
-        ranks = "? ranks" if row["world_size"] is None else f"{row['world_size']} ranks"
+        ranks = "? ranks" if row["world_size"] is None else f"of {row['world_size']} ranks, loads at {row['loads_at']}"
         pinned = "  pinned" if row["pinned"] else ""
         place = f"step {row['step']:>8}  generation {row['generation']:>4}"
         print(f"{place}  {ranks}  {size}  {row['age_seconds']:.0f} s old  {row['state']}{pinned}  {standing}")
@@ -62,13 +62,14 @@ def _row(store: Store, traced: Traced) -> dict[str, Any]:
         "age_seconds": max(0.0, time.time() - traced.modified),
         "bytes": None,
         "world_size": None,
+        "loads_at": None,
         "pinned": store.head(pin_key(ref.sha256)) is not None,
         "state": "torn",
         "verified_at": None,
     }
     try:
         manifest = read_manifest(store, ref.key)
-        row |= {"bytes": manifest.size, "world_size": manifest.save.world_size}
+        row |= {"bytes": manifest.size, "world_size": manifest.save.world_size, "loads_at": "any number"}
         row |= _state(store, manifest, ref.sha256)
     except CheckpointError as error:
         reason = reason or str(error)
@@ -101,7 +102,7 @@ def _show(store: Store, options: argparse.Namespace) -> int:
         "job": manifest.save.job,
         "tensors": len(manifest.tensors),
         "bytes_by_kind": dict(kinds),
-        "loads_at": "any number of ranks, in any mode",
+        "loads_at": "any number of ranks, in any mode",  # the pieces of every tensor are boxes with a place
         "random_states_at": ranks if random else None,
         "parent": manifest.common.get("parent"),
         "extra": manifest.common.get("extra"),

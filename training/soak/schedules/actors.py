@@ -21,6 +21,7 @@ from training.checkpoint import (
     trace_lineage,
 )
 from training.checkpoint.reader import read_manifest
+from training.checkpoint.retention import Retention
 from training.checkpoint.verify import verify_commit
 from training.errors import CheckpointError, GenerationSuperseded, TrainingError, TwoLaunchers
 from training.soak.schedules.state import build, differing, fill
@@ -114,6 +115,13 @@ def _save(
         report("failed", step=step, seconds=time.monotonic() - began, message=str(error))
         if "in a row have failed" in str(error):
             raise
+
+
+def sweep(report: Report, uri: str, keep_last: int) -> None:
+    """All gangs are over: retention, with orphans that may go at any age."""
+    store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
+    deleted = Retention(RetentionPolicy(keep_last=keep_last, orphan_seconds=0.001)).prune(store)
+    report("swept", deleted=[ref.key for ref in deleted])
 
 
 def read(report: Report, uri: str) -> None:

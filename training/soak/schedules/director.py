@@ -182,6 +182,9 @@ class Director:
                 self._oracle.problems.append(f"the last gang's {rank.name} ended with {rank.status}: {told} {errors}")
 
     def _judge(self) -> None:
+        sweeper = self._cast.start("sweeper", actors.sweep, self._stage.uri, self._schedule.keep_last)
+        if not self._cast.until(lambda: sweeper.over, _START_SECONDS) or sweeper.status != 0:
+            self._oracle.problems.append(f"retention ended with {sweeper.status}: {sweeper.told[-1:]}")
         readers = [self._cast.start("reader", actors.read, self._stage.uri) for _ in range(2)]
         if not self._cast.until(lambda: all(reader.over for reader in readers), _START_SECONDS):
             self._oracle.problems.append(f"the readers did not end within {_START_SECONDS:.0f} s")

@@ -92,6 +92,7 @@ class Oracle:
         for (step, generation), keys in manifests.items():
             if len(keys) > 1:
                 self._problem(f"step {step} of generation {generation} has {len(keys)} manifests: {keys}")
+        self._judge_orphans(views[0], set(manifests))
         counting = [commit for commit in commits if commit["unreachable"] is None]
         whole = [commit for commit in counting if not commit["problems"]]
         for commit in counting:
@@ -107,6 +108,15 @@ class Oracle:
             return
         if newest is None or (newest["generation"], newest["step"]) < (expected.generation, expected.step):
             self._problem(f"{expected.key} was reported committed; the newest is {newest and newest['key']}")
+
+    def _judge_orphans(self, view: list[dict[str, Any]], committed: set[tuple[int, int]]) -> None:
+        """After the sweep every object is of a commit that is there. committed: (step, generation)."""
+        for report in view:
+            if report["event"] == "objects" and report["folder"] in ("data", "index"):
+                for key in report["keys"]:
+                    _, generation, step, _ = key.split("/")
+                    if (int(step), int(generation.split("-")[0])) not in committed:
+                        self._problem(f"{key} is of no commit, and retention has left it")
 
     def _trim(self, parent: CommitRef | None) -> None:
         """After a rewind, what came after the parent is given up."""
