@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import StoreAway, StoreError, StoreForbidden, StoreMisconfigured
+from infra.multipart.account import Account, find_account
 from infra.store import Store
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 from tests.support.flow import ROOT
@@ -58,6 +59,8 @@ def test_a_named_profile_with_a_services_section(swift: Swift, home: Path, monke
     config = f"[profile lab]\nregion = us-east-1\nservices = ours\n{services}"
     shared_files(home, config=config, credentials=credentials_of(swift, "lab"))
     monkeypatch.setenv("AWS_PROFILE", "lab")
+    account = find_account()()  # saves in parts ask the same place with the same keys
+    assert account == Account("us-east-1", swift.endpoint, swift.access_key, swift.secret_key)
     assert can_write(bucket)
 
 

@@ -1,4 +1,4 @@
-"""Who asks which endpoint: keys and region as every AWS tool finds them, an SDK loaded only where it has to be."""
+"""Who asks which endpoint: the same region, endpoint and keys as the store's own requests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infra.errors import StoreForbidden
+from infra.store.aws import aws_settings, credential_provider
 
-_DEFAULT_REGION = "us-east-1"
+_CREDENTIALS_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -23,31 +23,27 @@ class Account:
 
 
 def find_account() -> Callable[[], Account]:
-    """What to ask before each request: keys that expire are renewed in between. Raises StoreForbidden without any."""
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or _DEFAULT_REGION
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
-    if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
-        anonymous = Account(region, endpoint)
-        return lambda: anonymous
-    key, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
-    if key and secret:
-        known = Account(region, endpoint, key, secret, os.environ.get("AWS_SESSION_TOKEN"))
-        return lambda: known
-    return _from_chain(region, endpoint)
+    """What to ask before each request: keys that expire are renewed in between.
 
-
-def _from_chain(region: str, endpoint: str | None) -> Callable[[], Account]:
-    from botocore.session import Session
-
-    credentials = Session().get_credentials()
-    if credentials is None:
-        raise StoreForbidden(
-            "no AWS credentials: none in the environment, the shared files, a container's or an instance's role; "
-            "fix: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or give the machine a role"
+    Raises StoreForbidden without any, StoreAway when their source does not answer.
+    """
+    settings = aws_settings()
+    provider = credential_provider(_CREDENTIALS_SECONDS)
+    if provider is not None:
+        return lambda: _of(settings.region, settings.endpoint, provider())
+    environment = os.environ
+    if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
+        known = Account(
+            settings.region,
+            settings.endpoint,
+            environment["AWS_ACCESS_KEY_ID"],
+            environment["AWS_SECRET_ACCESS_KEY"],
+            environment.get("AWS_SESSION_TOKEN"),
         )
+    else:  # a public bucket
+        known = Account(settings.region, settings.endpoint)
+    return lambda: known
 
-    def ask() -> Account:
-        frozen = credentials.get_frozen_credentials()
-        return Account(region, endpoint, frozen.access_key, frozen.secret_key, frozen.token)
 
-    return ask
+def _of(region: str, endpoint: str | None, keys: dict) -> Account:
+    return Account(region, endpoint, keys["access_key_id"], keys["secret_access_key"], keys["token"])
