@@ -107,7 +107,7 @@ def _in_region(
         here = replace(pool, zone=zone)
         if quote is None:
             without = NO_SPOT_PRICE if pool.market == "spot" else NO_ON_DEMAND_PRICE
-            why = "on record" if pool.market == "on_demand" else sources.prices.missing(region)
+            why = "on record" if pool.market == "on_demand" else sources.prices.missing(kind, region, zone)
             yield _rejection(here, without, f"{without} of {kind.name} in {here.place} {why}")
         elif hazard is None:
             yield _rejection(here, HAZARD_UNKNOWN, f"no interruption band of {kind.name} in {region} on record")

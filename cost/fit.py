@@ -6,8 +6,8 @@ All of it is estimated. What each part stands on:
 - optimizer: AdamW's two float32 moments.
 - parameters, gradients and optimizer are divided by the ranks that share one copy: all with fsdp2, those of a shard or
   node with hsdp; with `fsdp.cpu_offload` they are in host memory instead.
-- unsharded: FSDP2 and HSDP gather one unit while the next one is prefetched, and hold the unit's unreduced gradient in
-  backward. DDP: its all-reduce buckets (float32), plus autocast's bfloat16 copies under mixed precision.
+- unsharded: what FSDP2 and HSDP gather, and gradients that they have not reduced (`infra.footprint.gathered_bytes`).
+  DDP: its all-reduce buckets (float32), plus autocast's bfloat16 copies under mixed precision.
 - activations, logits: `infra.model_shape`, per sample. Of activations `parallel.recompute` keeps a share.
   Loss and logits stay float32.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from infra.config.schema import RunConfig
-from infra.footprint import kept_activations_share, shard_ranks
+from infra.footprint import BFLOAT16_BYTES, FLOAT32_BYTES, gathered_bytes, kept_activations_share, shard_ranks
 from infra.model_shape import ModelShape, causal_lm_shape
 
 GIB = 2**30
@@ -26,9 +26,6 @@ GIB = 2**30
 CONTEXT_BYTES = GIB * 5 // 4
 # The caching allocator rounds blocks up and splits them; a tenth on top of the tensors is a customary margin.
 FRAGMENTATION_SHARE = 0.10
-
-FLOAT32_BYTES = 4
-BFLOAT16_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +88,7 @@ def memory_fit(
         "parameters": FLOAT32_BYTES * per_rank,
         "gradients": FLOAT32_BYTES * per_rank,
         "optimizer": 2 * FLOAT32_BYTES * per_rank,
-        "unsharded": _unsharded(config, shape, world_size, compute_bytes),
+        "unsharded": _unsharded(config, shape, world_size),
         "activations": int(kept * shape.activation_bytes_per_sample * samples * compute_bytes / FLOAT32_BYTES),
         "logits": shape.logits_bytes_per_sample * samples,
     }
@@ -108,12 +105,9 @@ def batch_arithmetic(config: RunConfig, world_size: int) -> str:
     )
 
 
-def _unsharded(config: RunConfig, shape: ModelShape, world_size: int, compute_bytes: int) -> int:
-    offloaded = config.fsdp.cpu_offload and config.parallel.mode != "ddp"
-    if world_size == 1 and not offloaded:
-        return BFLOAT16_BYTES * shape.parameters if config.fsdp.use_mixed_precision else 0
+def _unsharded(config: RunConfig, shape: ModelShape, world_size: int) -> int:
     if config.parallel.mode != "ddp":
-        gathered_prefetched_and_gradient = 3
-        return gathered_prefetched_and_gradient * compute_bytes * shape.largest_unit_parameters
+        return gathered_bytes(config, shape, world_size)
+    buckets = FLOAT32_BYTES if world_size > 1 else 0
     copies = BFLOAT16_BYTES if config.fsdp.use_mixed_precision else 0
-    return (FLOAT32_BYTES + copies) * shape.parameters
+    return (buckets + copies) * shape.parameters

@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cost.catalogue import InstanceType
-from cost.fit import BFLOAT16_BYTES, FLOAT32_BYTES
 from infra.config.schema import RunConfig
-from infra.footprint import shard_ranks
+from infra.footprint import BFLOAT16_BYTES, FLOAT32_BYTES, reduced_bytes_per_parameter, shard_ranks, stays_gathered
 from infra.model_shape import ModelShape
 
 # Published for tuned runs: 46 % (PaLM 540B, Chowdhery et al. 2022, table 3), 38–43 % (Llama 3 405B, Grattafiori et
@@ -90,27 +89,45 @@ def _micro_steps(config: RunConfig) -> int:
     return config.training.gradient_accumulation_steps
 
 
+def _gatherings(config: RunConfig, shape: ModelShape) -> int:
+    """Of all parameters per step: for forward, and of a larger model again for backward, of every micro-batch."""
+    return _micro_steps(config) * (1 if stays_gathered(shape.parameters) else 2)
+
+
+def _reductions(config: RunConfig, shape: ModelShape) -> int:
+    """Of all gradients per step, among the ranks of one copy: of a small model with the last micro-batch only."""
+    return 1 if stays_gathered(shape.parameters) else _micro_steps(config)
+
+
 def _network_bytes(config: RunConfig, shape: ModelShape, nodes: int, ranks_per_node: int) -> float:
     """Bytes that one node receives from the others per optimizer step.
 
-    FSDP2 gathers the parameters for forward and again for backward of every micro-batch, then reduces the gradients
-    once. DDP's ring all-reduce moves the gradients twice. HSDP does the former among the nodes of one copy of the
-    model, and the latter between copies, for the share of the gradients that is a node's.
+    FSDP2 gathers parameters and reduces gradients, how often is a question of size (`infra.footprint`). DDP's ring
+    all-reduce moves the gradients twice, once per step, or with a static graph after every micro-batch. HSDP does the
+    former among the nodes of one copy of the model, and the latter, once, between copies, for the share of the
+    gradients that is a node's.
     """
-    mixed, ddp = config.fsdp.use_mixed_precision, config.parallel.mode == "ddp"
-    halves = config.ddp.gradient_compression == "bfloat16" if ddp else mixed and config.fsdp.reduce_dtype == "bfloat16"
-    reduced = BFLOAT16_BYTES if halves else FLOAT32_BYTES
-    gathered = BFLOAT16_BYTES if mixed else FLOAT32_BYTES
+    if config.parallel.mode == "ddp":
+        moved = BFLOAT16_BYTES if config.ddp.gradient_compression == "bfloat16" else FLOAT32_BYTES
+        all_reductions = _micro_steps(config) if config.ddp.static_graph else 1
+        return 2 * all_reductions * moved * (nodes - 1) / nodes * shape.parameters
+    gathered = BFLOAT16_BYTES if config.fsdp.use_mixed_precision else FLOAT32_BYTES
+    reduced = reduced_bytes_per_parameter(config)
     nodes_per_copy = max(1, shard_ranks(config, nodes * ranks_per_node, ranks_per_node) // ranks_per_node)
-    within = (2 * _micro_steps(config) * gathered + reduced) * (nodes_per_copy - 1) / nodes_per_copy
+    within = _gatherings(config, shape) * gathered + _reductions(config, shape) * reduced
+    within *= (nodes_per_copy - 1) / nodes_per_copy
     copies_apart = nodes / nodes_per_copy
     between = 2 * reduced / nodes_per_copy * (copies_apart - 1) / copies_apart
     return (within + between) * shape.parameters
 
 
 def _host_bytes(config: RunConfig, shape: ModelShape, ranks: int, ranks_per_node: int) -> float:
-    """Bytes between one rank's GPU and host memory: its float32 shard up for each gathering, its gradient down."""
+    """Bytes between one rank's GPU and host memory: its float32 shard up for each gathering, its gradient down.
+
+    Between copies of hsdp gradients are added up once per step, and wait for that on the GPU.
+    """
     if not config.fsdp.cpu_offload or config.parallel.mode == "ddp":
         return 0.0
-    share = shape.parameters / shard_ranks(config, ranks, ranks_per_node)
-    return (2 + 1) * _micro_steps(config) * FLOAT32_BYTES * share
+    shard = shard_ranks(config, ranks, ranks_per_node)
+    downs = _reductions(config, shape) if shard == ranks else 1
+    return (_gatherings(config, shape) + downs) * FLOAT32_BYTES * shape.parameters / shard

@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infra.config.schema import RunConfig
-from infra.model_shape import causal_lm_shape
+from infra.model_shape import ModelShape, causal_lm_shape
 
+FLOAT32_BYTES = 4
+BFLOAT16_BYTES = 2
+# Up to this, FSDP2 keeps parameters gathered from forward to backward, and whole gradients between micro-batches, which
+# it then reduces once per step. Above, both go back to shards at once: they are the memory that sharding is to save.
+SMALL_MODEL_BYTES = 2**30
 # A commit holds what training goes on from: float32 weights (4 bytes) and AdamW's two float32 moments (4 + 4).
 COMMIT_BYTES_PER_PARAMETER = 12
 GRADIENT_BYTES_PER_PARAMETER = 4
@@ -48,6 +53,35 @@ def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None
     return ranks if config.parallel.mode == "fsdp2" else 1
 
 
+def stays_gathered(parameters: int) -> bool:
+    """Whether a sharded model of so many parameters is small: see SMALL_MODEL_BYTES, of float32 parameters."""
+    return FLOAT32_BYTES * parameters <= SMALL_MODEL_BYTES
+
+
+def reduced_bytes_per_parameter(config: RunConfig) -> int:
+    """Of a gradient while the ranks of a sharded mode add it up."""
+    halves = config.fsdp.use_mixed_precision and config.fsdp.reduce_dtype == "bfloat16"
+    return BFLOAT16_BYTES if halves else FLOAT32_BYTES
+
+
+def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
+    """What one rank of fsdp2 or hsdp holds beside its shards at the peak of a step, in bytes; 0 with ddp.
+
+    A small model: all its parameters and the newest gradient of one unit, and where a step has several micro-batches
+    the whole gradients that wait for the last of them. A larger one: the unit in use, the one that is prefetched, and
+    the gradient of one.
+    """
+    fsdp = config.fsdp
+    if config.parallel.mode == "ddp" or (ranks == 1 and not fsdp.use_mixed_precision and not fsdp.cpu_offload):
+        return 0
+    compute_bytes = BFLOAT16_BYTES if fsdp.use_mixed_precision else FLOAT32_BYTES
+    if not stays_gathered(shape.parameters):
+        return 3 * compute_bytes * shape.largest_unit_parameters
+    waits = config.training.gradient_accumulation_steps > 1
+    waiting_bytes = reduced_bytes_per_parameter(config) * shape.parameters if waits else 0
+    return compute_bytes * (shape.parameters + shape.largest_unit_parameters) + waiting_bytes
+
+
 def kept_activations_share(config: RunConfig, units: int) -> float:
     """Share of all activations that lives at the peak of backward: what is kept, and one unit computed again."""
     kept = _KEPT_SHARE[config.parallel.recompute]
@@ -69,8 +103,7 @@ def host_memory_bytes(config: RunConfig, gang: Gang) -> int:
     shape = causal_lm_shape(config.model)
     copies = max(1, gang.ranks // shard_ranks(config, gang.ranks, gang.processes_per_node))
     state = copies * (COMMIT_BYTES_PER_PARAMETER + GRADIENT_BYTES_PER_PARAMETER) * shape.parameters
-    # FSDP2 gathers one unit while the next is prefetched and holds the gradient of the one before.
-    gathered = 0 if config.parallel.mode == "ddp" else 3 * 4 * shape.largest_unit_parameters * gang.ranks
+    gathered = gang.ranks * gathered_bytes(config, shape, gang.ranks)
     at_once = -(-config.training.batch_size // config.training.gradient_accumulation_steps)
     activations = shape.activation_bytes_per_sample * kept_activations_share(config, shape.units)
     samples = at_once * (activations + shape.logits_bytes_per_sample)

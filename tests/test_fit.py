@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from cost.catalogue import load_catalogue
 from cost.fit import CONTEXT_BYTES, memory_fit, micro_batch
 from cost.throughput import MFU_PRIOR, NETWORK_EFFICIENCY, PCIE_BYTES_PER_SECOND, Throughput, estimate_throughput
 from infra.config.schema import FsdpConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
-from infra.footprint import Gang, host_memory_bytes
+from infra.footprint import SMALL_MODEL_BYTES, Gang, host_memory_bytes
 from infra.model_shape import ModelShape, causal_lm_shape
 from infra.reliability import young_interval_seconds
 
@@ -37,10 +38,10 @@ def test_sharded_float32_by_hand():
     fit = memory_fit(config(), 4, SHAPE)
     share = 250_001  # a quarter, rounded up
     assert (fit.parameters, fit.gradients, fit.optimizer) == (4 * share, 4 * share, 8 * share)
-    assert fit.unsharded == 3 * 4 * 100_000
+    assert fit.unsharded == 4 * (1_000_001 + 100_000) + 4 * 1_000_001  # gathered, a unit's gradient, whole gradients
     assert fit.activations == 4 * 2_000_000  # 32 / (4 × 2) samples
     assert fit.logits == 4 * 500_000
-    tensors = 16 * share + 1_200_000 + 8_000_000 + 2_000_000
+    tensors = 16 * share + 8_400_008 + 8_000_000 + 2_000_000
     assert fit.allowance == CONTEXT_BYTES + tensors // 10
     assert fit.total == tensors + fit.allowance == sum(fit.to_json().values())
 
@@ -48,7 +49,30 @@ def test_sharded_float32_by_hand():
 def test_mixed_precision_halves_what_is_computed_in_not_what_is_kept():
     plain, mixed = memory_fit(config(), 4, SHAPE), memory_fit(config(mixed=True), 4, SHAPE)
     assert (mixed.parameters, mixed.optimizer, mixed.logits) == (plain.parameters, plain.optimizer, plain.logits)
-    assert (2 * mixed.unsharded, 2 * mixed.activations) == (plain.unsharded, plain.activations)
+    assert 2 * mixed.activations == plain.activations
+    assert plain.unsharded - mixed.unsharded == 2 * (1_000_001 + 100_000), "gradients wait in float32"
+
+
+def test_a_small_model_stays_gathered_and_its_gradients_wait():
+    """On the limit of 1 GiB and one parameter above it, with one micro-batch and with two."""
+    limit = SMALL_MODEL_BYTES // 4
+    at, above = (replace(SHAPE, parameters=count) for count in (limit, limit + 1))
+    once = config(accumulation=1)
+    assert memory_fit(once, 4, at).unsharded == 4 * (limit + 100_000)
+    assert memory_fit(config(), 4, at).unsharded == 4 * (limit + 100_000) + 4 * limit
+    assert memory_fit(once, 4, above).unsharded == memory_fit(config(), 4, above).unsharded == 3 * 4 * 100_000
+    halves = config(mixed=True)
+    halves = halves.model_copy(update={"fsdp": halves.fsdp.model_copy(update={"reduce_dtype": "bfloat16"})})
+    assert memory_fit(halves, 4, at).unsharded == 2 * (limit + 100_000) + 2 * limit
+    assert memory_fit(once, 1, at).unsharded == 0, "one rank shards nothing"
+
+    gang = Gang(nodes=2, processes_per_node=2)
+    parameters = causal_lm_shape(once.model).parameters
+    # Twice the samples at once, and no whole gradients on four ranks.
+    waiting = host_memory_bytes(config(batch=2, accumulation=2), gang) - host_memory_bytes(
+        config(batch=1, accumulation=1), gang
+    )
+    assert waiting == 4 * 4 * parameters
 
 
 def test_ddp_keeps_everything_on_every_rank():
@@ -80,10 +104,11 @@ def test_recomputing_keeps_inputs_and_one_unit():
 
 
 def test_offloading_leaves_only_what_is_gathered():
+    gathered = 4 * (2 * 1_000_001 + 100_000)
     fit = memory_fit(changed(fsdp={"cpu_offload": True}), 4, SHAPE)
-    assert (fit.parameters, fit.gradients, fit.optimizer, fit.unsharded) == (0, 0, 0, 3 * 4 * 100_000)
+    assert (fit.parameters, fit.gradients, fit.optimizer, fit.unsharded) == (0, 0, 0, gathered)
     alone = memory_fit(changed(fsdp={"cpu_offload": True}), 1, SHAPE)
-    assert (alone.parameters, alone.unsharded) == (0, 3 * 4 * 100_000)
+    assert (alone.parameters, alone.unsharded) == (0, gathered)
 
 
 def test_main_memory_of_a_laptop_follows_copies_and_recomputing():
@@ -152,11 +177,12 @@ def test_what_the_modes_move_and_compute_again():
         assert speed.bound == "network"
         return speed.step_seconds * per_parameter
 
-    # Two micro-batches gather twice each in float32, then reduce once: half of it comes from the other node.
-    assert received(parallel={"mode": "fsdp2"}) == pytest.approx((2 * 2 * 4 + 4) / 2)
-    assert received(parallel={"shard_size": 4}) == pytest.approx((2 * 2 * 4 + 4) / 2), "one copy over both nodes"
+    # Two micro-batches gather twice each in float32, and reduce once each: half of it comes from the other node.
+    assert received(parallel={"mode": "fsdp2"}) == pytest.approx(2 * (2 * 4 + 4) / 2)
+    assert received(parallel={"shard_size": 4}) == pytest.approx(2 * (2 * 4 + 4) / 2), "one copy over both nodes"
     assert received() == pytest.approx(2 * 4 / 2), "a copy per node: between them as ddp"
     assert received(parallel={"mode": "ddp"}) == pytest.approx(2 * 4 / 2)
+    assert received(parallel={"mode": "ddp"}, ddp={"static_graph": True}) == pytest.approx(2 * 2 * 4 / 2)
     halves = {"use_mixed_precision": True, "reduce_dtype": "bfloat16"}
     assert received(fsdp=halves) == pytest.approx(2 * 2 / 2)
     assert received(parallel={"mode": "ddp"}, ddp={"gradient_compression": "bfloat16"}) == pytest.approx(2 * 2 / 2)
@@ -171,6 +197,28 @@ def test_what_the_modes_move_and_compute_again():
     moved = alone(training={"batch_size": 2}, fsdp={"cpu_offload": True, "use_mixed_precision": True})
     assert moved.bound == "host"
     assert moved.step_seconds == pytest.approx(3 * 2 * 4 * shape.parameters / PCIE_BYTES_PER_SECOND)
+
+
+def test_a_small_model_is_gathered_once_per_micro_batch_and_reduced_once_per_step():
+    kind = load_catalogue()["g5.xlarge"]
+    limit = SMALL_MODEL_BYTES // 4
+    at, above = (replace(SHAPE, parameters=count) for count in (limit, limit + 1))
+    bandwidth = kind.network_gbps * 1e9 / 8 * NETWORK_EFFICIENCY
+
+    def received(shape: ModelShape, accumulation: int) -> float:
+        """Bytes per parameter of a node's half, mixed precision: 2 when gathered, 4 when reduced."""
+        speed = estimate_throughput(config(mixed=True, accumulation=accumulation), shape, kind, 2, 1)
+        assert speed.bound == "network"
+        return speed.step_seconds * bandwidth / shape.parameters * 2
+
+    assert [received(at, count) for count in (1, 4)] == pytest.approx([2 + 4, 4 * 2 + 4])
+    assert [received(above, count) for count in (1, 4)] == pytest.approx([2 * 2 + 4, 4 * (2 * 2 + 4)])
+
+    offloaded = changed(fsdp={"cpu_offload": True})
+    moved = [estimate_throughput(offloaded, shape, kind, 1, 1) for shape in (at, above)]
+    assert [one.bound for one in moved] == ["host", "host"]
+    ups_and_downs = [one.step_seconds * PCIE_BYTES_PER_SECOND / 4 for one in moved]
+    assert ups_and_downs == pytest.approx([(2 + 1) * limit, (4 + 2) * (limit + 1)])
 
 
 def test_young_interval_by_hand():

@@ -175,6 +175,13 @@ def test_without_the_right_to_see_zones_their_names_must_do(catalogue: Catalogue
     assert quote.zone == "us-east-1a"
     said = " ".join(prices.said(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0))
     assert "zones of us-east-1: by this account's names, because" in said and "DescribeAvailabilityZones" in said
+    plan = make_plan(configuration(zones=["use1-az4"]), now_utc=NOW, prices=prices)
+    reasons = {r.instance_type: r.reason for r in plan.rejected if r.kind == "no spot price"}
+    said = (
+        "no spot price of g5.xlarge in use1-az4 now by EC2: zones are known by name only, because us-east-1 denied it"
+    )
+    assert reasons["g5.xlarge"].startswith(said) and reasons["g5.xlarge"].endswith("; leave cost.zones empty")
+    assert reasons["g6.xlarge"].endswith("in us-east-1 now by EC2: not offered there as Spot")
 
     region.refuse("UnauthorizedOperation", operation="describe_availability_zones")
     region.page([record("us-east-1a", "0.4", 1.0, AvailabilityZoneId="use1-az4")])  # newer answers hold the id
@@ -191,7 +198,8 @@ def test_an_empty_history_and_a_zone_without_a_price_are_answers():
     plan = make_plan(config, now_utc=NOW, prices=LivePrices.of(asked(east, west)))
     assert {(c.market, c.place) for c in plan.ranked} == {("spot", "use1-az4"), ("on_demand", "us-east-1")}
     reasons = [rejection.reason for rejection in plan.rejected if rejection.market == "spot"]
-    assert "no spot price of g5.xlarge in use1-az6 now by EC2: not offered there as Spot" in reasons
+    elsewhere = "no price in that zone, but in others of us-east-1"
+    assert f"no spot price of g5.xlarge in use1-az6 now by EC2: {elsewhere}" in reasons
     assert "no spot price of g5.xlarge in us-west-2 now by EC2: not offered there as Spot" in reasons
     assert "spot prices: no history at all of these instance types in us-west-2" in plan.prices
     assert plan.chosen.price_kind.startswith("live ") and " l" in render_plan(plan)

@@ -99,6 +99,18 @@ def test_zones_of_the_configuration_are_the_only_candidates():
     assert {r.kind for r in plan.rejected if r.region == "us-east-2"} == {"outside cost.zones"}
 
 
+def test_zones_of_the_configuration_find_no_price_in_a_file_that_names_zones_only(tmp_path: Path):
+    path = tmp_path / "prices.csv"
+    path.write_text(
+        "Timestamp,InstanceType,AvailabilityZone,SpotPrice\n2026-09-21T07:00:00Z,g5.xlarge,us-east-1a,0.41\n"
+    )
+    config = configuration({"prices": str(path), "regions": ["us-east-1"], "zones": ["use1-az4"]})
+    reasons = {r.instance_type: r.reason for r in planned(config).rejected if r.kind == "no spot price"}
+    why = "zones are known by name only, because the file has no ids of us-east-1a; leave cost.zones empty"
+    assert reasons["g5.xlarge"] == f"no spot price of g5.xlarge in use1-az4 in prices.csv: {why}"
+    assert reasons["g6.xlarge"] == "no spot price of g6.xlarge in us-east-1 in prices.csv"
+
+
 def test_the_price_reaches_terms_bill_and_report_as_quoted_with_kind_and_age():
     plan = planned(configuration({"budget_usd": 50.0}))
     assert plan.terms().usd_per_rank_second == float(plan.chosen.quoted_usd_per_hour) / 3600

@@ -115,12 +115,23 @@ class ZonePrices:
     def zones(self, region: str) -> Sequence[str]:
         return self.known_zones.get(region, ())
 
+    def zones_by_name(self, kind: InstanceType, region: str, zone: str | None) -> Sequence[str]:
+        """Names of zones that have a price of the type and no known id: `zone`, an id, may be any of them."""
+        if zone is None or zone in self.zones(region):
+            return ()
+        return [quote.zone for quote in self.spot(kind, region) if quote.zone and quote.zone == quote.zone_name]
+
     def observed(self, region: str) -> float | None:
         """When the region's prices were last known to hold; None when it has none."""
         return max(
             (quote.observed for place, found in self.quotes.items() if place[1] == region for quote in found),
             default=None,
         )
+
+
+def by_name_text(reason: str) -> str:
+    """Why a zone of the configuration has no price where zones have no ids, and what to do."""
+    return f"zones are known by name only, because {reason}; leave cost.zones empty"
 
 
 def _text(record: Mapping[str, Any], key: str, where: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from cost.catalogue import InstanceType
 from cost.errors import PriceError
 from cost.prices.aws import Forbidden, Patience, Unavailable, ec2_clients, spot_records, zone_ids
-from cost.prices.history import SpotRecord, ZonePrices, prices_at
+from cost.prices.history import SpotRecord, ZonePrices, by_name_text, prices_at
 from cost.prices.quote import Quote, time_text
 from cost.prices.static import StaticPrices, on_demand_text, table_text
 
@@ -66,10 +66,15 @@ class LivePrices(ZonePrices):
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
         return StaticPrices().spot(kind, region) if region in self.failed else super().spot(kind, region)
 
-    def missing(self, region: str) -> str:
+    def missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
         if region in self.failed:
-            return StaticPrices().missing(region)
-        return "now by EC2: not offered there as Spot"
+            return StaticPrices().missing(kind, region, zone)
+        if zone is None:
+            return "now by EC2: not offered there as Spot"
+        if names := self.zones_by_name(kind, region, zone):
+            reason = self.names_only.get(region) or f"EC2 gave no ids of {', '.join(names)}"
+            return f"now by EC2: {by_name_text(reason)}"
+        return f"now by EC2: no price in that zone, but in others of {region}"
 
     def said(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
         lines = []

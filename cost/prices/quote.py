@@ -72,8 +72,8 @@ class PriceSource(Protocol):
     def zones(self, region: str) -> Sequence[str]:
         """The zones of the region as far as they are known, with a price or without."""
 
-    def missing(self, region: str) -> str:
-        """Why a spot price may be missing there: the words after "no spot price of X in Y"."""
+    def missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
+        """Why it has no spot price there: the words after "no spot price of X in Y". zone: None: in none at all."""
 
     def said(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
         """Lines on what the prices are and how old, for the plan and the report."""

@@ -19,8 +19,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from cost.catalogue import InstanceType
 from cost.errors import PriceError
-from cost.prices.history import LINUX, SpotRecord, ZonePrices, prices_at, read_record, with_zone_ids
+from cost.prices.history import (
+    LINUX,
+    SpotRecord,
+    ZonePrices,
+    by_name_text,
+    prices_at,
+    read_record,
+    with_zone_ids,
+)
 from cost.prices.quote import age_text, is_zone_of, time_text
 from cost.prices.static import on_demand_text
 
@@ -74,9 +83,12 @@ class RecordedPrices(ZonePrices):
             path=path,
         )
 
-    def missing(self, region: str) -> str:
+    def missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
         if self.observed(region) is None:
             return f"in {self.path.name}: it has no record of the region"
+        if names := self.zones_by_name(kind, region, zone):
+            reason = f"the file has no ids of {', '.join(names)}"
+            return f"in {self.path.name}: {by_name_text(reason)}"
         return f"in {self.path.name}"
 
     def said(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ class StaticPrices:
     def zones(self, region: str) -> Sequence[str]:
         return ()
 
-    def missing(self, region: str) -> str:
+    def missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
         if region != ON_DEMAND_REGION:
             return f"in the static table, whose prices are of {ON_DEMAND_REGION} only"
         return "in the static table: the spot advisor did not list it, or its on-demand price is not on record"

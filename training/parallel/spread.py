@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from infra.config.schema import RunConfig
-from infra.footprint import shard_ranks
+from infra.footprint import SMALL_MODEL_BYTES, shard_ranks
 from training.errors import ParallelError
 from training.gang import Gang
 from training.parallel.refusals import Place, find_refusals
@@ -26,10 +26,6 @@ from training.parallel.sharding import DTYPES, shard_model
 from training.parallel.units import autocast, compile_units, recompute_units
 from training.weights.initialise import initialise, materialise
 from training.workload import Workload
-
-# Below this, FSDP2 keeps parameters gathered from forward to backward, and whole gradients between micro-batches, which
-# it then reduces once per step. Above, both go back to shards at once: they are the memory that sharding is to save.
-SMALL_MODEL_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
