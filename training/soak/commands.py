@@ -12,6 +12,8 @@ def main(arguments: list[str]) -> int:
         return schedules.main(arguments[1:])
     if arguments[:1] == ["job"]:
         return job.main(arguments[1:])
+    if arguments and arguments[0].startswith("-"):
+        return job.main(arguments)  # options without a word are the job's
     if arguments:
         print(f"python -m training soak: {arguments[0]!r} is neither schedules nor job; without a word both run")
         return 2
