@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,8 @@ from torch import nn
 from infra.config.schema import ModelConfig, RunConfig, TrainingConfig
 from infra.events import read_events
 from infra.store import Store
-from tests.support.gangs import PROJECT_ROOT, run_ranks
+from tests.support.alone import run_alone
+from tests.support.gangs import run_ranks
 from training.errors import WorkloadError
 from training.weights.digest import weights_sha256
 from training.weights.files import describe_files
@@ -48,10 +47,10 @@ def save_folder(model: nn.Module, folder: Path, *, parts: int) -> Path:
 def test_every_mode_reads_its_own_part_of_several_files(source: CausalLM, tmp_path: Path) -> None:
     path = save_folder(source, tmp_path / "weights", parts=3)
     config = RunConfig(model=MODEL, training=TrainingConfig(initial_weights=str(path)))
-    outputs = run_ranks(4, ["-m", "tests.support.weights_rank", config.model_dump_json()])
-    for output in outputs:
-        found = [line.split()[1:] for line in output.splitlines() if line.startswith("sha256")]
-        assert found == [[mode, weights_sha256(source)] for mode in ("ddp", "fsdp2", "hsdp")], output
+    (output,) = run_ranks(1, ["-m", "tests.support.weights_rank", "4", config.model_dump_json()])
+    found = sorted(line.split()[1:] for line in output.splitlines() if line.startswith("sha256"))
+    modes = ("ddp", "fsdp2", "hsdp")
+    assert found == [[str(rank), mode, weights_sha256(source)] for rank in range(4) for mode in modes], output
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -148,18 +147,16 @@ def test_a_job_begins_with_them_once_and_a_commit_wins(tmp_path: Path) -> None:
     with torch.no_grad():
         source.head.logits.weight.zero_()  # every token is then as likely: the loss is that of a uniform guess
     save_file(source.state_dict(), path)
-    settings = {
-        "store": str(tmp_path / "store"),
-        "model": model.model_dump(),
-        "data": {"path": str(texts), "suffixes": [".txt"], "held_out_fraction": 0.3},
-        "training": {"batch_size": 4, "initial_weights": str(path), "scheduler": {"warmup_steps": 0}},
-    }
-    (tmp_path / "config.yaml").write_text(json.dumps(settings))  # JSON is a part of YAML
+    training = {"batch_size": 4, "initial_weights": str(path), "scheduler": {"warmup_steps": 0}}
     for steps in (2, 3):
-        command = [sys.executable, "-m", "training", str(tmp_path / "config.yaml"), "--job", "job"]
-        command += ["--set", f"training.max_steps={steps}", "--set", "checkpoint.interval_steps=1"]
-        done = subprocess.run(command, cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=90)
-        assert done.returncode == 0, done.stdout + done.stderr
+        config = RunConfig(
+            store=str(tmp_path / "store"),
+            model=model,
+            data={"path": str(texts), "suffixes": [".txt"], "held_out_fraction": 0.3},
+            training={**training, "max_steps": steps},
+            checkpoint={"interval_steps": 1},
+        )
+        assert run_alone(config, "job").step == steps
         save_file(CausalLM(model).state_dict(), path)  # it is not looked at again
     events = read_events(Store.open(str(tmp_path / "store" / "jobs" / "job")))
     begun = [event for event in events if event.name == "initial_weights"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 from pathlib import Path
@@ -15,7 +16,7 @@ from infra.preflight import PreflightContext, run_checks
 from infra.store import Store
 from training.checks import CHECKS
 from training.data import open_tokens, prepare_tokens
-from training.data.tokenizer import PIECE_BYTES, pieces
+from training.data.tokenizer import PIECE_BYTES, open_tokenizer, pieces
 from training.errors import DataError
 
 tokenizers = pytest.importorskip("tokenizers", reason="the package tokenizers is an option: pip install tokenizers")
@@ -77,6 +78,13 @@ def test_the_tokenizers_content_is_part_of_the_fingerprint(folder: Path, tmp_pat
     assert prepare_tokens(moved, store, project_root=folder).fingerprint != first.fingerprint
     in_bytes = data(folder).model_copy(update={"tokenizer": "bytes"})
     assert prepare_tokens(in_bytes, store, project_root=folder).fingerprint != first.fingerprint
+
+
+def test_another_version_of_the_package_makes_other_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_tokenizer(data(folder), project_root=folder).identity
+    assert first == open_tokenizer(data(folder), project_root=folder).identity and tokenizers.__version__ in first
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{name} of tomorrow")
+    assert open_tokenizer(data(folder), project_root=folder).identity != first
 
 
 @pytest.mark.parametrize("content", ["lines", "one long line"])

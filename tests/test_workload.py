@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from infra.config.schema import (
     CheckpointConfig,
@@ -29,13 +29,13 @@ from infra.config.schema import (
 from infra.events import read_events
 from infra.model_shape import causal_lm_shape
 from infra.store import Store
+from tests.support.alone import run_alone
+from tests.support.workload_cases import Endless
 from training.errors import DataError, WorkloadError
 from training.gang import Gang
-from training.standalone import parse_arguments, share_spec
-from training.trainer import Ending
-from training.worker import run_rank
 from training.workloads.door import prepare_data, workload_context
-from training.workloads.examine import examine
+from training.workloads.evaluation import try_evaluate
+from training.workloads.examine import examine, main
 from training.workloads.trial import Trial, try_workload
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,6 +88,7 @@ def test_a_sound_workload_is_measured(name: str, tmp_path: Path) -> None:
         ("Unrepeatable", r"next_batch gives other samples for the same cursor"),
         ("Detached", r"the sum has no gradient; fix:"),
         ("NotANumber", r"loss: the sum is nan; fix: one finite number"),
+        ("NoEvaluation", r"workload_cases\.py:\d+: .*NoEvaluation\.evaluate raised KeyError: 'accuracy'"),
         ("NUMBER", r"is a int, which cannot be called; fix:"),
         ("Sond", r"has no 'Sond', which workload names; fix: did you mean Sound\?"),
         ("PrepareNeedsSelf", r"prepare is called on the class.*fix: write @classmethod"),
@@ -97,6 +98,23 @@ def test_a_sound_workload_is_measured(name: str, tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_one_line_with_its_place(name: str, said: str, tmp_path: Path) -> None:
     assert re.search(said, found := refusal(config_of(name, tmp_path))), found
+
+
+def test_metrics_are_finite_numbers(tmp_path: Path) -> None:
+    def evaluating(accuracy: float | str) -> RunConfig:
+        return config_of("NoEvaluation", tmp_path, workload_options={"accuracy": accuracy})
+
+    assert "evaluate gives accuracy" in tried(evaluating(0.5)).text
+    assert "evaluate() must return one number for each name" in refusal(evaluating("good"))
+    assert "evaluate: accuracy = nan; fix: finite numbers" in refusal(evaluating("nan"))
+
+
+def test_an_evaluation_that_is_long_on_a_cpu_refuses_nothing(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    context = workload_context(config_of("Endless", tmp_path), Gang(), store=Store.open(str(tmp_path)))
+    said = try_evaluate("Endless", Endless(context), nn.Linear(4, 1), seconds=0.1)
+    assert said == "evaluate not tried to its end, because it takes longer than 0.1 s here"
+    assert signal.getsignal(signal.SIGALRM) is before
 
 
 def test_an_error_in_the_module_names_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,27 +167,11 @@ def test_initial_weights_are_compared_before_the_start(tmp_path: Path) -> None:
     assert "3 missing: 0.bias, 1.weight, 1.bias; fix" in refusal(config_of("Sound", tmp_path, training=training))
 
 
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """A rank watches for SIGTERM; the test's process takes its own handlers back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
-def run_alone(config: RunConfig, job: str) -> Ending:
-    """One rank, in this process, as its command line says."""
-    path = Path(config.store).parent / "config.yaml"
-    path.write_text(config.model_dump_json())  # JSON is a part of YAML
-    return run_rank(share_spec(parse_arguments([str(path), "--job", job]), Gang()), Gang())
-
-
 def last_metrics(job: Store) -> dict[str, float]:
     return [event.data["metrics"] for event in read_events(job) if event.name == "evaluation"][-1]
 
 
-def test_optimizer_and_buffers_go_on_exactly_and_other_data_do_not(tmp_path: Path, signals: None) -> None:
+def test_optimizer_and_buffers_go_on_exactly_and_other_data_do_not(tmp_path: Path) -> None:
     def config(steps: int, **options: int) -> RunConfig:
         schedule = SchedulerConfig(type="constant", warmup_steps=0)
         training = TrainingConfig(batch_size=4, max_steps=steps, scheduler=schedule)
@@ -186,6 +188,30 @@ def test_optimizer_and_buffers_go_on_exactly_and_other_data_do_not(tmp_path: Pat
         run_alone(config(8, points=5), "parts")
 
 
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ("here", WorkloadError, r"workload_cases\.py:\d+: .*FailsLater\.evaluate raised IndexError: list index"),
+        ("a lost peer", RuntimeError, "^Connection closed by peer$"),
+        ("in a library", TypeError, "not callable$"),
+    ],
+)
+def test_only_a_mistake_in_the_users_own_line_is_not_worth_another_attempt(
+    how: str, kind: type[Exception], said: str, tmp_path: Path
+) -> None:
+    schedule = SchedulerConfig(type="constant", warmup_steps=0)
+    training = TrainingConfig(batch_size=4, max_steps=3, evaluation_interval_steps=1, scheduler=schedule)
+    settings = {
+        "training": training,
+        "checkpoint": CheckpointConfig(interval_steps=3),
+        "cluster": ClusterConfig(nodes=1),
+    }
+    config = config_of("FailsLater", tmp_path, workload_options={"how": how}, **settings)
+    with pytest.raises(kind, match=said) as caught:
+        run_alone(config, "job")
+    assert getattr(caught.value, "curable", True) == (how != "here")
+
+
 MODELS = [
     ModelConfig(hidden_size=64, num_layers=2, num_heads=4, sequence_length=64),
     ModelConfig(hidden_size=32, num_layers=3, num_heads=2, sequence_length=128, vocab_size=1000),
@@ -196,7 +222,7 @@ MODELS = [
 def test_the_built_in_model_measures_as_its_formulas_say(model: ModelConfig, tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(f"{number} ebb and flow, " * 400)
-    data = DataConfig(path=str(tmp_path), suffixes=[".txt"], held_out_fraction=0.3)
+    data = DataConfig(path=str(tmp_path), suffixes=[".txt"], held_out_fraction=0.3, held_out_samples=4)
     config = RunConfig(store=str(tmp_path / "store"), model=model, data=data, training=TrainingConfig(batch_size=4))
     found, formula = tried(config).shape, causal_lm_shape(model)
     for name in ("parameters", "largest_unit_parameters", "flops_per_sample", "tokens_per_sample", "units"):
@@ -217,11 +243,10 @@ def test_a_child_process_examines_within_its_deadline(tmp_path: Path, monkeypatc
     assert found.prepared["points"] == 4 and found.shape.parameters == 49
 
 
-def test_the_command_prints_the_shape_or_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "training", "examine", "examples/shapes.yaml", "--set", f"store={tmp_path}"]
+def test_the_command_prints_the_shape_or_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(ROOT / "examples" / "shapes.yaml"), "--set", f"store={tmp_path}"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["shape"]["parameters"] == 24_548
+    command = [sys.executable, "-m", "training", "examine", *arguments, "--set", f"workload={CASES}:Mean"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
-    assert json.loads(done.stdout)["shape"]["parameters"] == 24_548, done.stderr
-    done = subprocess.run(
-        [*command, "--set", f"workload={CASES}:Mean"], cwd=ROOT, capture_output=True, text=True, timeout=90
-    )
     assert done.returncode == 2 and "must be a sum" in done.stderr and len(done.stderr.splitlines()) == 1

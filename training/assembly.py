@@ -34,6 +34,7 @@ from training.weights.files import describe_files
 from training.weights.load import load_weights
 from training.workload import Workload
 from training.workloads.door import make_workload, users_code, workload_context
+from training.workloads.guard import guarded
 
 Emit = Callable[..., object]
 
@@ -56,6 +57,8 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     limits.watch_signals()
     store = Store.open(spec.store_uri)
     workload = make_workload(config, workload_context(config, gang, store=store, prepared=spec.prepared))
+    if config.workload is not None:
+        workload = guarded(workload, config.workload)
     spread = spread_model(workload, config, gang)
     trainer = Trainer(
         config=config,
@@ -126,7 +129,7 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
             raise DataError(
                 f"commit {restored.key} was trained with {key} {restored.extra[key]}, this run has "
                 f"{trainer.extra[key]}: sample {restored.extra['cursor']} would be another; "
-                "fix: bring back the former data, workload_options and seed, or start a new job"
+                "fix: bring back the former data, workload_options, seed and tokenizers package, or start a new job"
             )
     if trainer.cadence is not None:
         trainer.cadence.remember(restored.extra.get("exposed_seconds", 0.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from typing import Any, NamedTuple
@@ -161,6 +162,33 @@ class Detached(Sound):
 class NotANumber(Sound):
     def errors(self, model: nn.Module, batch: Points) -> Tensor:
         return super().errors(model, batch).log() * 0 + torch.nan
+
+
+class NoEvaluation(Sound):
+    """Its metrics are what its options hold."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, Any]:
+        return {"accuracy": self.context.options["accuracy"]}  # the line that is to be named
+
+
+class Endless(Sound):
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        while True:
+            self.next_batch(model, Cursor(0, 4))
+
+
+class FailsLater(Sound):
+    """From its third evaluation on, in the way that its options name."""
+
+    evaluations = 0
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        self.evaluations += 1
+        if self.evaluations < 3:
+            return {}
+        if self.context.options["how"] == "a lost peer":
+            raise RuntimeError("Connection closed by peer")
+        return {"first": [][0]} if self.context.options["how"] == "here" else json.loads(b"", cls=3)
 
 
 class Branching(Sound):

@@ -39,7 +39,12 @@ def _arrangement(config: RunConfig, place: Place) -> str:
     if local_gang(config) is None:
         return f"{mode}, on as many ranks as the plan says"
     shard = shard_ranks(config, place.ranks, place.ranks_per_node)
-    return f"{mode}: {place.ranks} ranks = {place.ranks // shard} copies of the model × {shard} ranks that hold one"
+    ranks, copies = _count(place.ranks, "rank", "ranks"), _count(place.ranks // shard, "copy", "copies")
+    return f"{mode}: {ranks} = {copies} of the model × {_count(shard, 'rank that holds', 'ranks that hold')} one"
+
+
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
 
 
 def _remarks(config: RunConfig) -> list[str]:

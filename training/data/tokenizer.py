@@ -7,6 +7,7 @@ in memory. Where the cuts are depends on the file alone.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -55,8 +56,10 @@ class VocabularyTokenizer:
 
     def __init__(self, path: Path) -> None:
         content = _read(path)
-        self.identity = f"tokenizer.json sha256 {hashlib.sha256(content).hexdigest()}"
         self._tokenizer = _parse(path, content)
+        # Another version of the package may cut the same text in other places.
+        version = importlib.metadata.version("tokenizers")
+        self.identity = f"tokenizer.json sha256 {hashlib.sha256(content).hexdigest()}, tokenizers {version}"
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.separator = next((n for n in map(self._tokenizer.token_to_id, _END_OF_TEXT) if n is not None), None)
         self._dtype = dtype_of(self.vocab_size)

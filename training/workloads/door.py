@@ -128,6 +128,12 @@ def users_code(what: str) -> Iterator[None]:
         raise WorkloadError(f"{_frame(error)}{what} raised {type(error).__name__}: {text}") from error
 
 
+def own_line(error: BaseException) -> str | None:
+    """ "file:line: " of what raised it, where that is the user's own; None where it is ours or a library's."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return None if _foreign(frame.filename) else f"{frame.filename}:{frame.lineno}: "
+
+
 def _import(name: str) -> Any:
     if str(PROJECT_ROOT) not in sys.path:
         sys.path.append(str(PROJECT_ROOT))

@@ -22,6 +22,7 @@ from training.weights.initialise import initialise, materialise, tied_names
 from training.weights.load import compare
 from training.workload import Batch, Cursor, Loss, Workload, WorkloadContext
 from training.workloads.door import DEFAULT_WEIGHT_UNIT, make_workload, users_code
+from training.workloads.evaluation import try_evaluate
 from training.workloads.shape import measure_shape, weight_bytes, without_memory
 
 # Weights and gradients of a model that is really run here. Larger ones are looked at without their memory.
@@ -140,6 +141,7 @@ def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: Run
         whole = _loss(trial.name, workload, model, batch)
         _check_same_again(trial.name, workload, model, count, whole)
         _check_sum(trial, workload, model, batch, whole)
+    trial.done.append(try_evaluate(trial.name, workload, model))
     model.train()
     one = _draw(trial.name, workload, model, 1)
     with users_code(f"{trial.name}.loss"):

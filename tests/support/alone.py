@@ -1,0 +1,27 @@
+"""Training by one rank in the test's own process, without the seconds that importing torch takes another one."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from infra.config.schema import RunConfig
+from training.gang import Gang
+from training.standalone import parse_arguments, share_spec
+from training.trainer import Ending
+from training.worker import run_rank
+
+
+def run_alone(config: RunConfig, job: str) -> Ending:
+    """As `python -m training CONFIG --job JOB` does from its arguments to its result, in this process.
+
+    The store must be a folder; the configuration is written beside it.
+    """
+    path = Path(config.store).parent / "config.yaml"
+    path.write_text(config.model_dump_json())  # JSON is a part of YAML
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}  # a rank watches for them
+    try:
+        return run_rank(share_spec(parse_arguments([str(path), "--job", job]), Gang()), Gang())
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
