@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Tests run side by side, each file in one process. More need more cores: a flow test is several processes itself.
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help run test lint bench soak clean
@@ -13,8 +15,8 @@ help:  ## what can be made
 run: $(VENV)/run.stamp  ## train the laptop job: preflight, plan, two nodes, commits, report (ARGS="--set training.max_steps=100")
 	$(BIN)/python flows/train_flow.py run $(ARGS)
 
-test: $(VENV)/dev.stamp  ## run all tests (ARGS="-k config")
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/dev.stamp  ## run all tests (ARGS="-k config", JOBS=0: one after another)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/dev.stamp  ## check style and format of the code
 	$(BIN)/ruff check .

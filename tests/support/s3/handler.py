@@ -44,6 +44,12 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 120
     server: Server
 
+    def handle_expect_100(self) -> bool:
+        """A client that asks first waits a second for the answer: it must not stay in the buffer."""
+        said = super().handle_expect_100()
+        self.wfile.flush()
+        return said
+
     def _serve(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
         request = Request(self.command, self.path, headers)
