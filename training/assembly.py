@@ -208,7 +208,7 @@ def _unit(spec: WorkerSpec) -> str:
 def _cadence(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> Cadence:
     """Each generation but the first followed an interruption, of whatever kind."""
     planned = terms.hazard_per_hour if terms is not None else None
-    return Cadence(config.checkpoint, believed_hazard(planned, interruptions=spec.generation - 1, seconds=0.0))
+    return Cadence(config.checkpoint, believed_hazard(planned, interruptions=max(0, spec.generation - 1), seconds=0.0))
 
 
 def _rehearsal(spec: WorkerSpec, nodes: int) -> Rehearsal | None:

@@ -31,6 +31,10 @@ class Saver(Protocol):
         """(step, seconds that it took) of the last save that became durable here."""
         ...
 
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Make room for what will be saved, ahead of the first save."""
+        ...
+
     def before_step(self) -> None:
         """Returns when the optimizer may change the state."""
         ...
@@ -54,3 +58,37 @@ class Saver(Protocol):
     def wait(self) -> Any:
         """Until the newest save is a commit."""
         ...
+
+
+class NoSaver:
+    """Saves nothing, and remembers the steps at which it was asked to: for what is not about commits."""
+
+    last_commit = last_durable = expected_seconds = None
+    busy = False
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+    def before_step(self) -> None:
+        return None
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extra: dict,
+        *,
+        deadline_seconds: float | None = None,
+    ) -> float:
+        self.steps.append(step)
+        return 0.0
+
+    def hurry(self) -> None:
+        return None
+
+    def wait(self) -> None:
+        return None

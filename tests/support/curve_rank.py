@@ -22,20 +22,9 @@ from training.clock import Clock
 from training.engine import train
 from training.gang import Gang, connect, disconnect, leave
 from training.launch.spec import WorkerSpec
+from training.saver import NoSaver
 from training.trainer import Reporter, Trainer
 from training.workload import Cursor
-
-
-class NoSaver:
-    """For curves that nobody goes on from."""
-
-    last_commit = None
-
-    def save(self, step: int, model: Any, optimizer: Any, extra: dict) -> float:
-        return 0.0
-
-    def wait(self) -> None:
-        return None
 
 
 class Watched:

@@ -27,33 +27,11 @@ from training.limits import Limits
 from training.optimizer import make_optimizer
 from training.parallel import SMALL_MODEL_BYTES, spread_model
 from training.rehearse import Fault
+from training.saver import NoSaver
 from training.trainer import Position, Rehearsal, Reporter, Trainer
 from training.workload import Cursor, Loss
 from training.workloads.door import workload_context
 from training.workloads.text import TextBatch, TextWorkload
-
-
-class NoSaver:
-    """Remembers which steps it was asked to save."""
-
-    last_commit = last_durable = expected_seconds = None
-    busy = False
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def save(self, step: int, model: Any, optimizer: Any, extra: dict, **_: Any) -> float:
-        self.steps.append(step)
-        return 0.0
-
-    def wait(self) -> None:
-        return None
-
-    def before_step(self) -> None:
-        return None
-
-    def hurry(self) -> None:
-        return None
 
 
 class ScenarioWorkload(TextWorkload):

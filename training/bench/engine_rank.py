@@ -25,21 +25,10 @@ from training.errors import TrainingError
 from training.gang import Gang
 from training.launch.heartbeat import Heartbeat
 from training.launch.spec import WorkerSpec
+from training.saver import NoSaver
 from training.trainer import Position
 
 _UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
-
-
-class NoSaver:
-    """Commits are measured by themselves; no lap contains one."""
-
-    last_commit = None
-
-    def save(self, step: int, model: Any, optimizer: Any, extra: dict[str, Any]) -> float:
-        return 0.0
-
-    def wait(self) -> None:
-        return None
 
 
 class EngineLoop:
