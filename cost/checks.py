@@ -22,12 +22,9 @@ _MEASURED_LATER = "the model is a workload's own: it is measured by the plan, wh
 
 def check_planned_memory(context: PreflightContext) -> Finding:
     """The model fits a GPU of some pool that the configuration allows, and its batch divides there."""
-    if context.config.workload is not None:
-        return Finding.skipped(_MEASURED_LATER)
-    try:
-        plan = _plan(context)
-    except PriceError:
-        return Finding.skipped("the prices cannot be read; the check prices says more")
+    plan = _plan(context)
+    if isinstance(plan, Finding):
+        return plan
     if plan.chosen is not None:
         chosen, fit = plan.chosen, plan.chosen.fit
         return Finding.passed(
@@ -41,12 +38,9 @@ def check_planned_memory(context: PreflightContext) -> Finding:
 
 def check_budget_and_deadline(context: PreflightContext) -> Finding:
     """The cheapest plan keeps both limits, with the price of a last save in reserve."""
-    if context.config.workload is not None:
-        return Finding.skipped(_MEASURED_LATER)
-    try:
-        plan = _plan(context)
-    except PriceError:
-        return Finding.skipped("the prices cannot be read; the check prices says more")
+    plan = _plan(context)
+    if isinstance(plan, Finding):
+        return plan
     if plan.refusal is not None and plan.refusal.outcome is not Outcome.NO_CAPACITY:
         return _waits_for_prices(context, plan) or Finding.failed(plan.refusal.message, plan.refusal.hint)
     chosen = plan.chosen
@@ -98,11 +92,16 @@ def check_live_prices(context: PreflightContext) -> Finding:
     return Finding.passed(f"EC2 answers in {', '.join(config.cost.regions)}")
 
 
-def _plan(context: PreflightContext) -> Plan:
-    """What can be planned without a network. Raises PriceError for a bad file."""
+def _plan(context: PreflightContext) -> Plan | Finding:
+    """What can be planned without a network, or why nothing can."""
+    if context.config.workload is not None:
+        return Finding.skipped(_MEASURED_LATER)
     now = time.time()
-    prices = open_prices(context.config, now, project_root=context.project_root, network=False)
-    return make_plan(context.config, now_utc=now, prices=prices)
+    try:
+        prices = open_prices(context.config, now, project_root=context.project_root, network=False)
+        return make_plan(context.config, now_utc=now, prices=prices)
+    except PriceError:
+        return Finding.skipped("the prices cannot be read; the check prices says more")
 
 
 def _waits_for_prices(context: PreflightContext, plan: Plan) -> Finding | None:

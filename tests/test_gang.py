@@ -10,47 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from infra.config.schema import RunConfig
 from infra.events import GENERATION_ENDED, read_events
 from infra.layout import job_prefix
 from infra.process import children, process_state
 from infra.store import Store
 from tests.support.flow import wait_until
-from training.data import prepare_tokens
+from tests.support.gangs import endless_gang
 from training.errors import GangError
 from training.launch import GangSpec
 from training.launch.local import LocalGang
 
-TEXT = "def double(number):\n    return 2 * number\n" * 400
-
 
 @pytest.fixture
 def spec(tmp_path: Path) -> GangSpec:
-    """Two nodes of one rank, far more steps than any test waits for."""
-    (tmp_path / "text").mkdir()
-    for number in range(20):
-        (tmp_path / "text" / f"{number}.py").write_text(TEXT)
-    config = RunConfig(
-        store=str(tmp_path / "store"),
-        model={"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 32},
-        training={"batch_size": 4, "max_steps": 1_000_000, "evaluation_interval_steps": 1_000_000},
-        data={"path": str(tmp_path / "text"), "held_out_fraction": 0.3, "held_out_samples": 4},
+    return endless_gang(
+        tmp_path,
         checkpoint={"interval_steps": 20},
         cluster={"step_deadline_seconds": 4.0, "start_deadline_seconds": 60.0},
-    )
-    tokens = prepare_tokens(config.data, Store.open(config.store), project_root=tmp_path)
-    return GangSpec(
-        job="job",
-        run="run",
-        attempt=0,
-        node=0,
-        nodes=2,
-        processes_per_node=1,
-        main_address="127.0.0.1",
-        config=config.model_dump(mode="json"),
-        store_uri=config.store,
-        prepared=tokens.to_json(),
-        log_folder=str(tmp_path / "logs"),
     )
 
 

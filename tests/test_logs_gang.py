@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.config.schema import RunConfig
 from infra.layout import job_prefix
 from infra.logs.line import LogLine, utc_text
 from infra.logs.reading import read_logs
@@ -23,10 +22,9 @@ from infra.process import children
 from infra.store import Store
 from tests.support.exposition import values
 from tests.support.flow import ROOT, wait_until
-from tests.support.gangs import free_port
+from tests.support.gangs import endless_gang, free_port
 from tests.support.gateway import SmallGateway
 from tests.support.swift import Swift
-from training.data import prepare_tokens
 from training.errors import GangError
 from training.launch import GangSpec
 from training.launch.echo import Echo
@@ -35,31 +33,8 @@ from training.launch.shipping import LogShipper
 
 
 def gang_spec(folder: Path, **metrics: object) -> GangSpec:
-    """Two nodes of one rank; their disk is not the store's."""
-    (folder / "text").mkdir()
-    for number in range(20):
-        (folder / "text" / f"{number}.py").write_text("def double(number):\n    return 2 * number\n" * 400)
-    config = RunConfig(
-        store=str(folder / "store"),
-        model={"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 32},
-        training={"batch_size": 4, "max_steps": 1_000_000, "evaluation_interval_steps": 1_000_000},
-        data={"path": str(folder / "text"), "held_out_fraction": 0.3, "held_out_samples": 4},
-        metrics=metrics,
-    )
-    tokens = prepare_tokens(config.data, Store.open(config.store), project_root=folder)
-    return GangSpec(
-        job="job",
-        run="run",
-        attempt=0,
-        node=0,
-        nodes=2,
-        processes_per_node=1,
-        main_address="127.0.0.1",
-        config=config.model_dump(mode="json"),
-        store_uri=config.store,
-        prepared=tokens.to_json(),
-        log_folder=str(folder / "runs" / "job" / "logs"),
-    )
+    """Its disk is not the store's."""
+    return endless_gang(folder, logs="runs/job/logs", metrics=metrics)
 
 
 def steps_at(ports: range) -> dict[str, float]:

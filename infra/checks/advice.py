@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import glob
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+from infra.checks.devices import gpu_files, has_rdma
 from infra.config.overrides import PREFIX
 from infra.preflight import Finding, PreflightContext
 
-RDMA_DEVICES = Path("/sys/class/infiniband")  # InfiniBand, RoCE and EFA alike
-_GPU_DEVICES = "/dev/nvidia[0-9]*"
 _OWN_VARIABLES = ("EBBFLOW_RUNS", "EBBFLOW_PARENT_PID", "EBBFLOW_SPEC")
 _ON = ("1", "true", "yes", "on", "y", "t")
 
@@ -28,7 +25,7 @@ def _is_on(value: str, context: PreflightContext) -> bool:
 
 
 def _cuts_off_rdma(value: str, context: PreflightContext) -> bool:
-    return _is_on(value, context) and RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
+    return _is_on(value, context) and has_rdma()
 
 
 def _is_detail(value: str, context: PreflightContext) -> bool:
@@ -105,7 +102,7 @@ def check_debug_level(context: PreflightContext) -> Finding:
     """No debugging level at which DDP dies of a segmentation fault in its constructor (torch 2.13 on CPUs)."""
     level, mode = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF"), context.config.parallel.mode
     detail = f"TORCH_DISTRIBUTED_DEBUG={level}, parallel.mode {mode}"
-    if mode == "ddp" and _is_detail(level, context) and not glob.glob(_GPU_DEVICES):
+    if mode == "ddp" and _is_detail(level, context) and not gpu_files():
         return Finding.failed(f"{detail}: every rank would be killed by signal 11", "TORCH_DISTRIBUTED_DEBUG=INFO")
     return Finding.passed(detail)
 

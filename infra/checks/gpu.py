@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import re
@@ -12,9 +11,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.checks.devices import GPU_FILES, gpu_files
 from infra.preflight import Finding, PreflightContext
 
-_DEVICES = "/dev/nvidia[0-9]*"
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _ANSWER_SECONDS = 15.0  # nvidia-smi initialises each GPU when no process keeps it awake
 _TORCH_SECONDS = 75.0
@@ -52,7 +51,7 @@ class _NoAnswer(Exception):
 
 def check_gpu(context: PreflightContext) -> Finding:
     """Driver, CUDA and architecture fit together, shown by one addition on each GPU; there are GPUs for all ranks."""
-    devices = glob.glob(_DEVICES)
+    devices = gpu_files()
     if not devices and not shutil.which("nvidia-smi"):
         return Finding.skipped("there is no NVIDIA driver here")
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
@@ -123,7 +122,7 @@ def _ask_driver() -> _Driver:
     if shutil.which("nvidia-smi") is None:
         match = re.search(r"\b([0-9]{3,}\.[0-9.]+)\b", _DRIVER_FILE.read_text() if _DRIVER_FILE.exists() else "")
         if match is None:
-            raise _NoAnswer(f"{_DEVICES} are here, but neither nvidia-smi nor {_DRIVER_FILE} tells the driver")
+            raise _NoAnswer(f"{GPU_FILES} are here, but neither nvidia-smi nor {_DRIVER_FILE} tells the driver")
         return _Driver(match[1], [])
     lines = _run(["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"], _ANSWER_SECONDS)
     rows = [line.split(", ", 1) for line in lines.splitlines() if ", " in line]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import resource
 import sys
 from pathlib import Path
 
+from infra.checks.devices import gpu_files, has_rdma
 from infra.config.schema import RunConfig
 from infra.footprint import host_memory_bytes, local_gang, open_files_per_rank, size_text, staging_bytes
 from infra.preflight import Finding, PreflightContext
 
 _SHARED_MEMORY = Path("/dev/shm")
-_GPU_DEVICES = "/dev/nvidia[0-9]*"  # one for each GPU that this machine or container was given
 _NCCL_SHARED_BYTES = 1 << 30  # what the NCCL user guide advises for containers, whose default is 64 MiB
-RDMA_DEVICES = Path("/sys/class/infiniband")  # InfiniBand, RoCE and EFA alike
 _NO_LIMIT = 1 << 60  # version 1 of cgroups writes a huge number where there is no limit
 
 
@@ -29,7 +27,7 @@ def check_shared_memory(context: PreflightContext) -> Finding:
         return Finding.skipped(f"this system ({sys.platform}) has no {_SHARED_MEMORY}")
     statistics = os.statvfs(_SHARED_MEMORY)
     free = statistics.f_bavail * statistics.f_frsize
-    gpus = len(glob.glob(_GPU_DEVICES))
+    gpus = len(gpu_files())
     if not gpus:
         detail = "none needed: ranks on CPUs talk over TCP, staging slabs count as memory"
         return Finding.passed(f"{_SHARED_MEMORY}: {size_text(free)} free, {detail}")
@@ -45,7 +43,7 @@ def check_shared_memory(context: PreflightContext) -> Finding:
 
 def check_locked_memory(context: PreflightContext) -> Finding:
     """RLIMIT_MEMLOCK where there is an RDMA device: what it reads by itself must stay where it is."""
-    if not RDMA_DEVICES.is_dir() or not any(RDMA_DEVICES.iterdir()):
+    if not has_rdma():
         return Finding.skipped("this machine has no InfiniBand or EFA device")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
@@ -61,7 +59,7 @@ def check_cores(context: PreflightContext) -> Finding:
     gang = local_gang(context.config)
     if gang is None:
         return Finding.skipped("the number of ranks is auto")
-    if glob.glob(_GPU_DEVICES):
+    if gpu_files():
         return Finding.skipped("ranks compute on the GPUs of this machine")
     cores = _cores()
     arithmetic = f"{gang} on {cores:g} cores"

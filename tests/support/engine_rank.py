@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 
 from infra.config.schema import RunConfig
 from infra.errors import StoreError
+from infra.footprint import SMALL_MODEL_BYTES
 from infra.store import Store
 from training.cadence import Cadence, believed_hazard
 from training.clock import Clock
@@ -25,7 +26,7 @@ from training.engine import train
 from training.gang import Gang, connect, disconnect, leave
 from training.limits import Limits
 from training.optimizer import make_optimizer
-from training.parallel import SMALL_MODEL_BYTES, spread_model
+from training.parallel import spread_model
 from training.rehearse import Fault
 from training.saver import NoSaver
 from training.trainer import Position, Rehearsal, Reporter, Trainer

@@ -1,4 +1,4 @@
-"""Runs small gangs of real processes for the tests of the engine."""
+"""Small gangs of real processes: ranks that run a script, and what an agent needs to run a whole gang."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from infra.config.schema import RunConfig
+from infra.store import Store
+from training.data import prepare_tokens
+from training.launch import GangSpec
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE_SECONDS = 120
@@ -63,3 +68,31 @@ def train_gang(folder: Path, scenarios: dict[str, dict[str, Any]], *, world_size
     run_ranks(world_size, ["-m", "tests.support.engine_rank", str(path)])
     ranks = [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(world_size)]
     return {name: [rank[name] for rank in ranks] for name in scenarios}
+
+
+def endless_gang(folder: Path, *, logs: str = "logs", **sections: dict[str, Any]) -> GangSpec:
+    """Two nodes of one rank, far more steps than any test waits for. sections: of the configuration, besides."""
+    (folder / "text").mkdir()
+    for number in range(20):
+        (folder / "text" / f"{number}.py").write_text("def double(number):\n    return 2 * number\n" * 400)
+    config = RunConfig(
+        store=str(folder / "store"),
+        model={"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 32},
+        training={"batch_size": 4, "max_steps": 1_000_000, "evaluation_interval_steps": 1_000_000},
+        data={"path": str(folder / "text"), "held_out_fraction": 0.3, "held_out_samples": 4},
+        **sections,
+    )
+    tokens = prepare_tokens(config.data, Store.open(config.store), project_root=folder)
+    return GangSpec(
+        job="job",
+        run="run",
+        attempt=0,
+        node=0,
+        nodes=2,
+        processes_per_node=1,
+        main_address="127.0.0.1",
+        config=config.model_dump(mode="json"),
+        store_uri=config.store,
+        prepared=tokens.to_json(),
+        log_folder=str(folder / logs),
+    )

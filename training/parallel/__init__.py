@@ -9,7 +9,6 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "SMALL_MODEL_BYTES": "training.parallel.spread",
     "Spread": "training.parallel.spread",
     "find_refusals": "training.parallel.refusals",
     "make_mesh": "training.parallel.mesh",
