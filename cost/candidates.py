@@ -18,7 +18,7 @@ from cost.throughput import Throughput, estimate_throughput
 from infra.config.schema import RunConfig
 from infra.footprint import COMMIT_BYTES_PER_PARAMETER, shard_ranks
 from infra.model_shape import ModelShape
-from infra.reliability import young_interval_seconds
+from infra.reliability import daly_interval_seconds
 
 # Node counts tried for `cluster.nodes: auto`: powers of two, so that common batch sizes divide.
 AUTO_NODES = (1, 2, 4, 8)
@@ -195,7 +195,7 @@ def _expect(
     """
     speed, limit = work.speed, config.cost.max_price_age_hours
     hours, interruptions = _expected_hours(config, speed, work.save_seconds, hazard)
-    interval = young_interval_seconds(work.save_seconds, hazard) / speed.step_seconds
+    interval = daly_interval_seconds(work.save_seconds, hazard) / speed.step_seconds
     on_demand = sources.prices.on_demand(kind, quote.region)
     usd_per_hour = float(quote.usd_per_hour)
     return Candidate(
@@ -217,7 +217,7 @@ def _expect(
         mfu=speed.mfu,
         save_seconds=work.save_seconds,
         hazard_per_hour=hazard,
-        young_interval_steps=max(1, round(interval)),
+        daly_interval_steps=max(1, round(interval)),
         interruptions=interruptions,
         expected_hours=hours,
         expected_usd=hours * usd_per_hour * pool.nodes,

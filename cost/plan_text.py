@@ -70,9 +70,7 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
         f"{number(best.tokens_per_second, 0)} {plain(plan.weight_unit)}/s, bound by {best.bound}, "
         f"MFU {percent(best.mfu)}, {best.step_seconds:.4g} s per step"
     )
-    interval = (
-        f"each {plan.interval_steps:,} steps; Young's interval at this hazard: {best.young_interval_steps:,} steps"
-    )
+    interval = f"each {plan.interval_steps:,} steps; Daly's interval at this hazard: {best.daly_interval_steps:,} steps"
     items = [
         ("price", f"{price} ({_price_mark(best)})"),
         ("known", plain(best.price_kind)),

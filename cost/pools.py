@@ -63,7 +63,7 @@ class Candidate(Pool):
     mfu: float
     save_seconds: float
     hazard_per_hour: float
-    young_interval_steps: int
+    daly_interval_steps: int
     interruptions: float
     expected_hours: float
     expected_usd: float

@@ -8,6 +8,7 @@
                    commits/<inverted step>/<inverted generation>/<sha256 of the manifest>.json
                    quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
                    pins/<sha256>.json         verified/<sha256>.json     never to be deleted; every byte was read
+                   clock/<random>             put to learn the store's time, and deleted at once
                    report.json  report.html  metrics.prom
 <store>/tokens/<sha256>/...
 <store>/workloads/<module and name>/...                what a workload of one's own prepares
@@ -116,6 +117,11 @@ def tombstone_key(sha256: str) -> str:
 def pin_key(sha256: str) -> str:
     """While it stands, the commit with this manifest is not deleted."""
     return f"pins/{sha256}.json"
+
+
+def clock_key(name: str) -> str:
+    """An object that is put for its date alone."""
+    return f"clock/{name}"
 
 
 def verified_key(sha256: str) -> str:

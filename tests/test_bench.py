@@ -89,8 +89,11 @@ def test_uploads_are_compared_with_bare_puts(tmp_path: Path, capsys: pytest.Capt
         if isinstance(found, str):
             assert found.startswith("not measured: ")
             continue
-        assert {"raw_obstore", "raw_sockets", "engine"} <= set(found["contestants"])
-        assert assert_measured(found, rounds=1) == 3 * len(found["contestants"]) + 1
+        assert {"raw_obstore", "raw_sockets", "engine", "engine_upload"} <= set(found["contestants"])
+        assert assert_measured(found, rounds=1) == 3 * len(found["contestants"])
+        upload, save = found["contestants"]["engine_upload"], found["contestants"]["engine"]
+        assert upload["bytes_per_second"]["low"] > save["bytes_per_second"]["low"], "it is a part of the save"
+        assert 0.0 < upload["cpu_seconds_per_gb"]["median"] < save["cpu_seconds_per_gb"]["median"]
         assert max(row["over_raw_limit"]["median"] for row in found["contestants"].values()) >= 1.0
         assert set(found["left_out"]) | set(found["contestants"]) >= {"dcp_s3torchconnector", "dcp_s3fs"}
     assert set(figures["checkpoint"]["many_ranks"]["worlds"]) == {"16", "20"}

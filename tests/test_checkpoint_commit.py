@@ -208,7 +208,7 @@ def test_retention_keeps_k_whole_ones_and_never_the_torn_instead(job: Store) -> 
 
 
 def test_the_torch_free_parts_load_no_torch() -> None:
-    modules = ["lineage", "uploader", "commands", "retention", "verify", "commit"]
+    modules = ["lineage", "generations", "uploader", "commands", "retention", "verify", "commit"]
     code = f"import sys, {', '.join('training.checkpoint.' + m for m in modules)}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.lower()) is False

@@ -131,6 +131,33 @@ def test_a_gang_commits_with_the_parent_on_record_and_not_with_the_first_candida
     assert Manifest.from_bytes(job.get(commit.key), commit.key).common["parent"] == older
 
 
+def test_a_gang_that_fell_back_leaves_the_steps_of_its_parent_behind(job: Store) -> None:
+    """Step 20 is rotten, and step 15 shows up when the gang has gone on from step 10: late, as from a zombie."""
+    with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=0)) as first:
+        commits = {}
+        for step in (10, 15, 20):
+            first.save(step, model_of(step), None, {})
+            commits[step] = first.wait().key
+    late = job.get(commits[15])
+    job.delete(commits[15])
+    rotten = Manifest.from_bytes(job.get(commits[20]), commits[20]).data[0].key
+    job.put(rotten, bytes(len(job.get(rotten))))
+    opened = open_generation(job, run="r", attempt=1)
+    assert opened.parent == commits[20], "its manifest reads well"
+    with Checkpointer(job.uri, generation=opened) as second:
+        assert second.restore([commits[20], commits[10]], model_of(0), None).step == 10
+        second.save(12, model_of(12), None, {})
+        last = second.wait().key
+    assert Manifest.from_bytes(job.get(last), last).common["parent"] == commits[10]
+    job.put(commits[15], late)
+    assert steps(job) == [(2, 12), (1, 10)]
+    reasons = {traced.ref.step: traced.unreachable_because for traced in trace_lineage(job)}
+    assert reasons[15] == "generation 1 was left at step 10"
+    record = read_generation(job, 2, opened.id)
+    assert (record.parent, record.parent_step) == (commits[10], 10)
+    assert open_generation(job, run="r", attempt=2).parent == last
+
+
 def test_a_generation_is_read_as_it_was_opened(job: Store) -> None:
     opened = open_generation(job, run="r", attempt=0)
     put_commit(job, opened, 10)

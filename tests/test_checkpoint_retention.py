@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infra.errors import StoreFull
 from infra.layout import commit_key, data_key, index_key
 from infra.store import Store
 from training.checkpoint import Generation, RetentionPolicy, open_generation, reachable_commits, trace_lineage
@@ -164,6 +165,33 @@ def test_orphans_and_what_does_not_count_go_when_they_are_old(job: Store) -> Non
     age(job, "commits", 2 * DAY, step=10**12 - 1 - 40)
     assert run(job, generation, keep_last=5) == [40]
     assert {traced.ref.step for traced in trace_lineage(job)} == {10, 20, 50}
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_the_age_of_orphans_is_by_the_stores_own_clock(
+    job: Store, monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
+    """The last that was put is a save without a commit: where nothing more can be put, nobody knows how old it is."""
+    generation = open_generation(job, run="r", attempt=0)
+    put_commit(job, generation, 10)
+    for prefix in ("data", "index", "commits"):
+        age(job, prefix, 3 * DAY)
+    for key in (data_key(generation.name, 20, 0), index_key(generation.name, 20, 0)):
+        job.put(key, b"{}")
+        age(job, key.rpartition("/")[0], 2 * DAY)
+    put = Store.put
+
+    def refuse(self: Store, key: str, data: bytes) -> None:
+        if not writable:
+            raise StoreFull(f"put {key}: no room")
+        put(self, key, data)
+
+    monkeypatch.setattr(Store, "put", refuse)
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # what this machine takes the time to be does not matter
+    assert run(job, generation, keep_last=5, orphan_seconds=1.5 * DAY) == []
+    left = {meta.key.split("/")[2].lstrip("0") for meta in job.list("data")}
+    assert left == ({"10"} if writable else {"10", "20"})
+    assert job.list("clock") == []
 
 
 def test_a_zombie_deletes_nothing_and_a_deletion_cut_short_is_finished(

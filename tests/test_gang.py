@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.events import GENERATION_ENDED, read_events
+from infra.events import COMMIT_SKIPPED, GENERATION_ENDED, read_events
 from infra.layout import job_prefix
 from infra.process import children, process_state
 from infra.store import Store
 from tests.support.flow import wait_until
 from tests.support.gangs import endless_gang
+from training.checkpoint import reachable_commits
 from training.errors import GangError
 from training.launch import GangSpec
 from training.launch.local import LocalGang
@@ -53,6 +54,30 @@ def test_a_frozen_rank_is_named_and_ended(frozen: int, spec: GangSpec, tmp_path:
     assert not Path(f"/proc/{rank}").exists()
     [ended] = [event for event in read_events(job_store(spec)) if event.name == GENERATION_ENDED]
     assert ended.data["reason"] == "hang" and not ended.data["user_code"]
+
+
+@pytest.mark.parametrize(("stop_seconds", "fits"), [(30.0, True), (2.0, False)])
+def test_one_node_told_to_leave_makes_all_save_if_there_is_time(
+    stop_seconds: float, fits: bool, spec: GangSpec, tmp_path: Path
+) -> None:
+    """Of 2 s nothing is left for a save: that long a process takes to end."""
+    checkpoint = {**spec.config["checkpoint"], "stop_seconds": stop_seconds}
+    spec = replace(spec, config={**spec.config, "checkpoint": checkpoint})
+    gang = start(spec, tmp_path / "gang")
+    await_commit(spec)
+    gang.agents[1].send_signal(signal.SIGTERM)
+    outcome = gang.wait(60)
+    assert outcome.outcome == "interrupted"
+    newest = reachable_commits(job_store(spec), limit=1)[0]
+    skipped = [event for event in read_events(job_store(spec)) if event.name == COMMIT_SKIPPED]
+    if fits:
+        assert newest.step == outcome.step and not skipped
+        assert outcome.message == "asked to leave (SIGTERM); saved, to be resumed"
+        return
+    assert 0 < newest.step < outcome.step and newest.step % 20 == 0
+    assert outcome.message.endswith(f"step {outcome.step} is not saved, to be resumed from step {newest.step}")
+    [reason] = [event.data["reason"] for event in skipped if event.step == outcome.step]
+    assert reason.endswith("and 0.0 s are left; the last commit stands")
 
 
 def test_a_rank_frozen_while_it_starts_does_not_outlive_its_agent(spec: GangSpec, tmp_path: Path) -> None:

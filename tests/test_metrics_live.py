@@ -55,7 +55,7 @@ def train_a_little(emit: Emit, *, gang_wide: bool = True) -> None:
     emit(PHASE, **{"class": "startup", "seconds": 2.0})
     if gang_wide:
         emit(RESTORE, step=5, key=commit_key(5, 2, "cd" * 32), seconds=0.5, rejected=[])
-    whole = {"flops": 1e6, "slowest_rank": 1, "slowest_ratio": 1.25} if gang_wide else {}
+    whole = {"flops": 1e6, "slowest_rank": 1, "slowest_ratio": 1.25, "at_risk_usd": 40.0} if gang_wide else {}
     for step in (6, 7):
         seconds = {"useful_step": 0.3, "data_wait": 0.1, "checkpoint_stall": 0.05}
         data = {"loss": 3.0 - step / 10, "tokens": 1000, "learning_rate": 0.001, "gradient_norm": 0.5}
@@ -105,6 +105,8 @@ def test_a_nodes_page_shows_every_metric_of_the_catalogue(tmp_path: Path) -> Non
     assert (buckets["0.25"], buckets["0.5"], buckets["+Inf"]) == (0, 2, 2)
     [spent] = values(page, "ebbflow_spent_usd", kind="simulated")
     assert spent > 0, "money runs on while the process lives"
+    [at_risk] = values(page, "ebbflow_at_risk_usd", kind="simulated")
+    assert 40 < at_risk < 40 + spent, "since the last step too, at the gang's price"
     assert values(page, "ebbflow_rank_step", rank="1") == [7], (
         "the page shows the node's other ranks by their heartbeats"
     )

@@ -6,6 +6,7 @@ import base64
 import http.server
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from infra.errors import ObjectNotFound, StoreAway, StoreForbidden, StoreFull
 from infra.multipart import Bucket, FolderSink, Throttle, open_sink
 from infra.multipart.account import Account
 from infra.multipart.signing import encoded_query, signed_headers
+from infra.multipart.watch import Watch
 from training.checkpoint.checksum import CHUNK_BYTES, digits
 from training.checkpoint.deadline import Deadline
 from training.checkpoint.parts import PartSettings, PartUploader
@@ -203,8 +205,6 @@ def test_what_cannot_be_cured_ends_in_time_names_the_part_and_leaves_nothing(
 
 
 def test_a_store_that_trickles_does_not_outlive_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
     listener = socket.create_server(("127.0.0.1", 0))
 
     def trickle() -> None:
@@ -224,6 +224,29 @@ def test_a_store_that_trickles_does_not_outlive_the_deadline(monkeypatch: pytest
         Bucket("bucket", lambda: account).put("key", b"data", 0, seconds=0.5)
     assert time.monotonic() - began < 3
     listener.close()
+
+
+def test_a_store_that_stops_reading_does_not_outlive_the_deadline() -> None:
+    body = bytes(2 * CHUNK_BYTES)  # more than the buffers of both sides take
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        account = Account("us-east-1", f"http://127.0.0.1:{listener.getsockname()[1]}", "key", "secret")
+        began = time.monotonic()
+        with pytest.raises(StoreAway, match=r"no whole answer within 0\.5 s"):
+            Bucket("bucket", lambda: account).put("key", body, 0, seconds=0.5)
+        assert time.monotonic() - began < 3
+
+
+def test_a_short_limit_overtakes_a_longer_one_and_none_outlives_its_block() -> None:
+    watch, never = Watch(), []
+    for _ in range(2):  # its thread ends in between
+        broken, later = threading.Event(), threading.Event()
+        with watch.limit(60, lambda: never.append("longer")), watch.limit(0.05, broken.set):
+            assert broken.wait(10)
+        with watch.limit(0.05, lambda: never.append("ended")):
+            pass
+        with watch.limit(0.2, later.set):
+            assert later.wait(10)
+    assert not never
 
 
 def test_refusals_are_told_apart() -> None:

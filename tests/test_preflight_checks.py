@@ -20,10 +20,13 @@ import pytest
 
 from infra.checks.advice import ADVICE
 from infra.config import RunConfig
-from infra.footprint import size_text, staging_bytes
+from infra.footprint import commit_bytes, size_text, staging_bytes
 from infra.preflight import blocking, render_checks
 from infra.requirements import REQUIREMENTS
 from tests.support.checks import ALL_CHECKS, CHECKS, ROOT, failed, passed, skipped
+from training.assembly import retention_policy
+from training.checkpoint.retention.policy import Kept, choose
+from training.checks import commits_room
 
 HUGE = {"hidden_size": 65536, "num_layers": 100, "num_heads": 64}
 
@@ -222,8 +225,36 @@ def test_dataset(tmp_path: Path) -> None:
 
 def test_disk(tmp_path: Path) -> None:
     passed("disk", store=str(tmp_path / "new"))
-    assert "(3 kept + 1) ×" in failed("disk", store=str(tmp_path), model=HUGE).detail
+    assert "(3 kept + 1 not yet deleted + 1 under way) ×" in failed("disk", store=str(tmp_path), model=HUGE).detail
     skipped("disk", store="s3://bucket")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "words"),
+    [
+        ({"interval_steps": 7}, "3 kept"),
+        ({"interval_steps": 7, "keep_every_steps": 50}, "7 kept (3 last + 4 every 50 steps, of 29 made)"),
+        ({"interval_steps": 7, "keep_every_steps": 25, "keep_best": 2}, "13 kept (3 last + 8 every 25 steps + 2 best"),
+        ({"interval_steps": 50, "keep_every_steps": 10}, "4 kept (3 last + 20 every 10 steps, of 4 made)"),
+        ({"interval_steps": 7, "keep_every_steps": 25, "max_total_gib": 0.08}, "8 kept by max_total_gib 0.08"),
+        ({"interval_steps": 7, "max_total_gib": 0.001}, "1 kept by max_total_gib 0.001"),
+    ],
+)
+def test_the_disk_has_room_for_whatever_retention_keeps(checkpoint: dict, words: str) -> None:
+    """Against retention itself, after every commit of a job whose every commit is better than all before it."""
+    config = RunConfig.model_validate({"training": {"max_steps": 200}, "checkpoint": checkpoint})
+    room, arithmetic = commits_room(config)
+    assert words in arithmetic
+    one, policy = commit_bytes(config), retention_policy(config.checkpoint)
+    there: list[Kept] = []
+    every = config.checkpoint.interval_steps
+    most = 0
+    for step in [*range(every, 200, every), 200]:
+        there.insert(0, Kept(sha256=str(step), step=step, size=one, metric=-step))
+        most = max(most, len(there) + 1)  # the next save may begin before any of these is deleted
+        kept = choose(there, policy)
+        there = [commit for commit in there if commit.sha256 in kept]
+    assert most * one <= room <= (most + 3) * one, "enough, and not for much more: two rules may keep one commit"
 
 
 def test_planned_memory() -> None:

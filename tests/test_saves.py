@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import math
 from dataclasses import replace
 from decimal import Decimal
@@ -10,14 +12,18 @@ from typing import Any
 
 import pytest
 
+from cost.figures import key_figures
 from cost.ledger import Ledger, LedgerLine
+from cost.render_html import render as render_html
+from cost.render_text import render as render_text
+from cost.report import build_report
 from cost.saves import save_figures
 from infra.config.schema import RunConfig
 from infra.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL
 from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
 from infra.reliability import GammaHazard
-from tests.support.timelines import event
+from tests.support.timelines import GangLog, event, plan_event
 from training.cadence import Cadence
 from training.clock import Clock
 from training.errors import CheckpointError
@@ -61,6 +67,26 @@ def test_predicted_and_actual_loss_stand_side_by_side() -> None:
     }
     empty = save_figures([], replace(ledger, lines=(), paid_microseconds=0))
     assert {name for name, value in empty.items() if value is not None} == {"skipped", "failed"}
+
+
+def test_every_rendering_shows_the_predicted_loss_beside_the_actual_one() -> None:
+    """One rank, 20 s paid: nine steps of 2 s that count, and one that is taken again."""
+    first = GangLog(1, 10.0, [[0]])
+    first.steps(1, 5, useful_step=2.0)
+    first.commit(4)
+    first.ended("rank_killed", 10.0, culprit="rank 0: killed")
+    second = GangLog(2, 20.0, [[0]], parent=(4, 1))
+    second.steps(5, 9, useful_step=2.0)
+    second.outcome(Outcome.COMPLETED)
+    second.ended("completed", 10.0)
+    told = event(INTERVAL, 15.0, generation=1, rank=0, step=4, seconds=20.0, predicted_loss=0.06)
+    report = build_report([plan_event(), *first.events, told, *second.events])
+    assert report.actual["saves"]["predicted_loss"] == 0.06
+    assert report.actual["saves"]["actual_loss"] == pytest.approx(0.1)
+    wanted = "stalls and redone steps 10.0 % of paid time, predicted 6.0 %"
+    assert json.loads(json.dumps(report.to_json()))["actual"]["saves"] == report.actual["saves"]
+    for rendered in (render_text(report), html.unescape(render_html(report)), str(key_figures(report))):
+        assert wanted in " ".join(rendered.split())
 
 
 class Saver:
@@ -149,17 +175,34 @@ def test_leaving_goes_on_without_the_last_save_but_a_finished_job_does_not() -> 
     trainer = trainer_of(Saver(fails="no index from rank 1"), events)
     ending = trainer.end(Position(5), Outcome.INTERRUPTED, "asked to leave")
     assert ending.outcome is Outcome.INTERRUPTED and "no index from rank 1" in ending.message
+    assert ending.message.endswith("there is no commit to be resumed from")
     with pytest.raises(CheckpointError, match="no index from rank 1"):
         trainer.end(Position(5), Outcome.COMPLETED)
+
+
+def test_a_cap_says_nothing_of_a_save_that_is_spared_no_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Row] = []
+    monkeypatch.setattr("training.trainer.exchange", lambda gang, row: rows.append(row))
+    for cap in (None, 0.5):
+        saver = Saver()
+        saver.expected_seconds = 40.0
+        trainer = trainer_of(saver, [], upload_mib_per_second=cap)
+        trainer = replace(
+            trainer,
+            workload=SimpleNamespace(flops=lambda batch: 1.0),
+            spread=SimpleNamespace(square_sum=lambda gradients: 1.0),
+        )
+        trainer.exchange_pulse(Position(3), None, SimpleNamespace(sum=1.0, weight=1.0), [])
+    assert [row.save_seconds for row in rows] == [40.0, 0.0]
 
 
 def test_of_several_times_to_leave_the_shortest_counts() -> None:
     limits = Limits(None, world_size=1, elapsed_seconds=lambda: 0.0, stop_seconds=30.0)
     assert limits.stop() is Stop.NONE and limits.stop_seconds == math.inf
-    limits.notice(120.0)
-    assert limits.stop() is Stop.INTERRUPTED and 109 < limits.stop_seconds <= 110, "ten seconds are kept back"
+    limits.leave_within(110.0)
+    assert limits.stop() is Stop.INTERRUPTED and 109 < limits.stop_seconds <= 110
     limits.leave_within(28.0)
-    limits.notice(100.0)
+    limits.leave_within(90.0)
     assert 27 < limits.stop_seconds <= 28
-    limits.notice(5.0)
+    limits.leave_within(-5.0)
     assert limits.stop_seconds == 0.0

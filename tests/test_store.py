@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ import pytest
 from infra.errors import ObjectNotFound, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
 from infra.store import Store
 from tests.support.flow import ROOT
+from tests.support.s3.fixture import FailingServer, failing_s3
 from tests.support.swift import Swift
 from tests.support.swift_server import OTHER_KEY
+
+__all__ = ["failing_s3"]  # a fixture
 
 LARGE = 12 << 20  # more than one part of a multipart upload
 
@@ -66,6 +70,29 @@ def test_a_listing_is_sorted_and_knows_folders(store: Store) -> None:
     assert below.uri == f"{store.uri}/jobs/b" and below.get("1") == b"jobs/b/1"
     below.delete("1")
     assert store.head("jobs/b/1") is None and store.head("jobs/b/2").size == 8
+
+
+def test_pages_are_in_order_and_may_begin_after_a_key(store: Store) -> None:
+    for key in ("a/3", "a/1", "b/1", "a/2", "a/2x"):
+        store.put(key, b"")
+    assert [meta.key for page in store.pages("a", after="a/2") for meta in page] == ["a/2x", "a/3"]
+    assert [meta.key for page in store.sub("a").pages() for meta in page] == ["1", "2", "2x", "3"]
+    assert [*store.pages("none")] == [*store.pages("a", after="a/4")] == [[]]
+
+
+def test_a_page_is_asked_for_when_it_is_wanted(failing_s3: FailingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", failing_s3.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", failing_s3.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", failing_s3.secret_key)
+    bucket = failing_s3.new_bucket()
+    store = Store.open(f"s3://{bucket}/job")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: store.put(f"many/{number:04d}", b""), range(1002)))
+    pages = store.pages("many")
+    assert len(next(pages)) == 1000 and failing_s3.told(bucket)["requests"]["list"] == 1
+    assert [meta.key for meta in next(pages)] == ["many/1000", "many/1001"]
+    assert [[meta.key for meta in page] for page in store.pages("many", after="many/1000")] == [["many/1001"]]
+    assert failing_s3.told(bucket)["requests"]["list"] == 3
 
 
 def test_a_long_listing_comes_whole(bucket: str) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from infra.errors import StoreAway
 from infra.events import EventLog, Origin, read_events
+from infra.layout import data_key, index_key
 from infra.store import ObjectMeta, Store
-from training.checkpoint import lineage
-from training.checkpoint.lineage import newest_number, open_generation
+from training.checkpoint import generations
+from training.checkpoint.commit import await_commit, put_settled
+from training.checkpoint.deadline import Deadline
+from training.checkpoint.generations import newest_number
+from training.checkpoint.lineage import open_generation, reachable_commits
+from training.checkpoint.manifest import DataObject, RankIndex, Save
+from training.errors import CheckpointError
 
 
 class LaggingStore(Store):
@@ -20,10 +27,10 @@ class LaggingStore(Store):
         self.__dict__.update(Store.open(str(folder)).__dict__)
         self.late, self.times = late, times
 
-    def list(self, prefix: str = "", *, limit: int | None = None) -> list[ObjectMeta]:
+    def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
         self.times -= 1
-        found = super().list(prefix, limit=limit)
-        return [meta for meta in found if self.times < 0 or not any(part in meta.key for part in self.late)]
+        for page in super().pages(prefix, after=after):
+            yield [meta for meta in page if self.times < 0 or not any(part in meta.key for part in self.late)]
 
     def local_path(self, key: str) -> None:
         return None
@@ -83,6 +90,31 @@ def test_a_generation_goes_on_once_it_is_listed(tmp_path: Path) -> None:
 
 
 def test_a_generation_that_is_never_listed_is_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lineage, "LISTING_SECONDS", 0.2)
+    monkeypatch.setattr(generations, "LISTING_SECONDS", 0.2)
     with pytest.raises(StoreAway, match=r"000001-\w+\.json was put and is not listed within 0\.2 s"):
         open_generation(LaggingStore(tmp_path, ("generations/",)), run="r", attempt=0)
+
+
+def indexed_save(store: Store) -> Save:
+    """A save of one rank that has nothing, up to its index."""
+    generation = open_generation(store, run="r", attempt=0)
+    save = Save(job="test", generation=generation.name, step=5, world_size=1)
+    key = data_key(save.generation, save.step, 0)
+    data = DataObject(key=key, size=0, crc64nvme="0" * 16, chunk_bytes=1 << 20, chunks=())
+    common = {"extra": {}, "optimizer": None, "parent": None}
+    put_settled(store, index_key(save.generation, save.step, 0), RankIndex(save=save, rank=0, data=data, items=(), common=common).to_bytes())
+    return save
+
+
+def test_a_commit_is_told_of_once_it_is_listed(tmp_path: Path) -> None:
+    save = indexed_save(Store.open(str(tmp_path)))
+    store = LaggingStore(tmp_path, ("commits/",), times=3)
+    attempt = await_commit(store, save, Deadline(30.0))
+    assert store.times < 0, "it did not look again"
+    assert reachable_commits(store) == [attempt.commit]
+
+
+def test_a_commit_that_is_never_listed_fails_at_its_deadline(tmp_path: Path) -> None:
+    save = indexed_save(Store.open(str(tmp_path)))
+    with pytest.raises(CheckpointError, match=r"commits/\S+\.json was put and is not listed within 0\.5 s"):
+        await_commit(LaggingStore(tmp_path, ("commits/",)), save, Deadline(0.5))

@@ -97,13 +97,13 @@ def open_saver(spec: WorkerSpec, gang: Gang, emit: Emit) -> Checkpointer:
         world_size=gang.world_size,
         node=spec.node,
         deadline_seconds=checkpoint.deadline_seconds,
-        retention=_retention(checkpoint),
+        retention=retention_policy(checkpoint),
         upload_bytes_per_second=rate and rate * 2**20,
         emit=emit,
     )
 
 
-def _retention(checkpoint: CheckpointConfig) -> RetentionPolicy:
+def retention_policy(checkpoint: CheckpointConfig) -> RetentionPolicy:
     cap = checkpoint.max_total_gib
     return RetentionPolicy(
         keep_last=checkpoint.keep_last,

@@ -11,7 +11,6 @@ from enum import IntEnum
 from infra.outcome import Outcome
 from infra.terms import Terms
 
-_NOTICE_MARGIN_SECONDS = 10.0
 _LEAVING_SECONDS = 2.0  # from the last save to the end of the process
 
 
@@ -29,7 +28,7 @@ class Stop(IntEnum):
 
 
 class Limits:
-    """Budget and deadline of the terms, SIGTERM, and notices.
+    """Budget and deadline of the terms, and SIGTERM.
 
     elapsed_seconds: since this rank's process started. stop_seconds: from SIGTERM until the process is killed.
     """
@@ -52,10 +51,6 @@ class Limits:
     def watch_signals(self) -> None:
         """SIGTERM from now on asks for a stop at the end of the step. To be called in the main thread."""
         signal.signal(signal.SIGTERM, lambda *_: self.leave_within(self._stop_seconds - _LEAVING_SECONDS))
-
-    def notice(self, seconds: float) -> None:
-        """The machine will be taken away in so many seconds."""
-        self.leave_within(seconds - _NOTICE_MARGIN_SECONDS)
 
     def leave_within(self, seconds: float) -> None:
         """Stop at the end of the step; a save may take that long. Of several times the shortest counts."""
@@ -99,4 +94,4 @@ class Limits:
         if stop is Stop.DEADLINE and terms and terms.deadline_utc is not None:
             over = time.time() - terms.deadline_utc
             return f"deadline: now is {over:+.0f} s from it; fix: run the job again with a later cost.deadline_hours"
-        return "asked to leave (SIGTERM): saved, to be resumed" if stop is Stop.INTERRUPTED else ""
+        return "asked to leave (SIGTERM)" if stop is Stop.INTERRUPTED else ""

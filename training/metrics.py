@@ -67,6 +67,7 @@ class NodeMetrics:
         )
         self._heartbeats = _heartbeats(spec, rank)
         self._unshown: set[str] = set()
+        self._at_risk: tuple[float, float] | None = None  # US dollars, and the monotonic time at which it was so
         self._handlers = {
             STEP: self._on_step,
             PHASE: self._on_phase,
@@ -126,6 +127,8 @@ class NodeMetrics:
             board.add("ebbflow_flops_total", data["flops"])
             board.set("ebbflow_slowest_rank", data["slowest_rank"])
             board.set("ebbflow_slowest_rank_ratio", data["slowest_ratio"])
+        if "at_risk_usd" in data:
+            self._at_risk = data["at_risk_usd"], time.monotonic()
 
     def _on_phase(self, step: int | None, data: dict[str, Any]) -> None:
         self.board.add("ebbflow_phase_seconds_total", data["seconds"], str(data["class"]))
@@ -148,6 +151,10 @@ class NodeMetrics:
         """For each page: money runs on between steps, and the other ranks tell their agent, not this one."""
         if self._terms is not None:
             self.board.set("ebbflow_spent_usd", self._limits.spent_usd, self._terms.price_kind)
+            if self._at_risk is not None:
+                usd, at = self._at_risk
+                since = (time.monotonic() - at) * self._limits.usd_per_second
+                self.board.set("ebbflow_at_risk_usd", usd + since, self._terms.price_kind)
         for rank, heartbeat in self._heartbeats.items():
             beat = heartbeat.read()
             self.board.set("ebbflow_rank_step", beat.step, str(rank))

@@ -21,7 +21,7 @@ from infra.config.sources import values_with_sources
 from infra.events import CONFIGURED, PREPARED, EventLog, Origin
 from infra.layout import check_job_name, job_prefix
 from infra.store import Store
-from training.checkpoint import open_generation, reachable_commits
+from training.checkpoint.lineage import CANDIDATES, open_generation, reachable_commits
 from training.errors import RendezvousError
 from training.gang import Gang
 from training.launch.spec import WorkerSpec
@@ -99,7 +99,7 @@ def _make_spec(request: Request) -> WorkerSpec:
         node=0,
         generation=generation.number,
         generation_id=generation.id,
-        candidates=[commit.key for commit in reachable_commits(job_store)],
+        candidates=[commit.key for commit in reachable_commits(job_store, limit=CANDIDATES)],
         config=config.model_dump(mode="json"),
         store_uri=store.uri,
         prepared=prepared,

@@ -138,10 +138,17 @@ class Trainer:
             stop=self.limits.stop(),
             save_due=self.cadence is not None and self.cadence.due(at.step + 1),
             saving=self.saver.busy,
-            save_seconds=self.saver.expected_seconds or 0.0,
+            save_seconds=self._last_save_seconds,
             stop_seconds=self.limits.stop_seconds,
         )
         return exchange(self.gang, row)
+
+    @property
+    def _last_save_seconds(self) -> float:
+        """What the last save before leaving would take, as far as it is known. It will be spared no bandwidth, so that
+        what saves took under a cap says nothing of it; it is then tried, and ends at its deadline."""
+        capped = self.config.checkpoint.upload_mib_per_second is not None
+        return 0.0 if capped else self.saver.expected_seconds or 0.0
 
     def record_step(self, at: Position, pulse: Pulse, learning_rate: float) -> None:
         """The step's event, with all time since the last one; on rank 0 also what concerns the whole gang."""
@@ -222,6 +229,15 @@ class Trainer:
             limit = self.config.checkpoint.deadline_seconds
             self.save(at, deadline_seconds=max(min(left, limit), 1.0))
 
+    def _left_behind(self, at: Position) -> str:
+        """What a later attempt finds, once nothing is under way any more."""
+        commit = self.saver.last_commit
+        if commit is None:
+            return "there is no commit to be resumed from"
+        if commit.step == at.step:
+            return "saved, to be resumed"
+        return f"step {at.step} is not saved, to be resumed from step {commit.step}"
+
     def _skip(self, at: Position, reason: str) -> None:
         if self.gang.rank == 0:
             self.reporter.emit(COMMIT_SKIPPED, step=at.step, reason=reason)
@@ -254,6 +270,8 @@ class Trainer:
             if outcome is not Outcome.INTERRUPTED:
                 raise
             message = f"{message}; the last save did not become a commit: {error}"
+        if outcome is Outcome.INTERRUPTED:
+            message = f"{message}; {self._left_behind(at)}"
         self.enter("done", at.step)
         # Who was told to leave has no time to read all weights; a later attempt will end the job.
         sha256 = None if outcome is Outcome.INTERRUPTED else weights_sha256(self.spread.module)

@@ -109,6 +109,10 @@ NODE_METRICS = (
         buckets=COMMIT_BUCKETS,
     ),
     _gauge("ebbflow_spent_usd", "Spent by the whole job so far at the planned price, in US dollars.", "kind"),
+    _gauge(
+        "ebbflow_at_risk_usd", "Spent since the state of the newest durable checkpoint, in US dollars; node 0 only.",
+        "kind",
+    ),
     _gauge("ebbflow_budget_usd", "The limit cost.budget_usd, in US dollars; absent without one."),
     _gauge("ebbflow_deadline_timestamp_seconds", "When the job must be done, in Unix time; absent without a deadline."),
 )  # fmt: skip

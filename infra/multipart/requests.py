@@ -6,16 +6,20 @@ import http.client
 import re
 import socket
 import ssl
+import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 from infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
 from infra.multipart.account import Account
 from infra.multipart.signing import encoded_path, encoded_query, signed_headers
 from infra.multipart.throttle import Throttle
+from infra.multipart.watch import Watch
 
 Buffer = bytes | bytearray | memoryview
 
@@ -41,6 +45,7 @@ class Requests:
         self._bucket = bucket
         self._account = account
         self._kept = threading.local()
+        self._watch = Watch()
 
     def send(
         self,
@@ -97,21 +102,19 @@ class Requests:
     ) -> Answer:
         end = time.monotonic() + seconds
         connection = self._connection(scheme, host, max(seconds, 0.05))
-        # A peer that trickles bytes renews every time-out of a socket: this one cannot be renewed.
-        watch = threading.Timer(max(seconds, 0.05), _break, [connection])
-        watch.daemon = True
-        watch.start()
         try:
-            connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
-            for name, value in headers.items():
-                connection.putheader(name, value)
-            connection.endheaders()
-            broken = _send(connection, body, end, throttle)
-            try:
-                response = connection.getresponse()
-                data = response.read()
-            except (OSError, http.client.HTTPException) as error:
-                raise broken or error from error
+            # A peer that trickles bytes renews every time-out of a socket: this one cannot be renewed.
+            with self._watch.limit(max(seconds, 0.05), partial(_break, connection)):
+                connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
+                for name, value in headers.items():
+                    connection.putheader(name, value)
+                connection.endheaders()
+                broken = _send(connection, body, end, throttle)
+                try:
+                    response = connection.getresponse()
+                    data = response.read()
+                except (OSError, http.client.HTTPException) as error:
+                    raise broken or error from error
             if broken or response.will_close:
                 self._drop()
             return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, data)
@@ -120,8 +123,6 @@ class Requests:
             if time.monotonic() >= end - 0.01:
                 raise TimeoutError(f"no whole answer within {seconds:.1f} s") from error
             raise
-        finally:
-            watch.cancel()
 
     def _connection(self, scheme: str, host: str, seconds: float) -> http.client.HTTPConnection:
         kept = getattr(self._kept, "connection", None)
@@ -153,12 +154,27 @@ def _send(
             piece = body[start : start + step]
             if throttle is not None:
                 throttle.take(len(piece))
-            connection.sock.settimeout(max(end - time.monotonic(), 0.001))
+            _limit_sending(connection.sock, max(end - time.monotonic(), 0.001))
             connection.sock.sendall(piece)
         connection.sock.settimeout(max(end - time.monotonic(), 0.001))
     except (OSError, AttributeError) as error:  # the watch may have closed it in between
         return error if isinstance(error, OSError) else ConnectionAbortedError("closed at its deadline")
     return None
+
+
+def _limit_sending(connected: socket.socket, seconds: float) -> None:
+    """No send waits longer.
+
+    By the kernel where it can: a time-out of Python's own makes the socket non-blocking, and a large body is then a
+    wait and a call for each buffer's worth that the other side has taken, under the interpreter's lock.
+    """
+    if isinstance(connected, ssl.SSLSocket) or not sys.platform.startswith("linux"):
+        connected.settimeout(seconds)
+        return
+    whole = int(seconds)
+    limit = struct.pack("ll", whole, max(int(1e6 * (seconds - whole)), 1))  # a timeval; of zero there would be no limit
+    connected.settimeout(None)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _is_quiet(connected: socket.socket) -> bool:

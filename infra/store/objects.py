@@ -21,6 +21,8 @@ from infra.store.s3 import open_bucket, split_uri
 
 Buffer = bytes | bytearray | memoryview
 
+_PAGE = 1000  # keys that S3 lists at once
+
 
 @dataclass(frozen=True)
 class ObjectMeta:
@@ -94,7 +96,28 @@ class Store:
 
     def list(self, prefix: str = "", *, limit: int | None = None) -> list[ObjectMeta]:
         """Objects below the folder `prefix`, sorted by key; at most `limit` of them when given."""
-        return sorted(self._scan(prefix, limit), key=lambda meta: meta.key)[:limit]
+        found: list[ObjectMeta] = []
+        for page in self.pages(prefix):
+            found += page
+            if limit is not None and len(found) >= limit:
+                break
+        return sorted(found, key=_key)[:limit]
+
+    def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
+        """Objects below the folder `prefix` whose keys come after `after`, in the order of keys, at most 1,000 a page.
+
+        Each page is one request, made when the page is asked for. A folder, and a store that lists in no order (its
+        first page shows it), are read as a whole before the first page is given.
+        """
+        given = self._given(prefix, after)
+        first = next(given, [])
+        if self._root is None and first == sorted(first, key=_key):
+            yield first
+            yield from given
+            return
+        whole = sorted([*first, *(meta for page in given for meta in page)], key=_key)
+        for start in range(0, max(1, len(whole)), _PAGE):
+            yield whole[start : start + _PAGE]
 
     def delete(self, key: str) -> None:
         """Remove an object; one that is already gone is no error."""
@@ -108,17 +131,12 @@ class Store:
         """Where the object lies on this machine's disk, or None for a remote store."""
         return None if self._root is None else self._root / self._full(key)
 
-    def _scan(self, prefix: str, limit: int | None) -> Iterator[ObjectMeta]:
+    def _given(self, prefix: str, after: str) -> Iterator[list[ObjectMeta]]:
+        """As the store lists them."""
+        offset = self._full(after) if after else None
         with self._translated("list", prefix):
-            # A local listing is unsorted, so that a limit can only be applied to the whole of it.
-            chunk = 1000 if limit is None or self._root is not None else limit
-            seen = 0
-            for batch in obstore.list(self._backend, self._full(prefix) or None, chunk_size=chunk):
-                for item in batch:
-                    yield self._meta(item)
-                seen += len(batch)
-                if limit is not None and self._root is None and seen >= limit:
-                    return
+            for batch in obstore.list(self._backend, self._full(prefix) or None, offset=offset, chunk_size=_PAGE):
+                yield [self._meta(item) for item in batch]
 
     def _full(self, key: str) -> str:
         key = key.strip("/")
@@ -131,3 +149,7 @@ class Store:
 
     def _translated(self, operation: str, key: str) -> translated:
         return translated(operation, f"{self.uri}/{key}")
+
+
+def _key(meta: ObjectMeta) -> str:
+    return meta.key

@@ -7,32 +7,33 @@ is simulated: the latency of the store, and when each rank's upload ends.
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from obstore.store import MemoryStore
 
-from infra.layout import data_key, index_key
+from infra.layout import commit_key, data_key, generation_key, index_key
 from infra.multipart import Part, Throttle
 from infra.store import ObjectMeta, Store
+from training.checkpoint.checksum import seal, sha256_text
 from training.checkpoint.commit import await_commit, put_settled, stand_by
 from training.checkpoint.deadline import Deadline
-from training.checkpoint.lineage import Generation, open_generation, reachable_commits
-from training.checkpoint.manifest import Item, RankIndex, Save
+from training.checkpoint.generations import Generation
+from training.checkpoint.lineage import newest_commits, open_generation
+from training.checkpoint.manifest import VERSION, Item, Manifest, RankIndex, Save
 from training.checkpoint.parts import PartSettings, PartUploader
 
 _REQUEST_SECONDS = 0.02
 _SKEW_SECONDS = 2.0  # between the first rank whose upload ends and the last
 _TENSORS = 300  # sharded over all ranks: 100 parameters with two moments each
-_LISTED_AT_ONCE = 1000
 _WORLDS = (16, 64, 256, 1024)
+_PAST_GENERATIONS, _PAST_COMMITS = 3000, 5000  # of the job, before the save: each more than a page of a listing
 _DEADLINE_SECONDS = 120.0
 _SHARD = bytes(4096)
 _KINDS = ("put", "get", "head", "list")
@@ -40,18 +41,22 @@ _KINDS = ("put", "get", "head", "list")
 
 @dataclass
 class _Counts:
-    """Requests by kind; a listing of more than a page counts as so many."""
+    """Requests by kind; each page of a listing is one."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     longest_list: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, kind: str, count: int = 1) -> None:
+    def add(self, kind: str) -> None:
         with self.lock:
-            self.kinds[kind] += count
-            if kind == "list":
-                self.longest_list = max(self.longest_list, count)
+            self.kinds[kind] += 1
         time.sleep(_REQUEST_SECONDS)
+
+    def add_page(self, number: int) -> None:
+        """number: of the page, from 1, in its listing."""
+        self.add("list")
+        with self.lock:
+            self.longest_list = max(self.longest_list, number)
 
 
 class CountingStore(Store):
@@ -73,10 +78,10 @@ class CountingStore(Store):
         self.counts.add("head")
         return super().head(key)
 
-    def list(self, prefix: str = "", *, limit: int | None = None) -> list[ObjectMeta]:
-        found = super().list(prefix, limit=limit)
-        self.counts.add("list", max(1, math.ceil(len(found) / _LISTED_AT_ONCE)))
-        return found
+    def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
+        for number, page in enumerate(super().pages(prefix, after=after)):
+            self.counts.add_page(number + 1)
+            yield page
 
 
 class _CountingSink:
@@ -118,15 +123,17 @@ def bench_many_ranks(largest: int, *, rounds: int) -> dict[str, Any]:
             name: statistics.median(lap[name] for lap in laps) for name in laps[0] if name != "finding"
         } | {"finding": laps[-1]["finding"]}
     about = {"request_seconds": _REQUEST_SECONDS, "skew_seconds": _SKEW_SECONDS, "tensors": _TENSORS}
-    return {"worlds": found, "rounds": rounds, **about}
+    past = {"past_generations": _PAST_GENERATIONS, "past_commits": _PAST_COMMITS}
+    return {"worlds": found, "rounds": rounds, **about, **past}
 
 
 def _save(world: int, seed: int) -> dict[str, Any]:
     """One save by `world` ranks, whose uploads end at random moments."""
     counts = _Counts()
     store = CountingStore(counts)
+    _put_past(store)
     generation = open_generation(store, run="bench", attempt=0)
-    save = Save(job="bench", generation=generation.name, step=10, world_size=world)
+    save = Save(job="bench", generation=generation.name, step=_PAST_COMMITS + 1, world_size=world)
     uploader = PartUploader(_CountingSink(counts), PartSettings(parallel=64), Throttle())
     chance = random.Random(seed)
     delays = [chance.uniform(0.0, _SKEW_SECONDS) for _ in range(world)]
@@ -170,11 +177,26 @@ def _save(world: int, seed: int) -> dict[str, Any]:
     }
 
 
+def _put_past(store: Store) -> None:
+    """A job that was started and has committed many times, put uncounted; of its commits there are the manifests."""
+    step, parent = 0, None
+    for number in range(1, _PAST_GENERATIONS + 1):
+        generation = Generation(number, f"{number:08x}", parent, step)
+        about = {"generation": number, "id": generation.id, "parent": parent, "parent_step": step}
+        Store.put(store, generation_key(number, generation.id), seal({"version": VERSION, **about}))
+        while step < number * _PAST_COMMITS // _PAST_GENERATIONS:
+            step += 1
+            save = Save(job="bench", generation=generation.name, step=step, world_size=1)
+            raw = Manifest(save=save, data=(), indexes=(), tensors={}).to_bytes()
+            parent = commit_key(step, number, sha256_text(raw))
+            Store.put(store, parent, raw)
+
+
 def _finding(store: Store, counts: _Counts, generation: Generation) -> dict[str, int]:
-    """What it takes to find the newest commit."""
+    """What it takes to find the newest commit of the whole job."""
     counts.kinds.clear()
     counts.longest_list = 0
-    assert reachable_commits(store)[0].generation == generation.number
+    assert next(newest_commits(store)).generation == generation.number
     return {"requests": sum(counts.kinds.values()), "pages_of_the_longest_list": counts.longest_list}
 
 
@@ -191,12 +213,16 @@ def many_ranks_text(figures: dict[str, Any]) -> str:
         shares = [f"{found[kind]:,.0f} ({100 * found[kind] / found['requests']:.0f} %)" for kind in _KINDS]
         more = [f"{found['requests'] / int(world):.2f}", f"{found['commit_seconds']:.2f}"]
         more += [f"{found['cpu_seconds']:.1f}", f"{found['manifest_bytes'] / 1e6:.2f}"]
-        rows.append([world, *shares, *more, str(found["finding"]["pages_of_the_longest_list"])])
-    heads = ["ranks", *_KINDS, "per rank", "commit s", "CPU s", "MB", "pages"]
+        rows.append(
+            [world, *shares, *more, f"{found['finding']['requests']} ({found['finding']['pages_of_the_longest_list']})"]
+        )
+    heads = ["ranks", *_KINDS, "per rank", "commit s", "CPU s", "MB", "newest"]
     about = (
         f"many ranks: simulated · {figures['tensors']} tensors sharded over all ranks, one small part each, "
         f"{1e3 * figures['request_seconds']:.0f} ms per request,\nuploads end within {figures['skew_seconds']:g} s; "
         f"medians of {figures['rounds']} saves. Requests are counted; commit: from the last durable\nindex; CPU: of "
-        "all ranks in this one process; MB: of the manifest; pages: of the longest listing\nfor the newest commit"
+        "all ranks in this one process; MB: of the manifest; newest: requests to find\nthe newest commit of a job with "
+        f"{figures['past_commits']:,} commits of {figures['past_generations']:,} generations before this one\n"
+        "(pages of its longest listing)"
     )
     return f"{about}\n\n{table(heads, rows, text_columns=0)}"

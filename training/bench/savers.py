@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from training.bench.laps import await_all
 from training.checkpoint import Checkpointer, CommitRef, Generation, RetentionPolicy
+from training.checkpoint.flight import UploadCost
 
 _PROCESS_SECONDS = 300.0  # it has no time-out of its own
 
@@ -72,9 +73,9 @@ class CommitSaver:
         assert self._commit is not None
         self._checkpointer.restore([self._commit.key], self._model, self._optimizer)
 
-    def carried_cpu_seconds(self) -> float:
+    def carried(self) -> UploadCost:
         """Of the uploader so far, from reading the staged bytes to the durable index."""
-        return self._checkpointer.upload_cost[1]
+        return self._checkpointer.upload_cost
 
     def close(self) -> None:
         self._checkpointer.close()

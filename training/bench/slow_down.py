@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from infra.config.schema import RunConfig
 from infra.layout import job_prefix
 from infra.store import Store
 from training.bench.buckets import null_sink
-from training.bench.figures import spread
+from training.bench.figures import interval_of_median, spread
 from training.bench.ranks import run_ranks
 from training.bench.uploads import environment
 from training.checkpoint.lineage import open_generation
 
 _RANKS = 2
+_KINDS = ("busy", "quiet")
 _MTBF_HOURS = 2.0
 # Weights and moments of 148 MB, and few tokens, so that a step is short and there are many of them.
 _MODEL = {"hidden_size": 512, "num_layers": 4, "num_heads": 4, "sequence_length": 32}
@@ -43,32 +45,50 @@ def bench_slow_down(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _figures(found: dict[str, Any]) -> dict[str, Any]:
-    """A lap is all steps of an upload; what they took longer than as many without one is the slow-down.
+    """Of each upload: what its steps took longer than those while it was held, of which there are as many.
 
-    Wall time has in it whatever else the machine does; the processor time of a step and of the uploader have not.
+    slow_down_of_pairs is the least noisy: each block of steps is compared with the block right after it, of all
+    uploads, and the median of those is given with its 95 % interval. Processor time has nothing in it of what others
+    do to the machine, but for their hold on its caches.
     """
     rounds, interval = found["rounds"], found["interval"]
-    wall = [{kind: [step[0] for step in lap[kind]] for kind in ("busy", "quiet")} for lap in rounds]
-    cpu = [statistics.fmean(s[1] for s in lap["busy"]) / statistics.fmean(s[1] for s in lap["quiet"]) for lap in rounds]
-    means = [statistics.fmean(lap["quiet"]) for lap in wall]
-    medians = [statistics.median(lap["busy"]) / statistics.median(lap["quiet"]) - 1.0 for lap in wall]
-    longer = [sum(lap["busy"]) - len(lap["busy"]) * mean for lap, mean in zip(wall, means, strict=True)]
+    upload = statistics.median(lap["upload"] for lap in rounds)
+    stall = statistics.median(lap["stall"] for lap in rounds)
+    pairs = interval_of_median([ratio for lap in rounds for ratio in _pairs(lap, found["block_steps"])])
+    shares = {name: (stall + upload * pairs[name]) / interval for name in ("median", "low", "high")}
     return {
         "rounds": len(rounds),
         "mtbf_hours": _MTBF_HOURS,
         "interval_seconds": interval,
         "cap_bytes_per_second": found["cap"],
         "steps_per_upload": statistics.median(len(lap["busy"]) for lap in rounds),
-        "step_seconds": spread(means),
+        "step_seconds": spread([statistics.median(_column(lap["quiet"], 0)) for lap in rounds]),
         "stall_seconds": spread([lap["stall"] for lap in rounds]),
         "upload_seconds": spread([lap["upload"] for lap in rounds]),
-        "slow_down": spread([statistics.fmean(w["busy"]) / mean - 1.0 for w, mean in zip(wall, means, strict=True)]),
-        "slow_down_of_medians": spread(medians),
-        "slow_down_of_processor_time": spread([ratio - 1.0 for ratio in cpu]),
+        "slow_down_of_pairs": pairs,
+        "slow_down": spread([_longer(lap, 0, statistics.fmean) for lap in rounds]),
+        "slow_down_of_medians": spread([_longer(lap, 0, statistics.median) for lap in rounds]),
+        "slow_down_of_processor_time": spread([_longer(lap, 1, statistics.fmean) for lap in rounds]),
         "uploader_share_of_a_core": spread([lap["carrier"] / lap["upload"] for lap in rounds]),
         "stall_share_of_time": spread([lap["stall"] / interval for lap in rounds]),
-        "share_of_time": spread([(lap["stall"] + s) / interval for lap, s in zip(rounds, longer, strict=True)]),
+        "share_of_time": {**shares, "rounds": pairs["rounds"]},
     }
+
+
+def _column(steps: Sequence[Sequence[float]], column: int) -> list[float]:
+    """0: wall seconds, 1: processor seconds."""
+    return [step[column] for step in steps]
+
+
+def _longer(lap: dict[str, Any], column: int, middle: Callable[[list[float]], float]) -> float:
+    return middle(_column(lap["busy"], column)) / middle(_column(lap["quiet"], column)) - 1.0
+
+
+def _pairs(lap: dict[str, Any], length: int) -> list[float]:
+    """By how much each block was longer than the next; not of the last, in which the upload ended."""
+    busy, quiet = ([sum(_column(lap[k][at : at + length], 0)) for at in range(0, len(lap[k]), length)] for k in _KINDS)
+    ratios = [own / other - 1.0 for own, other in zip(busy, quiet, strict=True)]
+    return ratios[:-1] or ratios
 
 
 def slow_down_text(figures: dict[str, Any]) -> str:
@@ -81,11 +101,14 @@ def slow_down_text(figures: dict[str, Any]) -> str:
         f"best interval, interrupted each {figures['mtbf_hours']:g} h: {figures['interval_seconds']:.1f} s (Daly)\n"
         f"cap so that an upload ends in half of it: {figures['cap_bytes_per_second'] / 1e6:.1f} MB/s per rank;\n"
         f"uploads took {figures['upload_seconds']['median']:.1f} s\n"
-        f"steps beside an upload, of {1e3 * figures['step_seconds']['median']:.0f} ms, "
-        f"{figures['steps_per_upload']:g} each time: {percent(figures['slow_down'])} longer in all,\n"
-        f"  {percent(figures['slow_down_of_medians'])} by the medians of the steps,\n"
-        f"  {percent(figures['slow_down_of_processor_time'])} by their processor time\n"
+        f"steps beside an upload, {figures['steps_per_upload']:g} each time, of "
+        f"{1e3 * figures['step_seconds']['median']:.0f} ms:\n"
+        f"  {percent(figures['slow_down_of_pairs'])} longer than the next few without it,\n"
+        f"    the median of {figures['slow_down_of_pairs']['rounds']} pairs with its 95 % interval;\n"
+        f"  of each upload's means {percent(figures['slow_down'])},\n"
+        f"  of its medians {percent(figures['slow_down_of_medians'])},\n"
+        f"  of its processor time {percent(figures['slow_down_of_processor_time'])}\n"
         f"the uploader takes {percent(figures['uploader_share_of_a_core'])} of a core meanwhile\n"
         f"share of the time: stall {percent(figures['stall_share_of_time'])},\n"
-        f"  with the slow-down by wall time {percent(figures['share_of_time'])}"
+        f"  with the slow-down of the pairs {percent(figures['share_of_time'])}"
     )

@@ -1,7 +1,9 @@
-"""One rank of the slow-down bench: real steps while a capped upload runs, and as many without one, in turn."""
+"""One rank of the slow-down bench: real steps while a capped upload runs and while it is held, in turn."""
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
 import time
 from typing import Any
@@ -23,8 +25,8 @@ from training.gang import Gang
 
 _STALL_SAVES = 5
 _LONGEST_STEPS = 10_000
+_BLOCK_STEPS = 3
 Lap = tuple[float, float]  # wall and processor seconds of a step
-_FIRST_STEPS = 10
 
 
 def measure_slow_down(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
@@ -47,11 +49,16 @@ def measure_slow_down(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
     rounds = []
     with Checkpointer(uri, **options, upload_bytes_per_second=cap, deadline_seconds=10 * interval) as saver:
         saver.prepare(model, optimizer)
-        beside = _FIRST_STEPS
         for number in range(task["rounds"]):
-            rounds.append(_round(saver, _STALL_SAVES + number, model, optimizer, steps, beside))
-            beside = len(rounds[-1]["busy"])
-    return {"bytes": size, "stall": stall, "interval": interval, "cap": cap, "rounds": rounds}
+            rounds.append(_round(saver, _STALL_SAVES + number, model, optimizer, steps))
+    return {
+        "bytes": size,
+        "stall": stall,
+        "interval": interval,
+        "cap": cap,
+        "rounds": rounds,
+        "block_steps": _BLOCK_STEPS,
+    }
 
 
 def _save(saver: Checkpointer, step: int, model: nn.Module, optimizer: Optimizer) -> float:
@@ -61,21 +68,31 @@ def _save(saver: Checkpointer, step: int, model: nn.Module, optimizer: Optimizer
     return stall
 
 
-def _round(
-    saver: Checkpointer, number: int, model: nn.Module, optimizer: Optimizer, steps: _Steps, beside: int
-) -> dict[str, Any]:
-    """Steps until the upload has ended; half of the quiet ones before, half after: so a drift cancels out."""
-    quiet = [steps.take() for _ in range(beside // 2)]
+def _round(saver: Checkpointer, number: int, model: nn.Module, optimizer: Optimizer, steps: _Steps) -> dict[str, Any]:
+    """A few steps beside the upload and as many while it is held still, in turn until it has ended.
+
+    So a drift of the machine, which outlasts a few steps, is in both alike.
+    """
     await_all()
-    began, carried = time.monotonic(), saver.upload_cost[1]
+    carried = saver.upload_cost.cpu_seconds
     stall = _agreed(saver.save(number + 1, model, optimizer, {}))
-    busy: list[Lap] = []
-    while len(busy) < _LONGEST_STEPS and (_agreed(float(saver.busy)) or not busy):
-        busy.append(steps.take())
-    upload = time.monotonic() - began
+    pid = saver.uploader_pid
+    assert pid is not None
+    laps: dict[str, list[Lap]] = {"busy": [], "quiet": []}
+    upload = 0.0
+    while len(laps["busy"]) < _LONGEST_STEPS and (_agreed(float(saver.busy)) or not laps["busy"]):
+        await_all()
+        began = time.monotonic()
+        laps["busy"] += [steps.take() for _ in range(_BLOCK_STEPS)]
+        upload += time.monotonic() - began
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await_all()
+            laps["quiet"] += [steps.take() for _ in range(_BLOCK_STEPS)]
+        finally:
+            os.kill(pid, signal.SIGCONT)
     saver.wait()
-    quiet += [steps.take() for _ in range(len(busy) - len(busy) // 2)]
-    return {"stall": stall, "busy": busy, "quiet": quiet, "upload": upload, "carrier": saver.upload_cost[1] - carried}
+    return {"stall": stall, **laps, "upload": upload, "carrier": saver.upload_cost.cpu_seconds - carried}
 
 
 def _agreed(value: float) -> float:

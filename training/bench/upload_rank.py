@@ -28,6 +28,7 @@ from training.gang import Gang
 _PART_BYTES = 32 * 2**20
 _THREADS = 4
 _SECONDS = 300.0
+_PAUSE_SECONDS = 0.3  # a save is followed by the deletion of the one before, which is nobody else's to pay
 
 
 class _Saver(Protocol):
@@ -50,11 +51,11 @@ def measure_upload(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in (*raw, *savers)}
     for number in range(1 + task["rounds"]):
         for name, put in raw.items():
-            lap = _lap(put, lambda: 0.0)
+            lap = _lap(put, engine)
             if number:
                 found[name].append(lap)
         for name, saver in savers.items():
-            lap = _lap(partial(_save, saver, number + 1), engine.carried_cpu_seconds)
+            lap = _lap(partial(_save, saver, number + 1), engine)
             if number:
                 found[name].append(lap)
     engine.close()
@@ -66,13 +67,19 @@ def _save(saver: _Saver, step: int) -> None:
     saver.finish()
 
 
-def _lap(work: Callable[[], object], carried: Callable[[], float]) -> dict[str, float]:
-    """carried: processor seconds of the process that carries the bytes, so far; none but ours has one."""
+def _lap(work: Callable[[], object], engine: CommitSaver) -> dict[str, float]:
+    """carrier_…: of the process that carries our bytes; the others have none."""
+    time.sleep(_PAUSE_SECONDS)
     await_all()
-    began, cpu_began, carried_began = time.monotonic(), time.process_time(), carried()
+    began, cpu_began, carried = time.monotonic(), time.process_time(), engine.carried()
     work()
-    seconds = time.monotonic() - began
-    return {"seconds": seconds, "cpu": time.process_time() - cpu_began, "carrier_cpu": carried() - carried_began}
+    seconds, cpu = time.monotonic() - began, time.process_time() - cpu_began
+    after = engine.carried()
+    carrier = {
+        "carrier_cpu": after.cpu_seconds - carried.cpu_seconds,
+        "carrier_seconds": after.seconds - carried.seconds,
+    }
+    return {"seconds": seconds, "cpu": cpu, **carrier}
 
 
 def _obstore_puts(uri: str, rank: int, size: int) -> Callable[[], object]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from infra.errors import InfraError
 from infra.events import STAGED
 from infra.layout import data_key
 from infra.store import Store
-from training.checkpoint.checksum import canonical_json
+from training.checkpoint.checksum import CHUNK_BYTES, canonical_json
 from training.checkpoint.deadline import Deadline
-from training.checkpoint.flight import Flight, Flights
-from training.checkpoint.lineage import CommitRef, Generation
+from training.checkpoint.flight import Flight, Flights, UploadCost
+from training.checkpoint.generations import Generation, went_back_to
+from training.checkpoint.lineage import CommitRef
 from training.checkpoint.manifest import Save
 from training.checkpoint.plan import Planner
 from training.checkpoint.restore import Restored, restore_newest
@@ -45,8 +48,10 @@ class Checkpointer:
 
     job_store_uri: the job's folder in the store (``<store>/jobs/<job>``). deadline_seconds: for one save to be
     committed, from its staging on. retention: which commits are kept. upload_bytes_per_second: the cap of this
-    rank's upload, None: none. emit: `EventLog.emit` or None; rank 0 emits ``commit`` (key, bytes, seconds,
-    stall_seconds), every rank ``staged`` (bytes) and ``commit_failed`` (message).
+    rank's upload, None: none. chunk_bytes: what one checksum covers; an upload has parts of two chunks, which Amazon
+    accepts from 5 MiB on. request_seconds: the longest that a request of a restore may take. emit: `EventLog.emit` or
+    None; rank 0 emits ``commit`` (key, bytes, seconds, stall_seconds), every rank ``staged`` (bytes) and
+    ``commit_failed`` (message).
 
     Make it in the main thread: the uploader process ends with the thread that started it. Not thread-safe.
     """
@@ -62,16 +67,18 @@ class Checkpointer:
         deadline_seconds: float = 120.0,
         retention: RetentionPolicy | None = None,
         upload_bytes_per_second: float | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        request_seconds: float = 60.0,
         emit: Callable[..., Any] | None = None,
     ) -> None:
-        self._store = Store.open(job_store_uri)
+        self._store = Store.open(job_store_uri, request_timeout_seconds=request_seconds)
         self._job = self._store.uri.rsplit("/", 1)[-1]
         self._generation = generation
         self._rank, self._world_size, self._node = rank, world_size, node
         self._deadline_seconds = deadline_seconds
         self._retention = retention or RetentionPolicy()
         self._emit = emit or (lambda *_, **__: None)
-        self._bytes_per_second = upload_bytes_per_second
+        self._bytes_per_second, self._chunk_bytes = upload_bytes_per_second, chunk_bytes
         self._stage = Stage()
         self._planner = Planner(rank, world_size)
         self._flights = Flights(UploaderClient(self._store.uri, rank, self._stage.descriptors), rank, self._emit)
@@ -107,9 +114,9 @@ class Checkpointer:
         return self._flights.durable
 
     @property
-    def upload_cost(self) -> tuple[int, float]:
-        """(bytes uploaded so far, processor seconds of the uploader for them), of this rank."""
-        return self._flights.uploaded_bytes, self._flights.cpu_seconds
+    def upload_cost(self) -> UploadCost:
+        """Of this rank's uploads so far."""
+        return self._flights.cost
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Make room for saves in the background, so that the first is not slower than the others.
@@ -202,6 +209,8 @@ class Checkpointer:
         self._planner.forget()
         if restored is not None:
             self._flights.last_commit = CommitRef.from_key(restored.key)
+            if self._generation.parent not in (None, restored.key):
+                self._go_back_to(restored.key, restored.step)
         return restored
 
     def close(self) -> None:
@@ -216,6 +225,17 @@ class Checkpointer:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _go_back_to(self, key: str, step: int) -> None:
+        """This generation starts from an older commit than its record says: rank 0 says so in the record too."""
+        generation = replace(self._generation, parent=key, parent_step=step)
+        if self._rank == 0:
+            try:
+                went_back_to(self._store, self._generation, generation)
+            except (InfraError, CheckpointError) as error:  # commits between the two would count, whole as they are
+                told = f"the record of {generation.name} still names {self._generation.parent} as its parent: {error}"
+                print(f"checkpoint: WARNING: {told}", file=sys.stderr, flush=True)
+        self._generation = generation
 
     def _common(self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> dict[str, Any]:
         settings = None if optimizer is None else optimizer_settings(model, optimizer)
@@ -244,5 +264,9 @@ class Checkpointer:
             common=queued.common,
             data_key=queued.data_key,
             retention=self._retention.to_json(),
-            upload={"bytes_per_second": self._bytes_per_second, "deadline_seconds": self._deadline_seconds},
+            upload={
+                "bytes_per_second": self._bytes_per_second,
+                "deadline_seconds": self._deadline_seconds,
+                "chunk_bytes": self._chunk_bytes,
+            },
         )

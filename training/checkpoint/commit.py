@@ -121,8 +121,9 @@ def find_commit(store: Store, save: Save) -> Attempt | None:
 
 
 def await_commit(store: Store, save: Save, deadline: Deadline, *, foreign_first: bool = False) -> Attempt:
-    """Look until `save` is committed, committing it when that falls to us.
+    """Look until `save` is committed, committing it when that falls to us, and until it is listed.
 
+    Starts find commits by listing them: one that is told of before it is listed could be missed by the next start.
     foreign_first: begin with whether somebody else has committed it. Raises CheckpointError at the deadline, naming
     the ranks whose index is missing and the last error of the store.
     """
@@ -130,9 +131,10 @@ def await_commit(store: Store, save: Save, deadline: Deadline, *, foreign_first:
     attempt, cause = Attempt(None, 0, []), ""
     for number, pause in enumerate(pauses(longest_seconds=_LONGEST_PAUSE_SECONDS)):
         try:
-            foreign = (number if foreign_first else number + 1) % _FOREIGN_COMMIT_EVERY == 0
-            attempt = (find_commit(store, save) if foreign else None) or watch.look()
-            if attempt.commit is not None:
+            if attempt.commit is None:
+                foreign = (number if foreign_first else number + 1) % _FOREIGN_COMMIT_EVERY == 0
+                attempt = (find_commit(store, save) if foreign else None) or watch.look()
+            if attempt.commit is not None and _is_committed(store, save):
                 return attempt
             cause = f"; {attempt.cause}" if attempt.cause else ""
         except StoreError as error:
@@ -140,6 +142,11 @@ def await_commit(store: Store, save: Save, deadline: Deadline, *, foreign_first:
         if deadline.remaining_seconds <= pause:
             break
         time.sleep(pause)
+    if attempt.commit is not None:
+        raise CheckpointError(
+            f"save of step {save.step} of {save.generation}: {attempt.commit.key} was put and is not listed within "
+            f"{deadline.seconds:g} s{cause}; a start from now may miss it"
+        )
     missing = attempt.missing_ranks
     ranks = ", ".join(map(str, missing[:20])) + (" …" if len(missing) > 20 else "")
     who = f"no index from rank {ranks}" if missing else "the store did not answer"

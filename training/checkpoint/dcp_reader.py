@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -86,20 +86,26 @@ class CommitReader(StorageReader):
     def read_whole(self, *names: str) -> dict[str, torch.Tensor]:
         """Tensors in full, on the CPU."""
         found: dict[str, torch.Tensor] = {}
-        wanted: list[Wanted] = []
-        finishes: list[_Finish] = []
         for name in names:
             entry = self.manifest.tensors[name]
             found[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        self.read_into(found)
+        return found
+
+    def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Fill whole tensors, by name, of the commit's shapes and dtypes."""
+        wanted: list[Wanted] = []
+        finishes: list[_Finish] = []
+        for name, target in targets.items():
+            entry = self.manifest.tensors[name]
             for piece in entry.pieces:
-                box = found[name]
+                box = target
                 for dimension, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
                     box = box.narrow(dimension, offset, size)
                 self._want(entry, piece, None, box, wanted, finishes)
         self._reader.read(wanted)
         for finish in finishes:
             finish()
-        return found
 
     def _piece(self, item: ReadItem) -> Piece:
         entry = self.manifest.tensors[item.storage_index.fqn]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from infra.errors import StoreFull
 from infra.events import COMMIT, COMMIT_FAILED
@@ -20,6 +21,14 @@ _ANSWER_MARGIN_SECONDS = 2.0  # the uploader keeps the deadline itself; past thi
 _FAILURES_IN_A_ROW = 2  # one failed save is reported and survived; the second in a row ends the gang
 
 _NO_ROOM_HINT = "free space or raise the quota, or use another store; then start again: the last commit stands"
+
+
+class UploadCost(NamedTuple):
+    """Of all uploads of a rank: bytes, the uploader's processor seconds, and seconds from a command to its index."""
+
+    bytes: int
+    cpu_seconds: float
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +58,7 @@ class Flights:
         self.last: Flight | None = None
         self.last_commit: CommitRef | None = None
         self.last_failure: str | None = None
-        self.cpu_seconds, self.uploaded_bytes = 0.0, 0
+        self.cost = UploadCost(0, 0.0, 0.0)
 
     @property
     def busy(self) -> bool:
@@ -125,8 +134,8 @@ class Flights:
 
     def _on_uploaded(self, answer: dict[str, Any]) -> None:
         """Durable, not yet committed. Rank 0's save stays under way until the commit is seen."""
-        self.cpu_seconds += answer["cpu_seconds"]
-        self.uploaded_bytes += answer["bytes"]
+        added = (answer[name] for name in UploadCost._fields)
+        self.cost = UploadCost(*map(operator.add, self.cost, added))
         self._measure(answer["step"], answer["bytes"])
         if self._rank != 0:
             self._done(answer["step"])

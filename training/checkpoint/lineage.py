@@ -1,8 +1,9 @@
 """Lineage, not step, decides which commit is the newest. Torch-free: launchers and commands use it.
 
-Each start of the gang is a generation with a record that names the commit it started from. Walking those records from
-the newest generation back gives a chain; of an ancestor only the commits up to the step that its child started from
-count. So a zombie's late commit and the steps abandoned by a rewind are never restored, although their step is higher.
+A commit counts when it is part of the newest generation's history (`Chain`): so a zombie's late commit and the steps
+abandoned by a rewind are never restored, although their step is higher. A generation saves only steps after the one
+it starts from. So of those that count, the newest is the one with the highest step; and as commits are listed with the
+highest step first, the first that counts is found on the first page, unless 1,000 that do not count are in its way.
 """
 
 from __future__ import annotations
@@ -10,34 +11,21 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
-from infra.errors import ObjectNotFound, StoreAway
-from infra.layout import generation_key, generation_name, parse_commit_key, quarantine_key, tombstone_key
+from infra.errors import ObjectNotFound
+from infra.layout import generation_key, parse_commit_key, quarantine_key, tombstone_key
 from infra.store import Store
-from training.checkpoint.checksum import seal, unseal
-from training.checkpoint.deadline import pauses
+from training.checkpoint.checksum import seal
 from training.checkpoint.fetch import fetched
+from training.checkpoint.generations import Chain, Generation, listed_ids, newest_number
 from training.checkpoint.manifest import VERSION, Manifest
-from training.errors import CheckpointError, CorruptCommit, DamagedLineage, TwoLaunchers
+from training.errors import CheckpointError, CorruptCommit, TwoLaunchers
 
-LISTING_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One start of the gang. parent: the commit key it starts from, None: afresh; parent_step: that commit's step."""
-
-    number: int
-    id: str
-    parent: str | None = None
-    parent_step: int = 0
-
-    @property
-    def name(self) -> str:
-        return generation_name(self.number, self.id)
+# What a start is given to restore. When none of so many verifies they are quarantined, and the next start gets others.
+CANDIDATES = 16
 
 
 @dataclass(frozen=True)
@@ -70,7 +58,7 @@ def open_generation(job_store: Store, *, run: str, attempt: int, parent: str | N
     parent: start from this commit instead (a rewind: what came after it no longer counts). To be called by one
     process per start. Raises TwoLaunchers when another opened the same number meanwhile, after withdrawing its own.
     """
-    number = newest_number(job_store) + 1
+    number = newest_number(job_store, near=_seen_number(job_store)) + 1
     chosen = _sound_parent(job_store) if parent is None else _given_parent(job_store, parent)
     generation = Generation(number, secrets.token_hex(4), chosen and chosen.key, chosen.step if chosen else 0)
     record = {
@@ -85,7 +73,7 @@ def open_generation(job_store: Store, *, run: str, attempt: int, parent: str | N
     }
     key = generation_key(number, generation.id)
     job_store.put(key, seal(record))
-    others = [i for i in _listed_ids(job_store, generation) if i != generation.id]
+    others = [i for i in listed_ids(job_store, generation) if i != generation.id]
     if others:  # whoever sees the other withdraws: then at most one goes on, whatever the order
         job_store.delete(key)
         rivals = ", ".join(generation_key(number, i) for i in others)
@@ -99,21 +87,35 @@ def open_generation(job_store: Store, *, run: str, attempt: int, parent: str | N
     return generation
 
 
-def reachable_commits(job_store: Store) -> list[CommitRef]:
-    """The commits that may be restored, newest of the lineage first. Raises DamagedLineage, TwoLaunchers."""
-    return [traced.ref for traced in trace_lineage(job_store) if traced.unreachable_because is None]
+def newest_commits(job_store: Store) -> Iterator[CommitRef]:
+    """The commits that may be restored, newest first. Of commits and generations no more is asked for than it takes.
+
+    Raises DamagedLineage or TwoLaunchers for the generations from the newest back to that of the commit given.
+    """
+    chain, out = None, set()
+    for page in _commit_pages(job_store):
+        if chain is None:
+            chain = Chain(job_store, near=max(ref.generation for ref, _ in page))
+            out = _names(job_store, "quarantine") | _names(job_store, "tombstones")
+        for ref, _ in page:
+            if ref.sha256 not in out and chain.counts(ref.generation, ref.step):
+                yield ref
+
+
+def reachable_commits(job_store: Store, *, limit: int | None = None) -> list[CommitRef]:
+    """The newest `limit` commits that may be restored, or all of them, newest first. Raises as `newest_commits`."""
+    return list(islice(newest_commits(job_store), limit))
 
 
 def trace_lineage(job_store: Store) -> list[Traced]:
-    """All commits: the reachable ones first, newest of the lineage first; then the others, each with its reason."""
-    found = list(_commits(job_store))
+    """All commits: the reachable ones first, then the others, each with its reason; both with the newest first."""
+    found = [commit for page in _commit_pages(job_store) for commit in page]
     if not found:
         return []
     quarantined = _names(job_store, "quarantine")
     tombstones = _names(job_store, "tombstones")
-    oldest = min(ref.generation for ref, _ in found)
-    limits = {number: limit for number, _, limit in _chain(job_store, oldest)}
-    newest = max(limits, default=0)
+    chain = Chain(job_store, near=max(ref.generation for ref, _ in found))
+    limits, newest = chain.back_to(min(ref.generation for ref, _ in found)), chain.newest
     traced = []
     for ref, modified in found:
         reason = None
@@ -126,84 +128,26 @@ def trace_lineage(job_store: Store) -> list[Traced]:
         elif ref.step > (limit := limits[ref.generation]):
             reason = f"generation {ref.generation} was left at step {int(limit)}"
         traced.append(Traced(ref, reason, modified))
-    return sorted(traced, key=lambda t: (t.unreachable_because is not None, -t.ref.generation, -t.ref.step, t.ref.key))
+    return sorted(traced, key=lambda t: (t.unreachable_because is not None, t.ref.key))  # the key inverts the numbers
 
 
-def read_generation(job_store: Store, number: int, generation_id: str) -> Generation:
-    """A generation as it was opened, with its parent. Raises DamagedLineage, and ObjectNotFound without a record."""
-    key = generation_key(number, generation_id)
-    try:
-        record = fetched(job_store, key, unseal, f"{job_store.uri}/{key}")
-    except CorruptCommit as error:
-        raise DamagedLineage(str(error)) from error
-    if (record["generation"], record["id"]) != (number, generation_id):
-        raise DamagedLineage(f"{job_store.uri}/{key}: is the record of {record['generation']}-{record['id']}")
-    return Generation(number, generation_id, record["parent"], record["parent_step"])
+def _commit_pages(job_store: Store) -> Iterator[list[tuple[CommitRef, float]]]:
+    """A page at a time, highest step first, each commit with the time of its manifest; none of the pages is empty."""
+    for page in job_store.pages("commits"):
+        found = []
+        for meta in page:
+            try:
+                found.append((CommitRef.from_key(meta.key), meta.modified))
+            except ValueError:
+                continue  # not a key of ours
+        if found:
+            yield found
 
 
-def newest_number(job_store: Store) -> int:
-    """The highest generation number on record, 0 when there is none."""
-    return max(_records(job_store), default=0)
-
-
-def _chain(job_store: Store, oldest: int) -> Iterator[tuple[int, str, float]]:
-    """(number, id, last step that counts) from the newest generation back, as far as generation `oldest`."""
-    records = _records(job_store)
-    number, limit = max(records, default=0), float("inf")
-    while number >= oldest and records:
-        if number not in records:
-            raise DamagedLineage(f"{job_store.uri}: the record of generation {number} is missing from generations/")
-        if len(ids := records[number]) > 1:
-            keys = " and ".join(generation_key(number, i) for i in ids)
-            raise TwoLaunchers(
-                f"{job_store.uri}: generation {number} has two records: {keys}; "
-                "hint: stop one of the two launchers and delete the record of the one to give up"
-            )
-        yield number, ids[0], limit
-        generation = read_generation(job_store, number, ids[0])
-        if generation.parent is None:
-            return
-        _, parent_number, _ = parse_commit_key(generation.parent)
-        if parent_number >= number:
-            raise DamagedLineage(f"{job_store.uri}: generation {number} names a parent of generation {parent_number}")
-        number, limit = parent_number, generation.parent_step
-
-
-def _records(job_store: Store) -> dict[int, list[str]]:
-    """Ids by generation number, from the names of the records alone."""
-    found: dict[int, list[str]] = defaultdict(list)
-    for meta in job_store.list("generations"):
-        number, _, generation_id = meta.key.rsplit("/", 1)[-1].removesuffix(".json").partition("-")
-        if number.isdigit() and generation_id:
-            found[int(number)].append(generation_id)
-    return found
-
-
-def _listed_ids(job_store: Store, generation: Generation) -> list[str]:
-    """Ids on record under the number of `generation`, as soon as its own is listed.
-
-    A listing may lag behind the puts. Who waits to see itself also sees the rivals that saw themselves before; and a
-    generation that goes on has been listed, so that the next launcher does not give its number again.
-    """
-    limit = time.monotonic() + LISTING_SECONDS
-    for pause in pauses(longest_seconds=0.5):
-        if generation.id in (ids := _records(job_store).get(generation.number, [])):
-            return ids
-        if time.monotonic() >= limit:
-            break
-        time.sleep(pause)
-    raise StoreAway(
-        f"list {job_store.uri}/generations: {generation.name}.json was put and is not listed within "
-        f"{LISTING_SECONDS:g} s; fix: the listings of this store lag too far behind; ask who runs it"
-    )
-
-
-def _commits(job_store: Store) -> Iterator[tuple[CommitRef, float]]:
-    for meta in job_store.list("commits"):
-        try:
-            yield CommitRef.from_key(meta.key), meta.modified
-        except ValueError:
-            continue  # not a key of ours
+def _seen_number(job_store: Store) -> int:
+    """The highest generation of the commits with the highest steps: the newest is not below it."""
+    page = next(_commit_pages(job_store), [])
+    return max((ref.generation for ref, _ in page), default=0)
 
 
 def _names(job_store: Store, prefix: str) -> set[str]:
@@ -211,7 +155,7 @@ def _names(job_store: Store, prefix: str) -> set[str]:
 
 
 def _sound_parent(job_store: Store) -> CommitRef | None:
-    for ref in reachable_commits(job_store):
+    for ref in newest_commits(job_store):
         try:
             fetched(job_store, ref.key, Manifest.from_bytes)
             return ref

@@ -27,9 +27,10 @@ _LONGEST_PAUSE_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class PartSettings:
-    """part_bytes: a multiple of the index's chunks. parallel: parts under way at once."""
+    """part_bytes: a multiple of chunk_bytes, which one sum of the index covers. parallel: parts under way at once."""
 
     part_bytes: int = 2 * CHUNK_BYTES
+    chunk_bytes: int = CHUNK_BYTES
     parallel: int = 4
 
 
@@ -70,7 +71,8 @@ class PartUploader:
             raise
         self._look(key, len(view), whole, deadline)
         chunks = tuple(digits(value) for value, _ in sums) if len(view) else ()
-        return DataObject(key=key, size=len(view), crc64nvme=digits(whole), chunk_bytes=CHUNK_BYTES, chunks=chunks)
+        chunk_bytes = self._settings.chunk_bytes
+        return DataObject(key=key, size=len(view), crc64nvme=digits(whole), chunk_bytes=chunk_bytes, chunks=chunks)
 
     def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
         return self._sink.sweep(prefix, older_than_seconds=older_than_seconds, seconds=seconds)
@@ -116,7 +118,7 @@ class PartUploader:
         for tries, pause in enumerate(pauses(longest_seconds=_LONGEST_PAUSE_SECONDS), start=1):
             if stop.is_set():
                 raise CheckpointError(f"{what}: part {piece.number} was stopped, since another failed")
-            sums = sums_of(piece.view)
+            sums = sums_of(piece.view, self._settings.chunk_bytes)
             crc = combined(sums)
             try:
                 seconds = self._try_seconds(deadline, len(piece.view))

@@ -24,7 +24,7 @@ from training.errors import CorruptCommit
 
 _PARALLEL_REMOTE = 8  # a request to a store mostly waits
 _PARALLEL_LOCAL = 2  # a read from the page cache is a copy
-_BLOCK_BYTES = 2**20  # summed while it is still in the processor's cache
+_BLOCK_BYTES = 2**19  # summed while it is still in the processor's cache; smaller ones cost more calls than they save
 _TRIES = 4
 _PATIENCE_SECONDS = 120.0  # for one chunk, with its tries
 

@@ -5,7 +5,7 @@
 It is started, not forked, imports no torch, and takes one JSON command per line:
 
     {"command": "save",  "slab", "length", "layout", "items", "common", "save", "data_key", "seconds",
-                         "retention", "upload": {"bytes_per_second", "deadline_seconds"}}
+                         "retention", "upload": {"bytes_per_second", "deadline_seconds", "chunk_bytes"}}
     {"command": "await", "save", "seconds"}       until that save is committed, by whomever
     {"command": "hurry"}                          lift the cap on bandwidth, of the save under way too
     {"command": "finish"}                         end after what was asked before
@@ -44,6 +44,7 @@ from training.errors import GenerationSuperseded, TrainingError
 _LONGEST_REQUEST_SECONDS = 60.0
 _NICENESS = 10
 _DATA_SHARE = 0.9
+_CHUNKS_PER_PART = 2
 _SWEEP_EVERY_SECONDS, _SWEEP_SECONDS = 600.0, 20.0
 _YOUNGEST_SWEPT_SECONDS = 900.0  # another generation's save may have been given more time than ours
 
@@ -134,7 +135,9 @@ class Uploader:
         """Within nine tenths of the time: the rest is for the index and the commit."""
         self._throttle.bytes_per_second = None if self._commands.hurried else command["upload"]["bytes_per_second"]
         if self._parts is None:
-            self._parts = PartUploader(open_sink(store.uri, self._throttle), PartSettings(), self._throttle)
+            chunk_bytes = command["upload"]["chunk_bytes"]
+            settings = PartSettings(part_bytes=_CHUNKS_PER_PART * chunk_bytes, chunk_bytes=chunk_bytes)
+            self._parts = PartUploader(open_sink(store.uri, self._throttle), settings, self._throttle)
         view = self._slabs[command["slab"]].view(command["length"])
         try:
             return self._parts.upload(command["data_key"], view, Deadline(_DATA_SHARE * deadline.remaining_seconds))

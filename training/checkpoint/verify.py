@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
 
 from infra.errors import ObjectNotFound
-from infra.layout import data_key, data_prefix, index_key, index_prefix
+from infra.layout import data_key, data_prefix, index_key, index_prefix, parse_commit_key
 from infra.store import Store
 from training.checkpoint.checksum import sha256_text
-from training.checkpoint.manifest import Manifest
+from training.checkpoint.fetch import fetched
+from training.checkpoint.manifest import Manifest, RankIndex
 from training.checkpoint.reader import VerifiedReader, read_manifest
-from training.errors import CheckpointError
+from training.errors import CheckpointError, CorruptCommit
 
 
 def verify_commit(store: Store, key: str) -> list[str]:
@@ -25,6 +28,33 @@ def verify_commit(store: Store, key: str) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     return [*_manifest_problems(manifest, key), *_index_problems(store, manifest), *_data_problems(store, manifest)]
+
+
+def uncommitted_saves(store: Store) -> Iterator[tuple[int, str]]:
+    """(step, index prefix) of saves that all ranks finished and no manifest names.
+
+    A manifest that is lost looks the same as a save that is just being committed or deleted, or whose processes were
+    all killed between its last index and its manifest; only a person can tell, so it is said.
+    """
+    ranks: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for meta in store.list("index"):  # before the commits, so that one that comes meanwhile is seen
+        parts = meta.key.split("/")
+        if len(parts) == 4:
+            ranks[parts[1], parts[2]].add(meta.key)
+    committed = set()
+    for meta in store.list("commits"):
+        with contextlib.suppress(ValueError):  # not a key of ours
+            step, generation, _ = parse_commit_key(meta.key)
+            committed.add((generation, step))
+    for (generation, text), keys in ranks.items():
+        number = generation.split("-")[0]
+        if not (number.isdigit() and text.isdigit()) or (int(number), int(text)) in committed:
+            continue
+        step = int(text)
+        with contextlib.suppress(CorruptCommit, ObjectNotFound):
+            first = fetched(store, index_key(generation, step, 0), RankIndex.from_bytes)
+            if all(index_key(generation, step, rank) in keys for rank in range(first.save.world_size)):
+                yield step, index_prefix(generation, step)
 
 
 def _manifest_problems(manifest: Manifest, key: str) -> Iterator[str]:

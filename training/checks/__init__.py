@@ -52,15 +52,37 @@ def check_disk(context: PreflightContext) -> Finding:
     except DataError:
         return Finding.skipped("there is no dataset to size the token shards by")
     there = nearest_existing(folder)
-    kept, one = config.checkpoint.keep_last + 1, commit_bytes(config)
-    needed, free = kept * one + text, shutil.disk_usage(there if there.is_dir() else there.parent).free
+    needed, commits = commits_room(config)
+    needed, free = needed + text, shutil.disk_usage(there if there.is_dir() else there.parent).free
     arithmetic = (
-        f"{folder}: {size_text(free)} free, {size_text(needed)} needed = ({config.checkpoint.keep_last} kept + 1) × "
-        f"{size_text(one)} commit (12 bytes per parameter: weights 4, AdamW moments 8) + {size_text(text)} tokens"
+        f"{folder}: {size_text(free)} free, {size_text(needed)} needed = {commits} commit (12 bytes per parameter: "
+        f"weights 4, AdamW moments 8) + {size_text(text)} tokens"
     )
     if free < needed:
-        return Finding.failed(arithmetic, "set store to a larger disk, or checkpoint.keep_last to less")
+        fix = "set store to a larger disk, or checkpoint.keep_last, keep_every_steps, keep_best or max_total_gib"
+        return Finding.failed(arithmetic, f"{fix} so that less is kept")
     return Finding.passed(arithmetic)
+
+
+def commits_room(config: RunConfig) -> tuple[int, str]:
+    """(bytes that a job's commits take at most, the arithmetic up to the size of one commit).
+
+    To what retention keeps comes the commit that is newer and has not made another go yet, and the save under way
+    meanwhile. Pinned commits, and those kept for a look since they do not count, come on top and are not foreseen.
+    """
+    checkpoint, steps, one = config.checkpoint, config.training.max_steps, commit_bytes(config)
+    every = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
+    rules = {"last": checkpoint.keep_last, f"every {checkpoint.keep_every_steps} steps": every}
+    rules["best"] = checkpoint.keep_best
+    made = -(-steps // checkpoint.interval_steps) if checkpoint.interval == "steps" else steps  # the last step's too
+    kept = min(sum(rules.values()), made)
+    words = " + ".join(f"{number} {rule}" for rule, number in rules.items() if number)
+    words = f"{kept} kept" + (f" ({words}, of {made:,} made)" if len(words.split(" + ")) > 1 else "")
+    cap = checkpoint.max_total_gib
+    if cap is not None and max(cap * 2**30, one) < kept * one:  # the newest stays whatever the cap says
+        kept = max(1, int(cap * 2**30 // one))
+        words = f"{kept} kept by max_total_gib {cap:g}"
+    return (kept + 2) * one, f"({words} + 1 not yet deleted + 1 under way) × {size_text(one)}"
 
 
 def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: int) -> Finding:

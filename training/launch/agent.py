@@ -34,7 +34,8 @@ from infra.layout import generation_name, job_prefix
 from infra.outcome import Outcome
 from infra.store import Store
 from infra.terms import Terms
-from training.checkpoint.lineage import Generation, open_generation, reachable_commits
+from training.checkpoint.generations import Generation
+from training.checkpoint.lineage import CANDIDATES, open_generation, reachable_commits
 from training.errors import GangError, TrainingError
 from training.launch.echo import say, show_last_lines
 from training.launch.output import GangOutput
@@ -139,7 +140,7 @@ class _Agent:
         return Start(
             generation=generation.number,
             generation_id=generation.id,
-            candidates=[commit.key for commit in reachable_commits(self._job_store)],
+            candidates=[commit.key for commit in reachable_commits(self._job_store, limit=CANDIDATES)],
             rendezvous_port=rendezvous_port(address, spec.run, spec.attempt),
             terms=self._terms_now(),
             rehearse=self._fault_still_due(),

@@ -50,7 +50,7 @@ class FailingS3:
         self._ask("POST", bucket, settings)
 
     def told(self, bucket: str) -> dict[str, Any]:
-        """Faults that were met, requests by operation, rotten keys."""
+        """Faults that were met, requests by operation, refusals by code, rotten keys, unfinished uploads."""
         return self._ask("GET", bucket)
 
     def forget(self, bucket: str) -> None:

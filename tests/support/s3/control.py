@@ -1,7 +1,8 @@
 """The way in for tests, beside S3: how a bucket is to behave, what happened there, and requests that are held.
 
 POST   /_control/BUCKET                 settings of `Conduct` as JSON; the bucket is made when missing
-GET    /_control/BUCKET                 what happened: faults met, requests by operation, rotten keys
+GET    /_control/BUCKET                 what happened: faults met, requests by operation, refusals by code, rotten keys,
+                                        multipart uploads that are under way or left behind
 DELETE /_control/BUCKET                 forget all of it
 POST   /_control/BUCKET/hold            {"operation", "match", "point", "skip"} → {"hold": number}
 GET    /_control/BUCKET/hold/N?seconds= waits until a request is held → {"held": true or false}
@@ -38,7 +39,11 @@ def _dispatch(server: Server, request: Request, name: str, rest: str) -> dict[st
         if request.method == "DELETE":
             server.forget(name)
             return {}
-        return server.bucket(name)[1].told()
+        bucket, conduct = server.bucket(name)
+        return {
+            **conduct.told(),
+            "uploads": sorted(upload.key for upload in (bucket.uploads.values() if bucket else ())),
+        }
     holds = server.bucket(name)[1].holds
     _, _, number = rest.partition("/")
     if request.method == "POST":

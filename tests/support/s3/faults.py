@@ -6,7 +6,8 @@ Random parts of names are left out of that, since they differ from one replay to
 error      500 InternalError          slow_down  503 SlowDown                conflict   409 on a write
 time_out   400 RequestTimeout         slow       answered late               stall      no answer, nothing done
 reset      connection reset in mid-body, of a write or of what is read       lost       done, then reset: no answer
-stall_done done, then no answer       flip       one bit of what is read     rot        one bit of what was stored
+stall_done done, then no answer       flip       one bit of what is read     rot        one bit of what is stored,
+                                                                                        after it was put or read
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ KINDS: dict[str, frozenset[str] | None] = {  # which operations each can meet; N
     "lost": WRITES,
     "stall_done": WRITES,
     "flip": _READS,
-    "rot": _STORES,
+    "rot": _STORES | _READS,
 }
 _RANDOM_NAMES = re.compile(r"(?<=-)[0-9a-f]{8}(?![0-9a-f])|[0-9a-f]{64}")
 
@@ -93,6 +94,7 @@ class Conduct:
         self.rotten: list[str] = []
         self.met: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self.holds: list[Hold] = []
 
     def change(self, **settings: Any) -> None:
@@ -117,6 +119,10 @@ class Conduct:
                 self.rotten.append(key)
             self.met[kind] += 1
             return Fault(kind, chance.random())
+
+    def count_refusal(self, code: str) -> None:
+        with self._lock:
+            self.refused[code] += 1
 
     def stale_seconds(self, key: str) -> float:
         """How long listings do not show what is done to `key` now."""
@@ -143,7 +149,8 @@ class Conduct:
     def told(self) -> dict[str, Any]:
         """What has happened so far."""
         with self._lock:
-            return {"met": dict(self.met), "requests": dict(self.requests), "rotten": sorted(set(self.rotten))}
+            counts = {"met": dict(self.met), "requests": dict(self.requests), "refused": dict(self.refused)}
+            return {**counts, "rotten": sorted(set(self.rotten))}
 
     def _chance(self, operation: str, key: str) -> random.Random:
         name = (operation, _RANDOM_NAMES.sub("*", key))

@@ -78,6 +78,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             answer = self._answered(request, bucket, conduct, fault, hold)
         except Refused as refused:
+            conduct.count_refusal(refused.code if kind not in _REFUSING else "injected")
             answer = Answer(refused.status, refused.body(request.path), {"Content-Type": "application/xml"})
         if kind == "rot" and bucket is not None and fault is not None:
             bucket.flip(request.key, fault.fraction)

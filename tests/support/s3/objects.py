@@ -42,6 +42,7 @@ class Bucket:
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, Upload] = {}
         self.quota_bytes: int | None = None
+        self.quota_code = "QuotaExceeded"
         self._ghosts: dict[str, tuple[float, Stored]] = {}  # deleted, and listed until then
 
     def put(self, key: str, stored: Stored, stale_seconds: float = 0.0) -> None:
@@ -50,7 +51,7 @@ class Bucket:
             if self.quota_bytes is not None:
                 used = sum(len(other.data) for other in self.objects.values())
                 if used + len(stored.data) - (len(before.data) if before else 0) > self.quota_bytes:
-                    raise Refused("QuotaExceeded", f"the bucket's limit is {self.quota_bytes} bytes")
+                    raise Refused(self.quota_code, f"the bucket's limit is {self.quota_bytes} bytes")
             stored.listed_from = time.monotonic() + stale_seconds if before is None else before.listed_from
             self.objects[key] = stored
             self._ghosts.pop(key, None)

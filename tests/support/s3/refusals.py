@@ -12,6 +12,7 @@ _STATUS = {
     "ConditionalRequestConflict": 409,
     "EntityTooSmall": 400,
     "IncompleteBody": 400,
+    "InsufficientStorage": 507,
     "InternalError": 500,
     "InvalidAccessKeyId": 403,
     "InvalidArgument": 400,

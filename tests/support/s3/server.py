@@ -37,13 +37,14 @@ class Server(ThreadingHTTPServer):
             return self._buckets.get(name), self._conducts.setdefault(name, Conduct())
 
     def behave(self, name: str, settings: dict[str, Any]) -> None:
-        """Change the conduct of a bucket, which is made when it is missing."""
-        quota_bytes = settings.pop("quota_bytes", None)
+        """Change the conduct of a bucket, which is made when it is missing. quota_bytes: of all its objects, None: no
+        limit; quota_code: what a put beyond it is refused with."""
+        quota_bytes, quota_code = settings.pop("quota_bytes", None), settings.pop("quota_code", "QuotaExceeded")
         with self._lock:
             bucket = self._buckets.setdefault(name, Bucket(name))
             conduct = self._conducts.setdefault(name, Conduct())
         conduct.change(**settings)
-        bucket.quota_bytes = quota_bytes
+        bucket.quota_bytes, bucket.quota_code = quota_bytes, quota_code
 
     def forget(self, name: str) -> None:
         with self._lock:

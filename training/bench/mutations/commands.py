@@ -1,92 +1,110 @@
-"""Counts what becomes of random single changes, kind by kind, for the commits and for DCP."""
+"""Counts what becomes of random single changes to what was stored, kind by kind: our commits beside torch's DCP."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import random
+import os
+import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from infra.errors import InfraError
 from training.bench.machine import describe_machine
-from training.bench.tables import machine_line
+from training.bench.mutations.trials import NAMES, Bench, Tally, as_json
+from training.bench.tables import machine_line, table
+from training.errors import TrainingError
+
+_COLUMNS = ("changes", "refused", "fell back", "untold", "same bits", "crashed", "wrong", "named")
+_TITLES = {"commits": "Ebbflow's commits", "dcp": "torch's DCP"}
+_ABOUT = (
+    "refused: the start failed and said so. fell back: it said so and went on from the commit before, whose\n"
+    "weights were compared too; untold: it did so without a word. same bits: what was changed is not read, or\n"
+    "does not matter. crashed: killed, out of memory, or silent for 20 s. wrong: other weights, or none,\n"
+    "without a word. named: `checkpoints verify` of the job named it; DCP has no such command. record: of a\n"
+    "generation. DCP: its FileSystemWriter and FileSystemReader; manifest: its .metadata."
+)
 
 
 def main(arguments: list[str]) -> int:
-    """0 when every change was found or changed nothing that is loaded, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m training bench mutations", description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=10_000, help="changes to each of the two (default 10000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the changes (default 0)")
-    parser.add_argument("--folder", help="where the checkpoints are made (default: the temporary folder)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    given = parser.parse_args(arguments)
+    """0 when every change to a commit was found, else 1."""
+    given = _parse(arguments)
     figures: dict[str, Any] = {"kind": "measured", "machine": describe_machine(), "seed": given.seed}
-    print(machine_line(figures["machine"]), flush=True)
-    with tempfile.TemporaryDirectory(prefix="ebbflow-mutations-", dir=given.folder) as folder:
-        figures |= measure(Path(folder), given.count, given.seed)
-    print(f"\n{text(figures)}", flush=True)
+    try:
+        with contextlib.ExitStack() as stack:
+            benches = _benches(given, stack)
+            if given.only is not None:
+                return _replay(benches, given)
+            print(machine_line(figures["machine"]), flush=True)
+            processes = min(given.processes, given.count)
+            tallies = {name: bench.all(given.count, processes, every_seconds=10.0) for name, bench in benches.items()}
+    except (TrainingError, InfraError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.outcome.exit_code
+    print(f"\n{text(tallies)}", flush=True)
+    figures |= {"count": given.count, "contestants": {name: as_json(tally) for name, tally in tallies.items()}}
     if given.json is not None:
         given.json.write_text(json.dumps(figures, indent=1) + "\n")
-    ours = figures["contestants"]["commits"]
-    return 1 if any(row["wrong"] or row["unseen"] for row in ours.values()) else 0
+    return 0 if all(_sound(tally) for name, tally in tallies.items() if name == "commits") else 1
 
 
-def measure(folder: Path, count: int, seed: int) -> dict[str, Any]:
-    """Of each contestant, by kind of change: how many, refused, reported by verifying, unseen, loaded wrong.
-
-    unseen: loaded equal, and nothing reported: the change is in bytes that nothing reads, or in nothing that counts.
-    """
-    from training.bench.mutations.contestants import Commits, Dcp
-
-    contestants = {}
-    for name, kind in (("commits", Commits), ("dcp", Dcp)):
-        place = folder / name
-        place.mkdir()
-        contestants[name] = _count(kind(place), count, random.Random(seed))
-    return {"count": count, "contestants": contestants}
-
-
-def _count(contestant: Any, count: int, chance: random.Random) -> dict[str, dict[str, int]]:
-    from training.bench.mutations.changes import changed, kinds
-    from training.bench.mutations.contestants import EQUAL, REFUSED, WRONG
-
-    if contestant.load() != EQUAL or contestant.found_without_loading():
-        raise RuntimeError("what was not changed does not load, or does not verify")
-    names = kinds(contestant.parts)
-    tallies: dict[str, Counter[str]] = {name: Counter() for name in names}
-    for number in range(count):
-        kind = names[number % len(names)]
-        with changed(contestant.parts, kind, chance):
-            loaded, reported = contestant.load(), contestant.found_without_loading()
-        tally = tallies[kind]
-        tally["changes"] += 1
-        tally["refused"] += loaded == REFUSED
-        tally["reported"] += reported
-        tally["wrong"] += loaded == WRONG
-        tally["unseen"] += loaded == EQUAL and not reported
-    if contestant.load() != EQUAL or contestant.found_without_loading():
-        raise RuntimeError("the last change was not undone: the figures are void")
-    keys = ("changes", "refused", "reported", "unseen", "wrong")
-    return {kind: {key: tally[key] for key in keys} for kind, tally in tallies.items()}
-
-
-def text(figures: dict[str, Any]) -> str:
-    """One table: kinds of change, and what became of them."""
-    lines = [f"{'':32}{'changes':>9}{'refused':>9}{'reported':>10}{'unseen':>8}{'loaded wrong':>14}"]
-    for name, rows in figures["contestants"].items():
-        title = "Ebbflow's commits" if name == "commits" else "DCP, FileSystemWriter and FileSystemReader"
-        total = {key: sum(row[key] for row in rows.values()) for key in next(iter(rows.values()))}
-        lines += ["", title]
-        lines += [_row(kind, row) for kind, row in [*rows.items(), ("all", total)]]
-    about = (
-        "refused: the load raised. reported: the verifying read of all objects named it; DCP has none. unseen: loaded\n"
-        "equal and nothing reported. loaded wrong: other weights, without a word."
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m training bench mutations", description=__doc__.splitlines()[0])
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--count", type=int, default=10_000, help="changes to each of the two (default 10000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the changes (default 0)")
+    parser.add_argument("--only", type=int, metavar="N", help="change number N alone, and all that is said of it")
+    parser.add_argument("--contestants", default=",".join(NAMES), metavar="LIST", help=f"default {','.join(NAMES)}")
+    parser.add_argument("--processes", type=int, default=cores, help=f"asked at once (default: cores, {cores})")
+    parser.add_argument(
+        "--folder", type=Path, help="keep the checkpoints there, or take those that are there: --only needs the same"
     )
-    return "\n".join([*lines, "", about])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    given = parser.parse_args(arguments)
+    given.contestants = given.contestants.split(",")
+    if unknown := set(given.contestants) - set(NAMES):
+        parser.error(f"--contestants: {', '.join(sorted(unknown))}: not among {', '.join(NAMES)}")
+    if given.count < 1 or given.processes < 1:
+        parser.error("--count and --processes are at least 1")
+    return given
 
 
-def _row(kind: str, row: dict[str, int]) -> str:
-    cells = f"{row['changes']:>9,}{row['refused']:>9,}{row['reported']:>10,}{row['unseen']:>8,}{row['wrong']:>14,}"
-    return f"  {kind:30}{cells}"
+def _benches(given: argparse.Namespace, stack: contextlib.ExitStack) -> dict[str, Bench]:
+    """Checkpoints have random names in them: those that are kept are the ones whose changes can be repeated."""
+    work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ebbflow-mutations-")))
+    kept = given.folder or work / "made"
+    return {name: Bench(name, kept / name, work / name, given.seed) for name in given.contestants}
+
+
+def _replay(benches: dict[str, Bench], given: argparse.Namespace) -> int:
+    for name, bench in benches.items():
+        trial = bench.one(given.only)
+        named = ", named by verify" if trial.named else ""
+        print(f"{name}, seed {given.seed}, number {trial.number}: {trial.change}\n{trial.outcome}{named}\n{trial.told}")
+    return 0
+
+
+def _sound(tally: Tally) -> bool:
+    """Every change was named, and none of them loaded or crashed anything."""
+    return tally.count("named") == tally.trials and not tally.count("wrong") and not tally.count("crashed")
+
+
+def text(tallies: dict[str, Tally]) -> str:
+    """One table: kinds of change, and what became of them."""
+    rows: list[list[str]] = []
+    for name, tally in tallies.items():
+        rows.append([_TITLES[name], *[""] * len(_COLUMNS)])
+        rows += [[f"  {kind}", *_cells(counts)] for kind, counts in tally.by_kind.items()]
+        rows.append(["  all", *_cells({column: tally.count(column) for column in _COLUMNS})])
+    lines = [table(["", *_COLUMNS], rows, text_columns=1), "", _ABOUT]
+    for name, tally in tallies.items():
+        lines += [f"{name} crashed: {number} × {cause}" for cause, number in tally.crashes.most_common()]
+        if name == "commits":
+            lines += [f"  --only {trial.number}: {trial.outcome}: {trial.change}" for trial in tally.examples]
+    return "\n".join(lines)
+
+
+def _cells(counts: Any) -> list[str]:
+    return [f"{counts.get(column, 0):,}" for column in _COLUMNS]

@@ -17,7 +17,7 @@ from training.checkpoint.commands.selecting import add_commit, add_uri, find
 from training.checkpoint.lineage import Traced, trace_lineage
 from training.checkpoint.manifest import VERSION, Manifest
 from training.checkpoint.reader import read_manifest
-from training.checkpoint.verify import verify_commit
+from training.checkpoint.verify import uncommitted_saves, verify_commit
 from training.errors import CheckpointError, CorruptCommit
 
 
@@ -127,11 +127,23 @@ def _verify(store: Store, options: argparse.Namespace) -> int:
             print(f"step {traced.ref.step:>8}  {'sound' if not problems else 'BAD'}  {traced.ref.key}", flush=True)
             for problem in problems:
                 print(f"    {problem}")
+    uncommitted = [] if options.commit else [_uncommitted(*found) for found in uncommitted_saves(store)]
     if options.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(rows + uncommitted, indent=2))
     if not rows:
         print(f"{store.uri}: skipped, because there are no commits", file=sys.stderr)
+    for row in [] if options.json else uncommitted:
+        print(f"step {row['step']:>8}  no commit  {row['key']}\n    {row['problems'][0]}")
     return 0 if rows and all(row["sound"] for row in rows) else 1
+
+
+def _uncommitted(step: int, prefix: str) -> dict[str, Any]:
+    """A row beside those of the commits. sound: None, since it is none."""
+    problem = (
+        "all ranks have saved, and no manifest names it: it is being committed or deleted now, or that was cut off, or "
+        "its manifest is lost"
+    )
+    return {"step": step, "key": prefix, "sound": None, "problems": [problem]}
 
 
 def _mark(store: Store, traced: Traced, *, sound: bool) -> None:

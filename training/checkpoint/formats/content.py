@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,17 +15,32 @@ _PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # states that torch's optimizers give the parameter's shape
 
+Source = Callable[[Sequence[str]], Iterator[tuple[str, Tensor]]]
+
 
 @dataclass(kw_only=True)
 class Content:
     """moments: state tensors by parameter and state. settings: as `optimizer_settings` makes them, None without an
-    optimizer. extra: what our own commits carry besides, JSON."""
+    optimizer. extra: what our own commits carry besides, JSON.
+
+    source: where the values of the tensors are, None: in them. Otherwise they have a shape and a dtype alone (device
+    "meta"), and their values are to be asked for by `stream`.
+    """
 
     weights: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     settings: dict[str, Any] | None = None
     step: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
+    source: Source | None = None
+
+    def stream(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """These tensors of `named` with their values, in this order, each until the next is asked for.
+
+        There need not be memory for all of them, and what one had may be used again for another.
+        """
+        named = self.named()
+        yield from ((name, named[name]) for name in names) if self.source is None else self.source(list(names))
 
     def named(self) -> dict[str, Tensor]:
         """The tensors as a commit names them."""
@@ -35,7 +50,7 @@ class Content:
         return named
 
     def without_optimizer(self) -> Content:
-        return Content(weights=self.weights, step=self.step, extra=self.extra)
+        return Content(weights=self.weights, step=self.step, extra=self.extra, source=self.source)
 
 
 def bare_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from training.checkpoint.formats.content import Content, bare_weights
@@ -16,6 +17,26 @@ from training.errors import CheckpointError
 
 _OURS = "ebbflow"
 _OPTIMIZER = ".optimizer.safetensors"
+_WEIGHTS, _STATES = "model.", "optimizer."
+_ALIGNMENT = 8
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def read_safetensors(path: Path, weights_only: bool) -> Content:
@@ -42,14 +63,41 @@ def read_safetensors(path: Path, weights_only: bool) -> Content:
 
 
 def write_safetensors(content: Content, path: Path) -> None:
-    from safetensors.torch import save_file
-
+    """One tensor after the other, which the library's own writer does not do: it wants all of them in memory."""
     about = {"step": content.step, "extra": content.extra, "settings": content.settings}
     metadata = {"format": "pt", _OURS: json.dumps(about)}
-    save_file({name: tensor.contiguous() for name, tensor in content.weights.items()}, path, metadata=metadata)
+    _write(content, _WEIGHTS, path, metadata)
     if content.settings is not None:
-        flat = {f"{name}.{key}": t for name, states in content.moments.items() for key, t in states.items()}
-        save_file({name: tensor.contiguous() for name, tensor in flat.items()}, _beside(path))
+        _write(content, _STATES, _beside(path), {"format": "pt"})
+
+
+def _write(content: Content, prefix: str, path: Path, metadata: dict[str, str]) -> None:
+    """The tensors of `Content.named` that begin with `prefix`, under their names without it.
+
+    The format (https://github.com/huggingface/safetensors, "Format"): eight bytes with the length of the header, the
+    header as JSON, and the bytes of the tensors without gaps. As the library does, larger elements come first, so that
+    each tensor is aligned to its own.
+    """
+    named = {name: tensor for name, tensor in content.named().items() if name.startswith(prefix)}
+    order = sorted(named, key=lambda name: -named[name].element_size())
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in order:
+        start, end = end, end + named[name].numel() * named[name].element_size()
+        about = {"dtype": _dtype(named[name], name), "shape": list(named[name].shape), "data_offsets": [start, end]}
+        header[name.removeprefix(prefix)] = about
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for _, tensor in content.stream(order):
+            file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+
+
+def _dtype(tensor: Tensor, name: str) -> str:
+    if tensor.dtype not in _DTYPES:
+        raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors has no name for; hint: --kind dcp")
+    return _DTYPES[tensor.dtype]
 
 
 def _beside(path: Path) -> Path:

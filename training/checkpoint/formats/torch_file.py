@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from training.checkpoint.formats.content import Content, add_optimizer, bare_weights, torch_optimizer
+from training.checkpoint.formats.torch_hollow import fill, save_hollow
 from training.errors import CheckpointError
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
@@ -25,7 +26,11 @@ def write_torch(content: Content, path: Path) -> None:
     document: dict[str, Any] = {"model": content.weights, "step": content.step, "extra": content.extra}
     if content.settings is not None:
         document["optimizer"] = torch_optimizer(content)
-    torch.save(document, path)
+    if content.source is None:
+        torch.save(document, path)
+    else:
+        names = save_hollow(document, {id(tensor): name for name, tensor in content.named().items()}, path)
+        fill(path, content.stream(names))
 
 
 def parse_document(document: Any, what: str, weights_only: bool) -> Content:

@@ -16,7 +16,8 @@ from infra.layout import data_prefix, index_prefix, pin_key, quarantine_key, tom
 from infra.store import Store
 from training.checkpoint.checksum import seal, unseal
 from training.checkpoint.fetch import fetched
-from training.checkpoint.lineage import CommitRef, newest_number
+from training.checkpoint.generations import newest_number
+from training.checkpoint.lineage import CommitRef
 from training.checkpoint.manifest import VERSION
 from training.errors import CorruptCommit, GenerationSuperseded
 
@@ -36,7 +37,7 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     except StoreError:
         if not full:
             raise
-    if (number := newest_number(store)) > newest:
+    if (number := newest_number(store, near=newest)) > newest:
         store.delete(tombstone_key(ref.sha256))
         raise superseded(store, number, newest)
     if store.head(pin_key(ref.sha256)) is not None:

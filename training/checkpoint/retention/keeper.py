@@ -7,15 +7,16 @@ quarantined or outside the lineage (a zombie's, a rewind's) is kept for a while,
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from infra.errors import ObjectNotFound
 from infra.layout import data_prefix
 from infra.store import ObjectMeta, Store
 from training.checkpoint.fetch import fetched
-from training.checkpoint.lineage import CommitRef, Traced, newest_number, trace_lineage
+from training.checkpoint.generations import newest_number
+from training.checkpoint.lineage import CommitRef, Traced, trace_lineage
 from training.checkpoint.manifest import Manifest, Save
+from training.checkpoint.retention.clock import StoreClock
 from training.checkpoint.retention.deletion import delete_commit, finish_deletions, superseded
 from training.checkpoint.retention.orphans import find_orphans, sweep_orphans
 from training.checkpoint.retention.policy import Kept, RetentionPolicy, choose, metric_of, with_room
@@ -41,6 +42,7 @@ class Retention:
         self._policy = policy
         self._manifests: dict[str, Manifest] = {}
         self._swept = float("-inf")
+        self._clock = StoreClock()
 
     def run(self, store: Store, save: Save) -> list[CommitRef]:
         """Delete what need not be kept after `save` was committed; returns what was deleted.
@@ -55,7 +57,7 @@ class Retention:
         limit = min(self._policy.orphan_seconds, max(2 * deadline_seconds, _SHORTEST_ORPHAN_SECONDS))
         deleted = self._enforce(store, self._policy, save.generation_number, _PATIENCE_SECONDS, full=True)
         finish_deletions(store)
-        sweep_orphans(store, older_than_seconds=limit)
+        sweep_orphans(store, self._clock, older_than_seconds=limit)
         return deleted
 
     def prune(self, store: Store) -> list[CommitRef]:
@@ -69,12 +71,12 @@ class Retention:
 
     def orphans(self, store: Store) -> list[ObjectMeta]:
         """What no commit names and is older than the limit; nothing is changed."""
-        return find_orphans(store, older_than_seconds=self._policy.orphan_seconds)
+        return find_orphans(store, self._clock, older_than_seconds=self._policy.orphan_seconds)
 
     def _enforce(
         self, store: Store, policy: RetentionPolicy, number: int, patience_seconds: float, *, full: bool = False
     ) -> list[CommitRef]:
-        if (newest := newest_number(store)) > number:
+        if (newest := newest_number(store, near=number)) > number:
             raise superseded(store, newest, number)
         if newest < number:
             return []  # our own generation is not listed yet: what is, is not the whole truth
@@ -88,7 +90,7 @@ class Retention:
                 deleted.append(ref)
             self._manifests.pop(ref.sha256, None)
         if time.monotonic() - self._swept > policy.orphan_seconds / _SWEEPS_PER_LIMIT:
-            sweep_orphans(store, older_than_seconds=policy.orphan_seconds)
+            sweep_orphans(store, self._clock, older_than_seconds=policy.orphan_seconds)
             self._swept = time.monotonic()
         return deleted
 
@@ -111,7 +113,7 @@ class Retention:
                     delete[ref] = self._generation(store, ref)
             elif counted >= oldest_needed and ref.sha256 not in pinned:  # torn, and enough whole ones are newer
                 delete[ref] = self._generation(store, ref)
-        for ref in _stale(traced, policy.orphan_seconds):
+        for ref in self._stale(store, traced, policy.orphan_seconds):
             if ref.sha256 not in pinned:
                 delete[ref] = self._generation(store, ref)
         # The oldest first: when time runs out, what is left is still one unbroken newest part.
@@ -129,6 +131,14 @@ class Retention:
         metric = metric_of(manifest.common.get("extra") or {}, ref.step, policy.best_metric)
         return Kept(sha256=ref.sha256, step=ref.step, size=manifest.size, metric=metric, pinned=ref.sha256 in pinned)
 
+    def _stale(self, store: Store, traced: list[Traced], limit_seconds: float) -> list[CommitRef]:
+        """What does not count and is older than the limit, by the store's clock."""
+        out = [found for found in traced if found.unreachable_because is not None]
+        if not out:
+            return []
+        now = self._clock.now(store, max(found.modified for found in traced))
+        return [found.ref for found in out if now - found.modified > limit_seconds]
+
     def _generation(self, store: Store, ref: CommitRef) -> str | None:
         manifest = self._manifest(store, ref)
         return manifest and manifest.save.generation
@@ -140,11 +150,3 @@ class Retention:
             except (CorruptCommit, ObjectNotFound):
                 return None
         return self._manifests[ref.sha256]
-
-
-def _stale(traced: list[Traced], limit_seconds: float) -> Iterator[CommitRef]:
-    """What does not count and is older than the limit, by the store's clock."""
-    now = max(found.modified for found in traced)
-    for found in traced:
-        if found.unreachable_because is not None and now - found.modified > limit_seconds:
-            yield found.ref

@@ -6,11 +6,12 @@ from collections import defaultdict
 
 from infra.layout import parse_commit_key
 from infra.store import ObjectMeta, Store
+from training.checkpoint.retention.clock import StoreClock
 from training.checkpoint.retention.deletion import delete_all
 
 
-def find_orphans(store: Store, *, older_than_seconds: float) -> list[ObjectMeta]:
-    """By the store's own clock: its newest object is now, which errs on the side of keeping.
+def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) -> list[ObjectMeta]:
+    """By the store's own clock.
 
     A folder of a save goes as a whole: while any object of it is young, its save may be under way. Data are listed
     before commits, so that a save that is committed meanwhile is seen as such.
@@ -29,18 +30,20 @@ def find_orphans(store: Store, *, older_than_seconds: float) -> list[ObjectMeta]
             committed.add((generation, step))
         except ValueError:
             continue  # not a key of ours
-    now = max((meta.modified for meta in [*listed, *commits]), default=0.0)
-    orphans = []
-    for (generation, step), found in saves.items():
-        if (int(generation.split("-")[0]), int(step)) in committed:
-            continue
-        if all(now - meta.modified > older_than_seconds for meta in found):
-            orphans += found
-    return orphans
+    uncommitted = [
+        found
+        for (generation, step), found in saves.items()
+        if (int(generation.split("-")[0]), int(step)) not in committed
+    ]
+    if not uncommitted:
+        return []
+    now = clock.now(store, max(meta.modified for meta in [*listed, *commits]))
+    old = [found for found in uncommitted if all(now - meta.modified > older_than_seconds for meta in found)]
+    return [meta for found in old for meta in found]
 
 
-def sweep_orphans(store: Store, *, older_than_seconds: float) -> int:
+def sweep_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) -> int:
     """Bytes that were deleted."""
-    orphans = find_orphans(store, older_than_seconds=older_than_seconds)
+    orphans = find_orphans(store, clock, older_than_seconds=older_than_seconds)
     delete_all(store, [meta.key for meta in orphans])
     return sum(meta.size for meta in orphans)

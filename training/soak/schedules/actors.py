@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from infra.errors import InfraError, StoreError
-from infra.layout import generation_key
+from infra.multipart import Throttle, open_sink
 from infra.store import Store
 from training.checkpoint import (
     Checkpointer,
@@ -29,6 +29,8 @@ from training.soak.schedules.state import build, differing, fill
 Report = Callable[..., None]
 _REQUEST_SECONDS = 2.0
 _GROUP_SECONDS = 30.0
+_CHUNK_BYTES = 5 * 2**19  # so that parts have 5 MiB, the least that S3 takes
+_SWEEP_SECONDS = 10.0
 
 
 def launch(report: Report, uri: str, attempt: int, rewind: int) -> None:
@@ -36,7 +38,8 @@ def launch(report: Report, uri: str, attempt: int, rewind: int) -> None:
     store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
     try:
         refs = reachable_commits(store) if rewind else []
-        parent = refs[min(rewind, len(refs) - 1)].key if refs else None
+        back = min(rewind, len(refs) - 1)
+        parent = refs[back].key if refs else None
         generation = open_generation(store, run="soak", attempt=attempt, parent=parent)
         candidates = [ref.key for ref in reachable_commits(store)]
     except TwoLaunchers as error:
@@ -46,20 +49,25 @@ def launch(report: Report, uri: str, attempt: int, rewind: int) -> None:
         report("refused", kind=type(error).__name__, message=str(error))
         return
     about = {"number": generation.number, "id": generation.id, "name": generation.name, "parent": generation.parent}
-    report("opened", **about, rewound=parent is not None, candidates=candidates)
+    report("opened", **about, rewound=parent is not None, back=back if refs else 0, candidates=candidates)
 
 
-def give_up(report: Report, uri: str, number: int, keep_id: str) -> None:
-    """What an operator does on the hint of TwoLaunchers: delete the records of a number but one."""
+def give_up(report: Report, uri: str, names: list[str]) -> None:
+    """What an operator does on the hint of TwoLaunchers: of two records of one number, delete the one to give up.
+
+    names: of the generations that have ranks. A launcher that withdraws, and dies or is refused, leaves its record.
+    """
     store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
-    for meta in store.list("generations"):
-        if meta.key.startswith(f"generations/{number:06d}-") and meta.key != generation_key(number, keep_id):
-            store.delete(meta.key)
-            report("gave_up", key=meta.key)
+    listed = [meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in store.list("generations")]
+    numbers = [name.partition("-")[0] for name in listed]
+    for name in (name for name in listed if numbers.count(name.partition("-")[0]) > 1 and name not in names):
+        store.delete(f"generations/{name}.json")
+        numbers.remove(name.partition("-")[0])
+        report("gave_up", name=name)
 
 
 def work(report: Report, uri: str, opened: dict[str, Any], place: dict[str, Any], plan: dict[str, Any]) -> None:
-    """One rank: join, restore, then save step after step. place: rank, world_size, meeting (a file), keep_last."""
+    """One rank: join, restore, then save step after step. place: rank, world_size, meeting (a file)."""
     rank, world_size = place["rank"], place["world_size"]
     if world_size > 1:
         meeting = f"file://{place['meeting']}"
@@ -67,7 +75,7 @@ def work(report: Report, uri: str, opened: dict[str, Any], place: dict[str, Any]
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=limit)
     store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
     generation = _patiently(lambda: read_generation(store, opened["number"], opened["id"]))
-    model, optimizer = build(world_size)
+    model, optimizer = build(world_size, large=plan["large"])
     deadline = plan["deadline_seconds"]
     with Checkpointer(
         uri,
@@ -75,7 +83,9 @@ def work(report: Report, uri: str, opened: dict[str, Any], place: dict[str, Any]
         rank=rank,
         world_size=world_size,
         deadline_seconds=deadline,
-        retention=RetentionPolicy(keep_last=place["keep_last"]),
+        retention=RetentionPolicy(keep_last=plan["keep_last"]),
+        chunk_bytes=_CHUNK_BYTES,
+        request_seconds=_REQUEST_SECONDS,
     ) as saver:
         report("hello", uploader=saver.uploader_pid)
         restored = saver.restore(opened["candidates"], model, optimizer)
@@ -84,13 +94,14 @@ def work(report: Report, uri: str, opened: dict[str, Any], place: dict[str, Any]
             wrong = differing(model, optimizer, origin, restored.step)
             if restored.extra != {"generation": origin, "step": restored.step}:
                 wrong.append(f"extra is {restored.extra}")
-            report(
-                "restored", key=restored.key, wrong=wrong, rejected=[(one.key, one.reason) for one in restored.rejected]
-            )
-        for step, pause, wait in zip(plan["saves"], plan["pauses"], plan["waits"], strict=True):
+            rejected = [(one.key, one.reason) for one in restored.rejected]
+            resized = restored.world_size != world_size
+            report("restored", key=restored.key, wrong=wrong, rejected=rejected, resized=resized)
+        steps = [(restored.step if restored else 0) + after for after in plan["saves"]]
+        for step, pause, wait in zip(steps, plan["pauses"], plan["waits"], strict=True):
             time.sleep(pause)
             fill(model, optimizer, generation.name, step)
-            _save(report, saver, step, model, optimizer, generation.name, awaited=wait or step == plan["saves"][-1])
+            _save(report, saver, step, model, optimizer, generation.name, awaited=wait or step == steps[-1])
     report("done")
 
 
@@ -118,10 +129,11 @@ def _save(
 
 
 def sweep(report: Report, uri: str, keep_last: int) -> None:
-    """All gangs are over: retention, with orphans that may go at any age."""
+    """All gangs are over: retention, with orphans and unfinished uploads that may go at any age."""
     store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
     deleted = Retention(RetentionPolicy(keep_last=keep_last, orphan_seconds=0.001)).prune(store)
-    report("swept", deleted=[ref.key for ref in deleted])
+    uploads = open_sink(uri, Throttle()).sweep("data/", older_than_seconds=-2.0, seconds=_SWEEP_SECONDS)
+    report("swept", deleted=[ref.key for ref in deleted], uploads=uploads)
 
 
 def read(report: Report, uri: str) -> None:

@@ -90,7 +90,7 @@ class Cast:
         while not condition():
             if time.monotonic() > end:
                 return False
-            self.listen(0.02)
+            self.listen(0.05)
         return True
 
     def end(self) -> None:

@@ -1,79 +1,60 @@
-"""`python -m training soak schedules`: many seeds, on as many processes as there are cores, or one alone."""
+"""`python -m training soak schedules`: many seeds, on two processes for each core, or one alone."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from training.soak.schedules.plan import draw
+from training.soak.schedules.plan import Schedule, draw
+from training.soak.schedules.summary import Outcome, text
 from training.soak.server import FailingS3
 
-
-@dataclass
-class Outcome:
-    """Of one seed. problems: what did not hold. log: where its processes' output lies, when it failed."""
-
-    seed: int
-    storm: str
-    store: str
-    seconds: float
-    problems: list[str]
-    tally: dict[str, int] = field(default_factory=dict)
-    faults: dict[str, int] = field(default_factory=dict)
-    requests: int = 0
-    log: str | None = None
+_LOT = 5  # seeds that a worker takes at once: as few as the start of their server allows
 
 
-def play_seed(seed: int, folder: Path, server: FailingS3) -> Outcome:
-    """Play one schedule in `folder`. The calling process must have one thread and must not have opened a store."""
+def play(schedule: Schedule, folder: Path, server: FailingS3) -> Outcome:
+    """In a folder of its own in `folder`. The calling process must have one thread, have called `preload`, and must
+    not have opened a store."""
     from training.soak.schedules.director import Director
     from training.soak.schedules.stage import Stage
 
+    outcome = Outcome(schedule.seed, schedule.storm, schedule.store)
     began = time.monotonic()
-    schedule = draw(seed)
-    place = folder / f"seed-{seed}"
+    place = folder / f"seed-{schedule.seed}"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     stage = Stage(schedule, place, server)
     try:
         director = Director(schedule, stage)
-        problems = director.play()
-        told = stage.told()
+        outcome.problems = director.play()
+        outcome.tally, told = director.tally, stage.told()
+        outcome.faults, outcome.requests = told["met"], sum(told["requests"].values())
+    except Exception as error:  # in the play, not in what is played: the other seeds go on
+        outcome.problems = [f"the play itself: {error!r}"]
     finally:
         stage.close()
-    return Outcome(
-        seed=seed,
-        storm=schedule.storm,
-        store=schedule.store,
-        seconds=time.monotonic() - began,
-        problems=problems,
-        tally=director.tally,
-        faults=told["met"],
-        requests=sum(told["requests"].values()),
-        log=str(stage.log) if problems else None,
-    )
+    outcome.seconds = time.monotonic() - began
+    outcome.log = str(stage.log) if outcome.problems else None
+    return outcome
 
 
 def play_seeds(seeds: list[int], folder: str) -> list[Outcome]:
     """In a process of its own: one server for all of these seeds, one after the other."""
-    import torch
-
-    torch.set_num_threads(1)  # before any is made: what is forked from here must not miss them
+    preload()
     server = FailingS3()
     try:
         outcomes = []
         for seed in seeds:
-            outcome = play_seed(seed, Path(folder), server)
+            outcome = play(draw(seed), Path(folder), server)
             outcomes.append(outcome)
             if not outcome.problems:
                 shutil.rmtree(Path(folder) / f"seed-{seed}", ignore_errors=True)
@@ -84,9 +65,21 @@ def play_seeds(seeds: list[int], folder: str) -> list[Outcome]:
         server.close()
 
 
+def preload() -> None:
+    """What all ranks import, once: what is forked from here has it. dynamo costs each of them 0.6 s otherwise."""
+    import torch
+    import torch._dynamo
+
+    from training.soak.schedules import director  # noqa: F401
+
+    torch.set_num_threads(1)  # before any is made: what is forked from here must not miss them
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page of this
+
+
 def play_all(seeds: list[int], folder: str, workers: int) -> list[Outcome]:
     """All seeds, in small lots, so that no worker waits for another's last one."""
-    lots = [seeds[start : start + 10] for start in range(0, len(seeds), 10)]
+    lots = [seeds[start : start + _LOT] for start in range(0, len(seeds), _LOT)]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=10) as pool:
         found = pool.map(play_seeds, lots, [folder] * len(lots))
         outcomes: list[Outcome] = []
@@ -103,7 +96,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--count", type=int, default=1000, help="how many seeds (default 1000)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--seed", type=int, help="play this one alone, and keep what it leaves")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="default: one per core")
+    parser.add_argument("--workers", type=int, default=_workers(), help="default: two per core")
     parser.add_argument("--folder", help="for stores and logs (default: a temporary one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there as well")
     given = parser.parse_args(arguments)
@@ -124,25 +117,13 @@ def main(arguments: list[str]) -> int:
     return 1 if failed else 0
 
 
+def _workers() -> int:
+    """Schedules mostly wait: for victims, deadlines and a store that stalls."""
+    return 2 * (os.cpu_count() or 1)
+
+
 def describe(seed: int) -> dict[str, Any]:
     """The schedule as JSON."""
     from dataclasses import asdict
 
     return asdict(draw(seed))
-
-
-def text(outcomes: list[Outcome], seconds: float) -> str:
-    """What the schedules went through, added up."""
-    tally: Counter[str] = Counter()
-    faults: Counter[str] = Counter()
-    for outcome in outcomes:
-        tally.update(outcome.tally)
-        faults.update(outcome.faults)
-    failed = sum(bool(outcome.problems) for outcome in outcomes)
-    requests = sum(outcome.requests for outcome in outcomes)
-    lines = [
-        f"{len(outcomes)} schedules in {seconds:.0f} s, {failed} failed; {requests:,} requests to the failing store",
-        "went through: " + ", ".join(f"{count} {name}" for name, count in sorted(tally.items())),
-        "faults met: " + (", ".join(f"{count} {name}" for name, count in sorted(faults.items())) or "none"),
-    ]
-    return "\n".join(lines)

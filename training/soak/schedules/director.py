@@ -15,6 +15,9 @@ from training.soak.schedules.stage import Stage
 
 _START_SECONDS = 40.0
 _TRIES = 8
+_NO_ROOM = ("QuotaExceeded", "InsufficientStorage")
+# NoSuchUpload: an answer was lost, and the upload is completed or aborted once more.
+_REFUSED_BY_RIGHT = {"injected", "NoSuchKey", "NoSuchUpload", *_NO_ROOM}
 
 
 @dataclass
@@ -25,6 +28,14 @@ class Gang:
     act: Act
     ranks: list[Actor]
     began: float = field(default_factory=time.monotonic)
+    ready: float | None = None
+
+    @property
+    def working_seconds(self) -> float:
+        """Since all ranks had said that they were there; 0 until then."""
+        if self.ready is None and all(rank.first("hello") for rank in self.ranks):
+            self.ready = time.monotonic()
+        return 0.0 if self.ready is None else time.monotonic() - self.ready
 
     @property
     def over(self) -> bool:
@@ -43,7 +54,9 @@ class Director:
         self._schedule = schedule
         self._stage = stage
         self._cast = Cast(stage.environment, stage.log)
-        self._oracle = Oracle(schedule.keep_last, schedule.deadline_seconds)
+        self._oracle = Oracle(
+            schedule.keep_last, schedule.deadline_seconds, roomy="quota_bytes" not in schedule.conduct
+        )
         self._gangs: list[Gang] = []
         self.tally: dict[str, int] = {}
 
@@ -57,6 +70,7 @@ class Director:
                 self._act(number, act, last=last)
             self._take_reports()
             self._judge()
+            self._add_up()
         finally:
             self._cast.end()
         return self._oracle.problems
@@ -96,6 +110,8 @@ class Director:
                 self._oracle.problems.append(f"a launcher of act {number} did not end within {_START_SECONDS:.0f} s")
                 return None
             opened = [report for one in launchers if (report := one.first("opened"))]
+            if count > 1:
+                self._count("two launchers at once")
             for one in launchers:
                 if one.status != 0:
                     self._oracle.problems.append(f"a launcher ended with {one.status}: {one.told[-1:]}")
@@ -104,9 +120,18 @@ class Director:
                 self._oracle.problems.append(f"two launchers both opened generation {opened[0]['number']}")
             if opened:
                 return self._gather(max(opened, key=lambda one: one["number"]), act, expected)
-            self._count("starts refused")
+            self._count("starts that were refused")
+            if any(one.first("two_launchers") for one in launchers) and count == 1:
+                self._operate()
             time.sleep(0.2)
         return None
+
+    def _operate(self) -> None:
+        """A launcher finds the record of one that should have withdrawn: somebody has to take it away."""
+        self._count("records given up by hand")
+        names = [gang.opened["name"] for gang in self._gangs]
+        operator = self._cast.start("operator", actors.give_up, self._stage.uri, names)
+        self._cast.until(lambda: operator.over, _START_SECONDS)
 
     def _gather(self, opened: dict[str, Any], act: Act, expected: Any) -> Gang:
         self._take_rot()
@@ -116,24 +141,27 @@ class Director:
             "pauses": act.pauses,
             "waits": act.waits,
             "deadline_seconds": self._schedule.deadline_seconds,
+            "keep_last": self._schedule.keep_last,
+            "large": self._schedule.large,
         }
         meeting = str(self._stage.folder / f"meeting-{opened['name']}")
         ranks = []
         for rank in range(act.world_size):
             place = {"rank": rank, "world_size": act.world_size, "meeting": meeting}
-            place["keep_last"] = self._schedule.keep_last
             ranks.append(self._cast.start(f"rank {rank}", actors.work, self._stage.uri, opened, place, plan))
         self._count("gangs")
+        if opened["back"]:
+            self._count("rewinds")
         return Gang(opened, act, ranks)
 
     def _leave_behind(self, gang: Gang) -> None:
         """A zombie goes on while its successor runs; a frozen one comes back once the successor has committed."""
-        self._cast.until(lambda: gang.over, gang.act.overlap_seconds)
+        self._cast.until(lambda: gang.over or gang.working_seconds > gang.act.overlap_seconds, _START_SECONDS)
         if gang.act.way == "frozen":
             for pid in [*gang.uploaders(), *(rank.pid for rank in gang.ranks if rank.status is None)]:
                 self._stage.signal(pid, signal.SIGSTOP)
         if not gang.over:
-            self._count(gang.act.way)
+            self._count("frozen gangs" if gang.act.way == "frozen" else "zombies")
 
     def _revive(self) -> None:
         """Let the frozen ones act, and all that were left behind come to their end."""
@@ -195,5 +223,32 @@ class Director:
         well = bool(self._gangs) and self._gangs[-1].over and all(r.first("done") for r in self._gangs[-1].ranks)
         self._oracle.judge([reader.told for reader in readers], ended_well=well)
 
-    def _count(self, what: str) -> None:
-        self.tally[what] = self.tally.get(what, 0) + 1
+        self._judge_server(sweeper)
+
+    def _judge_server(self, sweeper: Actor) -> None:
+        """It is strict: what it refuses, but for what was injected, S3 would refuse too."""
+        told = self._stage.told()
+        for code in sorted(set(told["refused"]) - _REFUSED_BY_RIGHT):
+            self._oracle.problems.append(f"the store refused {told['refused'][code]} requests: {code}")
+        if told["uploads"]:
+            self._oracle.problems.append(f"the sweep has left unfinished uploads: {told['uploads']}")
+        swept = sweeper.first("swept")
+        self._count("unfinished uploads swept", len(swept["uploads"]) if swept and self._stage.remote else 0)
+        self._count("multipart uploads", told["requests"].get("create", 0))
+        self._count("puts without room", sum(told["refused"].get(code, 0) for code in _NO_ROOM))
+
+    def _add_up(self) -> None:
+        """What the gangs told, for those who want to see what the schedules went through."""
+        for gang in self._gangs:
+            for name, event in (("saves", "saving"), ("restores", "restored")):
+                self._count(name, len(gang.ranks[0].all(event)))
+            restored = gang.ranks[0].first("restored") or {"rejected": [], "resized": False}
+            self._count("restores from an older commit", bool(restored["rejected"]))
+            self._count("restores at another world size", bool(restored["resized"]))
+            self._count("gangs with a save that failed", any(rank.first("failed") for rank in gang.ranks))
+            self._count("gangs superseded", any(rank.first("superseded") for rank in gang.ranks))
+            self._count("commits", len({report["key"] for rank in gang.ranks for report in rank.all("committed")}))
+
+    def _count(self, what: str, times: int = 1) -> None:
+        if times:
+            self.tally[what] = self.tally.get(what, 0) + times

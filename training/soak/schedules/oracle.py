@@ -17,10 +17,13 @@ class Oracle:
     """Follows the lineage as the reports tell it. problems: what did not hold, each in one line.
 
     rotten: keys of data and manifests that the store itself has spoilt. hurt_readers: whether reads met flipped bits.
+    roomy: the store never was full. rewound: whether any gang was started from an older commit than the newest.
     """
 
     keep_last: int
     deadline_seconds: float
+    roomy: bool = True
+    rewound: bool = False
     rotten: set[str] = field(default_factory=set)
     hurt_readers: bool = False
     problems: list[str] = field(default_factory=list)
@@ -43,6 +46,7 @@ class Oracle:
         parent = opened["parent"] and CommitRef.from_key(opened["parent"])
         number = opened["number"]
         if opened["rewound"]:
+            self.rewound = True
             self._trim(parent)
         elif expected is not None and not self._spoilt(expected):
             lost = parent is None or (parent.generation, parent.step) < (expected.generation, expected.step)
@@ -69,7 +73,9 @@ class Oracle:
         if len(keys) > 1:
             self._problem(f"generation {opened['number']}: ranks restored different commits: {sorted(keys)}")
         if keys and opened["parent"] not in keys | self.rejected:
-            self._problem(f"generation {opened['number']}: restored {keys.pop()}, its parent is {opened['parent']}")
+            self._problem(f"generation {opened['number']}: restored {min(keys)}, its parent is {opened['parent']}")
+        if len(keys) == 1 and keys != {opened["parent"]}:  # it went back: that is where it really starts from
+            self.line = [(number, min(keys) if number == opened["number"] else start) for number, start in self.line]
 
     def committed(self, generation: int, key: str) -> None:
         if CommitRef.from_key(key).generation == generation:  # else it is the one that was restored
@@ -100,14 +106,37 @@ class Oracle:
                 self._problem(f"{commit['key']} counts and does not verify: {commit['problems'][0]}")
         if ended_well and not whole:
             self._problem("the last gang committed, and no commit verifies")
-        if ended_well and len(whole) > self.keep_last and not self.rotten:
-            self._problem(f"{len(whole)} commits are kept, to keep were {self.keep_last}")
+        if ended_well and not self.rotten:
+            self._judge_kept(len(whole))
         expected = self.opening()
         newest = counting[0] if counting else None
         if expected is None or self._spoilt(expected):
             return
         if newest is None or (newest["generation"], newest["step"]) < (expected.generation, expected.step):
             self._problem(f"{expected.key} was reported committed; the newest is {newest and newest['key']}")
+
+    def _judge_kept(self, kept: int) -> None:
+        """Nothing was spoilt: exactly so many as the policy says, where there were so many and always room for them."""
+        if kept > self.keep_last:
+            self._problem(f"{kept} commits are kept, to keep were {self.keep_last}")
+        known = len(self._counting())
+        if kept < min(known, self.keep_last) and self.roomy and not self.rewound and not self.hurt_readers:
+            self._problem(f"{kept} commits are kept, to keep were {self.keep_last} of at least {known}")
+
+    def _counting(self) -> list[str]:
+        """Of what was reported committed, what is in the history of the last gang."""
+        found: list[str] = []
+        limit = None
+        for number, start in reversed(self.line):
+            if limit is not None and number != limit.generation:
+                continue  # it came to nothing that its successor would have started from
+            found += [
+                key for key in self.reported[number] if limit is None or CommitRef.from_key(key).step <= limit.step
+            ]
+            if start is None:
+                break
+            limit = CommitRef.from_key(start)
+        return found
 
     def _judge_orphans(self, view: list[dict[str, Any]], committed: set[tuple[int, int]]) -> None:
         """After the sweep every object is of a commit that is there. committed: (step, generation)."""

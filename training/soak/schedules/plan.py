@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 WAYS = ("quiet", "rank", "uploader", "all", "zombie", "frozen")  # what becomes of a gang
 _RANKS = 3
+_SMALL_BYTES, _LARGE_BYTES = 50_000, 19_000_000  # about one save of two ranks
 _REQUESTS = ("data", "index", "commits")
-# Probabilities per request. "stall" leaves out what is read: a restore has a minute for a request, a schedule has not.
+# Probabilities per request.
 _STORMS: dict[str, dict[str, float]] = {
     "calm": {},
     "errors": {"error": 0.08, "slow_down": 0.06, "time_out": 0.02, "conflict": 0.04},
     "lost answers": {"lost": 0.15, "reset": 0.06},
-    "slow": {"slow": 0.25, "stall:put": 0.03, "stall_done:put": 0.03, "stall:list": 0.01},
+    "slow": {"slow": 0.25, "stall:put": 0.03, "stall_done:put": 0.03, "stall:list": 0.01, "stall:part": 0.03},
+    "stalled reads": {"stall:get": 0.03, "stall:head": 0.02, "slow": 0.1},
     "flips": {"flip": 0.06},
     "all": {
         "error": 0.04,
@@ -25,26 +28,34 @@ _STORMS: dict[str, dict[str, float]] = {
         "slow": 0.05,
         "flip": 0.02,
     },
-    "rot": {"rot": 0.10},
+    "rot": {"rot:put": 0.2, "rot:complete": 0.2},
+    "late rot": {"rot:get": 0.15},  # what was read once, and found sound, is not for ever
+    "full": {"slow": 0.05},
 }
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When the victim dies: so long after the gang's start, or once its put of `request` is at `point`."""
+    """When the victim dies: once its `operation` on `request` is at `point`, or by the clock.
+
+    after_seconds: counted from when all ranks have begun, or, early, from the start of the gang.
+    """
 
     victim: int
     after_seconds: float
+    early: bool
     request: str | None
+    operation: str
     point: str
 
 
 @dataclass(frozen=True)
 class Act:
-    """One start of the gang. saves: steps; pauses: seconds before each; waits: whether each is awaited at once.
+    """One start of the gang.
 
-    way: of `WAYS`. rewind: places to go back in the reachable commits, 0: none. launchers: how many open it at once.
-    kill: of `rank`, `uploader` and `all`. overlap_seconds: how long a zombie runs before its successor is opened.
+    saves: steps after the one that it goes on from; pauses: seconds before each; waits: whether each is awaited at
+    once. way: of `WAYS`. rewind: places to go back in the reachable commits, 0: none. launchers: how many open it at
+    once. kill: of `rank`, `uploader` and `all`. overlap_seconds: how long a zombie works before another is opened.
     """
 
     world_size: int
@@ -60,11 +71,15 @@ class Act:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A whole job. conduct: settings of the S3 server for as long as it lasts; store: "s3" or "folder"."""
+    """A whole job. conduct: settings of the S3 server for as long as it lasts; store: "s3" or "folder".
+
+    large: a state that each rank uploads in several parts.
+    """
 
     seed: int
     store: str
     storm: str
+    large: bool
     conduct: dict[str, Any]
     keep_last: int
     deadline_seconds: float
@@ -77,6 +92,7 @@ def draw(seed: int) -> Schedule:
     store = "folder" if chance.random() < 0.2 else "s3"
     storm = "calm" if store == "folder" else chance.choice(list(_STORMS))
     stale = store == "s3" and chance.random() < 0.3
+    large = chance.random() < 0.12
     conduct = {
         "seed": seed,
         "rates": _STORMS[storm],
@@ -84,39 +100,37 @@ def draw(seed: int) -> Schedule:
         "stale": 0.3 if stale else 0.0,
         "stale_up_to_seconds": 0.5,
         "stall_seconds": 30.0,
-        "minimum_part_bytes": 1,
-        "rot_only": r"/(data|commits)/",
-        "most_rotten": 2,
+        "rot_only": r"/(data|commits|index)/",
+        "most_rotten": 3,
     }
-    acts, step = [], 0
-    for number in range(chance.randint(1, 3)):
-        act, step = _act(chance, number, step)
-        acts.append(act)
-    last, _ = _act(chance, len(acts), step, quiet=True)
+    if storm == "full":
+        quota = chance.randint(1, 5) * (_LARGE_BYTES if large else _SMALL_BYTES)
+        conduct |= {"quota_bytes": quota, "quota_code": chance.choice(["QuotaExceeded", "InsufficientStorage"])}
+    acts = [_act(chance, number) for number in range(chance.randint(1, 3))]
     return Schedule(
         seed=seed,
         store=store,
         storm=storm,
+        large=large,
         conduct=conduct,
-        keep_last=chance.randint(1, 3),
+        keep_last=chance.randint(2 if "rot" in storm else 1, 3),  # something to go back to
         deadline_seconds=chance.choice([3.0, 4.0, 6.0]),
-        acts=(*acts, last),
+        acts=(*acts, _act(chance, len(acts), quiet=True)),
     )
 
 
-def _act(chance: random.Random, number: int, step: int, *, quiet: bool = False) -> tuple[Act, int]:
-    """Steps go on from the ones before. A restored gang may have fewer behind it: it saves them a second time."""
-    count = 1 if quiet else chance.randint(1, 4)
-    first = max(0, step - chance.randint(0, 2)) if number else 0
-    saves = tuple(first + place + 1 for place in range(count))
+def _act(chance: random.Random, number: int, *, quiet: bool = False) -> Act:
+    saves = tuple(accumulate(chance.randint(1, 2) for _ in range(1 if quiet else chance.randint(1, 4))))
     way = "quiet" if quiet else chance.choice(WAYS)
     kill = Kill(
         victim=chance.randrange(_RANKS),
         after_seconds=chance.uniform(0.05, 1.0),
+        early=chance.random() < 0.2,
         request=chance.choice([*_REQUESTS, None]),
+        operation=chance.choice(["put|part", "put|complete"]),
         point=chance.choice(["before", "mid", "after"]),
     )
-    act = Act(
+    return Act(
         world_size=chance.randint(1, _RANKS),
         saves=saves,
         pauses=tuple(round(chance.uniform(0, 0.1), 3) for _ in saves),
@@ -124,7 +138,6 @@ def _act(chance: random.Random, number: int, step: int, *, quiet: bool = False) 
         way=way,
         kill=kill,
         overlap_seconds=chance.uniform(0.1, 0.8),
-        rewind=chance.randint(1, 2) if number and chance.random() < 0.2 else 0,
+        rewind=chance.randint(1, 2) if number and chance.random() < 0.3 else 0,
         launchers=2 if not quiet and chance.random() < 0.15 else 1,
     )
-    return act, max(step, saves[-1])

@@ -37,11 +37,16 @@ class Stage:
         else:
             self.uri = str(folder / "store" / "jobs" / "soak")
 
+    @property
+    def remote(self) -> bool:
+        return self._server is not None
+
     def told(self) -> dict[str, Any]:
-        return self._server.told(self._bucket) if self._server else {"rotten": [], "met": {}, "requests": {}}
+        nothing = {"rotten": [], "met": {}, "requests": {}, "refused": {}, "uploads": []}
+        return self._server.told(self._bucket) if self._server else nothing
 
     def calm(self) -> None:
-        """The storm is over, and listings show what is there."""
+        """The storm is over, there is room, and listings show what is there."""
         if self._server:
             time.sleep(self._schedule.conduct["stale_up_to_seconds"] if self._schedule.conduct["stale"] else 0)
             self._server.behave(self._bucket, rates={}, stale=0.0)
@@ -57,14 +62,16 @@ class Stage:
             return
         number = kill.victim % len(gang.ranks)
         hold = self._hold(kill, number)
-        if not cast.until(lambda: gang.over or self._moment(gang, hold), _HELD_SECONDS) and hold is None:
+        came = cast.until(lambda: gang.over or self._moment(gang, hold), _HELD_SECONDS)
+        if not came and hold is None:
             return
         if not gang.over:
             pids = self._victims(gang, number)
             for pid in pids:
                 self.signal(pid, signal.SIGKILL)
             if pids:
-                count(f"killed {way}{'' if hold is None else f' at a put of {kill.request}'}")
+                at_put = hold is not None and came
+                count(f"kill of {way} {f'{kill.point} a put of {kill.request}' if at_put else 'by the clock'}")
         if hold is not None and self._server is not None:
             self._server.release(self._bucket, hold)
         if way == "rank":  # the others live on until the agent has noticed
@@ -81,11 +88,12 @@ class Stage:
         if self._server is None or kill.request is None:
             return None
         match = "/commits/" if kill.request == "commits" else rf"/{kill.request}/.*/{number:05d}\."
-        return self._server.hold(self._bucket, operation="put|part", match=match, point=kill.point)
+        return self._server.hold(self._bucket, operation=kill.operation, match=match, point=kill.point)
 
     def _moment(self, gang: Gang, hold: int | None) -> bool:
         if hold is None or self._server is None:
-            return time.monotonic() - gang.began > gang.act.kill.after_seconds
+            kill = gang.act.kill
+            return (time.monotonic() - gang.began if kill.early else gang.working_seconds) > kill.after_seconds
         return self._server.held(self._bucket, hold)
 
     def _victims(self, gang: Gang, number: int) -> list[int]:

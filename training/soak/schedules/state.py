@@ -13,15 +13,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
 _SHAPES = {"wide": (7, 33), "single": (1, 5), "flat": (40,)}  # uneven at every world size; `single` leaves ranks empty
+_LARGE = {"vast": (1_500_007,)}  # 18 MB with its moments: of three ranks, each has more than one part of 5 MiB
 
 
 class Small(nn.Module):
     """Parameters sharded by rows where there are several ranks, a replicated one and a buffer."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, large: bool) -> None:
         super().__init__()
         mesh = init_device_mesh("cpu", (world_size,)) if world_size > 1 else None
-        for name, shape in _SHAPES.items():
+        for name, shape in {**_SHAPES, **(_LARGE if large else {})}.items():
             whole = torch.zeros(shape)
             sharded = whole if mesh is None else distribute_tensor(whole, mesh, [Shard(0)])
             self.register_parameter(name, nn.Parameter(sharded))
@@ -29,9 +30,9 @@ class Small(nn.Module):
         self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
 
 
-def build(world_size: int) -> tuple[Small, AdamW]:
+def build(world_size: int, *, large: bool = False) -> tuple[Small, AdamW]:
     """Empty. With several ranks collective, after the process group was made."""
-    model = Small(world_size)
+    model = Small(world_size, large=large)
     return model, AdamW(model.parameters(), lr=1e-3)
 
 
