@@ -91,7 +91,6 @@ def test_a_restored_run_goes_on_as_if_nothing_had_happened(job: Store) -> None:
         differs = r"model\.0\.weight is float32 \[9, 4\] in the commit, float32 \[8, 4\]"
         with pytest.raises(CommitMismatch, match=differs):
             checkpointer.restore([commit.key], *build(width=8))
-        assert checkpointer.restore([], model, optimizer) is None
     assert len(reachable_commits(job)) == 1, "a mismatch is not a reason for quarantine"
 
 

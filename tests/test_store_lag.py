@@ -12,11 +12,12 @@ from infra.events import EventLog, Origin, read_events
 from infra.layout import data_key, index_key
 from infra.store import ObjectMeta, Store
 from training.checkpoint import generations
-from training.checkpoint.commit import await_commit, put_settled
+from training.checkpoint.commit import await_commit
 from training.checkpoint.deadline import Deadline
 from training.checkpoint.generations import newest_number
 from training.checkpoint.lineage import open_generation, reachable_commits
 from training.checkpoint.manifest import DataObject, RankIndex, Save
+from training.checkpoint.settled import put_settled
 from training.errors import CheckpointError
 
 
@@ -102,7 +103,11 @@ def indexed_save(store: Store) -> Save:
     key = data_key(save.generation, save.step, 0)
     data = DataObject(key=key, size=0, crc64nvme="0" * 16, chunk_bytes=1 << 20, chunks=())
     common = {"extra": {}, "optimizer": None, "parent": None}
-    put_settled(store, index_key(save.generation, save.step, 0), RankIndex(save=save, rank=0, data=data, items=(), common=common).to_bytes())
+    put_settled(
+        store,
+        index_key(save.generation, save.step, 0),
+        RankIndex(save=save, rank=0, data=data, items=(), common=common).to_bytes(),
+    )
     return save
 
 

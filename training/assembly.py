@@ -117,9 +117,8 @@ def retention_policy(checkpoint: CheckpointConfig) -> RetentionPolicy:
 
 def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Position:
     """Load the newest candidate that is sound, and say where it leaves off. Collective."""
-    if not candidates:
-        return begin(trainer)
-    trainer.enter("restore", 0)
+    if candidates:
+        trainer.enter("restore", 0)
     begun = time.monotonic()
     restored = saver.restore(candidates, trainer.spread.module, trainer.optimizer)
     if restored is None:

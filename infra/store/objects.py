@@ -1,7 +1,7 @@
 """The store itself: the same few operations on a local folder and on a bucket.
 
 A `put` that returned is durable: on S3 by the service's promise, locally by fsync of the file and its folders.
-Keys are never overwritten by checkpoint code; reports are.
+Keys of data, indexes and commits are never overwritten; reports are.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,12 +10,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from infra.errors import InfraError
 from infra.events import STAGED
 from infra.layout import data_key
 from infra.store import Store
 from training.checkpoint.checksum import CHUNK_BYTES, canonical_json
-from training.checkpoint.deadline import Deadline
+from training.checkpoint.deadline import Deadline, retried
 from training.checkpoint.flight import Flight, Flights, UploadCost
 from training.checkpoint.generations import Generation, went_back_to
 from training.checkpoint.lineage import CommitRef
@@ -196,11 +194,11 @@ class Checkpointer:
         return flights.last_commit
 
     def restore(self, candidates: list[str], model: nn.Module, optimizer: Optimizer | None) -> Restored | None:
-        """Fill model and optimizer from the first candidate that verifies on all ranks; None without candidates.
+        """Fill model and optimizer from the first candidate that verifies on all ranks; None for a start without parent.
 
         A damaged candidate is quarantined and reported. Raises CommitMismatch, and CheckpointError when none is left.
         """
-        if self._generation.parent is not None and candidates and self._generation.parent not in candidates:
+        if self._generation.parent is not None and self._generation.parent not in candidates:
             raise CheckpointError(
                 f"{self._generation.name} starts from {self._generation.parent}, which is not among the candidates; "
                 "hint: to rewind, open the generation with that commit as its parent"
@@ -230,11 +228,9 @@ class Checkpointer:
         """This generation starts from an older commit than its record says: rank 0 says so in the record too."""
         generation = replace(self._generation, parent=key, parent_step=step)
         if self._rank == 0:
-            try:
-                went_back_to(self._store, self._generation, generation)
-            except (InfraError, CheckpointError) as error:  # commits between the two would count, whole as they are
-                told = f"the record of {generation.name} still names {self._generation.parent} as its parent: {error}"
-                print(f"checkpoint: WARNING: {told}", file=sys.stderr, flush=True)
+            what = f"amend the record of {generation.name}"  # else late commits between the two would count
+            deadline = Deadline(self._deadline_seconds)
+            retried(what, lambda: went_back_to(self._store, self._generation, generation), deadline)
         self._generation = generation
 
     def _common(self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> dict[str, Any]:

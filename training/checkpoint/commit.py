@@ -20,9 +20,9 @@ from infra.layout import commit_key, commit_prefix, index_key, index_prefix
 from infra.store import Store
 from training.checkpoint.checksum import sha256_text
 from training.checkpoint.deadline import Deadline, pauses
-from training.checkpoint.fetch import fetched
 from training.checkpoint.lineage import CommitRef
 from training.checkpoint.manifest import Manifest, RankIndex, Save, merge
+from training.checkpoint.settled import fetched, put_settled
 from training.errors import CheckpointError, CorruptCommit
 
 _ASK_DIRECTLY = 8  # a listing may omit a fresh object for a while: ask for the last few by name
@@ -187,24 +187,6 @@ def stand_by(store: Store, save: Save, rank: int, deadline: Deadline, interrupte
 
 def _is_committed(store: Store, save: Save) -> bool:
     return bool(store.list(commit_prefix(save.step, save.generation_number), limit=1))
-
-
-def put_settled(store: Store, key: str, data: bytes) -> None:
-    """Put and read back: it is there, and it is these bytes. An error, even a refusal, is settled by what is read.
-
-    Raises the StoreError of the put when the bytes are not there, and StoreError when others are.
-    """
-    try:
-        store.put(key, data)
-        cause = None
-    except StoreError as error:
-        cause = error
-    try:
-        found = store.get(key)
-    except ObjectNotFound as error:
-        raise cause or error from error
-    if found != data:
-        raise cause or StoreError(f"put {store.uri}/{key}: {len(found)} other bytes than the {len(data)} put are read")
 
 
 def _index_key(save: Save, rank: int) -> str:

@@ -15,7 +15,7 @@ from infra.layout import generation_key, generation_name, parse_commit_key
 from infra.store import Store
 from training.checkpoint.checksum import seal, unseal
 from training.checkpoint.deadline import pauses
-from training.checkpoint.fetch import fetched
+from training.checkpoint.settled import fetched, put_settled
 from training.errors import CorruptCommit, DamagedLineage, TwoLaunchers
 
 LISTING_SECONDS = 10.0
@@ -57,7 +57,7 @@ def went_back_to(job_store: Store, opened: Generation, actual: Generation) -> No
     key = generation_key(opened.number, opened.id)
     record = fetched(job_store, key, unseal, f"{job_store.uri}/{key}")
     start = {"parent": actual.parent, "parent_step": actual.parent_step, "refused": opened.parent}
-    job_store.put(key, seal({**record, **start}))
+    put_settled(job_store, key, seal({**record, **start}))
 
 
 def newest_number(job_store: Store, *, near: int = 0) -> int:

@@ -19,9 +19,9 @@ from infra.errors import ObjectNotFound
 from infra.layout import generation_key, parse_commit_key, quarantine_key, tombstone_key
 from infra.store import Store
 from training.checkpoint.checksum import seal
-from training.checkpoint.fetch import fetched
 from training.checkpoint.generations import Chain, Generation, listed_ids, newest_number
 from training.checkpoint.manifest import VERSION, Manifest
+from training.checkpoint.settled import fetched
 from training.errors import CheckpointError, CorruptCommit, TwoLaunchers
 
 # What a start is given to restore. When none of so many verifies they are quarantined, and the next start gets others.
@@ -81,10 +81,17 @@ def open_generation(job_store: Store, *, run: str, attempt: int, parent: str | N
             f"{job_store.uri}: generation {number} was opened twice at once: {key} (this one, withdrawn) and {rivals}; "
             "hint: two launchers work on one job; stop one of them, then start again"
         )
-    if chosen is not None and job_store.head(tombstone_key(chosen.sha256)) is not None:
+    if chosen is not None and _going(job_store, chosen):
         job_store.delete(key)  # who deletes it looks for newer generations after its tombstone: one of both gives way
-        raise CheckpointError(f"{job_store.uri}/{chosen.key}: is being deleted; hint: start again, from another commit")
+        raise CheckpointError(
+            f"{job_store.uri}/{chosen.key}: is being deleted, or was; hint: start again, from another commit"
+        )
     return generation
+
+
+def _going(job_store: Store, ref: CommitRef) -> bool:
+    """Being deleted, or gone: the manifest goes after its tombstone has come, and before that falls."""
+    return job_store.head(tombstone_key(ref.sha256)) is not None or job_store.head(ref.key) is None
 
 
 def newest_commits(job_store: Store) -> Iterator[CommitRef]:

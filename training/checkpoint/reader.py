@@ -18,8 +18,8 @@ from infra.store import Store
 from training.checkpoint.checksum import digits, sum_of_pieces
 from training.checkpoint.chunks import ChunkRead, Wanted, plan_chunks
 from training.checkpoint.deadline import HOPELESS, Deadline, pauses
-from training.checkpoint.fetch import fetched
 from training.checkpoint.manifest import DataObject, Manifest
+from training.checkpoint.settled import fetched
 from training.errors import CorruptCommit
 
 _PARALLEL_REMOTE = 8  # a request to a store mostly waits

@@ -34,18 +34,20 @@ from infra.layout import index_key
 from infra.multipart import Throttle, open_sink
 from infra.process import die_with_parent
 from infra.store import Store
-from training.checkpoint.commit import Attempt, await_commit, put_settled, stand_by
+from training.checkpoint.commit import Attempt, await_commit, stand_by
 from training.checkpoint.deadline import Deadline, retried
 from training.checkpoint.manifest import DataObject, Item, RankIndex, Save
 from training.checkpoint.parts import PartSettings, PartUploader
 from training.checkpoint.retention import Retention, RetentionPolicy
+from training.checkpoint.settled import put_settled
 from training.errors import GenerationSuperseded, TrainingError
 
 _LONGEST_REQUEST_SECONDS = 60.0
 _NICENESS = 10
 _DATA_SHARE = 0.9
 _CHUNKS_PER_PART = 2
-_SWEEP_EVERY_SECONDS, _SWEEP_SECONDS = 600.0, 20.0
+_SWEEP_EVERY_SECONDS, _SWEEP_SECONDS = 600.0, 5.0  # the next save may be waiting
+_SECONDS_TO_MAKE_ROOM = 2.0
 _YOUNGEST_SWEPT_SECONDS = 900.0  # another generation's save may have been given more time than ours
 
 
@@ -72,6 +74,7 @@ class Uploader:
         self._slabs = [_Slab(descriptor) for descriptor in slabs]
         self._commands = commands
         self._store: Store | None = None
+        self._request_seconds = math.inf
         self._parts: PartUploader | None = None
         self._throttle = commands.throttle
         self._retention: Retention | None = None
@@ -87,15 +90,17 @@ class Uploader:
                 _committed(save, await_commit(store, save, deadline, foreign_first=True))
             else:
                 self._save_in_room(store, save, command, deadline)
+        except GenerationSuperseded as error:
+            _answer("superseded", save=save, message=str(error))
         except (TrainingError, InfraError, OSError, ValueError) as error:
             cause = type(error.__cause__ or error).__name__
             _answer("failed", save=save, message=f"rank {self._rank}: {error}", cause=cause)
 
     def _opened(self, deadline: Deadline) -> Store:
         """One store, and its connections, for all saves. A request can fail and be tried again within a deadline."""
-        if self._store is None:
-            limit = min(_LONGEST_REQUEST_SECONDS, max(1.0, deadline.seconds / 2))
-            self._store = Store.open(self._store_uri, request_timeout_seconds=limit)
+        limit = min(_LONGEST_REQUEST_SECONDS, max(1.0, deadline.seconds / 3))
+        if self._store is None or limit < self._request_seconds:  # the last save before leaving has little time
+            self._store, self._request_seconds = Store.open(self._store_uri, request_timeout_seconds=limit), limit
         return self._store
 
     def _save_in_room(self, store: Store, save: Save, command: dict[str, Any], deadline: Deadline) -> None:
@@ -104,6 +109,8 @@ class Uploader:
         except TrainingError as error:
             if not isinstance(error.__cause__, StoreFull):
                 raise
+            if self._room_came(store, save, command, deadline):
+                return
             self._make_room(store, save, command, error)
             self._save(store, save, command, deadline)
 
@@ -146,7 +153,7 @@ class Uploader:
 
     def _retain(self, store: Store, save: Save, policy: dict[str, Any]) -> None:
         try:
-            self._keeper(policy).run(store, save)
+            self._keeper(policy).run(store, save, lambda: self._commands.wait(0))
         except GenerationSuperseded as error:
             _answer("superseded", save=save, message=str(error))
         except (TrainingError, InfraError) as error:
@@ -155,6 +162,19 @@ class Uploader:
     def _keeper(self, policy: dict[str, Any]) -> Retention:
         self._retention = self._retention or Retention(RetentionPolicy.from_json(policy))
         return self._retention
+
+    def _room_came(self, store: Store, save: Save, command: dict[str, Any], deadline: Deadline) -> bool:
+        """All ranks meet a full store at once; whoever comes later finds room that another has made, and saves."""
+        if self._rank == 0:
+            return False
+        time.sleep(min(self._rank * _SECONDS_TO_MAKE_ROOM, deadline.remaining_seconds / 4))
+        try:
+            self._save(store, save, command, deadline)
+            return True
+        except TrainingError as error:
+            if not isinstance(error.__cause__, StoreFull):
+                raise
+            return False
 
     def _make_room(self, store: Store, save: Save, command: dict[str, Any], full: BaseException) -> None:
         """The store is full: what need not be kept goes before the save is tried again."""
@@ -165,7 +185,7 @@ class Uploader:
 
     def _sweep(self, save: Save, deadline_seconds: float) -> None:
         """Uploads that nobody can still be at: no save outlives its deadline."""
-        if self._parts is None or time.monotonic() < self._swept_at + _SWEEP_EVERY_SECONDS:
+        if self._parts is None or time.monotonic() < self._swept_at + _SWEEP_EVERY_SECONDS or self._commands.wait(0):
             return
         self._swept_at = time.monotonic()
         older = max(2 * deadline_seconds, _YOUNGEST_SWEPT_SECONDS)

@@ -10,9 +10,9 @@ from infra.errors import ObjectNotFound
 from infra.layout import data_key, data_prefix, index_key, index_prefix, parse_commit_key
 from infra.store import Store
 from training.checkpoint.checksum import sha256_text
-from training.checkpoint.fetch import fetched
 from training.checkpoint.manifest import Manifest, RankIndex
 from training.checkpoint.reader import VerifiedReader, read_manifest
+from training.checkpoint.settled import fetched
 from training.errors import CheckpointError, CorruptCommit
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from infra.layout import data_key, index_key
 from infra.multipart import Throttle, open_sink
 from infra.store import Store
-from training.checkpoint.commit import put_settled, try_commit
+from training.checkpoint.commit import await_commit
 from training.checkpoint.dcp_reader import CommitReader
 from training.checkpoint.deadline import Deadline, retried
 from training.checkpoint.formats.content import Content
@@ -21,6 +21,7 @@ from training.checkpoint.generations import newest_number
 from training.checkpoint.lineage import CommitRef, open_generation
 from training.checkpoint.manifest import ALIGNMENT, Item, Manifest, RankIndex, Save, TensorEntry
 from training.checkpoint.parts import PartSettings, PartUploader
+from training.checkpoint.settled import put_settled
 from training.errors import CheckpointError
 
 _WINDOW_BYTES = 128 * 2**20  # read at once by an export
@@ -99,9 +100,8 @@ def commit_content(store: Store, content: Content, *, source: str, seconds: floa
         index = RankIndex(save=save, rank=rank, data=data, items=items, common=common if rank == 0 else None)
         key, raw = index_key(save.generation, save.step, rank), index.to_bytes()
         retried(f"put {key}", lambda key=key, raw=raw: put_settled(store, key, raw), deadline)
-    commit = retried("commit", lambda: try_commit(store, save), deadline).commit
-    if commit is None:
-        raise CheckpointError(f"{store.uri}: the indexes that were put are not there")
+    commit = await_commit(store, save, deadline).commit
+    assert commit is not None
     return commit
 
 

@@ -7,7 +7,7 @@ a generation with the commit as its parent, and who pins it. Whichever comes sec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,10 +15,10 @@ from infra.errors import ObjectNotFound, StoreError
 from infra.layout import data_prefix, index_prefix, pin_key, quarantine_key, tombstone_key, verified_key
 from infra.store import Store
 from training.checkpoint.checksum import seal, unseal
-from training.checkpoint.fetch import fetched
 from training.checkpoint.generations import newest_number
 from training.checkpoint.lineage import CommitRef
 from training.checkpoint.manifest import VERSION
+from training.checkpoint.settled import fetched
 from training.errors import CorruptCommit, GenerationSuperseded
 
 _PARALLEL = 8
@@ -47,22 +47,36 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     return True
 
 
-def finish_deletions(store: Store) -> None:
-    """Take up what an earlier run left, and drop the tombstones of what is gone."""
+def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: False) -> None:
+    """Take up what an earlier run left, and drop the tombstones of what is gone.
+
+    interrupted: asked after each, so that every run gets on, however short it must be.
+    """
     for meta in store.list("tombstones"):
         try:
             tombstone = fetched(store, meta.key, unseal, f"{store.uri}/{meta.key}")
         except (ObjectNotFound, CorruptCommit):
             continue  # another process was faster, or nobody can say what it was about
-        _delete_objects(store, tombstone)
         sha256 = CommitRef.from_key(tombstone["key"]).sha256
+        if store.head(pin_key(sha256)) is not None and store.head(tombstone["key"]) is not None:
+            store.delete(meta.key)  # pinned before anything was deleted: that run ended before it looked
+            continue
+        _delete_objects(store, tombstone)
         for key in (quarantine_key(sha256), verified_key(sha256), meta.key):
             store.delete(key)
+        if interrupted():
+            return
 
 
-def delete_all(store: Store, keys: Iterable[str]) -> None:
+def delete_all(store: Store, keys: Iterable[str], interrupted: Callable[[], bool] = lambda: False) -> None:
+    """In no order. interrupted: asked before each; what is left then stays."""
+
+    def delete(key: str) -> None:
+        if not interrupted():
+            store.delete(key)
+
     with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="delete") as pool:
-        list(pool.map(store.delete, keys))
+        list(pool.map(delete, keys))
 
 
 def superseded(store: Store, number: int, ours: int) -> GenerationSuperseded:

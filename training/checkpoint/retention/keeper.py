@@ -7,12 +7,12 @@ quarantined or outside the lineage (a zombie's, a rewind's) is kept for a while,
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from infra.errors import ObjectNotFound
 from infra.layout import data_prefix
 from infra.store import ObjectMeta, Store
-from training.checkpoint.fetch import fetched
 from training.checkpoint.generations import newest_number
 from training.checkpoint.lineage import CommitRef, Traced, trace_lineage
 from training.checkpoint.manifest import Manifest, Save
@@ -20,6 +20,7 @@ from training.checkpoint.retention.clock import StoreClock
 from training.checkpoint.retention.deletion import delete_commit, finish_deletions, superseded
 from training.checkpoint.retention.orphans import find_orphans, sweep_orphans
 from training.checkpoint.retention.policy import Kept, RetentionPolicy, choose, metric_of, with_room
+from training.checkpoint.settled import fetched
 from training.errors import CorruptCommit
 
 _PATIENCE_SECONDS = 30.0  # what is left over waits for the next commit; the next save must not wait for this
@@ -44,18 +45,21 @@ class Retention:
         self._swept = float("-inf")
         self._clock = StoreClock()
 
-    def run(self, store: Store, save: Save) -> list[CommitRef]:
+    def run(self, store: Store, save: Save, interrupted: Callable[[], bool] = lambda: False) -> list[CommitRef]:
         """Delete what need not be kept after `save` was committed; returns what was deleted.
 
+        interrupted: whether there is something better to do. Then one commit goes, as one has come, and the rest waits.
         Raises GenerationSuperseded, and deletes nothing, when a newer generation than `save`'s is on record.
         """
-        return self._enforce(store, self._policy, save.generation_number, _PATIENCE_SECONDS)
+        end = time.monotonic() + _PATIENCE_SECONDS
+        return self._enforce(store, save.generation_number, lambda: interrupted() or time.monotonic() >= end)
 
     def make_room(self, store: Store, save: Save, *, deadline_seconds: float) -> list[CommitRef]:
         """For a store that is full: the least valued commits go, until there is room for two, and orphans of saves
         that are past their deadline. Raises as `run`."""
         limit = min(self._policy.orphan_seconds, max(2 * deadline_seconds, _SHORTEST_ORPHAN_SECONDS))
-        deleted = self._enforce(store, self._policy, save.generation_number, _PATIENCE_SECONDS, full=True)
+        end = time.monotonic() + _PATIENCE_SECONDS
+        deleted = self._enforce(store, save.generation_number, lambda: time.monotonic() >= end, full=True)
         finish_deletions(store)
         sweep_orphans(store, self._clock, older_than_seconds=limit)
         return deleted
@@ -63,34 +67,34 @@ class Retention:
     def prune(self, store: Store) -> list[CommitRef]:
         """By hand: until all is done, for whichever generation is the newest."""
         self._swept = float("-inf")
-        return self._enforce(store, self._policy, newest_number(store), float("inf"))
+        return self._enforce(store, newest_number(store), lambda: False)
 
     def choose(self, store: Store) -> Choice:
         """What the policy says of the commits that are there; nothing is changed."""
         return self._choose(store, self._policy)
 
     def orphans(self, store: Store) -> list[ObjectMeta]:
-        """What no commit names and is older than the limit; nothing is changed."""
+        """What no commit names and is older than the limit; nothing is deleted."""
         return find_orphans(store, self._clock, older_than_seconds=self._policy.orphan_seconds)
 
     def _enforce(
-        self, store: Store, policy: RetentionPolicy, number: int, patience_seconds: float, *, full: bool = False
+        self, store: Store, number: int, interrupted: Callable[[], bool], *, full: bool = False
     ) -> list[CommitRef]:
         if (newest := newest_number(store, near=number)) > number:
             raise superseded(store, newest, number)
         if newest < number:
             return []  # our own generation is not listed yet: what is, is not the whole truth
-        end = time.monotonic() + patience_seconds
-        finish_deletions(store)
+        finish_deletions(store, interrupted)
         deleted = []
-        for ref, generation in self._choose(store, policy, full=full).delete.items():
-            if time.monotonic() >= end:
-                break
+        for ref, generation in self._choose(store, self._policy, full=full).delete.items():
             if delete_commit(store, ref, generation, newest=number, full=full):
                 deleted.append(ref)
             self._manifests.pop(ref.sha256, None)
-        if time.monotonic() - self._swept > policy.orphan_seconds / _SWEEPS_PER_LIMIT:
-            sweep_orphans(store, self._clock, older_than_seconds=policy.orphan_seconds)
+            if interrupted():
+                return deleted
+        limit = self._policy.orphan_seconds
+        if time.monotonic() - self._swept > limit / _SWEEPS_PER_LIMIT and not interrupted():
+            sweep_orphans(store, self._clock, older_than_seconds=limit, interrupted=interrupted)
             self._swept = time.monotonic()
         return deleted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 from infra.layout import parse_commit_key
 from infra.store import ObjectMeta, Store
@@ -42,8 +43,9 @@ def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) 
     return [meta for found in old for meta in found]
 
 
-def sweep_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) -> int:
-    """Bytes that were deleted."""
+def sweep_orphans(
+    store: Store, clock: StoreClock, *, older_than_seconds: float, interrupted: Callable[[], bool] = lambda: False
+) -> None:
+    """Delete them, as far as it goes until `interrupted`."""
     orphans = find_orphans(store, clock, older_than_seconds=older_than_seconds)
-    delete_all(store, [meta.key for meta in orphans])
-    return sum(meta.size for meta in orphans)
+    delete_all(store, [meta.key for meta in orphans], interrupted)

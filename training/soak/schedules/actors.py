@@ -97,6 +97,8 @@ def work(report: Report, uri: str, opened: dict[str, Any], place: dict[str, Any]
             rejected = [(one.key, one.reason) for one in restored.rejected]
             resized = restored.world_size != world_size
             report("restored", key=restored.key, wrong=wrong, rejected=rejected, resized=resized)
+        else:
+            report("afresh")
         steps = [(restored.step if restored else 0) + after for after in plan["saves"]]
         for step, pause, wait in zip(steps, plan["pauses"], plan["waits"], strict=True):
             time.sleep(pause)

@@ -193,6 +193,7 @@ class Director:
                     if not frozen:
                         self._oracle.settled(f"generation {number}, {rank.name}", report)
             self._oracle.restored(gang.opened, [report for rank in gang.ranks for report in rank.all("restored")])
+            self._oracle.afresh(gang.opened, sum(len(rank.all("afresh")) for rank in gang.ranks))
 
     def _take_rot(self) -> None:
         told = self._stage.told()

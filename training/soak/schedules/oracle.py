@@ -77,6 +77,11 @@ class Oracle:
         if len(keys) == 1 and keys != {opened["parent"]}:  # it went back: that is where it really starts from
             self.line = [(number, min(keys) if number == opened["number"] else start) for number, start in self.line]
 
+    def afresh(self, opened: dict[str, Any], ranks: int) -> None:
+        """ranks: how many have begun from nothing."""
+        if ranks and opened["parent"] is not None:
+            self._problem(f"generation {opened['number']} began from nothing, its parent is {opened['parent']}")
+
     def committed(self, generation: int, key: str) -> None:
         if CommitRef.from_key(key).generation == generation:  # else it is the one that was restored
             self.reported[generation].add(key)
