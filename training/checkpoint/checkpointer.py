@@ -194,7 +194,7 @@ class Checkpointer:
         return flights.last_commit
 
     def restore(self, candidates: list[str], model: nn.Module, optimizer: Optimizer | None) -> Restored | None:
-        """Fill model and optimizer from the first candidate that verifies on all ranks; None for a start without parent.
+        """Fill model and optimizer from the first candidate that verifies on all ranks; None where there is no parent.
 
         A damaged candidate is quarantined and reported. Raises CommitMismatch, and CheckpointError when none is left.
         """
