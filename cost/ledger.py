@@ -20,7 +20,7 @@ from cost.money import apportion, rounded
 from cost.pricing import SIMULATED as SIMULATED
 from cost.pricing import UNPRICED, NodePrice, Pricing
 from cost.timeline import MICRO, NodeTime, paid_nodes, rank_times
-from infra.events import CONFIGURED, STEP, Event
+from infra.events import BUDGET, CONFIGURED, STEP, Event
 from infra.ledger_classes import LedgerClass
 
 MEASURED = "measured"
@@ -219,5 +219,15 @@ def _redone_steps(events: Sequence[Event], generations: dict[int, Generation]) -
 
 
 def spent_usd(events: Sequence[Event]) -> float:
-    """What the job has cost so far, in dollars: the `spent_usd` of the next attempt's terms."""
-    return float(fold(events).total_usd)
+    """What the job has cost so far, in dollars: the `spent_usd` of the next attempt's terms.
+
+    From the nodes' paid time alone, so that a rank's contradictory intervals cannot hide what was spent.
+    """
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    return float(rounded(sum((bill.usd for bill in node_bills(ordered)), Decimal(0))))
+
+
+def told_threshold(events: Sequence[Event], budget_usd: float | None) -> float:
+    """The highest share of this very budget that was already told of as reached; another budget begins anew."""
+    told = [event.data for event in events if event.name == BUDGET]
+    return max((data["threshold"] for data in told if data.get("budget_usd") == budget_usd), default=0.0)

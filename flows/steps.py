@@ -226,16 +226,18 @@ def _gang_spec(flow: Any, this: Any) -> GangSpec:
 def _terms(flow: Any, job: Job) -> dict:
     """The money terms of this attempt: the plan's price, and what all attempts before it have cost."""
     from cost.errors import CostError
-    from cost.ledger import spent_usd
+    from cost.ledger import spent_usd, told_threshold
     from cost.plan import Plan
 
+    plan = Plan.from_json(flow.capacity)
+    events = read_events(job.store)
     try:
-        spent = spent_usd(read_events(job.store))
+        spent = spent_usd(events)
     except CostError as error:
         # An account that cannot be made is no reason to lose the training; it is one to look at the account.
         say(f"what was spent so far is unknown, and counts as nothing for the budget: {error}")
         spent = 0.0
-    return Plan.from_json(flow.capacity).terms(spent_usd=spent).to_json()
+    return plan.terms(spent_usd=spent, told_threshold=told_threshold(events, plan.budget_usd)).to_json()
 
 
 def write_report(flow: Any) -> dict:
