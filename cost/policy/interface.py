@@ -1,8 +1,8 @@
 """What a policy sees and what it answers: `decide(state) → Run | Wait`, and nothing else.
 
 A policy chooses where a job runs next. It is asked at each decision (in the simulator at every tick, on AWS Batch at an
-attempt's boundary, see `State.may_switch`) and answers with a pool to run in, or with waiting. Whether the answer is safe
-is not its business: the net of `cost/policy/net.py` stands outside and overrules any policy in time.
+attempt's boundary, see `State.may_switch`) and answers with a pool to run in, or with waiting. Whether the answer is
+safe is not its business: the net of `cost/policy/net.py` stands outside and overrules any policy in time.
 
 All times are hours on the clock of the job, which is 0 when the job was submitted; all money is USD for the whole gang
 (all nodes of it), so that a gang of four looks to a policy like one dear machine.
@@ -70,8 +70,12 @@ class State:
     checkpoint_region: str
     may_switch: bool = True
     """False where the rules forbid a change now (an attempt is running and no self-drain is offered)."""
-    drain_usd: float = 0.0
-    """Price of leaving the current pool by a self-drain, beyond the changeover; 0 where leaving is free."""
+    drain_hours: float = 0.0
+    """Paid hours, without progress, that a self-drain takes before the next start can begin."""
+    commit_interval_hours: float = 0.0
+    """Useful hours between commits; 0 where everything done is committed at once. Leaving on purpose commits first."""
+    attempts: int = 1
+    """Starts that can be tried one after another at one decision (see `Run.fallbacks`)."""
     probe_hours: float | None = None
     """Paid hours of one probe at the pool's price; None where probes are forbidden."""
 
@@ -110,10 +114,13 @@ class Run:
     """Run in this pool until the next decision: go on there if it is the current one, else start there.
 
     A start in a spot pool that has no capacity is refused: nothing is billed and the tick is lost (the refusal is seen:
-    the pool's `available` is False in the next state). A start elsewhere leaves the current pool.
+    the pool's `available` is False in the next state). A start elsewhere leaves the current pool, on purpose.
     """
 
     pool: str
+    fallbacks: tuple[str, ...] = ()
+    """Tried in this order, at the same decision, if `pool` refuses; at most `State.attempts` starts in all. Naming the
+    current pool here keeps it until another has accepted (only where `State.attempts` is above 1)."""
     probes: tuple[str, ...] = ()
     """Spot pools to look at meanwhile; each costs `probe_hours` at its price if it is up, nothing if it is not."""
 
