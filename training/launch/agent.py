@@ -31,6 +31,7 @@ from infra.events import (
     Origin,
     read_events,
 )
+from infra.instance import identify
 from infra.layout import generation_name, job_prefix
 from infra.outcome import Outcome
 from infra.store import Store
@@ -252,7 +253,11 @@ class _Agent:
         )
         self._log = EventLog(self._job_store, origin)
         # The node is paid for from the agent's first moment, not from when the generation had its number.
-        self._log.emit(NODE_STARTED, at=self._born, ranks=list(spec.ranks), host=self._host)
+        machine = identify()
+        if machine.problem:
+            say(f"node {spec.node}: which instance this is stays unknown: {machine.problem}")
+        known = machine.to_json()
+        self._log.emit(NODE_STARTED, at=self._born, ranks=list(spec.ranks), host=self._host, **known)
 
     def _close_log(self, verdict: Verdict) -> None:
         self._emit(NODE_ENDED, seconds=self._seconds(), reason=verdict.reason)
