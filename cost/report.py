@@ -205,7 +205,8 @@ def _plan_summary(plan: dict[str, Any]) -> dict[str, Any]:
     """What the report keeps of a plan: the decision, not the hundreds of pools that it was made from."""
     dropped = {"ranked", "rejected"}
     summary = {name: value for name, value in plan.items() if name not in dropped}
-    return {**summary, "ranked": len(plan.get("ranked", [])), "rejected": len(plan.get("rejected", []))}
+    counts = plan.get("counts") or {"ranked": len(plan.get("ranked", [])), "": len(plan.get("rejected", []))}
+    return {**summary, "ranked": counts["ranked"], "rejected": sum(counts.values()) - counts["ranked"]}
 
 
 def _counts(events: Sequence[Event]) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from cost.experience.book import remember
 from cost.render_html import render as render_html
 from cost.report import RunReport, build_report
 from flows.job import Job, write_whole
@@ -12,7 +13,8 @@ from infra.metrics.job import job_page
 
 
 def write_report(job: Job) -> RunReport:
-    """Fold the job's events; write report and metrics into runs/<job>/ and then into the store.
+    """Fold the job's events; write report and metrics into runs/<job>/ and then into the store, and what the job has
+    shown of pools and speeds for the plans of others.
 
     Here first: a store that is full or takes no more writes still has events to tell from. Raises StoreError for it.
     """
@@ -29,4 +31,5 @@ def write_report(job: Job) -> RunReport:
             write_whole(here, content)
     for name, content in files.items():
         job.store.put(name, content)
+    remember(job.root_store, events)
     return report
