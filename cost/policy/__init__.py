@@ -5,9 +5,21 @@ The table of names is made on demand, so that importing the interface imports no
 
 from __future__ import annotations
 
+from functools import partial
+
 from cost.policy.interface import PolicyFactory
 
 
 def policies() -> dict[str, PolicyFactory]:
     """Name → factory of every policy that can be asked for by name."""
-    return {}
+    from cost.policy.greedy import Adversary, Greedy, OnDemand
+    from cost.policy.uniform_progress import UniformProgress
+
+    return {
+        "greedy": Greedy,
+        "uniform_progress": UniformProgress,
+        "uniform_progress_leaving": partial(UniformProgress, leaves_at_once=True),
+        "uniform_progress_regions": partial(UniformProgress, failover=True),
+        "on_demand": OnDemand,
+        "adversary": Adversary,
+    }
