@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cost.bench.commands import add_commands as add_bench_commands
 from cost.errors import CostError, ReportError
 from cost.prices.commands import add_commands
 from infra.errors import InfraError
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--configuration", action="store_true", help="each key's value and where it came from instead")
     report.set_defaults(run=_report)
     add_commands(commands, _PROJECT_ROOT)
+    add_bench_commands(commands)
     return parser
 
 
