@@ -12,10 +12,12 @@ from cost.policy.interface import PolicyFactory
 
 def policies() -> dict[str, PolicyFactory]:
     """Name → factory of every policy that can be asked for by name."""
+    from cost.policy.adaptive.policy import Adaptive
     from cost.policy.greedy import Adversary, Greedy, OnDemand
     from cost.policy.uniform_progress import UniformProgress
 
     return {
+        "adaptive": Adaptive,
         "greedy": Greedy,
         "uniform_progress": UniformProgress,
         "uniform_progress_leaving": partial(UniformProgress, leaves_at_once=True),
