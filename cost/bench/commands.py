@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cost.bench import capacity, interval
+from cost.bench import capacity, interval, policy
 
 
 def add_commands(commands: Any) -> None:
@@ -13,3 +13,4 @@ def add_commands(commands: Any) -> None:
     benches = bench.add_subparsers(required=True, metavar="BENCH")
     interval.add_command(benches)
     capacity.add_command(benches)
+    policy.add_command(benches)

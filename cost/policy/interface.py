@@ -78,6 +78,8 @@ class State:
     """Starts that can be tried one after another at one decision (see `Run.fallbacks`)."""
     probe_hours: float | None = None
     """Paid hours of one probe at the pool's price; None where probes are forbidden."""
+    probe_interval_hours: float = 0.0
+    """A pool seen more recently than this is not probed: such a probe is neither paid nor answered."""
 
     @property
     def slack_hours(self) -> float:

@@ -44,9 +44,9 @@ def admission(first: State) -> Refusal | None:
     if hours > left + _TOLERANCE:
         return Refusal(
             "deadline",
-            f"{first.work_left_hours:.2f} h of work + {changeover:.2f} h changeover + {first.on_demand_delay_hours:.2f} h "
-            f"on-demand delay + {first.tick_hours:.2f} h to decide = {hours:.2f} h, the deadline is in {left:.2f} h: "
-            f"give {hours - left:.2f} h more, or make it faster",
+            f"{first.work_left_hours:.2f} h of work + {changeover:.2f} h changeover + "
+            f"{first.on_demand_delay_hours:.2f} h on-demand delay + {first.tick_hours:.2f} h to decide = "
+            f"{hours:.2f} h, the deadline is in {left:.2f} h: give {hours - left:.2f} h more, or make it faster",
         )
     usd = busy * on_demand.usd_per_hour + on_demand.egress_usd
     budget = first.budget_usd - first.spent_usd

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 
 from cost.errors import SimulationError
-from cost.policy.interface import Market, Policy, PoolView, Run, State
+from cost.policy.interface import Action, Market, Policy, PoolView, Run, State, Wait
 from cost.simulate.job import Job, Outcome, Reality
 from cost.simulate.rules import Billing, Information, Rules
 from cost.simulate.world import World
@@ -25,6 +25,18 @@ def simulate(world: World, job: Job, rules: Rules, policy: Policy, *, reality: R
     Nothing here keeps the deadline: give a policy in its net (`cost.policy.net.SafetyNet`) for that.
     """
     return _Simulation(world, job, rules, policy, reality or Reality()).run()
+
+
+def first_state(world: World, job: Job, rules: Rules) -> State:
+    """What a policy sees before anything has started; for the admission of a job."""
+    simulation = _Simulation(world, job, rules, _Nobody(), Reality())
+    simulation.look_at_all(0)
+    return simulation.state(0.0, float(world.tick_hours.max()))
+
+
+class _Nobody:
+    def decide(self, state: State) -> Action:
+        return Wait()
 
 
 class _Simulation:
@@ -50,13 +62,13 @@ class _Simulation:
         self.startup_left = self.delay_left = self.stated_left = self.held = 0.0
 
     def run(self) -> Outcome:
-        self._look_at_all(0)
+        self.look_at_all(0)
         now = 0.0
         for tick, hours in enumerate(self.world.tick_hours.tolist()):
             if self.current is not None and self.current < self.spots and not self.up[self.current][tick]:
                 self._preempted(tick, now)
             self._observe(tick, now)
-            action = self.policy.decide(self._state(now, hours))
+            action = self.policy.decide(self.state(now, hours))
             self.outcome.decisions += 1
             before, spent = self.current, self.outcome.usd
             used = self._act(action, tick, now)
@@ -89,7 +101,7 @@ class _Simulation:
             self.world.distances.transfer_hours(here, there) if far else 0.0,
         )
 
-    def _look_at_all(self, tick: int) -> None:
+    def look_at_all(self, tick: int) -> None:
         """Renew every view, as after a move of the checkpoint; what was seen of capacity is kept."""
         old = self.views or [None] * len(self.names)
         self.views = [
@@ -113,7 +125,7 @@ class _Simulation:
             elif view.usd_per_hour != self.prices[pool][tick]:
                 self.views[pool] = self._view(pool, tick, view.available, view.seen_at_hours)
 
-    def _state(self, now: float, hours: float) -> State:
+    def state(self, now: float, hours: float) -> State:
         known = self.useful >= self.reality.noticed_after_hours
         pace = self.reality.useful_per_hour if known else 1.0
         return State(
@@ -135,6 +147,7 @@ class _Simulation:
             commit_interval_hours=self.job.commit_interval_hours,
             attempts=self.attempts,
             probe_hours=self.rules.probe_hours,
+            probe_interval_hours=self.rules.probe_interval_hours,
         )
 
     # What is done
@@ -195,7 +208,7 @@ class _Simulation:
             self.delay_left, self.stated_left = self._delay(), self.rules.on_demand_delay_hours
         if self.home != self.places[pool]:
             self.home = self.places[pool]
-            self._look_at_all(tick)
+            self.look_at_all(tick)
 
     def _spot_in_zone(self, pool: int) -> int:
         return self.zones.index(self.zones[pool])
@@ -212,7 +225,9 @@ class _Simulation:
             return
         for name in probes:
             pool = self.index.get(name, self.spots)
-            if pool >= self.spots or pool == self.current:
+            seen = None if pool >= self.spots else self.views[pool].seen_at_hours
+            recent = seen is not None and now - seen < self.rules.probe_interval_hours - _DONE
+            if pool >= self.spots or pool == self.current or recent:
                 continue
             up = self.up[pool][tick]
             self.views[pool] = self._view(pool, tick, up, now)

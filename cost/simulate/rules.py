@@ -25,7 +25,8 @@ class Information(StrEnum):
 class Rules:
     """`attempts`: starts that can be tried at one decision, 0 for as many as there are pools. `probe_hours`: paid time
     of one probe, None where there are none. `drain_hours`: paid time of leaving a machine on purpose.
-    `on_demand_delay_hours`: longest unpaid wait for on-demand, drawn uniformly from 0 for each start."""
+    `on_demand_delay_hours`: longest unpaid wait for on-demand, drawn uniformly from 0 for each start.
+    `probe_interval_hours`: a pool is probed at most once in this time."""
 
     name: str
     information: Information
@@ -34,14 +35,16 @@ class Rules:
     probe_hours: float | None
     drain_hours: float = 0.0
     on_demand_delay_hours: float = 0.0
+    probe_interval_hours: float = 0.0
 
 
 PUBLISHED = Rules(
-    "published: sees its own zone, pays one-minute probes of others",
+    "published: sees its own zone, pays one-minute probes of others every 2 h",
     Information.OWN_ZONE,
     Billing.WHOLE_TICK,
     0,
     1 / 60,
+    probe_interval_hours=2.0,
 )
 SEES_ALL = Rules("sees all zones", Information.ALL, Billing.WHOLE_TICK, 0, None)
 ENACTABLE = Rules(
