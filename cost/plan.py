@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cost.candidates import Sources, judged
-from cost.catalogue import ADVISOR_RECORDED, ON_DEMAND_RECORDED, ON_DEMAND_REGION, Catalogue, load_catalogue
+from cost.catalogue import Catalogue, load_catalogue, on_demand_recorded
 from cost.chance import outlook
 from cost.errors import PlanError
 from cost.experience.belief import Experience
@@ -117,7 +117,7 @@ class Plan:
             "chosen": None if self.chosen is None else self.chosen.to_json(),
             "ranked": [candidate.to_json() for candidate in self.ranked],
             "rejected": [rejection.to_json() for rejection in self.rejected],
-            "kinds": KINDS,
+            "kinds": kinds(),
         }
 
     @classmethod
@@ -135,10 +135,15 @@ class Plan:
         return cls(**fields)
 
 
-KINDS = {
-    "on_demand_usd_per_hour": f"recorded {ON_DEMAND_RECORDED}, {ON_DEMAND_REGION}",
+def kinds() -> dict[str, str]:
+    """How each kind of figure of a candidate is known."""
+    on_demand = ", ".join(f"{day}, {region}" for region, day in on_demand_recorded().items())
+    return {"on_demand_usd_per_hour": f"recorded {on_demand}", **_KINDS}
+
+
+_KINDS = {
     "usd_per_hour": "as each pool's price_kind says",
-    "hazard_per_hour": f"as each pool's hazard_kind says; bands recorded {ADVISOR_RECORDED}",
+    "hazard_per_hour": "as each pool's hazard_kind says",
     "fit": "estimated",
     "tokens_per_second": "measured, scaled from a measurement, or a prior (estimated), as each pool's speed_kind says",
     "storage_usd": f"estimated at {RATES_KIND}",

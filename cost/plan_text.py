@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
-from cost.catalogue import ADVISOR_RECORDED
+from cost.catalogue import advisor_recorded
 from cost.figures import count, duration, number, percent, plain, usd
 from cost.fit import gib
 from cost.plan import RANKED, Plan
@@ -198,7 +198,7 @@ def _kinds(plan: Plan) -> list[str]:
     """What the prices are, and what the marks mean."""
     said = [line for text in (*plan.prices, *plan.notes) for line in _wrapped(plain(text))]
     stale = " !: older than cost.max_price_age_hours." if any(one.price_stale for one in plan.ranked) else ""
-    marks = f"l: live. r: recorded. e: estimated. s: simulated. Hazards: spot advisor of {ADVISOR_RECORDED}.{stale}"
+    marks = f"l: live. r: recorded. e: estimated. s: simulated. Hazards: spot advisor of {advisor_recorded()}.{stale}"
     return [*said, *_wrapped(marks)]
 
 
