@@ -64,7 +64,7 @@ def run_cases(data: Path, cases: Sequence[Case]) -> list[Figure]:
 
 
 def run_case(data: Path, case: Case) -> Figure:
-    world, job = _world(data, case.traces, case.zones), case.job
+    world, job = world_at(data, case.traces, case.zones), case.job
     room = world.hours - case.start_hours
     # Beyond the deadline a late job goes on, for at most as long again; a trace that ends is no reason to stop it.
     window = world.window(case.start_hours, min(room, 2 * job.deadline_hours + 4))
@@ -83,7 +83,7 @@ def run_case(data: Path, case: Case) -> Figure:
 
 
 def hours_of(data: Path, traces: str, zones: tuple[str, ...]) -> float:
-    return _world(data, traces, zones).hours
+    return world_at(data, traces, zones).hours
 
 
 def zones_of(data: Path, traces: str) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ def zones_of(data: Path, traces: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=32)
-def _world(data: Path, traces: str, zones: tuple[str, ...]) -> World:
+def world_at(data: Path, traces: str, zones: tuple[str, ...]) -> World:
     world = _everything(data, traces) if traces != "gang" else _everything(data, traces, zones)
     return world.only(zones)
 

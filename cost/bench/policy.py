@@ -152,7 +152,7 @@ def _enactable(rows: Sequence[Any]) -> dict[str, Any]:
             each = ", ".join(f"{name} {statistics.fmean(values):.2f}" for name, values in usd_of.items())
             notes.append(f"{kind}, {zones}: {each}")
     return {
-        "title": "Enactable on AWS Batch: one region, one start per decision, no probes, paid drains, on-demand in 0–30 min",
+        "title": "Enactable on AWS Batch: one region, one start a decision, no probes, paid drains, on-demand 0–30 min",
         "columns": ["traces", "policy", "mean", "worst decile", "minus Uniform Progress [95 %]", "minus greedy [95 %]"],
         "rows": lines,
         "notes": notes,
