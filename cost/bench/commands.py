@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cost.bench import capacity, interval, policy
+from cost.bench import capacity, interval, policy, safety
 
 
 def add_commands(commands: Any) -> None:
@@ -14,3 +14,4 @@ def add_commands(commands: Any) -> None:
     interval.add_command(benches)
     capacity.add_command(benches)
     policy.add_command(benches)
+    safety.add_command(benches)
