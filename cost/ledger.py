@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
+from cost.causes import CauseLine, blame, cause_lines, cause_of
 from cost.charges import node_usd, rank_charges
 from cost.generations import Generation, read_generations
 from cost.instances import Extra, extras
@@ -64,6 +65,7 @@ class Ledger:
 
     price_kind: "recorded …", "estimated …", "simulated" (a local run, priced as if) or "unpriced" (no plan is known).
     clean_on_demand_usd: the useful work alone at the on-demand price of the same nodes, see `fold`; None: no price.
+    causes: the same seconds and dollars by what they were paid for (`cost.causes`).
     nodes: what each node of each generation cost. owner, project: who pays, as configured; empty: nobody said.
     """
 
@@ -73,6 +75,7 @@ class Ledger:
     price_kind: str
     clean_on_demand_usd: Decimal | None
     redone_steps: int
+    causes: tuple[CauseLine, ...] = ()
     nodes: tuple[NodeBill, ...] = field(default=(), compare=False)
     owner: str = ""
     project: str = ""
@@ -115,10 +118,10 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered, running=running)
     newest = max(generations, default=0)
-    sums = _Sums()
+    sums = _Sums(generations)
     bills = node_bills(ordered)
     for bill in bills:
-        sums.add(bill, generations[bill.node.generation], newest=bill.node.generation == newest)
+        sums.add(bill, newest=bill.node.generation == newest)
     return Ledger(
         lines=_lines(sums.micros, sums.usd, sums.estimated),
         paid_microseconds=sum(sums.micros.values()),
@@ -126,6 +129,7 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
         price_kind=bills[-1].price.kind if bills else UNPRICED,
         clean_on_demand_usd=None if sums.clean is None else rounded(sums.clean),
         redone_steps=_redone_steps(ordered, generations),
+        causes=cause_lines(sums.cause_micros, sums.cause_usd),
         nodes=tuple(bills),
         owner=setting(ordered, "cost.owner"),
         project=setting(ordered, "cost.project"),
@@ -159,27 +163,36 @@ def _extra_usd(extra: Extra, price: NodePrice) -> Decimal:
 
 
 class _Sums:
-    """Microseconds and dollars by class, added up node by node."""
+    """Microseconds and dollars by class and by cause, added up node by node."""
 
-    def __init__(self) -> None:
+    def __init__(self, generations: dict[int, Generation]) -> None:
+        self._generations = generations
+        self._started_by = blame(generations)
+        self.cause_micros: dict[str, int] = {}
+        self.cause_usd: dict[str, Decimal] = {}
         self.micros: dict[LedgerClass, int] = {}
         self.usd: dict[LedgerClass, Decimal] = {}
         self.estimated: set[LedgerClass] = set()
         self.clean: Decimal | None = Decimal(0)
 
-    def add(self, bill: NodeBill, generation: Generation, *, newest: bool) -> None:
+    def add(self, bill: NodeBill, *, newest: bool) -> None:
         node, price = bill.node, bill.price
+        generation = self._generations[node.generation]
         per_rank = Decimal(3600) * len(node.ranks) * MICRO
         for rank in rank_times(node, generation):
             self.estimated |= rank.estimated
             for kind, usd in rank_charges(node, rank, price.curve).items():
-                self._spend(kind, rank.classes[kind], usd)
+                self._spend(generation, kind, rank.classes[kind], usd)
             self.clean = _clean(self.clean, price, rank.classes, per_rank, newest)
         for extra in bill.extras:
             self.estimated.add(extra.ledger_class)
-            self._spend(extra.ledger_class, extra.micros * len(node.ranks), _extra_usd(extra, price))
+            spent = extra.micros * len(node.ranks)
+            self._spend(generation, extra.ledger_class, spent, _extra_usd(extra, price))
 
-    def _spend(self, kind: LedgerClass, micros: int, usd: Decimal) -> None:
+    def _spend(self, generation: Generation, kind: LedgerClass, micros: int, usd: Decimal) -> None:
+        cause = cause_of(kind, generation, self._started_by[generation.number])
+        self.cause_micros[cause] = self.cause_micros.get(cause, 0) + micros
+        self.cause_usd[cause] = self.cause_usd.get(cause, Decimal(0)) + usd
         self.micros[kind] = self.micros.get(kind, 0) + micros
         self.usd[kind] = self.usd.get(kind, Decimal(0)) + usd
 

@@ -18,6 +18,7 @@ from cost.figures import (
     ledger_rows,
     trust_lines,
 )
+from cost.money_rows import CAUSE_HEADER, cause_rows
 from cost.next_step import resume_line
 from cost.report import RunReport
 
@@ -30,6 +31,9 @@ def show_report(card: Any, report: dict) -> None:
     card.append(Markdown("## Where the paid time went"))
     headers = ["class", "rank-seconds", "share", "USD", "figure"]
     card.append(Table([_cells(row) for row in ledger_rows(run)], headers=headers))
+    if causes := cause_rows(run):
+        card.append(Markdown("## Dollars by cause"))
+        card.append(Table([_cells(row) for row in causes], headers=list(CAUSE_HEADER)))
     curve = [{"step": step, "loss": loss} for step, loss in run.loss_curve if loss is not None and math.isfinite(loss)]
     if curve:
         card.append(Markdown("## Loss"))
