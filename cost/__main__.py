@@ -1,4 +1,4 @@
-"""`python -m cost plan CONFIG`, `… report`, `… reconcile`, `… prices record|show` …: the money without Metaflow."""
+"""`python -m cost plan CONFIG`, `… report`, `… reconcile`, `… replay`, `… prices` …: the money without Metaflow."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from cost.jobs.commands import add_command as add_report
 from cost.prices.commands import add_commands
 from cost.reconcile.commands import add_command as add_reconcile
 from cost.refresh.commands import add_commands as add_catalogue_commands
+from cost.replay.commands import add_command as add_replay
 from cost.simulate.command import add_simulate
 from infra.errors import InfraError
 from infra.outcome import Outcome
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
     add_report(commands)
     add_reconcile(commands)
+    add_replay(commands)
     add_commands(commands, _PROJECT_ROOT)
     add_bench_commands(commands)
     add_catalogue_commands(commands)

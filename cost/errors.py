@@ -53,3 +53,9 @@ class BillError(CostError):
     """A Cost and Usage Report that cannot be read, or not be joined with a job. Names file:line and column."""
 
     outcome = Outcome.CONFIG
+
+
+class ReplayError(CostError):
+    """A finished run cannot be replayed as asked: a pool without a recorded price, or a run that took no step."""
+
+    outcome = Outcome.CONFIG

@@ -10,7 +10,7 @@ is the optimum; else that of the simulator's dynamic programme (`cost.simulate.o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import pairwise
@@ -62,7 +62,8 @@ def hindsight(events: Sequence[Event], generations: dict[int, Generation], ledge
     work, start = _hours(ledger.nodes, generations, ranks=sum(len(bill.node.ranks) for bill in gang))
     if work <= 0:
         return None
-    curves = _curves(events, plan)
+    known = recorded_curves(plan, Pricing.of(events).history)
+    curves = {pool: curve for pool, curve in known.items() if pool.instance_type == plan["chosen"]["instance_type"]}
     begin = min(bill.node.started_wall for bill in ledger.nodes)
     end = max(bill.node.ended_wall for bill in ledger.nodes)
     if plan.get("deadline_hours"):
@@ -91,20 +92,20 @@ def _hours(bills: Sequence[NodeBill], generations: dict[int, Generation], *, ran
     return work / hour / max(1, ranks), start / hour / max(1, first_ranks)
 
 
-def _curves(events: Sequence[Event], plan: dict[str, Any]) -> dict[PoolName, PriceCurve]:
-    """Prices of every recorded place of the chosen type, from the plan's pools and what was recorded since."""
+def recorded_curves(
+    plan: dict[str, Any], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
+) -> dict[PoolName, PriceCurve]:
+    """Prices of every recorded pool of as many nodes as the plan chose, from its candidates and what came since."""
     chosen = plan["chosen"]
-    history = Pricing.of(events).history
     first: dict[PoolName, Decimal] = {}
     for candidate in [*plan.get("ranked", []), chosen]:
-        if (candidate["instance_type"], candidate["nodes"]) == (chosen["instance_type"], chosen["nodes"]):
+        if candidate["nodes"] == chosen["nodes"]:
             quoted = candidate.get("quoted_usd_per_hour") or str(candidate["usd_per_hour"])
             first[pool_of(candidate)] = Decimal(quoted)
     for pool, changes in history.items():
-        if pool.instance_type == chosen["instance_type"]:
-            first.setdefault(pool, min(changes)[1])
+        first.setdefault(pool, min(changes)[1])
     if chosen.get("on_demand_usd_per_hour") is not None:
-        usual = PoolName(instance_type=chosen["instance_type"], market="on_demand", place="")
+        usual = PoolName(instance_type=chosen["instance_type"], market="on_demand", place=chosen.get("region") or "")
         first.setdefault(usual, Decimal(str(chosen["on_demand_usd_per_hour"])))
     return {pool: PriceCurve.of(usd, history.get(pool, ())) for pool, usd in first.items()}
 

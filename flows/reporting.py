@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import json
+import time
 
+from cost.errors import PriceError
 from cost.experience.book import remember
+from cost.prices.observed import observed_pools
 from cost.render_html import render as render_html
 from cost.report import RunReport, build_report
-from flows.job import Job, write_whole
-from infra.events import read_events
+from flows.job import PROJECT_ROOT, Job, write_whole
+from infra.events import PLAN, PRICES, read_events
 from infra.metrics.job import job_page
+
+
+def record_prices(job: Job) -> None:
+    """How prices went while the job ran, into its events; what cannot be had is said, and the plan's price stands."""
+    plans = [event.data for event in read_events(job.store) if event.name == PLAN]
+    if not plans:
+        return
+    try:
+        pools = observed_pools(job.config.cost, plans[0], now_utc=time.time(), project_root=PROJECT_ROOT)
+    except PriceError as error:
+        print(f"prices since the plan are not known, so its own stand: {error}", flush=True)
+        return
+    if pools:
+        with job.events("prices") as events:
+            events.emit(PRICES, pools=pools)
 
 
 def write_report(job: Job) -> RunReport:
@@ -18,6 +36,7 @@ def write_report(job: Job) -> RunReport:
 
     Here first: a store that is full or takes no more writes still has events to tell from. Raises StoreError for it.
     """
+    record_prices(job)
     events = read_events(job.store)
     report = build_report(events)
     files = {
