@@ -37,5 +37,7 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
 def _parse(content: bytes, where: str) -> RunReport:
     try:
         return RunReport.from_json(json.loads(content))
+    except ReportError as error:
+        raise ReportError(f"{where}: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ReportError(f"{where}: not a report: {error!r}") from error
