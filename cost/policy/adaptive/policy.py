@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from cost.policy.adaptive.choice import Chooser, home_pools, reference_usd_per_hour, spot_pools
-from cost.policy.adaptive.spells import AGE_AT_FIRST_SIGHT_HOURS, Spells, fresh_share
+from cost.policy.adaptive.spells import AGE_AT_FIRST_SIGHT_HOURS, DOWN_END_PER_HOUR, Spells, fresh_share
 from cost.policy.adaptive.value import (
     LEAVE_OR_STAY,
     SPOT_OR_IDLE,
@@ -17,13 +17,13 @@ from cost.policy.adaptive.value import (
     Array,
     Question,
     Table,
+    mean_hours,
     solve,
 )
 from cost.policy.interface import Action, Market, PoolView, Run, State, Wait
 
 PROBE_EVERY_HOURS = 2.0
 _LADDER = 1.25
-_SETTLED = fresh_share(AGE_AT_FIRST_SIGHT_HOURS)
 
 
 class Adaptive:
@@ -43,6 +43,7 @@ class Adaptive:
         self._probed_hours = -math.inf
         self._losses = self._hops = 0
         self._lost = False
+        self._seen_hours = 0.0
         self._table_key: Question | None = None
         self._table: Table | None = None
 
@@ -83,7 +84,10 @@ class Adaptive:
                 stays.losses += 1
                 self._lost = True
         # A pool that was asked for is held at the next decision, unless it refused or was lost within the tick.
-        self.spells.see(self._capacity(state), state.now_hours)
+        capacity = self._capacity(state)
+        if capacity is not None:
+            self._seen_hours = state.now_hours
+        self.spells.see(capacity, state.now_hours)
         if on_spot and before is not None and before.market is Market.SPOT and current != before:
             moved = current is not None and current.id != before.id
             if moved:
@@ -127,7 +131,7 @@ class Adaptive:
             pool.id
             for pool in self._startable(state)
             if self._gain(state, pool, SPOT_OR_ON_DEMAND) < 0
-            and (state.is_up(pool) and up or self._gain(state, pool, SPOT_OR_IDLE) < 0)
+            and ((state.is_up(pool) and up) or self._gain(state, pool, SPOT_OR_IDLE) < 0)
         ]
         unseen = self._capacity(state) is None
         waits = self._advantage(state, WAIT_OR_ON_DEMAND, down) < 0
@@ -140,8 +144,12 @@ class Adaptive:
         if not state.may_switch:
             return Run(current.id)
         if self._blind(state):
+            if state.startup_left_hours > 0:
+                return Run(current.id)
             pools = self._startable(state)
-            if pools and self._advantage(state, LEAVE_OR_STAY, _SETTLED) < 0:
+            down_hours = mean_hours(np.array(DOWN_END_PER_HOUR)) @ np.array(self.spells.down_ends.weights())
+            seen = math.exp(-(state.now_hours - self._seen_hours) / float(down_hours))
+            if pools and self._advantage(state, LEAVE_OR_STAY, seen) < 0:
                 return Run(pools[0].id)
             return Run(current.id)
         pools = [pool for pool in self._startable(state) if state.attempts > 1 or state.is_up(pool)]

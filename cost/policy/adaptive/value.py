@@ -14,9 +14,10 @@ d is the changeover with half of a commit interval (redone work, in the mean), �
 drain, q the chance that another pool is up at once. The rules of the safety net are part of it: waiting needs
 σ ≥ d + δ afterwards, a spot start needs σ ≥ 2d + one tick + reserve. Below that, spot is closed for good, so the value
 jumps there: the grid has a point on either side of each jump. Where nothing is seen while on-demand runs (`blind`), O
-may be let go for a try, which meets capacity with its long-run share. The optimal rule of the stationary process is a
-threshold on slack (Wu et al., Can't Be Late, NSDI'24, section 4, give the two extremes: greedy waits for ever, uniform
-progress never borrows); here the threshold follows rates, phase and horizon.
+is as it was last seen, or forgotten (after the mean time of a down spell): then a try meets the long-run share of up.
+The optimal rule of the stationary process is a threshold on slack; greedy and uniform progress (Wu et al., Can't Be
+Late, NSDI'24) are its two extremes: one waits while it can, one never borrows. Here the threshold follows rates, phase
+and horizon.
 
 All combinations of the rates of `spells.py` are solved at once; the policy weighs their advantages by its posterior
 (QMDP: Littman, Cassandra and Kaelbling 1995). What is learnt does not change the tables, so they are kept.
@@ -64,7 +65,6 @@ class Question:
     blind: bool = False
     up_end_per_hour: tuple[float, ...] = UP_END_PER_HOUR
     down_end_per_hour: tuple[float, ...] = DOWN_END_PER_HOUR
-    fresh_end_per_hour: float = FRESH_END_PER_HOUR
 
     @property
     def spot_slack_hours(self) -> float:
@@ -144,9 +144,14 @@ def slack_grid(question: Question, step_hours: float) -> Array:
     return grid[np.r_[True, np.diff(grid) > _EPSILON / 10]]
 
 
-def _phase_steps(settled_end: Array, fresh_end: float, hours: float) -> tuple[Array, Array]:
+def mean_hours(settled_end: Array) -> Array:
+    """Mean length of a spell whose settled phase ends at these rates."""
+    return (1 + FRESH_SETTLE_PER_HOUR / settled_end) / (FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR)
+
+
+def _phase_steps(settled_end: Array, hours: float) -> tuple[Array, Array]:
     """Coxian transitions over `hours`: stay (model, phase, phase) and end (model, phase, 1)."""
-    out = fresh_end + FRESH_SETTLE_PER_HOUR
+    out = FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR
     fresh, settled = math.exp(-out * hours), np.exp(-settled_end * hours)
     gap = np.where(np.abs(out - settled_end) < 1e-6, 1e-6, out - settled_end)
     moved = FRESH_SETTLE_PER_HOUR * (settled - fresh) / gap
@@ -181,8 +186,8 @@ class _Induction:
         self.spot_start = max(self.step, question.changeover_hours)
         self.demand_start = max(self.step, question.changeover_hours + half_delay)
         self.unpaid = half_delay
-        self.up = {t: self._phases(self.up_end, t) for t in {self.step, self.spot_start, self.demand_start}}
-        self.down = {t: self._phases(self.down_end, t) for t in {self.step, self.demand_start}}
+        self.up = {t: _phase_steps(self.up_end, t) for t in {self.step, self.spot_start, self.demand_start}}
+        self.down = {t: _phase_steps(self.down_end, t) for t in {self.step, self.demand_start}}
         self.wait = _Shift(self.grid, self.step)
         self.to_spot = _Shift(self.grid, question.changeover_hours)
         self.to_demand = _Shift(self.grid, question.changeover_hours + half_delay)
@@ -190,18 +195,12 @@ class _Induction:
         self.may_spot = self.grid >= question.spot_slack_hours - _EPSILON / 2
         closed = question.changeover_hours + question.on_demand_delay_hours
         self.may_wait = self.grid - self.step >= closed - 2 * _EPSILON
-        mean_up, mean_down = (self._mean_hours(rate) for rate in (self.up_end, self.down_end))
-        self.share_up = (mean_up / (mean_up + mean_down))[:, None, None]
+        mean_up, mean_down = mean_hours(self.up_end), mean_hours(self.down_end)
+        self.share_up = (mean_up / (mean_up + mean_down))[:, None]
+        self.still_down = np.exp(-self.step / mean_down)[:, None]
         shape = (5, self.steps, len(self.up_end), 2, len(self.grid))
         self.values = np.zeros(shape)
         self.advantages = np.zeros(shape, dtype=np.float32)
-
-    def _phases(self, settled_end: Array, hours: float) -> tuple[Array, Array]:
-        return _phase_steps(settled_end, self.q.fresh_end_per_hour, hours)
-
-    def _mean_hours(self, settled_end: Array) -> Array:
-        out = self.q.fresh_end_per_hour + FRESH_SETTLE_PER_HOUR
-        return (1 + FRESH_SETTLE_PER_HOUR / settled_end) / out
 
     def run(self) -> Table:
         for row in range(1, self.steps):
@@ -238,9 +237,9 @@ class _Induction:
         down, up = np.minimum(wait, start_down), np.minimum(start_spot, start_up)
         leave = self.q.drain_hours + self.drained(start_spot)
         if self.q.blind:
-            stay_down = hours + demand
-            tried = self.share_up * self.drained(up)[:, 1:] + (1 - self.share_up) * self.drained(down)[:, 1:]
-            let_go = np.broadcast_to(self.q.drain_hours + tried, stay_down.shape)
+            start_down = demand_hours + np.repeat(late[2][:, :1], 2, axis=1)
+            down = np.minimum(wait, start_down)
+            stay_down, let_go = self._blind(hours, demand, self.drained(down), self.drained(up))
         else:
             stay_down = hours + self._next(self.down[self.step], demand, seen)
             let_go = self.q.drain_hours + self.drained(down)
@@ -249,6 +248,13 @@ class _Induction:
         self.values[:, row] = np.where(work > 0, np.stack(now), 0.0)
         kinds = (wait - start_down, let_go - stay_down, leave - stay_up, start_spot - start_up, start_spot - down)
         self.advantages[:, row] = np.clip(np.stack(kinds), -_CLIP, _CLIP)
+
+    def _blind(self, hours: Array, demand: Array, down: Array, up: Array) -> tuple[Array, Array]:
+        """Staying on or letting go of on-demand that shows nothing. Its phases: as last seen (down), or forgotten."""
+        seen, forgotten = demand[:, 0], demand[:, 1]
+        stay = np.stack([self.still_down * seen + (1 - self.still_down) * forgotten, forgotten], axis=1)
+        tried = self.share_up * up[:, 1] + (1 - self.share_up) * down[:, 1]
+        return hours + stay, self.q.drain_hours + np.stack([down[:, 1], tried], axis=1)
 
     def _lost(self, another: Array, nothing: Array) -> Array:
         return self.q.again * another + (1 - self.q.again) * nothing
