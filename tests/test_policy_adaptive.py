@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_the_tables_match_a_plain_recursion_over_every_outcome() -> None:
 
     chances = {(end, ticks): over(end, ticks) for end in (up_end, down_end) for ticks in (1, change)}
 
-    @lru_cache(maxsize=None)
+    @cache
     def least_cost(held: str, up: bool, phase: int, left: int, slack: int) -> float:
         work = left - slack
         if work <= 0:
