@@ -158,7 +158,7 @@ def _can_move_on_demand(state: State, pool: PoolView) -> bool:
     if state.current is not None and not state.may_switch:
         return False
     start = state.on_demand_delay_hours + state.changeover_hours + pool.transfer_hours
-    paid = state.changeover_hours + pool.transfer_hours + state.work_left_hours
+    paid = state.changeover_hours + pool.transfer_hours + state.work_left_hours + state.tick_hours
     usd = _leaving_usd(state) + pool.egress_usd + paid * pool.usd_per_hour
     return _in_time(state, _leaving_hours(state) + start + state.work_left_hours) and _in_budget(state, usd)
 
@@ -186,7 +186,8 @@ def _leaving_usd(state: State) -> float:
 def _fallback(state: State, work_hours: float, target: PoolView | None) -> tuple[float, float]:
     """(transfer hours, USD) of finishing `work_hours` on demand: at worst of here and of where `target` is.
 
-    A pool in the region of the checkpoint needs no transfer. Where the target's region has none on demand, the dearest
+    A tick more than that is in reserve, as at admission: where whole ticks are billed, the first and the last of
+    on-demand may be paid whole and used in part. A pool in the region of the checkpoint needs no transfer. Where the target's region has none on demand, the dearest
     transfer that is known stands for the one that is not.
     """
     here = state.on_demand
@@ -206,7 +207,7 @@ def _fallback(state: State, work_hours: float, target: PoolView | None) -> tuple
             )
     paid = max(0.0, work_hours)
     usd = max(
-        egress + price * (paid + state.changeover_hours + transfer if paid > 0 else 0.0)
+        egress + price * (paid + state.changeover_hours + transfer + state.tick_hours if paid > 0 else 0.0)
         for transfer, egress, price in choices
     )
     return max(transfer for transfer, _, _ in choices), usd
