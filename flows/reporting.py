@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import time
 
-from cost.errors import PriceError
+from cost.errors import CostError, PriceError
 from cost.experience.book import remember
+from cost.jobs import known_job_names, load_report
 from cost.prices.observed import observed_pools
 from cost.render_html import render as render_html
 from cost.report import RunReport, build_report
-from flows.job import PROJECT_ROOT, Job, write_whole
+from flows.job import PROJECT_ROOT, RUNS, Job, write_whole
 from infra.events import PLAN, PRICES, read_events
 from infra.metrics.job import job_page
+
+_COMPARED_JOBS = 8
 
 
 def record_prices(job: Job) -> None:
@@ -52,3 +55,14 @@ def write_report(job: Job) -> RunReport:
         job.store.put(name, content)
     remember(job.root_store, events)
     return report
+
+
+def earlier_reports(job: str) -> list[dict]:
+    """Reports of the other jobs that this machine finished last, for comparison; of what cannot be read, none."""
+    found = []
+    for name in [name for name in known_job_names(RUNS) if name != job][-_COMPARED_JOBS:]:
+        try:
+            found.append(load_report(str(RUNS / name / "report.json")).to_json())
+        except (CostError, OSError):
+            continue
+    return found
