@@ -157,8 +157,12 @@ def test_tagged_storage_is_shown_and_not_counted(tmp_path: Path) -> None:
         storage_row("bucket", "TimedStorage-ByteHrs", "0.5", WALL, ebbflow_job="another"),
         storage_row("i-one", "DataTransfer-Out-Bytes", "0.02", WALL, ebbflow_job="demo"),
     ]
-    found = reconciled(events, instances, tmp_path, *rows)
-    assert found.account.other_usd == {"storage": Decimal("0.0123"), "transfer": Decimal("0.02")}
+    [hour, *_] = rows_of(instances[0])
+    credit = {**hour, "lineItem/LineItemType": "Credit", "lineItem/UnblendedCost": "-0.3"}
+    found = reconciled(events, instances, tmp_path, *rows, credit)
+    assert found.account.other_usd == {
+        "storage": Decimal("0.0123"), "transfer": Decimal("0.02"), "other": Decimal("-0.3"),
+    }  # fmt: skip
     assert found.agrees
 
 

@@ -41,6 +41,7 @@ _OPTIONAL = {
 }
 _TAG = re.compile(r"^resource_tags_(?:user_)?(.+)$")
 _INSTANCE_USE = re.compile(r"(?:^|-)(BoxUsage|SpotUsage|DedicatedUsage|HostBoxUsage|ReservedBoxUsage)(?::(.+))?$")
+_USE = frozenset({"Usage", "DiscountedUsage", "SavingsPlanCoveredUsage"})
 SYNTHETIC = "synthetic"
 
 
@@ -137,14 +138,16 @@ def _line(row: Mapping[str, Any], where: str) -> BillLine:
     currency = found["currency"] or "USD"
     if currency != "USD":
         raise BillError(f"{where}: line_item_currency_code is {currency}; only bills in USD are read")
-    usage = _INSTANCE_USE.search(found["usage_type"])
+    line_type = found["line_type"] or "Usage"
+    # Negations, fees, credits and taxes repeat the usage of other lines: as time they would count twice.
+    usage = _INSTANCE_USE.search(found["usage_type"]) if line_type in _USE else None
     return BillLine(
         resource_id=found["resource_id"].rpartition("/")[2],
         start=_time(found["start"], "line_item_usage_start_date", where),
         end=_time(found["end"], "line_item_usage_end_date", where),
         kind=_kind(found["product"], found["usage_type"], usage is not None),
         usage_type=found["usage_type"],
-        line_type=found["line_type"] or "Usage",
+        line_type=line_type,
         amount=_number(found["amount"] or "0", "line_item_usage_amount", where),
         usd=_number(found["usd"] or "0", "line_item_unblended_cost", where),
         zone=found["zone"],
