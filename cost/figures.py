@@ -10,7 +10,7 @@ from typing import Any
 
 from cost.ledger import MEASURED, SIMULATED, UNPRICED
 from cost.money import apportion
-from cost.money_rows import owner_text, regret_text
+from cost.money_rows import budget_text, owner_text, regret_text
 from cost.number_text import NONE as NONE
 from cost.number_text import count as count
 from cost.number_text import duration as duration
@@ -58,6 +58,7 @@ def key_figures(report: RunReport) -> dict[str, str]:
         "total": usd(report.total_usd),
         "savings": usd(report.savings_usd, usd_decimals(report.total_usd)),
         "regret": regret_text(report),
+        "budget": budget_text(report),
         "paid by": owner_text(report),
         "prices": price_text(report),
         "paid time": f"{seconds(report.paid_rank_seconds)} rank-seconds",
@@ -144,16 +145,22 @@ def comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
     if not chosen:
         return []
     actual = report.actual
+    # The newest plan of a job that went on is for the rest alone: hours and dollars are those of the first.
+    forecast = report.money.get("forecast") or {
+        "hours": chosen["expected_hours"],
+        "compute_usd": chosen["expected_usd"],
+        "interruptions": chosen["interruptions"],
+    }
     return [
-        ("hours", number(chosen["expected_hours"]), number(actual.get("wall_hours"))),
-        ("dollars", usd(chosen["expected_usd"]), usd(report.total_usd)),
+        ("hours", number(forecast["hours"]), number(actual.get("wall_hours"))),
+        ("dollars", usd(forecast["compute_usd"]), usd(report.total_usd)),
         (
             f"{weight_unit(report)}/s",
             number(chosen["tokens_per_second"], 0),
             number(actual.get("tokens_per_second"), 0),
         ),
         ("MFU", share_of(chosen["mfu"], "data sheet peak"), share_of(actual.get("mfu"), "measured peak")),
-        ("interruptions", number(chosen["interruptions"], 4), str(report.interruptions)),
+        ("interruptions", number(forecast["interruptions"], 4), str(report.interruptions)),
     ]
 
 

@@ -15,7 +15,8 @@ from infra.events import BUDGET, PLAN, Event
 def money_figures(events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger) -> dict[str, Any]:
     """Plain JSON. events: by time.
 
-    forecast: of the first plan, for the whole job; later plans are for what was left. causes: dollars with six places
+    forecast: of the first plan, for the whole job; later plans are for what was left. compute_usd leaves storage and
+    transfer out, which the ledger does not meter. causes: dollars with six places
     that sum to the total. hindsight: None where it cannot be told. thresholds: shares of the budget that were reached.
     """
     found = hindsight(events, generations, ledger)
@@ -40,7 +41,14 @@ def _forecast(events: Sequence[Event]) -> dict[str, Any] | None:
     if plan is None:
         return None
     chosen = plan["chosen"]
-    return {"usd": chosen.get("expected_usd"), "hours": chosen.get("expected_hours"), "kind": "estimated"}
+    expected = chosen.get("expected_usd")
+    return {
+        "usd": expected,
+        "compute_usd": chosen.get("compute_usd", expected),
+        "hours": chosen.get("expected_hours"),
+        "interruptions": chosen.get("interruptions"),
+        "kind": "estimated",
+    }
 
 
 def _price_changes(ledger: Ledger) -> int:

@@ -44,6 +44,17 @@ def regret_text(report: RunReport) -> str:
     return f"{usd(found['regret_usd'], decimals)} ({share}) over hindsight's {usd(found['usd'], decimals)}, estimated"
 
 
+def budget_text(report: RunReport) -> str:
+    """Such as "62.0 % of $5.0000, told at 50 %"; n/a without a budget."""
+    limit = (report.plan or {}).get("budget_usd")
+    if not limit:
+        return NONE
+    told = [percent(share, 0) for share in report.money.get("thresholds") or []]
+    return f"{percent(float(report.total_usd) / limit)} of {usd(limit)}" + (
+        f", told at {', '.join(told)}" if told else ""
+    )
+
+
 def owner_text(report: RunReport) -> str:
     """Owner and project of the configuration; n/a where nobody set them."""
     owner, project = (plain(report.money.get(name) or NONE) for name in ("owner", "project"))

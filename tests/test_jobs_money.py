@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from cost.errors import ReportError
+from cost.figures import comparison_rows, key_figures
 from cost.jobs import known_job_names, load_report
 from cost.jobs.table import render_table
 from cost.ledger import fold
@@ -25,7 +26,7 @@ from cost.render_html import render as render_html
 from cost.render_text import render as render_text
 from cost.report import RunReport, build_report
 from infra.config.schema import CostConfig
-from infra.events import CONFIGURED, Event
+from infra.events import BUDGET, CONFIGURED, Event
 from infra.known_jobs import KnownJob
 from infra.layout import event_key
 from infra.store import Store
@@ -77,6 +78,17 @@ def test_an_interruption_carries_all_that_it_cost() -> None:
     for rendering in (render_text(report), render_html(report)):
         assert all(cell in rendering for row in [CAUSE_HEADER, *cause_rows(report)] for cell in row)
         assert "ada, project engine" in rendering
+
+
+def test_the_forecast_is_the_first_plans_and_the_budget_says_how_much_is_gone() -> None:
+    events = killed_job()
+    later = plan_event(t=29.0)
+    later.data["chosen"]["expected_usd"] = 0.1  # of what was left
+    later.data["budget_usd"] = 0.064
+    told = event(BUDGET, 31.0, generation=2, rank=0, threshold=0.5, spent_usd=0.033, budget_usd=0.064, reserve_usd=0.0)
+    report = build_report([*events, later, told])
+    assert {row[0]: row[1] for row in comparison_rows(report)}["dollars"] == "$0.9000"
+    assert key_figures(report)["budget"] == "50.0 % of $0.0640, told at 50 %"
 
 
 def test_hindsight_at_one_price_is_the_work_and_one_start() -> None:
