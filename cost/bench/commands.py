@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cost.bench import capacity, interval, policy, safety
+from cost.bench import capacity, interval, policy, safety, speed
 
 
 def add_commands(commands: Any) -> None:
@@ -15,3 +15,4 @@ def add_commands(commands: Any) -> None:
     capacity.add_command(benches)
     policy.add_command(benches)
     safety.add_command(benches)
+    speed.add_command(benches)

@@ -187,8 +187,8 @@ def _fallback(state: State, work_hours: float, target: PoolView | None) -> tuple
     """(transfer hours, USD) of finishing `work_hours` on demand: at worst of here and of where `target` is.
 
     A tick more than that is in reserve, as at admission: where whole ticks are billed, the first and the last of
-    on-demand may be paid whole and used in part. A pool in the region of the checkpoint needs no transfer. Where the target's region has none on demand, the dearest
-    transfer that is known stands for the one that is not.
+    on-demand may be paid whole and used in part. A pool in the region of the checkpoint needs no transfer.
+    Where the target's region has none on demand, the dearest transfer that is known stands for the one that is not.
     """
     here = state.on_demand
     choices = [(here.transfer_hours, here.egress_usd, here.usd_per_hour)]
