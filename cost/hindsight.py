@@ -18,6 +18,7 @@ from typing import Any
 
 from cost.generations import Generation
 from cost.ledger import Ledger, NodeBill
+from cost.money import USD_DECIMALS
 from cost.price_curve import PriceCurve
 from cost.pricing import PoolName, Pricing, pool_of
 from cost.timeline import MICRO, rank_times
@@ -40,7 +41,7 @@ class Hindsight:
     start_hours: float
 
     def to_json(self, actual_usd: Decimal) -> dict[str, Any]:
-        regret = float(actual_usd) - self.usd
+        regret = round(float(actual_usd) - self.usd, USD_DECIMALS) + 0.0  # no dust, and no negative nothing
         return {
             "usd": self.usd,
             "regret_usd": regret,

@@ -35,13 +35,13 @@ def cause_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
 
 
 def regret_text(report: RunReport) -> str:
-    """Such as "$0.0012 (34.0 %) more than hindsight's $0.0035, estimated"."""
+    """Such as "$0.0012 (34.0 %) over $0.0035 in hindsight, estimated"."""
     found = report.money.get("hindsight")
     if not found:
         return NONE
     decimals = usd_decimals(report.total_usd)
     share = percent(found.get("regret_share"))
-    return f"{usd(found['regret_usd'], decimals)} ({share}) over hindsight's {usd(found['usd'], decimals)}, estimated"
+    return f"{usd(found['regret_usd'], decimals)} ({share}) over {usd(found['usd'], decimals)} in hindsight, estimated"
 
 
 def budget_text(report: RunReport) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from itertools import pairwise
@@ -135,6 +136,28 @@ def test_every_paid_second_costs_the_price_of_its_moment(timeline: tuple[list[Ev
     # Wall times are known to about a microsecond, and dollars are rounded once, at the sixth decimal.
     steepest = max([first, *(usd for _, usd in changes)]) / 3600 * 2e-6 * (2 + len(changes)) * len(ledger.nodes)
     assert float(ledger.total_usd) == pytest.approx(float(exact_usd(events, changes, first)), abs=1e-6 + steepest)
+
+
+@settings(max_examples=60, deadline=None)
+@given(timelines(), _changes, st.data())
+def test_instances_are_billed_a_minute_and_for_their_pauses(timeline, changes, data: st.DataObject):
+    """On instances that random generations share: it still adds up, and no instance is billed less than a minute."""
+    events = []
+    for one in timeline[0]:
+        if one.name == NODE_STARTED:
+            known = {"instance_id": f"i-{one.node}-{data.draw(st.integers(1, 2))}", "uptime_seconds": 10.0}
+            one = replace(one, data={**one.data, **known})
+        events.append(one)
+    ledger = fold([*events, prices_event(changes)])
+    assert sum((line.usd for line in ledger.lines), Decimal(0)) == ledger.total_usd
+    assert sum(line.rank_microseconds for line in ledger.lines) == ledger.paid_microseconds
+    assert sum((line.usd for line in ledger.causes), Decimal(0)) == ledger.total_usd
+    assert sum(line.rank_microseconds for line in ledger.causes) == ledger.paid_microseconds
+    paid: dict[str, float] = {}
+    for bill in ledger.nodes:
+        seconds = bill.node.paid_seconds + sum(extra.seconds for extra in bill.extras)
+        paid[bill.node.instance_id] = paid.get(bill.node.instance_id, 10.0) + seconds
+    assert all(seconds >= 60.0 - 1e-3 for seconds in paid.values())
 
 
 @given(_changes, st.floats(-100, 1000), st.floats(0, 500), st.floats(0, 500))
