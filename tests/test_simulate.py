@@ -21,6 +21,8 @@ from cost.simulate.rules import ENACTABLE, PUBLISHED, SEES_ALL, Billing, Informa
 from cost.simulate.traces import read_prices, read_trace, read_traces
 from cost.simulate.world import Distances, World, world_of, world_of_events
 
+# Read here: tests run without variables of ours.
+TRACES = os.environ.get("EBBFLOW_TRACES")
 PER_SECOND = Rules("per second, sees all", Information.ALL, Billing.PER_SECOND, 0, None)
 
 
@@ -201,10 +203,9 @@ def test_the_command_says_what_it_assumed_and_what_is_wrong(tmp_path: Path, caps
 
 
 def test_the_published_optimum_is_reproduced() -> None:
-    folder = os.environ.get("EBBFLOW_TRACES")
-    if not folder:
+    if not TRACES:
         pytest.skip("EBBFLOW_TRACES names no folder with the recorded traces of 2023 (availability/, prices/)")
-    data = Path(folder)
+    data = Path(TRACES)
     prices = read_prices(data / "prices" / "v100_spot_prices.json.gz")
     traces = read_traces(data / "availability", values="available_count")
     here = world_of(traces, prices=prices, distances=Distances(50.0)).only(["us-east-1c", "us-east-2b", "us-west-2a"])
