@@ -23,6 +23,7 @@ from cost.policy.adaptive.value import (
 from cost.policy.interface import Action, Market, PoolView, Run, State, Wait
 
 PROBE_EVERY_HOURS = 2.0
+CAUTION = 0.0
 _LADDER = 1.25
 
 
@@ -34,7 +35,8 @@ class Adaptive:
     - On on-demand: goes back to spot as soon as its spell has lasted long enough to be worth the slack it costs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, caution: float = CAUTION) -> None:
+        self.caution = caution
         self.spells = Spells()
         self.chooser = Chooser()
         self._before: PoolView | None = None
@@ -179,7 +181,13 @@ class Adaptive:
 
     def _advantage(self, state: State, kind: int, fresh: float) -> float:
         left, slack = self._clock(state)
-        return self._solved(state).advantage(kind, left, slack, fresh, self._models())
+        table = self._solved(state)
+        return table.advantage(kind, left, slack, fresh, self._cautious(state, table, left, slack))
+
+    def _cautious(self, state: State, table: Table, left: float, slack: float) -> Array:
+        costs = table.costs(left, slack, False) / max(state.work_left_hours, state.tick_hours)
+        tilted = self._models() * np.exp(self.caution * (costs - costs.max()))
+        return tilted / tilted.sum()
 
     def _models(self) -> Array:
         return np.outer(self.spells.up_ends.weights(), self.spells.down_ends.weights()).ravel()

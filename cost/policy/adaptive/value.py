@@ -116,9 +116,13 @@ class Table:
 
     def expected_cost(self, left_hours: float, slack_hours: float, up: bool, models: Array) -> float:
         """Expected cost to finish from idle, in hours at the on-demand price, spot being up (settled) or down."""
+        return float(models @ self.costs(left_hours, slack_hours, up))
+
+    def costs(self, left_hours: float, slack_hours: float, up: bool) -> Array:
+        """Expected cost to finish from idle by model, shape (models,), as `expected_cost`."""
         rows, columns, weights = self.corners(left_hours, slack_hours)
         found = (self.cost_up if up else self.cost_down)[rows, :, columns]
-        return float(models @ np.einsum("nmk,nk->m", found, weights))
+        return np.einsum("nmk,nk->m", found, weights)
 
 
 @lru_cache(maxsize=24)
@@ -191,11 +195,14 @@ class _Induction:
         self.wait = _Shift(self.grid, self.step)
         self.to_spot = _Shift(self.grid, question.changeover_hours)
         self.to_demand = _Shift(self.grid, question.changeover_hours + half_delay)
+        # Slack that is not there cannot be spent: the grid ends at 0, and the work it would hide is done on demand.
+        self.too_late = np.clip(question.changeover_hours + half_delay - self.grid, 0.0, None)
         self.drained = _Shift(self.grid, question.drain_hours)
         self.may_spot = self.grid >= question.spot_slack_hours - _EPSILON / 2
         closed = question.changeover_hours + question.on_demand_delay_hours
         self.may_wait = self.grid - self.step >= closed - 2 * _EPSILON
         mean_up, mean_down = mean_hours(self.up_end), mean_hours(self.down_end)
+        self.may_leave = self.grid >= closed + question.tick_hours + question.drain_hours
         self.share_up = (mean_up / (mean_up + mean_down))[:, None]
         self.still_down = np.exp(-self.step / mean_down)[:, None]
         shape = (5, self.steps, len(self.up_end), 2, len(self.grid))
@@ -222,7 +229,7 @@ class _Induction:
         work = np.maximum(row * self.step - self.grid, 0.0)
         before = self.values[:, row - 1]
         hours, ratio, changeover = np.minimum(self.step, work), self.q.price_ratio, self.q.changeover_hours
-        demand_hours = np.minimum(self.demand_start - self.unpaid, work + changeover)
+        demand_hours = np.minimum(self.demand_start - self.unpaid, work + changeover) + self.too_late
         spot, idle, demand, seen, _ = before
         late = self.to_demand(self._rows_before(row, self.demand_start))
         start_down = demand_hours + self._next(self.down[self.demand_start], late[2], late[3])
@@ -243,6 +250,7 @@ class _Induction:
         else:
             stay_down = hours + self._next(self.down[self.step], demand, seen)
             let_go = self.q.drain_hours + self.drained(down)
+        let_go = np.where(self.may_leave, let_go, _FORBIDDEN)
         on_spot = ratio * hours + self._next(self.up[self.step], spot, self._lost(before[4], idle))
         now = (on_spot, down, np.minimum(stay_down, let_go), np.minimum(leave, stay_up), up)
         self.values[:, row] = np.where(work > 0, np.stack(now), 0.0)
