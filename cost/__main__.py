@@ -23,10 +23,12 @@ from infra.outcome import Outcome
 from infra.process import reader_has_left
 
 if TYPE_CHECKING:
+    from cost.experience.belief import Experience
     from infra.config.schema import RunConfig
     from infra.model_shape import ModelShape
 
 _PROJECT_ROOT = Path(__file__).resolve().parents[1]
+_REQUEST_SECONDS = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file such as configs/laptop.yaml")
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
     plan.add_argument("--json", action="store_true", help="the whole plan as JSON")
+    plan.add_argument("--job", default=None, metavar="JOB", help="goes on with this job: only what is left is planned")
     plan.set_defaults(run=_plan)
     add_report(commands)
     add_reconcile(commands)
@@ -62,9 +65,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from cost.jobs.find import read_job
     from cost.plan import make_plan
     from cost.plan_text import render_plan
     from cost.prices.source import open_prices
+    from cost.progress import progress_of
     from infra.config.load import load_config
     from infra.config.problems import ConfigError
 
@@ -75,9 +80,25 @@ def _plan(arguments: argparse.Namespace) -> int:
         return Outcome.CONFIG.exit_code
     now = time.time()
     prices = open_prices(loaded.config, now, project_root=_PROJECT_ROOT)
-    plan = make_plan(loaded.config, now_utc=now, prices=prices, shape=_measured_shape(loaded.config))
+    known = {"experience": _experience(loaded.config), "shape": _measured_shape(loaded.config)}
+    if arguments.job is not None:
+        known["progress"] = progress_of(read_job(arguments.job))
+    plan = make_plan(loaded.config, now_utc=now, prices=prices, **known)
     print(json.dumps(plan.to_json(), indent=1, allow_nan=False) if arguments.json else render_plan(plan))
     return 0 if plan.refusal is None else plan.refusal.outcome.exit_code
+
+
+def _experience(config: RunConfig) -> Experience:
+    """Of the configuration's store; none, and said so, where the store does not answer: a plan does without."""
+    from cost.experience.belief import Experience
+    from cost.experience.book import recall
+    from infra.store import Store
+
+    try:
+        return recall(Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS))
+    except InfraError as error:
+        print(f"what own jobs have shown of pools and speeds is not known: {error}", file=sys.stderr)
+        return Experience()
 
 
 def _measured_shape(config: RunConfig) -> ModelShape | None:

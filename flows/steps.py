@@ -96,7 +96,7 @@ def check(flow: Any) -> list[dict]:
     from training.checks.workload import WORKLOAD_CHECK
 
     job = Job.of(flow, current.run_id)
-    results = run_all_checks(job.config, flow.settings["path"])
+    results = run_all_checks(job.config, flow.settings["path"], job=job.name)
     say(render_results(results))
     records = [result.to_json() for result in results]
     failed = blocking(results)
