@@ -21,7 +21,7 @@ RECORDED = "availability at recorded prices"
 # Can't Be Late (NSDI'24).
 ZONE_WORK_HOURS = 48.0
 ZONE_DEADLINES = (52.0, 60.0, 70.0, 92.0)
-ZONE_CHANGEOVERS = (0.02, 0.1, 0.2, 0.5)
+ZONE_CHANGEOVERS = (0.02, 0.2, 0.5)
 POLICIES = (
     "adaptive",
     "uniform_progress",

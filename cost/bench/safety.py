@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def random_cases(data: Path, names: tuple[str, ...], count: int) -> Iterator[Case]:
-    """Jobs of 0.5–8 h (log-uniform) in every world, changeover 0.02–0.5 h, deadline 1.05–3 times the work.
+    """Jobs of 0.5–6 h (log-uniform) in every world, changeover 0.02–0.5 h, deadline 1.05–3 times the work.
 
     Half have a budget of 0.8–1.6 times the price on demand; half commit each 0.05–0.5 h and redo what comes after.
     Each set of rules takes a third. About a fifth is infeasible on demand, and has to be refused.
@@ -75,7 +75,7 @@ def random_cases(data: Path, names: tuple[str, ...], count: int) -> Iterator[Cas
     rooms = {world: hours_of(data, *world) for world in worlds}
     for number in range(count):
         traces, group = chance.choice(worlds)
-        work = math.exp(chance.uniform(math.log(0.5), math.log(8.0)))
+        work = math.exp(chance.uniform(math.log(0.5), math.log(6.0)))
         deadline = work * chance.uniform(1.05, 3.0)
         changeover = chance.uniform(0.02, 0.5)
         nodes = 4 if traces == "gang" else 1

@@ -1,6 +1,8 @@
 """`python -m cost bench speed`: time of a decision, of a simulated job and of the optimum, against pools and ticks.
 
-The traces are synthetic (capacity that comes and goes at fixed rates, fixed seed): only the time is a result.
+The traces are synthetic (capacity that comes and goes at fixed rates, fixed seed): only the time is a result. It is
+processor time of this process, which other work on the machine disturbs least. A policy that computes tables does so
+at its first decisions, which the worst decision shows.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 _SEED = 5
-_POOLS = (1, 3, 9, 30, 50)
+_POOLS = (1, 3, 9, 30)
+# Beyond this the optimum, which no decision waits for, takes longer than all else.
+_OPTIMUM_POOLS = 9
 _WORK_HOURS = 48.0
 _DEADLINE_HOURS = 72.0
 _TICK_SECONDS = (60.0, 195.0, 600.0)
@@ -31,9 +35,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for name in arguments.policies.split(","):
         rows += [measure(name, pools, 195.0) for pools in _POOLS]
         rows += [measure(name, 3, seconds) for seconds in _TICK_SECONDS if seconds != 195.0]
-    print(
-        "| policy | pools | tick (s) | ticks | decision, median (ms) | decision, worst (ms) | job (s) | optimum (s) |"
-    )
+    print("| policy | pools | tick (s) | ticks | decision: median ms | worst ms | job (s) | optimum (s) |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         print("| " + " | ".join(cell if isinstance(cell, str) else f"{cell:.4g}" for cell in row.values()) + " |")
@@ -53,10 +55,12 @@ def measure(name: str, pools: int, tick_seconds: float) -> dict[str, Any]:
 
     world, job = synthetic_world(pools, tick_seconds), Job(_WORK_HOURS, _DEADLINE_HOURS, 0.2)
     timed = _Timed(SafetyNet(policies()[name]()))
-    began = time.perf_counter()
+    began = time.process_time()
     simulate(world, job, PUBLISHED, timed)
-    middle = time.perf_counter()
-    optimum_usd(world, job)
+    middle = time.process_time()
+    measured = name == "greedy" and pools <= _OPTIMUM_POOLS
+    if measured:
+        optimum_usd(world, job)
     return {
         "policy": name,
         "pools": pools,
@@ -65,7 +69,7 @@ def measure(name: str, pools: int, tick_seconds: float) -> dict[str, Any]:
         "decision_median_ms": statistics.median(timed.seconds) * 1e3,
         "decision_worst_ms": max(timed.seconds) * 1e3,
         "job_seconds": middle - began,
-        "optimum_seconds": time.perf_counter() - middle,
+        "optimum_seconds": time.process_time() - middle if measured else "-",
     }
 
 
@@ -74,9 +78,9 @@ class _Timed:
         self.policy, self.seconds = policy, list[float]()
 
     def decide(self, state: Any) -> Any:
-        began = time.perf_counter()
+        began = time.process_time()
         action = self.policy.decide(state)
-        self.seconds.append(time.perf_counter() - began)
+        self.seconds.append(time.process_time() - began)
         return action
 
 

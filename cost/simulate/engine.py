@@ -31,7 +31,7 @@ def first_state(world: World, job: Job, rules: Rules) -> State:
     """What a policy sees before anything has started; for the admission of a job."""
     simulation = _Simulation(world, job, rules, _Nobody(), Reality())
     simulation.look_at_all(0)
-    return simulation.state(0.0, float(world.tick_hours.max()))
+    return simulation.state(0.0)
 
 
 class _Nobody:
@@ -52,6 +52,8 @@ class _Simulation:
         self.zones = [*world.zones, *(first[region] for region in self.places[self.spots :])]
         self.index = {name: position for position, name in enumerate(self.names)}
         self.attempts = rules.attempts or len(self.names)
+        # When the next change comes is not for the policy to know: the longest tick is what it may count on.
+        self.longest_tick = float(world.tick_hours.max())
         self.delays = random.Random(job.seed)
         self.outcome = Outcome(deadline_hours=job.deadline_hours)
         self.views: list[PoolView] = []
@@ -68,7 +70,7 @@ class _Simulation:
             if self.current is not None and self.current < self.spots and not self.up[self.current][tick]:
                 self._preempted(tick, now)
             self._observe(tick, now)
-            action = self.policy.decide(self.state(now, hours))
+            action = self.policy.decide(self.state(now))
             self.outcome.decisions += 1
             before, spent = self.current, self.outcome.usd
             used = self._act(action, tick, now)
@@ -125,7 +127,7 @@ class _Simulation:
             elif view.usd_per_hour != self.prices[pool][tick]:
                 self.views[pool] = self._view(pool, tick, view.available, view.seen_at_hours)
 
-    def state(self, now: float, hours: float) -> State:
+    def state(self, now: float) -> State:
         known = self.useful >= self.reality.noticed_after_hours
         pace = self.reality.useful_per_hour if known else 1.0
         return State(
@@ -135,7 +137,7 @@ class _Simulation:
             uncommitted_hours=self.uncommitted / pace,
             changeover_hours=self.job.changeover_hours,
             on_demand_delay_hours=self.rules.on_demand_delay_hours,
-            tick_hours=hours,
+            tick_hours=self.longest_tick,
             pools=tuple(self.views),
             current=None if self.current is None else self.names[self.current],
             startup_left_hours=self.startup_left + self.stated_left,
