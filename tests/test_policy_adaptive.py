@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cost.policy.adaptive.policy import Adaptive
-from cost.policy.adaptive.spells import DOWN_END_PER_HOUR, UP_END_PER_HOUR, RateEvidence, Spells
+from cost.policy.adaptive.spells import DOWN_END_PER_HOUR, UP_END_PER_HOUR, UP_PRIOR, RateEvidence, Spells
 from cost.policy.adaptive.value import Question, solve
 from cost.policy.greedy import Greedy
 from cost.policy.interface import Action, Policy, State
@@ -101,7 +101,7 @@ def test_the_tables_match_a_plain_recursion_over_every_outcome() -> None:
 
 
 def test_a_rate_is_learnt_and_forgotten() -> None:
-    evidence = RateEvidence(UP_END_PER_HOUR)
+    evidence = RateEvidence(UP_END_PER_HOUR, UP_PRIOR)
     assert evidence.weights() == pytest.approx([0.25] * 4)
     evidence.ends, evidence.hours = 20.0, 30.0
     learnt = evidence.weights()

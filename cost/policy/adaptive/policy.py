@@ -23,7 +23,6 @@ from cost.policy.adaptive.value import (
 from cost.policy.interface import Action, Market, PoolView, Run, State, Wait
 
 PROBE_EVERY_HOURS = 2.0
-CAUTION = 0.0
 _LADDER = 1.25
 
 
@@ -35,8 +34,7 @@ class Adaptive:
     - On on-demand: goes back to spot as soon as its spell has lasted long enough to be worth the slack it costs.
     """
 
-    def __init__(self, caution: float = CAUTION) -> None:
-        self.caution = caution
+    def __init__(self) -> None:
         self.spells = Spells()
         self.chooser = Chooser()
         self._before: PoolView | None = None
@@ -181,13 +179,7 @@ class Adaptive:
 
     def _advantage(self, state: State, kind: int, fresh: float) -> float:
         left, slack = self._clock(state)
-        table = self._solved(state)
-        return table.advantage(kind, left, slack, fresh, self._cautious(state, table, left, slack))
-
-    def _cautious(self, state: State, table: Table, left: float, slack: float) -> Array:
-        costs = table.costs(left, slack, False) / max(state.work_left_hours, state.tick_hours)
-        tilted = self._models() * np.exp(self.caution * (costs - costs.max()))
-        return tilted / tilted.sum()
+        return self._solved(state).advantage(kind, left, slack, fresh, self._models())
 
     def _models(self) -> Array:
         return np.outer(self.spells.up_ends.weights(), self.spells.down_ends.weights()).ravel()

@@ -8,7 +8,7 @@ stochastic processes"; phase-type distributions: Neuts 1981):
     fresh     ends at rate a, settles at rate c                 a = c = 1.1 per hour for every pool
     settled   ends at rate λ (up) or μ (down), unknown
 
-Rates λ and μ get a discrete prior over a logarithmic grid and are learnt by the Gamma-Poisson likelihood of settled
+Rates λ and μ get a discrete prior over a logarithmic grid (absences of days are rarer than of hours) and are learnt by the Gamma-Poisson likelihood of settled
 time, L(λ) = λ^n · exp(−λ · exposure), with n settled spells that ended in `exposure` settled hours. Two corrections
 guard against trusting a stationary world that is none: evidence is forgotten with a half-life of a day, and counts
 half (a power posterior: Grünwald 2012, "The safe Bayesian").
@@ -25,6 +25,8 @@ SETTLED_AFTER_HOURS = 0.5
 """A spell is counted as settled from this age on: about the mean time in the fresh phase."""
 UP_END_PER_HOUR = (1 / 1.5, 1 / 5, 1 / 15, 1 / 50)
 DOWN_END_PER_HOUR = (1 / 1.2, 1 / 4, 1 / 12, 1 / 40)
+UP_PRIOR = (0.25, 0.25, 0.25, 0.25)
+DOWN_PRIOR = (0.3, 0.4, 0.2, 0.1)
 HALF_LIFE_HOURS = 24.0
 EVIDENCE_POWER = 0.5
 AGE_AT_FIRST_SIGHT_HOURS = 1.0
@@ -48,6 +50,7 @@ class RateEvidence:
     """Posterior of one settled rate over `rates_per_hour`."""
 
     rates_per_hour: tuple[float, ...]
+    prior: tuple[float, ...]
     ends: float = 0.0
     hours: float = 0.0
 
@@ -60,7 +63,7 @@ class RateEvidence:
         """Probability of each rate; they sum to 1."""
         logs = [EVIDENCE_POWER * (self.ends * math.log(rate) - rate * self.hours) for rate in self.rates_per_hour]
         top = max(logs)
-        weights = [math.exp(value - top) for value in logs]
+        weights = [prior * math.exp(value - top) for prior, value in zip(self.prior, logs, strict=True)]
         total = sum(weights)
         return [weight / total for weight in weights]
 
@@ -73,8 +76,8 @@ class Spells:
     """
 
     def __init__(self) -> None:
-        self.up_ends = RateEvidence(UP_END_PER_HOUR)
-        self.down_ends = RateEvidence(DOWN_END_PER_HOUR)
+        self.up_ends = RateEvidence(UP_END_PER_HOUR, UP_PRIOR)
+        self.down_ends = RateEvidence(DOWN_END_PER_HOUR, DOWN_PRIOR)
         self.age_hours = AGE_AT_FIRST_SIGHT_HOURS
         self._last: bool | None = None
         self._at_hours: float | None = None

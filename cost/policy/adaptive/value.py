@@ -116,13 +116,9 @@ class Table:
 
     def expected_cost(self, left_hours: float, slack_hours: float, up: bool, models: Array) -> float:
         """Expected cost to finish from idle, in hours at the on-demand price, spot being up (settled) or down."""
-        return float(models @ self.costs(left_hours, slack_hours, up))
-
-    def costs(self, left_hours: float, slack_hours: float, up: bool) -> Array:
-        """Expected cost to finish from idle by model, shape (models,), as `expected_cost`."""
         rows, columns, weights = self.corners(left_hours, slack_hours)
         found = (self.cost_up if up else self.cost_down)[rows, :, columns]
-        return np.einsum("nmk,nk->m", found, weights)
+        return float(models @ np.einsum("nmk,nk->m", found, weights))
 
 
 @lru_cache(maxsize=24)
