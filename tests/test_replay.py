@@ -71,9 +71,12 @@ def test_a_run_predicts_itself(kills: list[float], interval: int) -> None:
     assert found["what_if"]["usd"] == found["predicted"]["usd"]
 
 
-@pytest.mark.parametrize(("ran", "asked"), [(50, 10), (10, 50), (100, 20), (20, 80)])
+@pytest.mark.parametrize(("ran", "asked"), [(50, 10), (10, 50), (100, 20), (20, 60)])
 def test_a_run_predicts_another_interval_with_the_same_kills(ran: int, asked: int) -> None:
-    """The run that was asked about is really made, with other step times, and costs what the replay said."""
+    """The run that was asked about is made too, with other step times, and costs what the replay said.
+
+    None of these intervals has a save beside a kill: that would be lost or not by chance.
+    """
     found = replay(Trained(interval=ran, kills=KILLS).events, interval_steps=asked)
     real = Trained(interval=asked, kills=KILLS, seed=11)
     assert found["what_if"]["usd"] == pytest.approx(real.usd, rel=0.03)
@@ -99,7 +102,9 @@ def test_another_pool_has_its_own_price_at_each_moment() -> None:
 
 def test_what_cannot_be_replayed_is_said() -> None:
     events = Trained(interval=50, kills=[]).events
-    with pytest.raises(ReplayError, match=r"no recorded pool is 'p5'; name one of\n  g5\.xlarge on-demand\n  g5\.xlarge spot"):
+    with pytest.raises(
+        ReplayError, match=r"no recorded pool is 'p5'; name one of\n  g5\.xlarge on-demand\n  g5\.xlarge spot"
+    ):
         replay(events, pool="p5")
     with pytest.raises(ReplayError, match="--interval 0"):
         replay(events, interval_steps=0)

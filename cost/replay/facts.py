@@ -38,13 +38,18 @@ class Life:
     steps: int
     saves: int
 
+    @property
+    def step_seconds(self) -> float:
+        """The mean, with data and evaluations; 0 where it took none."""
+        return self.stepping / self.steps if self.steps else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """A run in numbers. steps: that the final weights are made of. interval_steps: between saves, the median.
 
     step_seconds: with data and evaluations, the mean; stall_seconds: of a save; durable_seconds: until it counts;
-    first_start, restart: seconds before the first step, of the first generation and the mean of the later ones.
+    shutdown: seconds after the last step of a generation that ended as meant, the mean.
     """
 
     job: str
@@ -54,8 +59,6 @@ class Facts:
     step_seconds: float
     stall_seconds: float
     durable_seconds: float
-    first_start: float
-    restart: float
     shutdown: float
     lives: tuple[Life, ...]
     paid_seconds: float
@@ -73,7 +76,6 @@ def facts_of(events: Sequence[Event]) -> Facts:
     steps = _kept(ordered, generations)
     if not executed or not steps:
         raise ReplayError("the run took no step that counts: there is nothing to replay")
-    later = [life.start for life in lives[1:]]
     ends = [life.shutdown for life in lives if not life.cut]
     newest = max(generations)
     return Facts(
@@ -84,8 +86,6 @@ def facts_of(events: Sequence[Event]) -> Facts:
         step_seconds=sum(life.stepping for life in lives) / executed,
         stall_seconds=sum(life.stall for life in lives) / saves if saves else 0.0,
         durable_seconds=_durable(ordered),
-        first_start=lives[0].start,
-        restart=fmean(later) if later else lives[0].start,
         shutdown=fmean(ends) if ends else 0.0,
         lives=lives,
         paid_seconds=sum(life.seconds for life in lives),

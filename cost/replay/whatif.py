@@ -1,8 +1,9 @@
 """Run a finished run again on paper: its own interruptions at their moments, with another price, speed or interval.
 
-A generation that was cut short lives as long as it did; within it steps are taken at the mean time, a save each
-`interval` steps, and what came after the last durable one is done again by the next. When the work is done, it ends.
-The last recorded generation lives until then. Wall time between generations is as it was.
+A generation that was cut short lives as long as it did; within it steps take what they took in it on the mean, with a
+save each `interval` steps, and what came after the last durable one is done again by the next. The last recorded
+generation lives until the work is done. Wall time between generations is as it was. Where an interruption falls beside
+the moment of a save, it may come out either way.
 """
 
 from __future__ import annotations
@@ -64,12 +65,13 @@ def answer(facts: Facts, ask: Question) -> Answer:
     previous: Life | None = None
     for number, life in enumerate(facts.lives):
         at = life.begin if previous is None else at + max(0.0, life.begin - previous.begin - previous.seconds)
-        start = facts.first_start if number == 0 else facts.restart
+        step = (life.step_seconds or facts.step_seconds) if ask.interruptions else facts.step_seconds
+        step /= ask.speed
         if not (life.cut and ask.interruptions) or number == len(facts.lives) - 1:
-            end = run.pay(at, start + _rest(run) + facts.shutdown)
+            end = run.pay(at, life.start + _rest(run, step) + facts.shutdown)
             run.done = facts.steps
             break
-        at, end = _cut_short(run, at, life, start)
+        at = end = _cut_short(run, at, life, step)
         previous = life
         if run.done >= facts.steps:
             break
@@ -89,26 +91,25 @@ def error_share(facts: Facts, predicted: Answer) -> float:
     return float((predicted.usd - measured) / measured) if measured else 0.0
 
 
-def _rest(run: _Run) -> float:
-    """Seconds of all that is left to do, its saves included."""
+def _rest(run: _Run, step: float) -> float:
+    """Seconds of all that is left to do, its saves included. step: seconds of one."""
     left = run.facts.steps - run.done
     saves = -(-left // run.ask.interval_steps)
     run.saves += saves
-    return left * run.facts.step_seconds / run.ask.speed + saves * run.facts.stall_seconds
+    return left * step + saves * run.facts.stall_seconds
 
 
-def _cut_short(run: _Run, begin: float, life: Life, start: float) -> tuple[float, float]:
-    """One generation up to its interruption, or to the end of the work where that comes first. (end, end)."""
+def _cut_short(run: _Run, begin: float, life: Life, step: float) -> float:
+    """One generation up to its interruption, or to the end of the work where that comes first; returns its end."""
     facts, ask = run.facts, run.ask
-    working = max(0.0, life.seconds - life.tail - start)
-    step = facts.step_seconds / ask.speed
+    working = max(0.0, life.seconds - life.tail - life.start)
     cycle = ask.interval_steps * step + facts.stall_seconds
     left = facts.steps - run.done
     needed = left * step + -(-left // ask.interval_steps) * facts.stall_seconds
     if needed <= working:
-        end = run.pay(begin, start + _rest(run) + facts.shutdown)
+        end = run.pay(begin, life.start + _rest(run, step) + facts.shutdown)
         run.done = facts.steps
-        return end, end
+        return end
     cycles, rest = divmod(working, cycle) if cycle > 0 else (0.0, 0.0)
     taken = int(cycles) * ask.interval_steps + min(ask.interval_steps, int(rest / step) if step > 0 else 0)
     durable = int(max(0.0, working - facts.durable_seconds) / cycle) if cycle > 0 else 0
@@ -117,5 +118,4 @@ def _cut_short(run: _Run, begin: float, life: Life, start: float) -> tuple[float
     run.redone += min(taken, left) - kept
     run.done += kept
     run.cuts += 1
-    end = run.pay(begin, max(life.seconds, start + life.tail))
-    return end, end
+    return run.pay(begin, life.seconds)
