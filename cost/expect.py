@@ -173,7 +173,6 @@ def candidate(
     limit = config.cost.max_price_age_hours
     usd_per_hour = float(quote.usd_per_hour)
     gang, other = usd_per_hour * pool.nodes, bill.storage_usd + bill.transfer_usd
-    interval = daly_interval_seconds(work.save_seconds, hazard.per_hour) / work.speed.step_seconds
     total = gang * expected.paid_hours + other
     return Candidate(
         **vars(pool),
@@ -197,7 +196,7 @@ def candidate(
         interval_seconds=expected.interval_seconds,
         hazard_per_hour=hazard.per_hour,
         hazard_kind=hazard.kind,
-        best_interval_steps=max(1, round(min(interval, max(1, work.steps)))),
+        daly_interval_steps=_daly_steps(work, hazard),
         interruptions=expected.interruptions,
         paid_hours=expected.paid_hours,
         expected_hours=expected.expected_hours,
@@ -208,6 +207,12 @@ def candidate(
         usd_per_step=total / max(1, work.steps),
         case=expected.case,
     )
+
+
+def _daly_steps(work: Work, hazard: Hazard) -> int:
+    """Daly's interval in steps: at least one, at most all that are left."""
+    steps = daly_interval_seconds(work.save_seconds, hazard.per_hour) / work.speed.step_seconds
+    return max(1, round(min(steps, max(1, work.steps))))
 
 
 def bill_of(config: RunConfig, pool: Pool, work: Work, expected: Course, rates: Rates) -> Bill:

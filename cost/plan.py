@@ -166,11 +166,9 @@ def make_plan(
 ) -> Plan:
     """Rank every pool that `config` allows and decide whether the job may start. A pure function of its sources.
 
-    now_utc: Unix time at which prices are judged. simulated: the run stays on this machine (always so with
-    `cluster.backend: local`). shape: of the model; None: of the built-in language model. prices: an opened source
-    (`cost.prices.source.open_prices`); None: the static table, whatever `cost.prices` says. experience: of the store's
-    jobs (`cost.experience.book.recall`). progress: of this job, where it goes on (`cost.progress`): only what is left
-    is planned. Raises CatalogueError for a broken table.
+    now_utc: Unix time at which prices are judged. simulated: the run stays on this machine (always with backend local).
+    shape: None: of the built-in model. prices: as `cost.prices.source.open_prices` opens; None: the static table.
+    experience: of `cost.experience.book`. progress: the rest is planned. Raises CatalogueError for bad tables.
     """
     sources = Sources(
         catalogue=load_catalogue() if catalogue is None else catalogue,
@@ -180,15 +178,12 @@ def make_plan(
         experience=Experience() if experience is None else experience,
         progress=progress,
     )
-    found = list(judged(config, sources))
-    ranked = sorted((one for one in found if isinstance(one, Candidate)), key=_rank)
-    ranked[:LOOKED_AHEAD] = [with_outlook(one, sources.hours_left(config)) for one in ranked[:LOOKED_AHEAD]]
-    rejected = tuple(one for one in found if isinstance(one, Rejection))
+    ranked, rejected = _divided(config, sources)
     reserve = ranked[0].gang_usd_per_hour * config.checkpoint.deadline_seconds / 3600 if ranked else 0.0
     cost, steps = config.cost, sources.steps_left(config)
     return Plan(
         made_utc=now_utc,
-        started_utc=now_utc if progress.started_utc is None else progress.started_utc,
+        started_utc=progress.started_utc or now_utc,
         backend=config.cluster.backend,
         simulated=simulated or config.cluster.backend == "local",
         steps=steps,
@@ -208,6 +203,14 @@ def make_plan(
         counts=_counts(len(ranked), rejected),
         refusal=refusal(config, sources, ranked, rejected, reserve),
     )
+
+
+def _divided(config: RunConfig, sources: Sources) -> tuple[list[Candidate], tuple[Rejection, ...]]:
+    """The pools that can run the job, cheapest first, the best of them with their outlook; and those that cannot."""
+    found = list(judged(config, sources))
+    ranked = sorted((one for one in found if isinstance(one, Candidate)), key=_rank)
+    ranked[:LOOKED_AHEAD] = [with_outlook(one, sources.hours_left(config)) for one in ranked[:LOOKED_AHEAD]]
+    return ranked, tuple(one for one in found if isinstance(one, Rejection))
 
 
 def _counts(ranked: int, rejected: tuple[Rejection, ...]) -> dict[str, int]:

@@ -84,7 +84,7 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
             "interruptions",
             f"{best.interruptions:.2g} expected at {best.hazard_per_hour:.2g} per hour ({plain(best.hazard_kind)})",
         ),
-        ("commits", f"{plan.interval}; Daly's interval at this hazard: {best.best_interval_steps:,} steps"),
+        ("commits", f"{plan.interval}; Daly's interval at this hazard: {best.daly_interval_steps:,} steps"),
         *_limits(plan, best),
     ]
     width = max(len(name) for name, _ in items)

@@ -46,7 +46,7 @@ class Candidate(Pool):
     type and region; None: not on record. price_kind: how the price is known, in words that begin with live, recorded
     or estimated. price_age_hours: since it was last known to hold. price_stale: older than cost.max_price_age_hours.
     speed_kind: measured, scaled … or prior; hazard_kind: estimated, or updated by jobs of this store.
-    interval_seconds: of training between two saves, as the configuration has it; best_interval_steps: Daly's.
+    interval_seconds: of training between two saves, as the configuration has it; daly_interval_steps: Daly's.
     paid_hours: of each node; expected_hours: with the waits for capacity after reclaims, which are not paid.
     expected_usd: compute_usd + storage_usd + transfer_usd, see `cost.expect`; usd_per_step: of the remaining steps.
     case: what the hours depend on, and how they may vary; outlook: how they may come out, of the best pools only.
@@ -72,7 +72,7 @@ class Candidate(Pool):
     interval_seconds: float
     hazard_per_hour: float
     hazard_kind: str
-    best_interval_steps: int
+    daly_interval_steps: int
     interruptions: float
     paid_hours: float
     expected_hours: float
