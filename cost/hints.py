@@ -22,7 +22,7 @@ def budget_hint(config: RunConfig, sources: Sources, cheapest: Candidate, needed
         if steps <= 0:
             return hint
         fewer = _changed(config, "training", max_steps=sources.progress.done_steps + steps)
-        if _cheapest_usd(fewer, sources) <= (config.cost.budget_usd or 0.0):
+        if _usd_on(cheapest, fewer, sources) <= (config.cost.budget_usd or 0.0):
             return f"{hint}, or training.max_steps to {fewer.training.max_steps} or fewer"
     return hint
 
@@ -31,8 +31,10 @@ def budget_hint(config: RunConfig, sources: Sources, cheapest: Candidate, needed
 _SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
 
 
-def _cheapest_usd(config: RunConfig, sources: Sources) -> float:
-    """What the cheapest pool needs of the budget; infinite where none can run the job."""
+def _usd_on(pool: Candidate, config: RunConfig, sources: Sources) -> float:
+    """What the job needs of the budget in the pool's region on its type; infinite where it cannot run."""
+    config = _changed(config, "cluster", instance_types=[pool.instance_type])
+    config = _changed(config, "cost", regions=[pool.region])
     reserve_hours = config.checkpoint.deadline_seconds / 3600
     found = min(candidates(config, sources), key=lambda one: one.expected_usd, default=None)
     if found is None:

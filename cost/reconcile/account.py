@@ -100,7 +100,7 @@ def compare(events: Sequence[Event], lines: Iterable[BillLine], *, job_tag: str 
     account = Account(
         job=job,
         job_tag=job_tag,
-        forecast_usd=None if plan is None else plan["chosen"].get("expected_usd"),
+        forecast_usd=None if plan is None else plan["chosen"].get("compute_usd", plan["chosen"].get("expected_usd")),
         metered_usd=ledger.total_usd,
         simulated=ledger.price_kind == SIMULATED,
         synthetic=False,
