@@ -73,7 +73,7 @@ def enactable(data: Path, starts: int) -> list[Case]:
     worlds = [(RECORDED, group) for group in regions.values()]
     worlds += [("gang", (zone,)) for zone in zones_of(data, "gang")]
     cases = []
-    for name in ("adaptive", "uniform_progress", "uniform_progress_leaving", "greedy", "on_demand"):
+    for name in ("adaptive", "uniform_progress", "uniform_progress_staying", "greedy", "on_demand"):
         for traces, group in worlds:
             room = hours_of(data, traces, group) - CELL_JOB.deadline_hours
             for number, start in enumerate(spread(room, starts)):

@@ -22,6 +22,7 @@ def policies() -> dict[str, PolicyFactory]:
         "uniform_progress": UniformProgress,
         "uniform_progress_leaving": partial(UniformProgress, leaves_at_once=True),
         "uniform_progress_regions": partial(UniformProgress, failover=True),
+        "uniform_progress_staying": partial(UniformProgress, leaves_blind=False),
         "on_demand": OnDemand,
         "adversary": Adversary,
     }

@@ -12,10 +12,12 @@ from cost.policy.interface import Action, Market, PoolView, Run, State, Wait
 
 class UniformProgress:
     """`leaves_at_once`: from on-demand to spot as soon as spot is seen (and the net lets it): the stronger variant.
-    `failover`: after a preemption other regions are tried first."""
+    `failover`: cheapest first, but the region that ran last comes after all others.
+    `leaves_blind`: from on-demand, when ahead, also for spot that is not seen; without it, on-demand is kept then."""
 
-    def __init__(self, *, leaves_at_once: bool = False, failover: bool = False) -> None:
+    def __init__(self, *, leaves_at_once: bool = False, failover: bool = False, leaves_blind: bool = True) -> None:
         self.leaves_at_once = leaves_at_once
+        self.leaves_blind = leaves_blind
         self.failover = failover
         self._work_hours: float | None = None
         self._last_region: str | None = None
@@ -47,15 +49,9 @@ class UniformProgress:
             return Run(seen[0], (*seen[1:], current.id))
         if self._ahead(state, 2 * state.changeover_hours) <= 0:
             return Run(current.id)
-        if state.attempts > 1:
-            order = [pool.id for pool in spots]
-            return (
-                Run(order[0], tuple(order[1:]) + ((current.id,) if seen or not order[1:] else ()))
-                if order
-                else Run(current.id)
-            )
-        # Where nothing is seen, being ahead is the time to ask for spot again.
-        return Run(spots[0].id) if spots else Run(current.id)
+        # Ahead by two changeovers: on-demand is let go of, and if no spot is to be had the job waits.
+        order = [pool.id for pool in spots] if self.leaves_blind else seen
+        return Run(order[0], tuple(order[1:])) if order else Run(current.id)
 
     def _ahead(self, state: State, later_hours: float) -> float:
         """Useful hours done beyond what uniform progress asks for, `later_hours` from now."""
@@ -67,5 +63,4 @@ class UniformProgress:
         candidates = spot_candidates(state)
         if not self.failover:
             return candidates
-        order = {pool.id: position for position, pool in enumerate(state.pools)}
-        return sorted(candidates, key=lambda pool: (pool.region == self._last_region, order[pool.id]))
+        return sorted(candidates, key=lambda pool: (pool.region == self._last_region, pool.usd_per_hour))
