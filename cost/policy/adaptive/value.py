@@ -74,12 +74,12 @@ class Question:
 
     @property
     def step_hours(self) -> float:
-        """At most the changeover divided by a whole number, so that starts fall on the grid."""
+        """The changeover, if it is longer, divided by at most 8, so that starts fall on the grid."""
         step = max(self.tick_hours / 2, min(LONGEST_USEFUL_STEP_HOURS, self.horizon_hours / STEPS))
         step = max(step, self.horizon_hours / (1.5 * STEPS))
         if self.changeover_hours <= step:
             return step
-        return self.changeover_hours / round(self.changeover_hours / step)
+        return self.changeover_hours / min(8, round(self.changeover_hours / step))
 
 
 @dataclass(frozen=True)
