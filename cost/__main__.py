@@ -1,4 +1,4 @@
-"""`python -m cost plan CONFIG`, `… report JOB` and `… prices record|show`: the money without Metaflow."""
+"""`python -m cost plan CONFIG`, `… report`, `… reconcile`, `… replay`, `… prices` …: the money without Metaflow."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cost.errors import CostError, ReportError
+from cost.bench.commands import add_commands as add_bench_commands
+from cost.errors import CostError
+from cost.jobs.commands import add_command as add_report
 from cost.prices.commands import add_commands
+from cost.reconcile.commands import add_command as add_reconcile
+from cost.refresh.commands import add_commands as add_catalogue_commands
+from cost.replay.commands import add_command as add_replay
+from cost.simulate.command import add_simulate
 from infra.errors import InfraError
 from infra.outcome import Outcome
 from infra.process import reader_has_left
 
 if TYPE_CHECKING:
+    from cost.experience.belief import Experience
     from infra.config.schema import RunConfig
     from infra.model_shape import ModelShape
 
@@ -45,21 +52,24 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file such as configs/laptop.yaml")
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
     plan.add_argument("--json", action="store_true", help="the whole plan as JSON")
+    plan.add_argument("--job", default=None, metavar="JOB", help="goes on with this job: only what is left is planned")
     plan.set_defaults(run=_plan)
-    report = commands.add_parser("report", help="rebuild a job's report from its events")
-    report.add_argument("job", metavar="JOB_OR_URI", help="a job's name, 'latest', or the folder or s3:// URI of a job")
-    report.add_argument("--store", default=None, metavar="URI", help="where the job lies, if not as this machine knows")
-    report.add_argument("--json", action="store_true", help="the report as JSON")
-    report.add_argument("--configuration", action="store_true", help="each key's value and where it came from instead")
-    report.set_defaults(run=_report)
+    add_report(commands)
+    add_reconcile(commands)
+    add_replay(commands)
     add_commands(commands, _PROJECT_ROOT)
+    add_bench_commands(commands)
+    add_catalogue_commands(commands)
+    add_simulate(commands)
     return parser
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from cost.jobs.find import read_job
     from cost.plan import make_plan
     from cost.plan_text import render_plan
     from cost.prices.source import open_prices
+    from cost.progress import progress_of
     from infra.config.load import load_config
     from infra.config.problems import ConfigError
 
@@ -70,9 +80,25 @@ def _plan(arguments: argparse.Namespace) -> int:
         return Outcome.CONFIG.exit_code
     now = time.time()
     prices = open_prices(loaded.config, now, project_root=_PROJECT_ROOT)
-    plan = make_plan(loaded.config, now_utc=now, prices=prices, shape=_measured_shape(loaded.config))
+    known = {"experience": _experience(loaded.config), "shape": _measured_shape(loaded.config)}
+    if arguments.job is not None:
+        known["progress"] = progress_of(read_job(arguments.job))
+    plan = make_plan(loaded.config, now_utc=now, prices=prices, **known)
     print(json.dumps(plan.to_json(), indent=1, allow_nan=False) if arguments.json else render_plan(plan))
     return 0 if plan.refusal is None else plan.refusal.outcome.exit_code
+
+
+def _experience(config: RunConfig) -> Experience:
+    """Of the configuration's store; none, and said so, where the store does not answer: a plan does without."""
+    from cost.experience.belief import Experience
+    from cost.experience.book import recall
+    from infra.store import Store
+
+    try:
+        return recall(Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS))
+    except InfraError as error:
+        print(f"what own jobs have shown of pools and speeds is not known: {error}", file=sys.stderr)
+        return Experience()
 
 
 def _measured_shape(config: RunConfig) -> ModelShape | None:
@@ -87,52 +113,6 @@ def _measured_shape(config: RunConfig) -> ModelShape | None:
     except TrainingError as error:
         print(error, file=sys.stderr)
         sys.exit(error.outcome.exit_code)
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from cost.render_text import render
-    from cost.report import build_report
-    from infra.events import read_events
-    from infra.store import Store
-
-    uri = _job_uri(arguments.job, arguments.store)
-    events = read_events(Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS))
-    if not events:
-        raise ReportError(f"no events of job {arguments.job!r} in {uri}")
-    report = build_report(events)
-    if arguments.configuration:
-        from infra.config.sources import render_sources
-
-        print(render_sources(report.configuration) or "the configuration of this job was not recorded")
-        return 0
-    print(json.dumps(report.to_json(), indent=1, allow_nan=False) if arguments.json else render(report))
-    return 0
-
-
-def _job_uri(job: str, store: str | None) -> str:
-    """Where the job's events are: a URI as given, a folder that holds them, or a job of the store.
-
-    Without a store: the one in which the job lies, if it was started from this machine.
-    """
-    from infra.known_jobs import known_job, runs_folder
-    from infra.layout import job_prefix
-
-    if "://" in job:
-        return job
-    if store is not None and "://" in store:
-        return f"{store.rstrip('/')}/{job_prefix(job)}"
-    root = runs_folder(_PROJECT_ROOT) if store is None else Path(store)
-    places = [Path(job), root / job_prefix(job), root / job]
-    known = known_job(root / job) or known_job(Path(job))
-    if store is None and known is not None:
-        if "://" in known.uri:
-            return known.uri
-        places.append(Path(known.uri))
-    for place in places:
-        if (place / "events").is_dir():
-            return str(place)
-    listed = "\n".join(f"  {place}/events" for place in places)
-    raise ReportError(f"no events of job {job!r}; looked for\n{listed}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 from cost.generations import Generation
 from cost.ledger import Ledger
 from cost.saves import save_figures
-from infra.events import COMMIT, EVALUATION, PEAK, PREPARED, STEP, Event
+from infra.events import COMMIT, EVALUATION, PEAK, PREPARED, PRICES, STEP, Event
 from infra.ledger_classes import LedgerClass
 
 
@@ -31,7 +31,7 @@ def actual_figures(events: Sequence[Event], generations: dict[int, Generation], 
     held_out = _held_out_loss(events)
     commits = {event.data.get("key", event.step) for event in events if event.name == COMMIT}
     return {
-        "wall_hours": (max(e.t_wall for e in events) - min(e.t_wall for e in events)) / 3600,
+        "wall_hours": _wall_hours(events),
         "steps": max((event.step for event in kept if event.step is not None), default=0),
         "tokens_per_second": _median(_tokens_per_second(event) for event in kept),
         "mfu": _median(_mfu(event, peaks.get(event.generation)) for event in kept),
@@ -49,6 +49,12 @@ def actual_figures(events: Sequence[Event], generations: dict[int, Generation], 
         "unattributed_share": ledger.unattributed_share,
         "price_kind": ledger.price_kind,
     }
+
+
+def _wall_hours(events: Sequence[Event]) -> float:
+    """From the first sign of the job to the last; prices may be recorded at any time after it."""
+    times = [event.t_wall for event in events if event.name != PRICES] or [0.0]
+    return (max(times) - min(times)) / 3600
 
 
 def _is_kept(event: Event, generations: dict[int, Generation]) -> bool:

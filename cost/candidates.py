@@ -6,27 +6,35 @@ What does not depend on the place (GPU, memory, batch) is judged once per size; 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cost.catalogue import Catalogue, InstanceType
-from cost.fit import Fit, batch_arithmetic, gib, memory_fit, micro_batch
-from cost.hazard import gang_hazard_per_hour
+from cost.expect import (
+    Course,
+    Hazard,
+    Work,
+    bill_of,
+    candidate,
+    carry_seconds,
+    course,
+    machine_failures_per_hour,
+    save_seconds,
+)
+from cost.experience.belief import Experience
+from cost.fit import batch_arithmetic, gib, memory_fit, micro_batch
+from cost.hazard import reclaim_prior
 from cost.pools import Candidate, Pool, Rejection
 from cost.prices.quote import PriceSource, Quote, is_zone_of
-from cost.throughput import Throughput, estimate_throughput
+from cost.progress import FROM_THE_START, Progress
+from cost.rates.table import Rates, load_rates
+from cost.throughput import known_throughput, speed_fingerprint
 from infra.config.schema import RunConfig
 from infra.footprint import COMMIT_BYTES_PER_PARAMETER, shard_ranks
 from infra.model_shape import ModelShape
-from infra.reliability import daly_interval_seconds
 
 # Node counts tried for `cluster.nodes: auto`: powers of two, so that common batch sizes divide.
 AUTO_NODES = (1, 2, 4, 8)
-# From asking for a node to its first step: boot and image pull some minutes, rendezvous and model some seconds.
-START_SECONDS = 240.0
-# A save stages to host memory at about a third of a memcpy's 6 GB/s, plus planning.
-STAGING_BYTES_PER_SECOND = 2e9
-SAVE_OVERHEAD_SECONDS = 0.05
 # Oldest GPUs with kernels in torch's default wheels since CUDA 13 (pytorch/pytorch issues 172352 and 190385).
 OLDEST_COMPUTE_CAPABILITY = 7.5
 
@@ -37,26 +45,47 @@ NO_SPOT_PRICE = "no spot price"
 NO_ON_DEMAND_PRICE = "no on-demand price"
 HAZARD_UNKNOWN = "hazard unknown"
 MISSES_DEADLINE = "misses the deadline"
+NEVER_ENDS = "interrupted too often"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """All that a plan is made from, besides the configuration. now_utc: Unix time that prices are judged at."""
+    """All that a plan is made from, besides the configuration. now_utc: Unix time that prices are judged at.
+
+    experience: what jobs of the same store have shown. progress: of the job itself.
+    """
 
     catalogue: Catalogue
     shape: ModelShape
     prices: PriceSource
     now_utc: float
+    experience: Experience = field(default_factory=Experience)
+    progress: Progress = FROM_THE_START
+    rates: Rates = field(default_factory=load_rates)
+
+    def steps_left(self, config: RunConfig) -> int:
+        return max(0, config.training.max_steps - self.progress.done_steps)
+
+    def hours_left(self, config: RunConfig) -> float | None:
+        """To the deadline, which counts from the job's first plan; below 0 when it has passed; None: there is none."""
+        limit, started = config.cost.deadline_hours, self.progress.started_utc
+        passed = 0.0 if started is None else (self.now_utc - started) / 3600
+        return None if limit is None else limit - passed
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """What the job needs on a pool, wherever it lies."""
+@dataclass
+class _Courses:
+    """The courses of the job by gang and hazard: many zones share them, and none depends on a price."""
 
-    samples: int
-    fit: Fit
-    speed: Throughput
-    save_seconds: float
+    config: RunConfig
+    hours_left: float | None
+    known: dict[Any, Course | None] = field(default_factory=dict)
+
+    def of(self, work: Work, hazard: Hazard) -> Course | None:
+        key = id(work), hazard.reclaims, hazard.failures_per_hour
+        if key not in self.known:
+            self.known[key] = course(self.config, work, hazard)
+        return self.known[key]
 
 
 def judged(config: RunConfig, sources: Sources) -> Iterator[Candidate | Rejection]:
@@ -64,14 +93,17 @@ def judged(config: RunConfig, sources: Sources) -> Iterator[Candidate | Rejectio
 
     A spot pool is one zone that has a price; an on-demand pool is a region, or each zone of `cost.zones`.
     """
+    courses = _Courses(config, sources.hours_left(config))
+    fingerprint = speed_fingerprint(config)
+    works = []  # kept alive, since courses are known by them
     for pool, kind in _sizes(config, sources.catalogue):
         found = _cannot_run(config, pool, kind) or _does_not_fit(config, sources.shape, pool, kind)
         if found:
             yield _rejection(pool, *found)
             continue
-        work = _work(config, sources.shape, pool, kind)
+        works.append(_work(config, sources, pool, kind, fingerprint))
         for region in config.cost.regions:
-            yield from _in_region(config, sources, replace(pool, region=region), kind, work)
+            yield from _in_region(config, sources, replace(pool, region=region), kind, works[-1], courses)
 
 
 def candidates(config: RunConfig, sources: Sources) -> Iterator[Candidate]:
@@ -91,28 +123,42 @@ def _sizes(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, Inst
 
 
 def _rejection(pool: Pool, kind: str, reason: str, excess: float = 0.0) -> Rejection:
-    return Rejection(**asdict(pool), kind=kind, reason=reason, excess=excess)
+    return Rejection(**vars(pool), kind=kind, reason=reason, excess=excess)
 
 
 def _in_region(
-    config: RunConfig, sources: Sources, pool: Pool, kind: InstanceType, work: _Work
+    config: RunConfig, sources: Sources, pool: Pool, kind: InstanceType, work: Work, courses: _Courses
 ) -> Iterator[Candidate | Rejection]:
     region = pool.region or ""
     wanted = [zone for zone in config.cost.zones if is_zone_of(zone, region)]
     if config.cost.zones and not wanted:
         yield _rejection(pool, ELSEWHERE, f"none of cost.zones ({', '.join(config.cost.zones)}) lies in {region}")
         return
-    hazard = gang_hazard_per_hour(pool.market, kind.interruption_band(region), pool.ranks)
     for zone, quote in _quotes(sources.prices, kind, pool.market, region, wanted):
-        here = replace(pool, zone=zone)
+        here = Pool(**{**vars(pool), "zone": zone})
         if quote is None:
             without = NO_SPOT_PRICE if pool.market == "spot" else NO_ON_DEMAND_PRICE
             why = "on record" if pool.market == "on_demand" else sources.prices.missing(kind, region, zone)
             yield _rejection(here, without, f"{without} of {kind.name} in {here.place} {why}")
-        elif hazard is None:
+            continue
+        hazard = _hazard(sources, here, kind)
+        if hazard is None:
             yield _rejection(here, HAZARD_UNKNOWN, f"no interruption band of {kind.name} in {region} on record")
-        else:
-            yield _within_deadline(config, _expect(config, sources, here, kind, work, quote, hazard))
+            continue
+        yield _expect(config, sources, here, kind, work, quote, hazard, courses)
+
+
+def _hazard(sources: Sources, pool: Pool, kind: InstanceType) -> Hazard | None:
+    """None for a spot pool without a band: without a prior nothing is believed of it."""
+    failures = machine_failures_per_hour(pool.ranks)
+    if pool.market != "spot":
+        return Hazard(reclaims=None, failures_per_hour=failures, kind="estimated: machine failures as published")
+    band = kind.interruption_band(pool.region or "")
+    if band is None:
+        return None
+    belief, stays = sources.experience.reclaims(reclaim_prior(band), kind.name, pool.region, pool.zone, sources.now_utc)
+    own = f", updated by {stays} stays of own jobs" if stays else ""
+    return Hazard(reclaims=belief, failures_per_hour=failures, kind=f"estimated: advisor's band {band}{own}")
 
 
 def _quotes(
@@ -131,15 +177,6 @@ def _quotes(
     seen = {quote.zone for quote in quotes}
     without = [zone for zone in wanted or prices.zones(region) if zone not in seen]
     return [*priced, *((zone, None) for zone in without)]
-
-
-def _within_deadline(config: RunConfig, candidate: Candidate) -> Candidate | Rejection:
-    limit = config.cost.deadline_hours
-    if limit is None or candidate.expected_hours <= limit:
-        return candidate
-    reason = f"needs {candidate.expected_hours:.4g} h, cost.deadline_hours is {limit:.4g}"
-    pool = Pool(**{name: getattr(candidate, name) for name in Pool.__dataclass_fields__})
-    return _rejection(pool, MISSES_DEADLINE, reason, candidate.expected_hours / limit)
 
 
 def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any, ...] | None:
@@ -174,64 +211,63 @@ def _does_not_fit(config: RunConfig, shape: ModelShape, pool: Pool, kind: Instan
     return "does not fit", reason, fit.total / kind.gpu_memory_bytes
 
 
-def _work(config: RunConfig, shape: ModelShape, pool: Pool, kind: InstanceType) -> _Work:
-    speed = estimate_throughput(config, shape, kind, pool.nodes, pool.processes_per_node)
+def _work(config: RunConfig, sources: Sources, pool: Pool, kind: InstanceType, fingerprint: str) -> Work:
+    shape, progress = sources.shape, sources.progress
+    speed = known_throughput(
+        config,
+        shape,
+        kind,
+        pool.nodes,
+        pool.processes_per_node,
+        catalogue=sources.catalogue,
+        experience=sources.experience,
+        fingerprint=fingerprint,
+    )
     samples = micro_batch(config, pool.ranks)
     assert speed is not None and samples is not None  # _cannot_run and _does_not_fit saw to it
-    return _Work(
+    steps = sources.steps_left(config)
+    return Work(
+        steps=steps,
         samples=samples,
         fit=memory_fit(config, pool.ranks, shape, ranks_per_node=pool.processes_per_node),
         speed=speed,
-        save_seconds=_save_seconds(shape, pool.ranks),
+        save_seconds=save_seconds(shape, pool.ranks),
+        carry_seconds=carry_seconds(config, shape, kind, pool),
+        commit_bytes=COMMIT_BYTES_PER_PARAMETER * shape.parameters,
+        token_bytes=_token_bytes(config, shape, steps),
+        restores_first=progress.done_steps > 0,
     )
+
+
+def _token_bytes(config: RunConfig, shape: ModelShape, steps: int) -> float:
+    """That a node reads at most: all tokens of the remaining work once. Of a workload of one's own nothing is known."""
+    if config.workload is not None:
+        return 0.0
+    width = 1 if config.model.vocab_size <= 2**8 else 2 if config.model.vocab_size <= 2**16 else 4
+    return steps * config.training.batch_size * shape.tokens_per_sample * width
 
 
 def _expect(
-    config: RunConfig, sources: Sources, pool: Pool, kind: InstanceType, work: _Work, quote: Quote, hazard: float
-) -> Candidate:
-    """The expected hours and dollars of a pool that can run the job.
-
-    hours = start + steps × step time × (1 + save share) + interruptions × (half an interval redone + a new start)
-    """
-    speed, limit = work.speed, config.cost.max_price_age_hours
-    hours, interruptions = _expected_hours(config, speed, work.save_seconds, hazard)
-    interval = daly_interval_seconds(work.save_seconds, hazard) / speed.step_seconds
+    config: RunConfig,
+    sources: Sources,
+    pool: Pool,
+    kind: InstanceType,
+    work: Work,
+    quote: Quote,
+    hazard: Hazard,
+    courses: _Courses,
+) -> Candidate | Rejection:
+    """The pool with what it takes, or why it would not do in time."""
+    expected = courses.of(work, hazard)
+    if expected is None:
+        reason = f"{hazard.per_hour:.3g} interruptions per hour ({hazard.kind}) undo more than an hour's work"
+        return _rejection(pool, NEVER_ENDS, reason)
+    left, hours = courses.hours_left, expected.expected_hours
+    if left is not None and hours > left:
+        limit = config.cost.deadline_hours
+        passed = f", of which {left:.4g} h are left" if left != limit else ""
+        reason = f"needs {hours:.4g} h, cost.deadline_hours is {limit:.4g}{passed}"
+        return _rejection(pool, MISSES_DEADLINE, reason, hours / left if left > 0 else hours)
+    bill = bill_of(config, pool, work, expected, sources.rates)
     on_demand = sources.prices.on_demand(kind, quote.region)
-    usd_per_hour = float(quote.usd_per_hour)
-    return Candidate(
-        **asdict(pool),
-        gpu=kind.gpu.name,
-        gpu_count=kind.gpu_count,
-        gpu_memory_bytes=kind.gpu_memory_bytes,
-        usd_per_hour=usd_per_hour,
-        quoted_usd_per_hour=f"{quote.usd_per_hour:f}",
-        on_demand_usd_per_hour=None if on_demand is None else float(on_demand.usd_per_hour),
-        price_kind=quote.describe(sources.now_utc, limit),
-        price_age_hours=quote.age_hours(sources.now_utc),
-        price_stale=pool.market == "spot" and quote.is_stale(sources.now_utc, limit),
-        micro_batch=work.samples,
-        fit=work.fit,
-        tokens_per_second=speed.tokens_per_second,
-        step_seconds=speed.step_seconds,
-        bound=speed.bound,
-        mfu=speed.mfu,
-        save_seconds=work.save_seconds,
-        hazard_per_hour=hazard,
-        daly_interval_steps=max(1, round(interval)),
-        interruptions=interruptions,
-        expected_hours=hours,
-        expected_usd=hours * usd_per_hour * pool.nodes,
-    )
-
-
-def _save_seconds(shape: ModelShape, ranks: int) -> float:
-    return SAVE_OVERHEAD_SECONDS + COMMIT_BYTES_PER_PARAMETER * shape.parameters / ranks / STAGING_BYTES_PER_SECOND
-
-
-def _expected_hours(config: RunConfig, speed: Throughput, save_seconds: float, hazard: float) -> tuple[float, float]:
-    steps = config.training.max_steps
-    interval_seconds = min(config.checkpoint.interval_steps, steps) * speed.step_seconds
-    save_share = save_seconds / interval_seconds
-    undisturbed = (START_SECONDS + steps * speed.step_seconds * (1 + save_share)) / 3600
-    interruptions = hazard * undisturbed
-    return undisturbed + interruptions * (interval_seconds / 2 + START_SECONDS) / 3600, interruptions
+    return candidate(config, pool, kind, work, hazard, expected, quote, on_demand, bill, sources.now_utc)

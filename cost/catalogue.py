@@ -1,4 +1,4 @@
-"""The dated catalogue: `instances.csv`, `gpus.csv` and `spot_advisor.csv`, read and checked line by line.
+"""The dated catalogue: instances.csv, gpus.csv, on_demand.csv and spot_advisor.csv, read and checked line by line.
 
 An unknown figure is None, never a guess: whoever needs it rejects the type and says why.
 """
@@ -6,19 +6,27 @@ An unknown figure is None, never a guess: whoever needs it rejects the type and 
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import date
+from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from cost.errors import CatalogueError
 
-ON_DEMAND_RECORDED = "2026-07-20"
-ADVISOR_RECORDED = "2025-07"
-# The one region whose on-demand prices are on record. Others differ, so this one's never stand in for them.
+# The region that shipped prices are of; others come with `python -m cost catalogue refresh`.
 ON_DEMAND_REGION = "us-east-1"
 
 _HERE = Path(__file__).parent
+INSTANCES, GPUS = _HERE / "instances.csv", _HERE / "gpus.csv"
+ADVISOR, ON_DEMAND = _HERE / "spot_advisor.csv", _HERE / "on_demand.csv"
+INSTANCE_COLUMNS = ("name", "gpu", "gpu_count", "gpu_memory_mib", "vcpu", "ram_gib", "network_gbps", "efa")
+ADVISOR_COLUMNS = ("region", "name", "savings_percent", "interruption_band")
+ON_DEMAND_COLUMNS = ("region", "name", "usd_per_hour", "recorded")
+_RECORDED = re.compile(r"\brecorded (\d{4}-\d{2}(?:-\d{2})?)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +56,18 @@ class SpotAdvice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OnDemandPrice:
+    """Of a type in a region, exactly as listed; recorded: the day, such as 2026-07-20."""
+
+    usd_per_hour: Decimal
+    recorded: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class InstanceType:
     """One line of the catalogue. gpu_memory_mib per GPU; network_gbps sustained.
 
-    on_demand_usd_per_hour: of `ON_DEMAND_REGION`. advice: the spot advisor's by region.
+    on_demand, advice: the price list's and the spot advisor's, by region.
     """
 
     name: str
@@ -62,7 +78,7 @@ class InstanceType:
     ram_gib: float
     network_gbps: float
     efa: bool
-    on_demand_usd_per_hour: float | None
+    on_demand: Mapping[str, OnDemandPrice] = field(default_factory=dict)
     advice: Mapping[str, SpotAdvice] = field(default_factory=dict)
 
     @property
@@ -93,15 +109,34 @@ class Catalogue:
 
 
 def load_catalogue(
-    instances: Path = _HERE / "instances.csv",
-    gpus: Path = _HERE / "gpus.csv",
-    advisor: Path = _HERE / "spot_advisor.csv",
+    instances: Path = INSTANCES, gpus: Path = GPUS, advisor: Path = ADVISOR, on_demand: Path = ON_DEMAND
 ) -> Catalogue:
     """Read the tables. Raises CatalogueError naming file:line:column for anything that cannot be right."""
     models = {gpu.name: gpu for gpu in _unique(_read_gpus(gpus), gpus)}
-    advice = _read_advice(advisor)
+    advice, prices = _read_advice(advisor), _read_on_demand(on_demand)
     types = _unique(_read_instances(instances, models), instances)
-    return Catalogue(tuple(replace(kind, advice=advice.get(kind.name, {})) for kind in types))
+    return Catalogue(
+        tuple(replace(kind, advice=advice.get(kind.name, {}), on_demand=prices.get(kind.name, {})) for kind in types)
+    )
+
+
+@cache
+def advisor_recorded(advisor: Path = ADVISOR) -> str:
+    """The day or month that the head of the advisor's table states. Raises CatalogueError where it states none."""
+    found = _RECORDED.search(advisor.read_text(encoding="utf-8")[:1000])
+    if found is None:
+        raise CatalogueError(f'{advisor}:1:1: no "recorded 2025-07" in the first line')
+    return found[1]
+
+
+@cache
+def on_demand_recorded(on_demand: Path = ON_DEMAND) -> Mapping[str, str]:
+    """By region the oldest day of its on-demand prices; a region that is missing has none."""
+    oldest: dict[str, str] = {}
+    for regions in _read_on_demand(on_demand).values():
+        for region, price in regions.items():
+            oldest[region] = min(price.recorded, oldest.get(region, price.recorded))
+    return oldest
 
 
 class _Row:
@@ -157,9 +192,7 @@ def _read_gpus(path: Path) -> Iterator[Gpu]:
 
 
 def _read_instances(path: Path, gpus: dict[str, Gpu]) -> Iterator[InstanceType]:
-    columns = [name for name in InstanceType.__dataclass_fields__ if name != "advice"]
-    for row in _rows(path, columns):
-        price = row.parse("on_demand_usd_per_hour", _number(0.01, 1000), "$/h in 0.01 … 1000", optional=True)
+    for row in _rows(path, list(INSTANCE_COLUMNS)):
         yield InstanceType(
             name=row.parse("name", _text, "a name"),
             gpu=row.parse("gpu", gpus.__getitem__, f"a GPU of gpus.csv ({', '.join(gpus)})"),
@@ -169,14 +202,29 @@ def _read_instances(path: Path, gpus: dict[str, Gpu]) -> Iterator[InstanceType]:
             ram_gib=row.parse("ram_gib", _number(1, 65536), "GiB in 1 … 65536"),
             network_gbps=row.parse("network_gbps", _number(0.1, 10000), "Gbit/s in 0.1 … 10000"),
             efa=row.parse("efa", _YES_NO.__getitem__, "yes or no"),
-            on_demand_usd_per_hour=price,
         )
+
+
+def _read_on_demand(path: Path) -> dict[str, dict[str, OnDemandPrice]]:
+    """By type and region. Prices of a type that is not in the catalogue are kept and never asked for."""
+    prices: dict[str, dict[str, OnDemandPrice]] = {}
+    for row in _rows(path, list(ON_DEMAND_COLUMNS)):
+        region, name = row.parse("region", _text, "a region"), row.parse("name", _text, "a name")
+        regions = prices.setdefault(name, {})
+        if region in regions:
+            raise CatalogueError(f"{path}:{row.number}:1: {name} is listed twice for {region}")
+        row.parse("usd_per_hour", _number(0.01, 1000), "$/h in 0.01 … 1000")
+        regions[region] = OnDemandPrice(
+            usd_per_hour=row.parse("usd_per_hour", Decimal, "a decimal"),
+            recorded=row.parse("recorded", lambda text: date.fromisoformat(text).isoformat(), "a day, 2026-07-20"),
+        )
+    return prices
 
 
 def _read_advice(path: Path) -> dict[str, dict[str, SpotAdvice]]:
     """By type and region. Advice on a type that is not in the catalogue is kept and never asked for."""
     advice: dict[str, dict[str, SpotAdvice]] = {}
-    for row in _rows(path, ["region", "name", "savings_percent", "interruption_band"]):
+    for row in _rows(path, list(ADVISOR_COLUMNS)):
         region, name = row.parse("region", _text, "a region"), row.parse("name", _text, "a name")
         regions = advice.setdefault(name, {})
         if region in regions:

@@ -11,12 +11,17 @@ from cost.plan import Plan, make_plan
 from cost.prices.live import ask
 from cost.prices.recorded import RecordedPrices
 from cost.prices.source import NOT_ASKED, open_prices
+from infra.errors import InfraError
 from infra.footprint import size_text
+from infra.layout import job_prefix
 from infra.outcome import Outcome
 from infra.preflight import Check, Finding, PreflightContext
+from infra.store import Store
 
 # For the regions to answer a small question; the check itself is given a little longer.
 _LIVE_SECONDS = 12.0
+# For one small listing of the store.
+_STORE_SECONDS = 4.0
 _MEASURED_LATER = "the model is a workload's own: it is measured by the plan, which refuses what cannot be kept"
 
 
@@ -42,6 +47,8 @@ def check_budget_and_deadline(context: PreflightContext) -> Finding:
     if isinstance(plan, Finding):
         return plan
     if plan.refusal is not None and plan.refusal.outcome is not Outcome.NO_CAPACITY:
+        if _goes_on(context):
+            return Finding.skipped("the job goes on: the plan decides, by the steps, dollars and hours that are left")
         return _waits_for_prices(context, plan) or Finding.failed(plan.refusal.message, plan.refusal.hint)
     chosen = plan.chosen
     if chosen is None:
@@ -102,6 +109,17 @@ def _plan(context: PreflightContext) -> Plan | Finding:
         return make_plan(context.config, now_utc=now, prices=prices)
     except PriceError:
         return Finding.skipped("the prices cannot be read; the check prices says more")
+
+
+def _goes_on(context: PreflightContext) -> bool:
+    """Whether the job has been started before; a store that does not answer is another check's business."""
+    if context.job is None:
+        return False
+    try:
+        store = Store.open(context.config.store, request_timeout_seconds=_STORE_SECONDS)
+        return bool(store.sub(job_prefix(context.job)).list("generations/", limit=1))
+    except InfraError:
+        return False
 
 
 def _waits_for_prices(context: PreflightContext, plan: Plan) -> Finding | None:

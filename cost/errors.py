@@ -35,3 +35,27 @@ class PriceError(CostError):
     """A file of recorded prices that cannot be read or holds what cannot be a price. Names file:line or record."""
 
     outcome = Outcome.CONFIG
+
+
+class TraceError(CostError):
+    """A trace of availability or prices that cannot be read, or in two ways. Names the file and the key."""
+
+    outcome = Outcome.CONFIG
+
+
+class SimulationError(CostError):
+    """A simulation was asked for what is not there: an unknown policy or zone, a job longer than its trace."""
+
+    outcome = Outcome.CONFIG
+
+
+class BillError(CostError):
+    """A Cost and Usage Report that cannot be read, or not be joined with a job. Names file:line and column."""
+
+    outcome = Outcome.CONFIG
+
+
+class ReplayError(CostError):
+    """A finished run cannot be replayed as asked: a pool without a recorded price, or a run that took no step."""
+
+    outcome = Outcome.CONFIG

@@ -1,77 +1,28 @@
-"""How figures are written: one place, so that terminal, card and page can be compared letter by letter.
+"""The figures of a report as rows and texts: one place, so that terminal, card and page can be compared.
 
-Dollars: cents from $10 on, else four decimals, since a laptop's whole run costs less than a cent's worth of any GPU.
 The lines of a ledger are rounded by the largest remainder at those decimals, so that what is displayed adds up too.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from decimal import Decimal
 from typing import Any
 
 from cost.ledger import MEASURED, SIMULATED, UNPRICED
-from cost.money import apportion, rounded
+from cost.money import apportion
+from cost.money_rows import budget_text, owner_text, regret_text
+from cost.number_text import NONE as NONE
+from cost.number_text import count as count
+from cost.number_text import duration as duration
+from cost.number_text import number as number
+from cost.number_text import percent as percent
+from cost.number_text import plain as plain
+from cost.number_text import seconds as seconds
+from cost.number_text import share_of as share_of
+from cost.number_text import usd as usd
+from cost.number_text import usd_decimals as usd_decimals
 from cost.report import RunReport
 from infra.config.sources import DEFAULT, value_text
-
-NONE = "n/a"
-_CENTS_FROM = Decimal(10)
-
-
-def plain(text: object) -> str:
-    """Foreign text without control characters, which could move a terminal's cursor or colour what follows."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+", " ", str(text)).strip()
-
-
-def usd_decimals(total: Decimal | float) -> int:
-    return 2 if abs(Decimal(str(total))) >= _CENTS_FROM else 4
-
-
-def usd(amount: Decimal | float | None, decimals: int | None = None) -> str:
-    """Dollars; n/a for None and for what is no number."""
-    if amount is None or not math.isfinite(amount):
-        return NONE
-    exact = amount if isinstance(amount, Decimal) else Decimal(str(amount))
-    value = rounded(exact, usd_decimals(exact) if decimals is None else decimals)
-    return f"{'-' if value < 0 else ''}${abs(value):,}"
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """A number to `digits` decimals, with commas; n/a for None, NaN and infinity."""
-    return NONE if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
-
-
-def percent(share: float | None, digits: int = 1) -> str:
-    return NONE if share is None or not math.isfinite(share) else f"{100 * share:.{digits}f} %"
-
-
-def share_of(share: float | None, whole: str) -> str:
-    """A percentage that says what it is a share of; n/a for no number."""
-    text = percent(share)
-    return text if text == NONE else f"{text} of {whole}"
-
-
-def seconds(value: float | None) -> str:
-    """Rank-seconds, always in seconds, so that lines can be added up."""
-    return number(value, 2)
-
-
-def duration(value: float | None) -> str:
-    """Wall time as people say it: 42.3 s, 3 min 20 s, 5 h 12 min."""
-    if value is None or not math.isfinite(value):
-        return NONE
-    if value < 60:
-        return f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60:,} h {minutes % 60:02d} min"
-
-
-def count(value: int, noun: str) -> str:
-    return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
 def ledger_rows(report: RunReport) -> list[tuple[str, str, str, str, str]]:
@@ -106,6 +57,9 @@ def key_figures(report: RunReport) -> dict[str, str]:
         "outcome": f"{report.outcome} (exit code {report.exit_code})",
         "total": usd(report.total_usd),
         "savings": usd(report.savings_usd, usd_decimals(report.total_usd)),
+        "regret": regret_text(report),
+        "budget": budget_text(report),
+        "paid by": owner_text(report),
         "prices": price_text(report),
         "paid time": f"{seconds(report.paid_rank_seconds)} rank-seconds",
         "wall time": duration(_seconds_of(actual.get("wall_hours"))),
@@ -191,16 +145,22 @@ def comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
     if not chosen:
         return []
     actual = report.actual
+    # The newest plan of a job that went on is for the rest alone: hours and dollars are those of the first.
+    forecast = report.money.get("forecast") or {
+        "hours": chosen["expected_hours"],
+        "compute_usd": chosen["expected_usd"],
+        "interruptions": chosen["interruptions"],
+    }
     return [
-        ("hours", number(chosen["expected_hours"]), number(actual.get("wall_hours"))),
-        ("dollars", usd(chosen["expected_usd"]), usd(report.total_usd)),
+        ("hours", number(forecast["hours"]), number(actual.get("wall_hours"))),
+        ("dollars", usd(forecast["compute_usd"]), usd(report.total_usd)),
         (
             f"{weight_unit(report)}/s",
             number(chosen["tokens_per_second"], 0),
             number(actual.get("tokens_per_second"), 0),
         ),
         ("MFU", share_of(chosen["mfu"], "data sheet peak"), share_of(actual.get("mfu"), "measured peak")),
-        ("interruptions", number(chosen["interruptions"], 4), str(report.interruptions)),
+        ("interruptions", number(forecast["interruptions"], 4), str(report.interruptions)),
     ]
 
 
@@ -255,6 +215,11 @@ def trust_lines(report: RunReport) -> list[str]:
     share = report.actual.get("unattributed_share") or 0.0
     if share > 0.01:
         lines.append(f"caution: {percent(share, 2)} of the paid time is unattributed, more than 1 %")
+    if (report.money.get("hindsight") or {}).get("usd") is not None:
+        lines.append(
+            "regret: against the cheapest recorded prices of the same shape with the whole future known, as if there "
+            "had always been capacity; estimated, the most that could have been saved"
+        )
     if report.savings_usd is not None:
         lines.append(
             "savings: the useful work alone at the on-demand price, less the total: redone work counts against"

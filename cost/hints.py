@@ -11,20 +11,51 @@ from cost.pools import Candidate, Rejection
 from infra.config.schema import RunConfig
 
 
-def budget_hint(config: RunConfig, cheapest: Candidate, needed_usd: float) -> str:
+def budget_hint(config: RunConfig, sources: Sources, cheapest: Candidate, needed_usd: float) -> str:
     """The budget that would do, and the steps that this one buys."""
     enough = math.ceil(needed_usd * 100) / 100
     hint = f"set cost.budget_usd to {enough:.2f} or more"
-    fixed = needed_usd - cheapest.gang_usd_per_hour * config.training.max_steps * cheapest.step_seconds / 3600
-    left = (config.cost.budget_usd or 0.0) - fixed
-    steps = int(left / (cheapest.gang_usd_per_hour * cheapest.step_seconds / 3600)) if left > 0 else 0
-    return f"{hint}, or training.max_steps to {steps} or fewer" if steps > 0 else hint
+    left = sources.steps_left(config)
+    by_step = cheapest.expected_usd / left if left else 0.0
+    over = needed_usd - (config.cost.budget_usd or 0.0)
+    for steps in (left - math.ceil(share * over / by_step) for share in _SHARES) if by_step else ():
+        if steps <= 0:
+            return hint
+        fewer = _changed(config, "training", max_steps=sources.progress.done_steps + steps)
+        if _usd_on(cheapest, fewer, sources) <= (config.cost.budget_usd or 0.0):
+            return f"{hint}, or training.max_steps to {fewer.training.max_steps} or fewer"
+    return hint
+
+
+# Of the excess, in whole prices of steps: starts and saves do not shrink with the steps, so that more must go.
+_SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
+
+
+def _usd_on(pool: Candidate, config: RunConfig, sources: Sources) -> float:
+    """What the job needs of the budget in the pool's region on its type; infinite where it cannot run."""
+    config = _changed(config, "cluster", instance_types=[pool.instance_type])
+    config = _changed(config, "cost", regions=[pool.region])
+    reserve_hours = config.checkpoint.deadline_seconds / 3600
+    found = min(candidates(config, sources), key=lambda one: one.expected_usd, default=None)
+    if found is None:
+        return math.inf
+    return sources.progress.spent_usd + found.expected_usd + found.gang_usd_per_hour * reserve_hours
+
+
+def cheapest_without_deadline(config: RunConfig, sources: Sources) -> Candidate | None:
+    """What would be chosen if there were time enough."""
+    unlimited = candidates(_changed(config, "cost", deadline_hours=None), sources)
+    return min(unlimited, key=lambda candidate: candidate.expected_usd, default=None)
 
 
 def enough_hours(config: RunConfig, sources: Sources) -> float:
-    """What the fastest pool is expected to take. Raises ValueError when nothing fits, deadline or not."""
+    """The deadline, from the job's start, that the fastest pool is expected to keep. Raises ValueError when nothing
+    fits, deadline or not.
+    """
     unlimited = _changed(config, "cost", deadline_hours=None)
-    return min(candidate.expected_hours for candidate in candidates(unlimited, sources))
+    fastest = min(candidate.expected_hours for candidate in candidates(unlimited, sources))
+    started = sources.progress.started_utc
+    return fastest + (0.0 if started is None else (sources.now_utc - started) / 3600)
 
 
 def deadline_hint(config: RunConfig, sources: Sources, hours: float) -> str:

@@ -23,6 +23,8 @@ COLOURS = {
     LedgerClass.REDONE_STEP: "#e0813a",
     LedgerClass.INTERRUPTION: "#d9534f",
     LedgerClass.UNATTRIBUTED: "#757575",
+    LedgerClass.IDLE: "#a1887f",
+    LedgerClass.MINIMUM_CHARGE: "#bcaaa4",
 }
 _WIDTH, _HEIGHT = 760, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 34

@@ -3,26 +3,29 @@
 The identity: paid time is what the agents say their nodes lived, times the node's ranks. The ranks' own intervals
 divide it into classes; a rank's time before its process began is start-up, after its last sign of life it is an
 interruption (or shutdown, when the generation ended as meant), and what no interval covers is `unattributed`.
-Dollars are the plan's price of a node, shared by its ranks: exact at that price, and no invoice.
+Dollars are the node's price at each moment (`cost.pricing`), shared by its ranks: exact at those prices, no invoice.
+The ledger is append-only as the events are: a later event adds to it, and only ever turns steps into redone ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
 
+from cost.causes import CauseLine, blame, cause_lines, cause_of
+from cost.charges import node_usd, rank_charges
 from cost.generations import Generation, read_generations
+from cost.instances import Extra, extras
 from cost.money import apportion, rounded
+from cost.pricing import SIMULATED as SIMULATED
+from cost.pricing import UNPRICED, NodePrice, Pricing
 from cost.timeline import MICRO, NodeTime, paid_nodes, rank_times
-from infra.events import PLAN, STEP, Event
+from infra.events import BUDGET, CONFIGURED, STEP, Event
 from infra.ledger_classes import LedgerClass
 
 MEASURED = "measured"
 ESTIMATED = "estimated"
-SIMULATED = "simulated"
-UNPRICED = "unpriced"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +43,30 @@ class LedgerLine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeBill:
+    """One node of one generation: its paid time, its price and what it cost, to full precision.
+
+    extras: what its instance cost beyond that (`cost.instances`); usd includes it.
+    """
+
+    node: NodeTime
+    price: NodePrice
+    extras: tuple[Extra, ...]
+    usd: Decimal
+
+    @property
+    def rank_microseconds(self) -> int:
+        return (self.node.paid_micros + sum(extra.micros for extra in self.extras)) * len(self.node.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ledger:
     """All classes with any time, in the order of `LedgerClass`. Their seconds and dollars sum to the totals exactly.
 
     price_kind: "recorded …", "estimated …", "simulated" (a local run, priced as if) or "unpriced" (no plan is known).
     clean_on_demand_usd: the useful work alone at the on-demand price of the same nodes, see `fold`; None: no price.
+    causes: the same seconds and dollars by what they were paid for (`cost.causes`).
+    nodes: what each node of each generation cost. owner, project: who pays, as configured; empty: nobody said.
     """
 
     lines: tuple[LedgerLine, ...]
@@ -53,6 +75,10 @@ class Ledger:
     price_kind: str
     clean_on_demand_usd: Decimal | None
     redone_steps: int
+    causes: tuple[CauseLine, ...] = ()
+    nodes: tuple[NodeBill, ...] = field(default=(), compare=False)
+    owner: str = ""
+    project: str = ""
 
     @property
     def paid_rank_seconds(self) -> float:
@@ -65,18 +91,17 @@ class Ledger:
         return found / self.paid_microseconds if self.paid_microseconds else 0.0
 
 
-@dataclass(frozen=True)
-class _Price:
-    """Dollars per node and hour, as the plan in force gave them."""
-
-    usd_per_hour: Decimal
-    on_demand_usd_per_hour: Decimal | None
-    kind: str
-
-
 # What on-demand capacity without interruptions would not have needed. Start-ups count once, in `_clean`.
 _ONLY_INTERRUPTED = frozenset(
-    {LedgerClass.REDONE_STEP, LedgerClass.INTERRUPTION, LedgerClass.HANG, LedgerClass.RESTORE, LedgerClass.UNATTRIBUTED}
+    {
+        LedgerClass.REDONE_STEP,
+        LedgerClass.INTERRUPTION,
+        LedgerClass.HANG,
+        LedgerClass.RESTORE,
+        LedgerClass.UNATTRIBUTED,
+        LedgerClass.IDLE,
+        LedgerClass.MINIMUM_CHARGE,
+    }
 )
 
 
@@ -93,31 +118,83 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered, running=running)
     newest = max(generations, default=0)
-    micros: dict[LedgerClass, int] = {}
-    usd: dict[LedgerClass, Decimal] = {}
-    estimated: set[LedgerClass] = set()
-    clean: Decimal | None = Decimal(0)
-    paid = 0
-    nodes = paid_nodes(ordered)
-    plans = [event for event in ordered if event.name == PLAN and event.data.get("chosen")]
-    for node in nodes:
-        price = _price(plans, node)
-        per_rank = Decimal(3600) * len(node.ranks) * MICRO
-        for rank in rank_times(node, generations[node.generation]):
-            paid += rank.paid
-            estimated |= rank.estimated
-            for kind, spent in rank.classes.items():
-                micros[kind] = micros.get(kind, 0) + spent
-                usd[kind] = usd.get(kind, Decimal(0)) + price.usd_per_hour * spent / per_rank
-            clean = _clean(clean, price, rank.classes, per_rank, node.generation == newest)
+    sums = _Sums(generations)
+    bills = node_bills(ordered)
+    for bill in bills:
+        sums.add(bill, newest=bill.node.generation == newest)
     return Ledger(
-        lines=_lines(micros, usd, estimated),
-        paid_microseconds=paid,
-        total_usd=rounded(sum(usd.values(), Decimal(0))),
-        price_kind=_price(plans, nodes[-1]).kind if nodes else UNPRICED,
-        clean_on_demand_usd=None if clean is None else rounded(clean),
+        lines=_lines(sums.micros, sums.usd, sums.estimated),
+        paid_microseconds=sum(sums.micros.values()),
+        total_usd=rounded(sum(sums.usd.values(), Decimal(0))),
+        price_kind=bills[-1].price.kind if bills else UNPRICED,
+        clean_on_demand_usd=None if sums.clean is None else rounded(sums.clean),
         redone_steps=_redone_steps(ordered, generations),
+        causes=cause_lines(sums.cause_micros, sums.cause_usd),
+        nodes=tuple(bills),
+        owner=setting(ordered, "cost.owner"),
+        project=setting(ordered, "cost.project"),
     )
+
+
+def node_bills(events: Sequence[Event]) -> list[NodeBill]:
+    """What each node of each generation cost, by generation and node. events: by time."""
+    nodes = paid_nodes(events)
+    pricing = Pricing.of(events)
+    beyond = extras(nodes)
+    bills = []
+    for node in nodes:
+        price = pricing.node(node)
+        mine = tuple(extra for extra in beyond if extra.node is node)
+        usd = node_usd(node, price.curve) + sum((_extra_usd(extra, price) for extra in mine), Decimal(0))
+        bills.append(NodeBill(node=node, price=price, extras=mine, usd=usd))
+    return bills
+
+
+def setting(events: Sequence[Event], key: str) -> str:
+    """A value of the newest recorded configuration, as text; empty when it was not set or nobody recorded it."""
+    configured = next((event for event in reversed(events) if event.name == CONFIGURED), None)
+    rows = [] if configured is None else configured.data.get("settings", [])
+    return next((str(row["value"]) for row in rows if row["key"] == key and row["value"] is not None), "")
+
+
+def _extra_usd(extra: Extra, price: NodePrice) -> Decimal:
+    start = round(extra.start * MICRO)
+    return price.curve.usd(start, start + extra.micros)
+
+
+class _Sums:
+    """Microseconds and dollars by class and by cause, added up node by node."""
+
+    def __init__(self, generations: dict[int, Generation]) -> None:
+        self._generations = generations
+        self._started_by = blame(generations)
+        self.cause_micros: dict[str, int] = {}
+        self.cause_usd: dict[str, Decimal] = {}
+        self.micros: dict[LedgerClass, int] = {}
+        self.usd: dict[LedgerClass, Decimal] = {}
+        self.estimated: set[LedgerClass] = set()
+        self.clean: Decimal | None = Decimal(0)
+
+    def add(self, bill: NodeBill, *, newest: bool) -> None:
+        node, price = bill.node, bill.price
+        generation = self._generations[node.generation]
+        per_rank = Decimal(3600) * len(node.ranks) * MICRO
+        for rank in rank_times(node, generation):
+            self.estimated |= rank.estimated
+            for kind, usd in rank_charges(node, rank, price.curve).items():
+                self._spend(generation, kind, rank.classes[kind], usd)
+            self.clean = _clean(self.clean, price, rank.classes, per_rank, newest)
+        for extra in bill.extras:
+            self.estimated.add(extra.ledger_class)
+            spent = extra.micros * len(node.ranks)
+            self._spend(generation, extra.ledger_class, spent, _extra_usd(extra, price))
+
+    def _spend(self, generation: Generation, kind: LedgerClass, micros: int, usd: Decimal) -> None:
+        cause = cause_of(kind, generation, self._started_by[generation.number])
+        self.cause_micros[cause] = self.cause_micros.get(cause, 0) + micros
+        self.cause_usd[cause] = self.cause_usd.get(cause, Decimal(0)) + usd
+        self.micros[kind] = self.micros.get(kind, 0) + micros
+        self.usd[kind] = self.usd.get(kind, Decimal(0)) + usd
 
 
 def _lines(
@@ -136,24 +213,8 @@ def _lines(
     )
 
 
-def _price(plans: list[Event], node: NodeTime) -> _Price:
-    """The price of the last plan made before the node started, or of the first plan at all."""
-    if not plans:
-        return _Price(Decimal(0), None, UNPRICED)
-    before = [event for event in plans if event.t_wall <= node.started_wall]
-    plan = (before or plans[:1])[-1].data
-    chosen: dict[str, Any] = plan["chosen"]
-    on_demand = chosen.get("on_demand_usd_per_hour")
-    return _Price(
-        # As quoted: not through a float, where a plan has it.
-        usd_per_hour=Decimal(chosen.get("quoted_usd_per_hour") or str(chosen["usd_per_hour"])),
-        on_demand_usd_per_hour=None if on_demand is None else Decimal(str(on_demand)),
-        kind=SIMULATED if plan.get("simulated") else str(chosen.get("price_kind", "recorded")),
-    )
-
-
 def _clean(
-    so_far: Decimal | None, price: _Price, classes: dict[LedgerClass, int], per_rank: Decimal, newest: bool
+    so_far: Decimal | None, price: NodePrice, classes: dict[LedgerClass, int], per_rank: Decimal, newest: bool
 ) -> Decimal | None:
     if so_far is None or price.on_demand_usd_per_hour is None:
         return None
@@ -171,5 +232,15 @@ def _redone_steps(events: Sequence[Event], generations: dict[int, Generation]) -
 
 
 def spent_usd(events: Sequence[Event]) -> float:
-    """What the job has cost so far, in dollars: the `spent_usd` of the next attempt's terms."""
-    return float(fold(events).total_usd)
+    """What the job has cost so far, in dollars: the `spent_usd` of the next attempt's terms.
+
+    From the nodes' paid time alone, so that a rank's contradictory intervals cannot hide what was spent.
+    """
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    return float(rounded(sum((bill.usd for bill in node_bills(ordered)), Decimal(0))))
+
+
+def told_threshold(events: Sequence[Event], budget_usd: float | None) -> float:
+    """The highest share of this very budget that was already told of as reached; another budget begins anew."""
+    told = [event.data for event in events if event.name == BUDGET]
+    return max((data["threshold"] for data in told if data.get("budget_usd") == budget_usd), default=0.0)

@@ -1,7 +1,7 @@
 """The plan as text that reads like a change to approve: what is chosen, what else there was, what cannot be and why.
 
-Marks on figures: l live, r recorded on a date, e estimated, ! stale. No line depends on its leading spaces, which log
-viewers drop.
+Marks on figures: l live, r recorded on a date, e estimated, s simulated, ! stale. No line depends on its
+leading spaces, which log viewers drop.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
-from cost.catalogue import ADVISOR_RECORDED
+from cost.catalogue import advisor_recorded
 from cost.figures import count, duration, number, percent, plain, usd
 from cost.fit import gib
-from cost.plan import Plan
+from cost.plan import RANKED, Plan
 from cost.pools import Candidate, Rejection
 from cost.prices.quote import short_age_text
 
@@ -30,7 +30,7 @@ def render_plan(plan: Plan) -> str:
     if plan.chosen is not None:
         sections += [_chosen(plan, plan.chosen), _ranked(plan)]
     if plan.rejected:
-        sections.append(_rejected(plan.rejected))
+        sections.append(_rejected(plan))
     sections.append(_kinds(plan))
     if plan.refusal is not None:
         sections.append(_wrapped(plain(f"✗ refused ({plan.refusal.outcome}): {plan.refusal.message}")))
@@ -48,6 +48,9 @@ def _header(plan: Plan) -> list[str]:
     budget = "no budget" if plan.budget_usd is None else f"budget {usd(plan.budget_usd, 2)}"
     deadline = "no deadline" if plan.deadline_hours is None else f"deadline {number(plan.deadline_hours, 2)} h"
     lines = [f"{work} · {budget} · {deadline}", f"made {made} for backend {plan.backend}"]
+    if plan.done_steps:
+        spent = f"{plan.done_steps:,} steps are done and {usd(plan.spent_usd)} spent"
+        lines += _wrapped(f"the job goes on: {spent}; what follows is of the {plan.steps:,} steps that are left")
     if plan.simulated:
         lines += _wrapped(
             "simulated: this run stays on this machine. The pool is what it would run on in the cloud, "
@@ -65,22 +68,23 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
     gpus = (
         f"{size} × {best.processes_per_node} {best.gpu} = {count(best.ranks, 'rank')}, micro-batch {best.micro_batch}"
     )
-    hours = f"{number(best.expected_hours)} h ({duration(best.expected_hours * 3600)})"
     speed = (
         f"{number(best.tokens_per_second, 0)} {plain(plan.weight_unit)}/s, bound by {best.bound}, "
         f"MFU {percent(best.mfu)}, {best.step_seconds:.4g} s per step"
     )
-    interval = f"each {plan.interval_steps:,} steps; Daly's interval at this hazard: {best.daly_interval_steps:,} steps"
     items = [
         ("price", f"{price} ({_price_mark(best)})"),
         ("known", plain(best.price_kind)),
         ("gang", "; ".join(filter(None, [gpus, used]))),
         ("memory", f"{best.fit.render()} of {gib(best.gpu_memory_bytes)} per GPU (e)"),
-        ("speed", f"{speed} (e)"),
-        ("hours", f"{hours} with one start (e)"),
-        ("dollars", f"{usd(best.expected_usd, 4)}, reserve for the last save {usd(plan.reserve_usd, 4)} (e)"),
-        ("interruptions", f"{best.interruptions:.2g} expected at {best.hazard_per_hour:.2g} per hour (e)"),
-        ("commits", interval),
+        ("speed", f"{speed} ({plain(best.speed_kind)})"),
+        ("hours", _hours(best)),
+        ("dollars", _dollars(plan, best)),
+        (
+            "interruptions",
+            f"{best.interruptions:.2g} expected at {best.hazard_per_hour:.2g} per hour ({plain(best.hazard_kind)})",
+        ),
+        ("commits", f"{plan.interval}; Daly's interval at this hazard: {best.daly_interval_steps:,} steps"),
         *_limits(plan, best),
     ]
     width = max(len(name) for name, _ in items)
@@ -90,13 +94,31 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
     return lines
 
 
+def _hours(best: Candidate) -> str:
+    hours = f"{number(best.expected_hours)} h ({duration(best.expected_hours * 3600)}) with one start (e)"
+    ahead = best.outlook
+    return hours if ahead is None else f"{hours}; p50 {number(ahead.p50_hours)}, p90 {number(ahead.p90_hours)} h (s)"
+
+
+def _dollars(plan: Plan, best: Candidate) -> str:
+    parts = f"compute {usd(best.compute_usd, 4)} + storage {usd(best.storage_usd, 4)}"
+    parts += f" + transfer {usd(best.transfer_usd, 4)}" if best.transfer_usd else ""
+    per_step = f"{usd(1000 * best.usd_per_step, 4)} per 1,000 useful steps"
+    reserve = f"reserve for the last save {usd(plan.reserve_usd, 4)} (e)"
+    text = f"{usd(best.expected_usd, 4)} = {parts}; {per_step}; {reserve}"
+    ahead = best.outlook
+    return text if ahead is None else f"{text}; p50 {usd(ahead.p50_usd, 4)}, p90 {usd(ahead.p90_usd, 4)} (s)"
+
+
 def _limits(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
     limits = []
     if plan.deadline_hours is not None:
-        slack = plan.deadline_hours - best.expected_hours
-        limits.append(("slack", f"{number(slack, 2)} h to the deadline (e)"))
+        left = plan.deadline_hours - (plan.made_utc - plan.started_utc) / 3600
+        in_time = best.outlook.deadline_probability if best.outlook else None
+        chance = "" if in_time is None else f"; P(in time, staying in this pool) {percent(in_time)} (s)"
+        limits.append(("slack", f"{number(left - best.expected_hours, 2)} h to the deadline (e){chance}"))
     if plan.budget_usd is not None:
-        share = percent((best.expected_usd + plan.reserve_usd) / plan.budget_usd)
+        share = percent((plan.spent_usd + best.expected_usd + plan.reserve_usd) / plan.budget_usd)
         limits.append(("budget", f"{share} of {usd(plan.budget_usd, 2)}, reserve included (e)"))
     return limits
 
@@ -125,7 +147,7 @@ def _ranked(plan: Plan) -> list[str]:
                 usd(one.expected_usd, 4),
             )
         )
-    more = sum(map(len, groups[_LISTED:]))
+    more = plan.counts.get(RANKED, len(plan.ranked)) - sum(map(len, groups[:_LISTED]))
     folded = "; +n: as many other zones at the same price" if any(len(group) > 1 for group in groups[:_LISTED]) else ""
     legend = f"age: since the price was last known to hold; {speed}, hours and dollars are estimated{folded}"
     return [*_table(rows), *([f"… and {more} dearer pools"] if more > 0 else []), *_wrapped(legend)]
@@ -159,23 +181,24 @@ def _price_mark(candidate: Candidate) -> str:
     return candidate.price_kind[:1] + ("!" if candidate.price_stale else "")
 
 
-def _rejected(rejected: Sequence[Rejection]) -> list[str]:
+def _rejected(plan: Plan) -> list[str]:
     """Grouped by reason, commonest first, with the nearest miss of each as its example."""
     groups: dict[str, list[Rejection]] = {}
-    for one in rejected:
+    for one in plan.rejected:
         groups.setdefault(one.kind, []).append(one)
-    lines = [f"- {len(rejected)} pools rejected:"]
-    for kind, group in sorted(groups.items(), key=lambda item: -len(item[1])):
-        nearest = min(group, key=lambda one: one.excess)
-        lines += _wrapped(f"- {len(group)} × {kind}, such as {nearest}: {nearest.reason}", indent=2)
+    counts = {kind: plan.counts.get(kind, len(group)) for kind, group in groups.items()}
+    lines = [f"- {sum(counts.values())} pools rejected:"]
+    for kind in sorted(groups, key=lambda kind: -counts[kind]):
+        nearest = min(groups[kind], key=lambda one: one.excess)
+        lines += _wrapped(f"- {counts[kind]} × {kind}, such as {nearest}: {nearest.reason}", indent=2)
     return lines
 
 
 def _kinds(plan: Plan) -> list[str]:
     """What the prices are, and what the marks mean."""
-    said = [line for text in plan.prices for line in _wrapped(plain(text))]
+    said = [line for text in (*plan.prices, *plan.notes) for line in _wrapped(plain(text))]
     stale = " !: older than cost.max_price_age_hours." if any(one.price_stale for one in plan.ranked) else ""
-    marks = f"l: live. r: recorded. e: estimated; hazards from the spot advisor of {ADVISOR_RECORDED}.{stale}"
+    marks = f"l: live. r: recorded. e: estimated. s: simulated. Hazards: spot advisor of {advisor_recorded()}.{stale}"
     return [*said, *_wrapped(marks)]
 
 

@@ -21,6 +21,7 @@ from cost.figures import (
     trust_lines,
 )
 from cost.html_parts import COLOURS, escape, ledger_bar, loss_chart
+from cost.money_rows import CAUSE_HEADER, cause_rows
 from cost.next_step import PYTHON, resume_line
 from cost.report import RunReport
 
@@ -48,6 +49,7 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
         _message(report),
         _tiles(figures),
         _section("Where the paid time went", ledger_bar(report) + _ledger(report)),
+        _causes(report),
         _section(f"Training loss, {loss_unit(report)}", loss_chart(report)),
         _comparison(report),
         _generations(report),
@@ -84,6 +86,11 @@ def _ledger(report: RunReport) -> str:
     ]
     total = f'<tr class="total"><td>{escape(rows[-1][0])}</td>{_cells(rows[-1][1:])}</tr>'
     return _table(("class", "rank-seconds", "share", "USD", "figure"), "".join(body) + total)
+
+
+def _causes(report: RunReport) -> str:
+    rows = cause_rows(report)
+    return _section("Dollars by cause", _table(CAUSE_HEADER, _rows(rows, len(CAUSE_HEADER)))) if rows else ""
 
 
 def _comparison(report: RunReport) -> str:

@@ -16,6 +16,7 @@ from cost.figures import (
     plain,
     trust_lines,
 )
+from cost.money_rows import CAUSE_HEADER, cause_rows
 from cost.next_step import PYTHON, resume_line
 from cost.report import RunReport
 
@@ -33,6 +34,8 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
         _pairs(figures),
         _table(ledger_rows(report), ("where the paid time went", "rank-seconds", "share", "USD", "figure")),
     ]
+    if causes := cause_rows(report):
+        sections.append(_table(causes, CAUSE_HEADER))
     if compared := comparison_rows(report):
         sections.append(_table(compared, comparison_header(report)))
     if started := generation_rows(report):

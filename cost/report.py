@@ -18,6 +18,7 @@ from cost.failures import failures, notable
 from cost.generations import Generation, final_outcome, read_generations
 from cost.ledger import Ledger, LedgerLine, fold
 from cost.money import USD_DECIMALS, rounded
+from cost.money_figures import money_figures
 from cost.timeline import MICRO, paid_nodes
 from infra.events import CONFIGURED, PLAN, PREFLIGHT, STEP, Event
 from infra.ledger_classes import LedgerClass
@@ -37,7 +38,8 @@ class RunReport:
     more than the market saved; None without a price. plan: what was expected; actual: what came of it.
     events: counts by name, failures (first one first), notable events, generations (the step it went
     on from, the last one it took, its paid rank-seconds, its end). configuration: each key with its value and its
-    source (default, file:line, environment or --set); empty where nobody recorded it.
+    source (default, file:line, environment or --set); empty where nobody recorded it. money: owner, project, forecast,
+    dollars by cause and hindsight (`cost.money_figures`); empty in reports that were written before there was one.
     """
 
     job: str
@@ -55,6 +57,7 @@ class RunReport:
     actual: dict[str, Any]
     events: dict[str, Any]
     configuration: list[dict[str, Any]] = field(default_factory=list)
+    money: dict[str, Any] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -85,6 +88,7 @@ class RunReport:
                 "actual": self.actual,
                 "events": self.events,
                 "configuration": self.configuration,
+                "money": self.money,
             }
         )
 
@@ -97,6 +101,7 @@ class RunReport:
         return cls(
             **{name: data[name] for name in plain},
             configuration=data.get("configuration", []),  # reports before it was recorded have none
+            money=data.get("money", {}),
             outcome=Outcome(data["outcome"]),
             loss_curve=[(int(step), loss) for step, loss in data["loss_curve"]],
             ledger=tuple(_line_from_json(line) for line in data["ledger"]),
@@ -143,6 +148,7 @@ def build_report(events: Sequence[Event], *, running: bool = False) -> RunReport
             "message": None if outcome_event is None else outcome_event.data.get("message"),
         },
         configuration=next((event.data["settings"] for event in reversed(ordered) if event.name == CONFIGURED), []),
+        money=money_figures(ordered, generations, ledger),
     )
 
 
@@ -205,7 +211,8 @@ def _plan_summary(plan: dict[str, Any]) -> dict[str, Any]:
     """What the report keeps of a plan: the decision, not the hundreds of pools that it was made from."""
     dropped = {"ranked", "rejected"}
     summary = {name: value for name, value in plan.items() if name not in dropped}
-    return {**summary, "ranked": len(plan.get("ranked", [])), "rejected": len(plan.get("rejected", []))}
+    counts = plan.get("counts") or {"ranked": len(plan.get("ranked", [])), "": len(plan.get("rejected", []))}
+    return {**summary, "ranked": counts["ranked"], "rejected": sum(counts.values()) - counts["ranked"]}
 
 
 def _counts(events: Sequence[Event]) -> dict[str, int]:

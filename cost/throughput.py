@@ -5,15 +5,21 @@
 - host: with offloading, bytes that each rank moves between host and GPU per step / the bandwidth of PCIe.
 - launch: the host must start every kernel; a model too narrow for its GPU is bound by that, however fast the GPU.
 
-Real steps are slower than their largest bound, which the MFU prior makes up for in the usual case. It is a prior, to
-be replaced by the measured throughput of a short run.
+Real steps are slower than their largest bound, which the MFU prior makes up for in the usual case. It is a prior:
+where jobs of the same store have trained the same configuration, their measured speed takes its place; elsewhere it is
+scaled by the ratio of the two estimates, so that what the estimate gets wrong alike in both places cancels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import dataclass, replace
 
-from cost.catalogue import InstanceType
+from cost.catalogue import Catalogue, InstanceType
+from cost.chance import UNMEASURED_LOG_DEVIATION
+from cost.experience.belief import Experience
+from cost.experience.records import SpeedSeen
 from infra.config.schema import RunConfig
 from infra.footprint import BFLOAT16_BYTES, FLOAT32_BYTES, reduced_bytes_per_parameter, shard_ranks, stays_gathered
 from infra.model_shape import ModelShape
@@ -40,13 +46,16 @@ PCIE_BYTES_PER_SECOND = 12e9
 class Throughput:
     """tokens_per_second: of whatever the shape's weight_unit counts. step_seconds: one optimizer step.
 
-    bound: compute, network, host or launch. mfu: what the estimate comes to.
+    bound: compute, network, host or launch, by the estimate. mfu: what the speed comes to. kind: measured, scaled or
+    prior, in words. log_deviation: of the logarithm of the speed, how far it may be off.
     """
 
     tokens_per_second: float
     step_seconds: float
     bound: str
     mfu: float
+    kind: str = "prior"
+    log_deviation: float = UNMEASURED_LOG_DEVIATION
 
 
 def estimate_throughput(
@@ -73,6 +82,65 @@ def estimate_throughput(
         step_seconds=step_seconds,
         bound=bound,
         mfu=flops / (step_seconds * ranks * peak),
+    )
+
+
+def speed_fingerprint(config: RunConfig) -> str:
+    """What decides the speed on given hardware, as a name: with two equal ones a measured speed serves for both."""
+    sections = config.model_dump(
+        mode="json", include={"model", "parallel", "ddp", "fsdp", "workload", "workload_options"}
+    )
+    batch = config.training.batch_size, config.training.gradient_accumulation_steps
+    text = json.dumps([sections, batch], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def known_throughput(
+    config: RunConfig,
+    shape: ModelShape,
+    kind: InstanceType,
+    nodes: int,
+    processes_per_node: int,
+    *,
+    catalogue: Catalogue,
+    experience: Experience,
+    fingerprint: str,
+) -> Throughput | None:
+    """Measured by a job of this configuration on this gang; else scaled from another gang; else the estimate.
+
+    None when the GPU's peak is not known, since then nothing says what the model needs there.
+    """
+    estimate = estimate_throughput(config, shape, kind, nodes, processes_per_node)
+    if estimate is None:
+        return None
+    seen = experience.speed(kind.name, nodes, processes_per_node, fingerprint)
+    if seen is not None:
+        ratio = seen.tokens_per_second / estimate.tokens_per_second
+        return _faster(estimate, ratio, "measured", seen.log_deviation)
+    seen = experience.nearest_speed(kind.name, nodes, fingerprint)
+    there = None if seen is None else _estimate_there(config, shape, seen, catalogue)
+    if seen is None or there is None:
+        return estimate
+    scaled = f"scaled from {seen.nodes} × {seen.instance_type}"
+    return _faster(estimate, seen.tokens_per_second / there.tokens_per_second, scaled, estimate.log_deviation)
+
+
+def _estimate_there(config: RunConfig, shape: ModelShape, seen: SpeedSeen, catalogue: Catalogue) -> Throughput | None:
+    try:
+        kind = catalogue[seen.instance_type]
+    except KeyError:  # measured on a type that this catalogue does not have
+        return None
+    return estimate_throughput(config, shape, kind, seen.nodes, seen.processes_per_node)
+
+
+def _faster(estimate: Throughput, ratio: float, kind: str, log_deviation: float) -> Throughput:
+    return replace(
+        estimate,
+        tokens_per_second=estimate.tokens_per_second * ratio,
+        step_seconds=estimate.step_seconds / ratio,
+        mfu=estimate.mfu * ratio,
+        kind=kind,
+        log_deviation=log_deviation,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cost.errors import LedgerError
 from cost.generations import Generation, is_clock
@@ -15,6 +16,7 @@ from infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, PHASE, EndRea
 from infra.ledger_classes import LedgerClass
 
 MICRO = 1_000_000
+MACHINE_KEYS = ("instance_id", "instance_type", "zone", "zone_id", "region", "market", "uptime_seconds", "host")
 # How far a rank's intervals may exceed its paid time before the events count as contradictory: clocks are read one
 # after the other, and a process start is known to a hundredth of a second.
 TOLERANCE_SHARE = 0.005
@@ -24,19 +26,35 @@ TOLERANCE_SECONDS = 0.05
 _WASTED = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION)
 
 
+@dataclass(frozen=True)
+class Span:
+    """A piece of a rank's time, microseconds since its node started, and what it was spent on."""
+
+    start: int
+    end: int
+    classes: dict[LedgerClass, int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankTime:
-    """One rank's paid time in one generation, microseconds by class; `estimated`: the classes inferred, not seen."""
+    """One rank's paid time in one generation, microseconds by class; `estimated`: the classes inferred, not seen.
+
+    spans: when what was spent, for prices that change; `classes` is their sum, balanced to the paid time.
+    """
 
     rank: int
     paid: int
     classes: dict[LedgerClass, int]
     estimated: frozenset[LedgerClass] = frozenset()
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(kw_only=True)
 class NodeTime:
-    """One paid node in one generation. start, end: monotonic seconds; measured: its end was recorded."""
+    """One paid node in one generation. start, end: monotonic seconds; measured: its end was recorded.
+
+    machine: what the agent knew of its machine (`infra.instance`), such as instance_id and zone; empty: nothing.
+    """
 
     generation: int
     node: int
@@ -46,10 +64,24 @@ class NodeTime:
     measured: bool
     ranks: list[int]
     events: dict[int, list[Event]] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
 
     @property
     def paid_seconds(self) -> float:
         return self.end - self.start
+
+    @property
+    def paid_micros(self) -> int:
+        return _micros(self.paid_seconds)
+
+    @property
+    def ended_wall(self) -> float:
+        """Unix time, by the clock that stood when the node started."""
+        return self.started_wall + self.paid_seconds
+
+    @property
+    def instance_id(self) -> str | None:
+        return self.machine.get("instance_id") or None
 
 
 def paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
@@ -98,6 +130,7 @@ def _node(events: list[Event]) -> NodeTime | None:
         measured=ended is not None,
         ranks=sorted(set(listed) | set(by_rank)),
         events=by_rank,
+        machine={} if started is None else {key: started.data[key] for key in MACHINE_KEYS if started.data.get(key)},
     )
 
 
@@ -108,17 +141,23 @@ def _rank_time(node: NodeTime, rank: int, generation: Generation) -> RankTime:
     tail_class = _tail_class(clocks, generation)
     if not clocks:
         estimated = frozenset() if node.measured else frozenset({tail_class})
-        return RankTime(rank=rank, paid=paid, classes={tail_class: paid}, estimated=estimated)
+        whole = {tail_class: paid}
+        return RankTime(rank=rank, paid=paid, classes=whole, estimated=estimated, spans=(Span(0, paid, whole),))
+    spans = []
     for event in clocks:
-        for kind, seconds in _clipped(event, node, generation).items():
-            classes[kind] = classes.get(kind, 0) + _micros(seconds)
+        seconds = {kind: _micros(value) for kind, value in _clipped(event, node, generation).items()}
+        end = min(_micros(event.t_mono - node.start), paid)
+        spans.append(Span(max(0, end - sum(seconds.values())), end, seconds))
     before = clocks[0].t_mono - _total(clocks[0]) - node.start
     after = node.end - clocks[-1].t_mono
-    for kind, seconds in ((LedgerClass.STARTUP, before), (tail_class, after)):
-        classes[kind] = classes.get(kind, 0) + max(0, _micros(seconds))
+    spans.insert(0, Span(0, max(0, _micros(before)), {LedgerClass.STARTUP: max(0, _micros(before))}))
+    spans.append(Span(min(paid, paid - _micros(after)), paid, {tail_class: max(0, _micros(after))}))
+    for span in spans:
+        for kind, spent in span.classes.items():
+            classes[kind] = classes.get(kind, 0) + spent
     _balance(classes, paid, f"generation {node.generation}, node {node.node}, rank {rank}")
     estimated = frozenset() if node.measured or after <= 0 else frozenset({tail_class})
-    return RankTime(rank=rank, paid=paid, classes=classes, estimated=estimated)
+    return RankTime(rank=rank, paid=paid, classes=classes, estimated=estimated, spans=tuple(spans))
 
 
 def _tail_class(clocks: list[Event], generation: Generation) -> LedgerClass:

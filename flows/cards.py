@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from metaflow.cards import Markdown, Table, VegaChart
@@ -18,18 +18,26 @@ from cost.figures import (
     ledger_rows,
     trust_lines,
 )
+from cost.jobs.table import HEADER, kinds_text, table_rows
+from cost.money_rows import CAUSE_HEADER, cause_rows
 from cost.next_step import resume_line
 from cost.report import RunReport
 
 
-def show_report(card: Any, report: dict) -> None:
-    """Fill a blank card. Foreign text is escaped; a single NaN would leave the whole page blank, so none gets in."""
+def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:
+    """Fill a blank card. Foreign text is escaped; a single NaN would leave the whole page blank, so none gets in.
+
+    earlier: reports of other jobs, to compare with.
+    """
     run = RunReport.from_json(report)
     card.append(Markdown(f"# {_text(run.job)}: {_text(run.outcome)}"))
     card.append(Table([_cells(figure) for figure in key_figures(run).items()], headers=["", ""]))
     card.append(Markdown("## Where the paid time went"))
     headers = ["class", "rank-seconds", "share", "USD", "figure"]
     card.append(Table([_cells(row) for row in ledger_rows(run)], headers=headers))
+    if causes := cause_rows(run):
+        card.append(Markdown("## Dollars by cause"))
+        card.append(Table([_cells(row) for row in causes], headers=list(CAUSE_HEADER)))
     curve = [{"step": step, "loss": loss} for step, loss in run.loss_curve if loss is not None and math.isfinite(loss)]
     if curve:
         card.append(Markdown("## Loss"))
@@ -39,6 +47,11 @@ def show_report(card: Any, report: dict) -> None:
         card.append(Table([_cells(row) for row in starts], headers=list(GENERATION_HEADER)))
     card.append(Markdown("## Plan against actual"))
     card.append(Table([_cells(row) for row in comparison_rows(run)], headers=_cells(comparison_header(run))))
+    if earlier:
+        compared = [*map(RunReport.from_json, earlier), run]
+        card.append(Markdown("## Beside the jobs before it"))
+        card.append(Table([_cells(row) for row in table_rows(compared)], headers=list(HEADER)))
+        card.append(Markdown(_text(kinds_text(compared))))
     if step := resume_line(run):
         card.append(Markdown(f"## Next\n{_text(step.words)}: {_text(step.command)}"))
     card.append(Markdown("## How far to trust this"))

@@ -22,14 +22,16 @@ def all_checks() -> list[Check]:
     return [*infra_checks, *cost_checks, *training_checks]
 
 
-def run_all_checks(config: RunConfig, config_path: str, *, quick_only: bool = False) -> list[Result]:
+def run_all_checks(
+    config: RunConfig, config_path: str, *, quick_only: bool = False, job: str | None = None
+) -> list[Result]:
     """The results of every check; `quick_only`: of those that take well under a second and import nothing heavy.
 
     A remote store is tried in any case: nothing of a job can be told when it does not answer.
     """
     from infra.preflight import PreflightContext, run_checks
 
-    context = PreflightContext(config=config, project_root=PROJECT_ROOT, config_path=Path(config_path))
+    context = PreflightContext(config=config, project_root=PROJECT_ROOT, config_path=Path(config_path), job=job)
     checks = all_checks()
     if "://" in config.store:
         checks = [replace(check, tier="quick") if check.id == "store-probe" else check for check in checks]

@@ -47,7 +47,7 @@ def checked_options(options: list[str]) -> list[str]:
         _refuse(str(error), Outcome.CONFIG)
     except InfraError as error:
         _refuse(str(error), error.outcome)
-    failed = blocking(run_all_checks(loaded.config, known.config, quick_only=True))
+    failed = blocking(run_all_checks(loaded.config, known.config, quick_only=True, job=known.job or None))
     if failed:
         _refuse(render_results(failed), Outcome.PREFLIGHT)
     if known.job:

@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import json
+import time
 
+from cost.errors import CostError, PriceError
+from cost.experience.book import remember
+from cost.jobs import known_job_names, load_report
+from cost.prices.observed import observed_pools
 from cost.render_html import render as render_html
 from cost.report import RunReport, build_report
-from flows.job import Job, write_whole
-from infra.events import read_events
+from flows.job import PROJECT_ROOT, RUNS, Job, write_whole
+from infra.events import PLAN, PRICES, read_events
 from infra.metrics.job import job_page
+
+_COMPARED_JOBS = 8
+
+
+def record_prices(job: Job) -> None:
+    """How prices went while the job ran, into its events; what cannot be had is said, and the plan's price stands."""
+    plans = [event.data for event in read_events(job.store) if event.name == PLAN]
+    if not plans:
+        return
+    try:
+        pools = observed_pools(job.config.cost, plans[0], now_utc=time.time(), project_root=PROJECT_ROOT)
+    except PriceError as error:
+        print(f"prices since the plan are not known, so its own stand: {error}", flush=True)
+        return
+    if pools:
+        with job.events("prices") as events:
+            events.emit(PRICES, pools=pools)
 
 
 def write_report(job: Job) -> RunReport:
-    """Fold the job's events; write report and metrics into runs/<job>/ and then into the store.
+    """Fold the job's events; write report and metrics into runs/<job>/ and then into the store, and what the job has
+    shown of pools and speeds for the plans of others.
 
     Here first: a store that is full or takes no more writes still has events to tell from. Raises StoreError for it.
     """
+    record_prices(job)
     events = read_events(job.store)
     report = build_report(events)
     files = {
@@ -29,4 +53,16 @@ def write_report(job: Job) -> RunReport:
             write_whole(here, content)
     for name, content in files.items():
         job.store.put(name, content)
+    remember(job.root_store, events)
     return report
+
+
+def earlier_reports(job: str) -> list[dict]:
+    """Reports of the other jobs that this machine finished last, for comparison; of what cannot be read, none."""
+    found = []
+    for name in [name for name in known_job_names(RUNS) if name != job][-_COMPARED_JOBS:]:
+        try:
+            found.append(load_report(str(RUNS / name / "report.json")).to_json())
+        except (CostError, OSError):
+            continue
+    return found

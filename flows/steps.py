@@ -17,6 +17,7 @@ from flows.job import PROJECT_ROOT, Job, mark_latest
 from infra.config.sources import values_with_sources
 from infra.errors import InfraError
 from infra.events import CONFIGURED, OUTCOME, PLAN, PREFLIGHT, PREPARED, read_events
+from infra.layout import PLAN_KEY
 from infra.model_shape import ModelShape
 from infra.outcome import Outcome
 
@@ -95,7 +96,7 @@ def check(flow: Any) -> list[dict]:
     from training.checks.workload import WORKLOAD_CHECK
 
     job = Job.of(flow, current.run_id)
-    results = run_all_checks(job.config, flow.settings["path"])
+    results = run_all_checks(job.config, flow.settings["path"], job=job.name)
     say(render_results(results))
     records = [result.to_json() for result in results]
     failed = blocking(results)
@@ -114,7 +115,10 @@ def check(flow: Any) -> list[dict]:
 
 @told
 def plan_capacity(flow: Any) -> dict:
-    """The plan as JSON. Raises StepFailed when budget, deadline or capacity cannot be kept."""
+    """The plan as JSON, of its best pools; the job's plan.json has all. Raises StepFailed when budget, deadline or
+    capacity cannot be kept.
+    """
+    from cost.experience.book import recall
     from cost.plan import make_plan
     from cost.plan_text import render_plan
     from cost.prices.source import open_prices
@@ -123,8 +127,11 @@ def plan_capacity(flow: Any) -> dict:
     now = time.time()
     measured = {} if flow.examined is None else {"shape": ModelShape.from_json(flow.examined["shape"])}
     prices = open_prices(job.config, now, project_root=PROJECT_ROOT)
-    plan = make_plan(job.config, now_utc=now, simulated=True, prices=prices, **measured)
+    known = {"experience": recall(job.root_store), "progress": _progress(job)}
+    plan = make_plan(job.config, now_utc=now, simulated=True, prices=prices, **known, **measured)
     say(render_plan(plan))
+    job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())
+    plan = plan.brief()
     with job.events("plan") as events:
         events.emit(PLAN, **plan.to_json())
         if plan.refusal:
@@ -132,6 +139,18 @@ def plan_capacity(flow: Any) -> dict:
     if plan.refusal:
         raise StepFailed(plan.refusal.outcome, f"{plan.refusal.message} ({plan.refusal.hint})")
     return plan.to_json()
+
+
+def _progress(job: Job) -> Any:
+    """How far the job has come, so that only the rest is planned; the whole where no account of it can be made."""
+    from cost.errors import CostError
+    from cost.progress import FROM_THE_START, progress_of
+
+    try:
+        return progress_of(read_events(job.store))
+    except CostError as error:
+        say(f"how far the job has come is unknown, so all of it is planned: {error}")
+        return FROM_THE_START
 
 
 @told
@@ -226,16 +245,18 @@ def _gang_spec(flow: Any, this: Any) -> GangSpec:
 def _terms(flow: Any, job: Job) -> dict:
     """The money terms of this attempt: the plan's price, and what all attempts before it have cost."""
     from cost.errors import CostError
-    from cost.ledger import spent_usd
+    from cost.ledger import spent_usd, told_threshold
     from cost.plan import Plan
 
+    plan = Plan.from_json(flow.capacity)
+    events = read_events(job.store)
     try:
-        spent = spent_usd(read_events(job.store))
+        spent = spent_usd(events)
     except CostError as error:
         # An account that cannot be made is no reason to lose the training; it is one to look at the account.
         say(f"what was spent so far is unknown, and counts as nothing for the budget: {error}")
         spent = 0.0
-    return Plan.from_json(flow.capacity).terms(spent_usd=spent).to_json()
+    return plan.terms(spent_usd=spent, told_threshold=told_threshold(events, plan.budget_usd)).to_json()
 
 
 def write_report(flow: Any) -> dict:

@@ -20,7 +20,7 @@ launcher.prepare(__name__)
 
 from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, package_sources, parallel, retry, step
 
-from flows import cards, steps
+from flows import cards, reporting, steps
 from flows.local import local  # noqa: F401 - makes `--with local` known
 
 
@@ -85,7 +85,7 @@ class TrainFlow(FlowSpec):
         """Fold the events of every attempt into one report: what was trained, what it cost, what was lost."""
         self.run_report = steps.write_report(self)
         self.loss_frame, self.ledger_frame = steps.frames(self.run_report)
-        cards.show_report(current.card["report"], self.run_report)
+        cards.show_report(current.card["report"], self.run_report, reporting.earlier_reports(self.job))
         self.next(self.end)
 
     @step

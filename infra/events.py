@@ -30,7 +30,9 @@ VERSION = 1
 # ended: reason (an EndReason, or the Outcome of a planned end), culprit (text), user_code (bool).
 GENERATION_STARTED = "generation_started"
 GENERATION_ENDED = "generation_ended"
-# Written by each node's agent: what is paid for. started: ranks (list), host. ended: seconds (since started), reason.
+# Written by each node's agent: what is paid for. started: ranks (list), host, and of the machine what is known of it
+# (`infra.instance`): instance_id, instance_type, zone, zone_id, market, uptime_seconds, identified_by.
+# ended: seconds (since started), reason.
 NODE_STARTED = "node_started"
 NODE_HEARTBEAT = "node_heartbeat"  # seconds (since started)
 NODE_ENDED = "node_ended"
@@ -56,7 +58,9 @@ PREFLIGHT = "preflight"  # results (list)
 # prepared: fingerprint, weight_unit, and of text train_tokens, held_out_tokens, unigram_entropy_nats, files, bytes …
 PREPARED = "prepared"
 PLAN = "plan"  # the plan as JSON
-BUDGET = "budget"  # spent_usd, budget_usd, threshold
+BUDGET = "budget"  # threshold (share of the budget), spent_usd, budget_usd, reserve_usd
+# prices: pools (list of {instance_type, market, region, zone, kind, changes: [[Unix time, "dollars per hour"], …]})
+PRICES = "prices"
 OUTCOME = "outcome"  # outcome, step, weights_sha256, message
 
 _LOCAL_FLUSH_SECONDS = 2.0

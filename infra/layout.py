@@ -9,9 +9,11 @@
                    quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
                    pins/<sha256>.json         verified/<sha256>.json     never to be deleted; every byte was read
                    clock/<random>             put to learn the store's time, and deleted at once
+                   plan.json                  the newest plan with all pools
                    report.json  report.html  metrics.prom
 <store>/tokens/<sha256>/...
 <store>/workloads/<module and name>/...                what a workload of one's own prepares
+<store>/experience/<day>-<job>.json                    what a job has shown of pools and speeds
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from infra.errors import LayoutError
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # runs/<job> stands beside these on the launching machine.
-_TAKEN = frozenset({"jobs", "tokens", "workloads", "latest"})
+_TAKEN = frozenset({"jobs", "tokens", "workloads", "experience", "latest"})
+EXPERIENCE_PREFIX = "experience/"
+PLAN_KEY = "plan.json"
 _STEP_LIMIT = 10**12 - 1
 _GENERATION_LIMIT = 10**6 - 1
 
@@ -49,6 +53,11 @@ def tokens_prefix(fingerprint: str) -> str:
 def workload_prefix(workload: str) -> str:
     """workload: ``package.module:Name``. The colon is no letter of a portable file name."""
     return f"workloads/{workload.replace(':', '.')}"
+
+
+def experience_key(day: str, job: str) -> str:
+    """day: such as 20261121, so that keys sort by time."""
+    return f"{EXPERIENCE_PREFIX}{day}-{job}.json"
 
 
 def generation_name(generation: int, generation_id: str) -> str:

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class LedgerClass(StrEnum):
-    """Where paid time goes. Ranks report all but the last three, which follow from the whole event log."""
+    """Where paid time goes. Ranks report those down to HANG; the others follow from the whole event log."""
 
     USEFUL_STEP = "useful_step"  # forward, backward, optimizer of a step that is part of the final weights
     DATA_WAIT = "data_wait"  # waiting for the next batch
@@ -19,3 +19,5 @@ class LedgerClass(StrEnum):
     REDONE_STEP = "redone_step"  # a step whose result was thrown away and had to be computed again
     INTERRUPTION = "interruption"  # from a rank's last sign of life to its node's end, in a generation cut short
     UNATTRIBUTED = "unattributed"  # paid, but no interval covers it
+    IDLE = "idle"  # between two generations on the same instance, which went on being billed
+    MINIMUM_CHARGE = "minimum_charge"  # what an instance's start is billed beyond its life: 60 s at the least

@@ -25,11 +25,14 @@ _MARKS: dict[Status, str] = {"passed": "ok", "failed": "FAIL", "warning": "warn"
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightContext:
-    """What the checks look at. config_path is None when the configuration was not read from a file."""
+    """What the checks look at. config_path: None when the configuration was not read from a file. job: its name, where
+    it has been given one: there may be something of it in the store already.
+    """
 
     config: RunConfig
     project_root: Path
     config_path: Path | None = None
+    job: str | None = None
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ def test_every_type_is_sane(catalogue: Catalogue):
     assert len(catalogue.types) >= 30
     for kind in catalogue.types:
         assert kind.vcpu >= 4 and kind.ram_gib >= kind.gpu_count, kind.name
-        if kind.on_demand_usd_per_hour is not None:
-            per_gpu = kind.on_demand_usd_per_hour / kind.gpu_count
+        for price in kind.on_demand.values():
+            per_gpu = price.usd_per_hour / kind.gpu_count
             assert 0.3 < per_gpu < 25, f"{kind.name}: ${per_gpu} per GPU and hour"
         for quote in StaticPrices().spot(kind, "us-east-1"):
-            assert 0.05 < quote.usd_per_hour < kind.on_demand_usd_per_hour, kind.name
+            assert 0.05 < quote.usd_per_hour < kind.on_demand["us-east-1"].usd_per_hour, kind.name
             assert kind.interruption_band("us-east-1") is not None, kind.name
             assert quote.kind == "estimated" and quote.source.startswith("on-demand recorded 20")
         on_demand = StaticPrices().on_demand(kind, "us-east-1")
@@ -61,22 +61,38 @@ def test_peaks_are_dense_and_sourced(catalogue: Catalogue):
 
 def test_known_lines(catalogue: Catalogue):
     p5 = catalogue["p5.48xlarge"]
-    assert (p5.gpu.name, p5.gpu_count, p5.efa, p5.on_demand_usd_per_hour) == ("H100", 8, True, 55.04)
+    assert (p5.gpu.name, p5.gpu_count, p5.efa) == ("H100", 8, True)
+    assert str(p5.on_demand["us-east-1"].usd_per_hour) == "55.04"
     g5 = catalogue["g5.xlarge"]
     (spot,) = StaticPrices().spot(g5, "us-east-1")
     assert spot.usd_per_hour == Decimal("1.006") * Decimal("0.41")
-    assert catalogue["p5e.48xlarge"].on_demand_usd_per_hour is None
+    assert not catalogue["p5e.48xlarge"].on_demand
     assert not StaticPrices().spot(catalogue["g7.2xlarge"], "us-east-1")
     assert {kind.name.split(".")[0] for kind in catalogue.matching(["g5.", "p4"])} == {"g5", "p4d", "p4de"}
 
 
 BAD_LINES = {
-    "price": ("g5.xlarge,A10G,1,22888,4,16,2.5,no,free", 36, "on_demand_usd_per_hour: 'free' is not"),
-    "nan": ("g5.xlarge,A10G,1,22888,4,16,2.5,no,nan", 36, "on_demand_usd_per_hour: 'nan' is not"),
-    "gpu": ("g5.xlarge,A11G,1,22888,4,16,2.5,no,1.006", 11, "gpu: 'A11G' is not a GPU of gpus.csv"),
-    "memory": ("g5.xlarge,A10G,1,22.9,4,16,2.5,no,1.006", 18, "gpu_memory_mib: '22.9' is not MiB"),
-    "cells": ("g5.xlarge,A10G,1,22888", 1, "4 cells, expected 9"),
+    "gpu": ("g5.xlarge,A11G,1,22888,4,16,2.5,no", 11, "gpu: 'A11G' is not a GPU of gpus.csv"),
+    "memory": ("g5.xlarge,A10G,1,22.9,4,16,2.5,no", 18, "gpu_memory_mib: '22.9' is not MiB"),
+    "cells": ("g5.xlarge,A10G,1,22888", 1, "4 cells, expected 8"),
 }
+
+
+@pytest.mark.parametrize(
+    ("line", "column", "message"),
+    [
+        ("us-east-1,g5.xlarge,free,2026-07-20", 21, "usd_per_hour: 'free' is not"),
+        ("us-east-1,g5.xlarge,nan,2026-07-20", 21, "usd_per_hour: 'nan' is not"),
+        ("us-east-1,g5.xlarge,1.006,July", 27, "recorded: 'July' is not a day"),
+        ("us-west-2,g6.xlarge,1.006,2026-07-20", 1, "g6.xlarge is listed twice for us-west-2"),
+    ],
+)
+def test_a_bad_on_demand_price_is_named_with_its_place(line: str, column: int, message: str, tmp_path: Path):
+    path = tmp_path / "on_demand.csv"
+    path.write_text(f"region,name,usd_per_hour,recorded\nus-west-2,g6.xlarge,0.9,2026-07-20\n{line}\n")
+    with pytest.raises(CatalogueError) as error:
+        load_catalogue(on_demand=path)
+    assert str(error.value).startswith(f"{path}:3:{column}: ") and message in str(error.value)
 
 
 @pytest.mark.parametrize("name", BAD_LINES)

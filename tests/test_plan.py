@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cost.candidates import START_SECONDS, Candidate
 from cost.catalogue import Catalogue, load_catalogue
 from cost.errors import PlanError
+from cost.expect import DETECT_SECONDS, START_SECONDS
 from cost.plan import Plan, make_plan
 from cost.plan_text import render_plan
+from cost.pools import Candidate
 from infra.config.schema import RunConfig
 from infra.outcome import Outcome
 
@@ -41,12 +42,17 @@ def by_kind(one: Plan) -> dict[str, int]:
 def test_expected_hours_and_dollars_by_hand():
     one = plan(cluster={"backend": "kubernetes", "instance_types": ["g5.xlarge"], "market": "spot", "nodes": 2})
     (best,) = one.ranked
-    step = best.step_seconds
+    step, carry = best.step_seconds, best.case.fixed_lost_hours * 3600 / 2 - (START_SECONDS + DETECT_SECONDS) / 2
+    assert 0 < carry < 1, "to bring a commit of 0.4 million parameters to the store takes no time to speak of"
     undisturbed = (START_SECONDS + 100_000 * step * (1 + best.save_seconds / (50 * step))) / 3600
-    assert best.interruptions == pytest.approx(best.hazard_per_hour * undisturbed)
-    lost = best.interruptions * (50 * step / 2 + START_SECONDS) / 3600
-    assert best.expected_hours == pytest.approx(undisturbed + lost)
-    assert best.expected_usd == pytest.approx(best.expected_hours * 2 * 1.006 * 0.41, rel=1e-5)
+    each = (50 * step / 2 + carry + DETECT_SECONDS + START_SECONDS + carry) / 3600
+    assert best.paid_hours == pytest.approx(undisturbed + best.interruptions * each)
+    assert best.interruptions == pytest.approx(best.hazard_per_hour * best.paid_hours)
+    assert best.compute_usd == pytest.approx(best.paid_hours * 2 * 1.006 * 0.41, rel=1e-5)
+    assert best.storage_usd == pytest.approx(2 * 100 * best.paid_hours / 730 * 0.08), "volumes; the store is a folder"
+    assert best.expected_usd == best.compute_usd + best.storage_usd + best.transfer_usd
+    assert best.usd_per_step * 100_000 == pytest.approx(best.expected_usd)
+    assert best.expected_hours >= best.paid_hours, "waits for capacity are not paid"
     assert best.tokens_per_second * step == pytest.approx(32 * 128)
 
 
@@ -96,7 +102,7 @@ def test_a_budget_below_the_cheapest_pool_is_refused_with_the_arithmetic():
     needed = cheapest.expected_usd + free.reserve_usd
     refused = plan(cost={"budget_usd": needed * 0.5})
     assert refused.refusal.outcome is Outcome.BUDGET
-    for figure in (f"${needed * 0.5:.4f}", f"${needed:.4f}", f"{cheapest.expected_hours:.4g} h", str(cheapest)):
+    for figure in (f"${needed * 0.5:.4f}", f"${needed:.4f}", f"{cheapest.paid_hours:.4g} h", str(cheapest)):
         assert figure in refused.refusal.message
     assert plan(cost={"budget_usd": needed * 1.001}).refusal is None
     steps = int(refused.refusal.hint.split("max_steps to ")[1].split()[0])
@@ -186,7 +192,7 @@ def test_the_text_is_narrow_and_says_what_matters(sections: dict):
 def assert_shows(text: str, one: Plan, best: Candidate) -> None:
     assert f"+ {best.nodes} × {best.instance_type}" in text
     assert f"${best.usd_per_hour:.4f}/h per node" in text and f"${best.expected_usd:,.4f}" in text
-    assert ("simulated" in text) == one.simulated
+    assert ("simulated: this run stays" in text) == one.simulated
     assert text.count(", micro-batch ") == 1 and "… and" in text
 
 

@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 FIELDS = [
     *("schema", "job", "outcome", "exit_code", "interruptions", "failures", "redone_steps", "weights_sha256"),
     *("loss_curve", "ledger", "total_usd", "paid_rank_seconds", "savings_usd", "plan", "actual", "events"),
-    "configuration",
+    *("configuration", "money"),
 ]
 
 

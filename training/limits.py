@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 
 from infra.outcome import Outcome
-from infra.terms import Terms
+from infra.terms import BUDGET_THRESHOLDS, Terms
 
 _LEAVING_SECONDS = 2.0  # from the last save to the end of the process
+_STEPS_REMEMBERED = 32
 
 
 class Stop(IntEnum):
@@ -47,6 +49,9 @@ class Limits:
         self.usd_per_second = terms.usd_per_rank_second * world_size if terms else 0.0
         self._elapsed_seconds = elapsed_seconds
         self._asked = False
+        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)  # seconds from one look at the limits to the next
+        self._looked_at: float | None = None
+        self._told = {share for share in BUDGET_THRESHOLDS if terms and share <= terms.told_threshold}
 
     def watch_signals(self) -> None:
         """SIGTERM from now on asks for a stop at the end of the step. To be called in the main thread."""
@@ -70,12 +75,14 @@ class Limits:
         return self.terms.spent_usd + self.usd_per_second * self._elapsed_seconds()
 
     def stop(self) -> Stop:
+        """To be asked once in each step: the time between two askings tells what one more step would cost."""
+        self._look()
         if self._asked:
             return Stop.INTERRUPTED
         terms = self.terms
         if terms is None:
             return Stop.NONE
-        if terms.budget_usd is not None and self.spent_usd >= terms.budget_usd - terms.reserve_usd:
+        if terms.spendable_usd is not None and self.spent_usd + self.next_step_usd >= terms.spendable_usd:
             return Stop.BUDGET
         # The reserve pays for the last save; the same seconds are kept back from the deadline.
         reserve_seconds = terms.reserve_usd / self.usd_per_second if self.usd_per_second > 0 else 0.0
@@ -83,13 +90,43 @@ class Limits:
             return Stop.DEADLINE
         return Stop.NONE
 
+    def _look(self) -> None:
+        now = self._elapsed_seconds()
+        if self._looked_at is not None:
+            self._steps.append(now - self._looked_at)
+        self._looked_at = now
+
+    @property
+    def next_step_usd(self) -> float:
+        """What one more step may cost: the longest of the last ones, with the save or evaluation that came with it."""
+        return self.usd_per_second * max(self._steps, default=0.0)
+
+    def budget_news(self, stop: Stop) -> list[dict[str, float]]:
+        """The thresholds of the budget that were reached since the last call, as data of `budget` events.
+
+        stop: what the ranks have agreed on; a stop for the budget is its last threshold, and what was not told before
+        is told then, since all that is left is spoken for.
+        """
+        terms = self.terms
+        if terms is None or terms.budget_usd is None:
+            return []
+        spent = self.spent_usd
+        reached = {*terms.reached(spent), *(BUDGET_THRESHOLDS if stop is Stop.BUDGET else ())}
+        if stop is not Stop.BUDGET:
+            reached.discard(BUDGET_THRESHOLDS[-1])  # the ranks agree on it one step later
+        fresh = sorted(reached - self._told)
+        self._told |= reached
+        known = {"spent_usd": spent, "budget_usd": terms.budget_usd, "reserve_usd": terms.reserve_usd}
+        return [{"threshold": share, **known} for share in fresh]
+
     def describe(self, stop: Stop) -> str:
         """The arithmetic behind a stop, for the message of the outcome."""
         terms = self.terms
         if stop is Stop.BUDGET and terms and terms.budget_usd is not None:
             return (
                 f"budget: ${self.spent_usd:.4f} spent of ${terms.budget_usd:.4f}, of which ${terms.reserve_usd:.4f} "
-                "is kept for the last save; fix: run the job again with a larger cost.budget_usd"
+                f"is kept for the last save (a step costs up to ${self.next_step_usd:.4f}); fix: run the job again "
+                "with a larger cost.budget_usd"
             )
         if stop is Stop.DEADLINE and terms and terms.deadline_utc is not None:
             over = time.time() - terms.deadline_utc

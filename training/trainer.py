@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infra.config.schema import RunConfig
 from infra.errors import StoreError
-from infra.events import COMMIT_SKIPPED, EVALUATION, FAULT_INJECTED, INTERVAL, NOTICE, OUTCOME, STEP
+from infra.events import BUDGET, COMMIT_SKIPPED, EVALUATION, FAULT_INJECTED, INTERVAL, NOTICE, OUTCOME, STEP
 from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
 from training.cadence import Cadence
@@ -177,6 +177,17 @@ class Trainer:
                 )
             )
         self.reporter.emit(STEP, step=at.step, **data)
+        if self.gang.rank == 0:
+            self._tell_budget(at, pulse.stop)
+
+    def _tell_budget(self, at: Position, stop: Stop) -> None:
+        for news in self.limits.budget_news(stop):
+            self.reporter.emit(BUDGET, step=at.step, **news)
+            share = f"{news['threshold']:.0%} of the budget ${news['budget_usd']:.4f}"
+            print(
+                f"step {at.step}: {share} is reached: ${news['spent_usd']:.4f} spent, ${news['reserve_usd']:.4f} kept",
+                flush=True,
+            )
 
     def rehearse_fault(self, step: int) -> None:
         """After the step and before its save, so that work really is lost."""

@@ -60,7 +60,13 @@ class Patience:
 
 
 def ec2_clients() -> Callable[[str], Any]:
-    """What makes a region's client, one that neither retries nor waits long: both are done here.
+    """What makes a region's EC2 client."""
+    make = aws_clients()
+    return lambda region: make("ec2", region)
+
+
+def aws_clients() -> Callable[[str, str], Any]:
+    """What makes a client of (service, region), one that neither retries nor waits long: both are done here.
 
     Credentials by the usual chain. All clients come from one session, which reads EC2's large description once.
     """
@@ -72,14 +78,14 @@ def ec2_clients() -> Callable[[str], Any]:
 
         return boto3.session.Session()
 
-    def client(region: str) -> Any:
+    def client(service: str, region: str) -> Any:
         from botocore.config import Config
 
         limits = Config(
             connect_timeout=_REQUEST_SECONDS, read_timeout=_REQUEST_SECONDS, retries={"total_max_attempts": 1}
         )
         with lock:
-            return session().client("ec2", region_name=region, config=limits)
+            return session().client(service, region_name=region, config=limits)
 
     return client
 
@@ -91,7 +97,7 @@ def zone_ids(client: Any, region: str, patience: Patience) -> dict[str, str]:
         filters = [{"Name": "zone-type", "Values": ["availability-zone"]}, {"Name": "region-name", "Values": [region]}]
         return client.describe_availability_zones(Filters=filters)
 
-    answer = _answer(ask, "ec2:DescribeAvailabilityZones", region, patience)
+    answer = answered(ask, "ec2:DescribeAvailabilityZones", region, patience)
     return {zone["ZoneName"]: zone["ZoneId"] for zone in answer.get("AvailabilityZones", [])}
 
 
@@ -132,7 +138,7 @@ def _pages(
         }
         if token:
             request["NextToken"] = token
-        answer = _answer(
+        answer = answered(
             client.describe_spot_price_history, "ec2:DescribeSpotPriceHistory", region, patience, **request
         )
         yield from answer.get("SpotPriceHistory", [])
@@ -144,7 +150,7 @@ def _pages(
             return
 
 
-def _answer(
+def answered(
     ask: Callable[..., Mapping[str, Any]], right: str, region: str, patience: Patience, **request: Any
 ) -> Mapping[str, Any]:
     """The answer to one request, asked again after a growing pause while that may help."""

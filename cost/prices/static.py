@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 
-from cost.catalogue import ADVISOR_RECORDED, ON_DEMAND_RECORDED, ON_DEMAND_REGION, InstanceType
+from cost.catalogue import InstanceType, advisor_recorded, on_demand_recorded
 from cost.prices.quote import Quote, age_text
 
 # Estimates are rounded where spot prices are quoted: a ten-thousandth of a cent.
@@ -16,7 +16,7 @@ _QUANTUM = Decimal("0.000001")
 
 @dataclass(frozen=True, kw_only=True)
 class StaticPrices:
-    """On-demand prices of one region, and what the spot advisor's savings make of them.
+    """On-demand prices of the regions on record, and what the spot advisor's savings make of them.
 
     because: why the table stands in for live prices; empty when it was asked for. It knows no zones: a spot price is
     a typical one of the region, and what any pool costs right now may differ.
@@ -37,54 +37,60 @@ class StaticPrices:
                 zone_name=None,
                 usd_per_hour=(on_demand.usd_per_hour * left).quantize(_QUANTUM).normalize(),
                 at=None,
-                observed=min(_unix(ADVISOR_RECORDED), on_demand.observed),
+                observed=min(_unix(advisor_recorded()), on_demand.observed),
                 kind="estimated",
-                source=f"on-demand recorded {ON_DEMAND_RECORDED}, savings recorded {ADVISOR_RECORDED}",
+                source=f"on-demand recorded {on_demand.source}, savings recorded {advisor_recorded()}",
             ),
         )
 
     def on_demand(self, kind: InstanceType, region: str) -> Quote | None:
-        if region != ON_DEMAND_REGION or kind.on_demand_usd_per_hour is None:
+        price = kind.on_demand.get(region)
+        if price is None:
             return None
         return Quote(
             instance_type=kind.name,
             region=region,
             zone=None,
             zone_name=None,
-            usd_per_hour=Decimal(str(kind.on_demand_usd_per_hour)),
+            usd_per_hour=price.usd_per_hour,
             at=None,
-            observed=_unix(ON_DEMAND_RECORDED),
+            observed=_unix(price.recorded),
             kind="recorded",
-            source=ON_DEMAND_RECORDED,
+            source=price.recorded,
         )
 
     def zones(self, region: str) -> Sequence[str]:
         return ()
 
     def missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
-        if region != ON_DEMAND_REGION:
-            return f"in the static table, whose prices are of {ON_DEMAND_REGION} only"
+        if region not in on_demand_recorded():
+            return f"in the static table, whose prices are of {', '.join(on_demand_recorded())} only"
         return "in the static table: the spot advisor did not list it, or its on-demand price is not on record"
 
     def said(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
         why = f", because {self.because}" if self.because else ""
         spot = f"spot prices: {table_text(now_utc)}{why}"
-        return (spot, *([on_demand_text(now_utc, regions)] if {*regions} - {ON_DEMAND_REGION} else []))
+        return (spot, *([on_demand_text(now_utc, regions)] if {*regions} - {*on_demand_recorded()} else []))
 
 
 def table_text(now_utc: float) -> str:
-    """What the table's spot prices are, with both ages."""
-    savings = f"savings of {ADVISOR_RECORDED}, {age_text(now_utc - _unix(ADVISOR_RECORDED))} old"
-    prices = f"on-demand prices of {ON_DEMAND_RECORDED}, {age_text(now_utc - _unix(ON_DEMAND_RECORDED))} old"
-    return f"static table of {ON_DEMAND_REGION} ({prices}; {savings})"
+    """What the table's spot prices are, with both ages: of the oldest on-demand price, and of the savings."""
+    regions, advisor = on_demand_recorded(), advisor_recorded()
+    oldest = min(regions.values())
+    savings = f"savings of {advisor}, {age_text(now_utc - _unix(advisor))} old"
+    prices = f"on-demand prices of {oldest}, {age_text(now_utc - _unix(oldest))} old"
+    return f"static table of {', '.join(regions)} ({prices}; {savings})"
 
 
 def on_demand_text(now_utc: float, regions: Sequence[str]) -> str:
     """How old the on-demand prices are, and which of the regions have none on record."""
-    others = [region for region in regions if region != ON_DEMAND_REGION]
+    recorded = on_demand_recorded()
+    others = [region for region in regions if region not in recorded]
     lacking = f"; none on record for {', '.join(others)}" if others else ""
-    age = age_text(now_utc - _unix(ON_DEMAND_RECORDED))
-    return f"on-demand prices: static table of {ON_DEMAND_REGION}, {ON_DEMAND_RECORDED}, {age} old{lacking}"
+    known = {region: recorded[region] for region in regions if region in recorded} or recorded
+    oldest = min(known.values())
+    age = age_text(now_utc - _unix(oldest))
+    return f"on-demand prices: static table of {', '.join(known)}, {oldest}, {age} old{lacking}"
 
 
 def _unix(date: str) -> float:

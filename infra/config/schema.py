@@ -152,6 +152,8 @@ class CostConfig(Section):
     """The limits the plan and the run must keep, and where its prices come from."""
 
     budget_usd: float | None = Field(None, gt=0, description="the most the job may cost")
+    owner: str | None = Field(None, description="who answers for the cost; stands in the ledger and the reports")
+    project: str | None = Field(None, description="what the cost is booked on; stands in the ledger and the reports")
     deadline_hours: float | None = Field(None, gt=0, description="hours from the start to the finish")
     prices: str = Field(
         "static", description="static (shipped, dated), live (DescribeSpotPriceHistory), or a file of recorded prices"
@@ -159,6 +161,10 @@ class CostConfig(Section):
     regions: list[str] = Field(["us-east-1"], description="AWS regions whose pools are candidates")
     zones: list[str] = Field([], description="zone ids (use1-az1) to choose from; empty: all of the regions")
     max_price_age_hours: float = Field(24.0, gt=0, description="older spot prices are used, and said to be stale")
+    store_region: str | None = Field(
+        None, description="where an s3:// store lies, for what transfer costs; null: with the pool, wherever that is"
+    )
+    volume_gib_per_node: float = Field(100.0, ge=0, description="EBS gp3 of each node, for what storage costs")
 
 
 class MetricsConfig(Section):

@@ -14,6 +14,7 @@ from infra.events import (
     OUTCOME,
     PHASE,
     PLAN,
+    PRICES,
     STEP,
     Event,
 )
@@ -57,14 +58,30 @@ def plan_event(usd_per_hour: float = 3.6, on_demand: float | None = 7.2, *, simu
     return event(PLAN, t, simulated=simulated, chosen=chosen, refusal=None)
 
 
+def prices_event(changes: list[tuple[float, float | str]], *, t: float = 1e6, **pool) -> Event:
+    """Recorded price changes of the plan's pool. changes: (seconds after `WALL`, dollars per hour)."""
+    where = {"instance_type": "g5.xlarge", "market": "spot", "region": None, "zone": None, "kind": "recorded"} | pool
+    return event(PRICES, t, pools=[{**where, "changes": [[WALL + at, str(usd)] for at, usd in changes]}])
+
+
 def key(step: int, generation: int) -> str:
     return commit_key(step, generation, "ab" * 32)
 
 
 class GangLog:
-    """One generation. nodes: the ranks of each node; every rank has a clock of its own, in seconds."""
+    """One generation. nodes: the ranks of each node; every rank has a clock of its own, in seconds.
 
-    def __init__(self, number: int, start: float, nodes: list[list[int]], parent: tuple[int, int] | None = None):
+    machines: what each node knows of its machine.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        start: float,
+        nodes: list[list[int]],
+        parent: tuple[int, int] | None = None,
+        machines: list[dict] | None = None,
+    ) -> None:
         self.number, self.start, self.nodes = number, start, nodes
         self.events: list[Event] = []
         self.clock = {rank: start for ranks in nodes for rank in ranks}
@@ -72,7 +89,8 @@ class GangLog:
         step = 0 if parent is None else parent[0]
         self.add(GENERATION_STARTED, start, parent=parent_key, parent_step=step, nodes=len(nodes))
         for node, ranks in enumerate(nodes):
-            self.add(NODE_STARTED, start, node=node, ranks=ranks, host=f"host-{node}")
+            known = {} if machines is None else machines[node]
+            self.add(NODE_STARTED, start, node=node, ranks=ranks, host=f"host-{node}", **known)
 
     def add(self, name: str, t: float, **fields) -> None:
         self.events.append(event(name, t, generation=self.number, **fields))

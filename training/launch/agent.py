@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from infra.config.schema import ClusterConfig
@@ -25,11 +25,13 @@ from infra.events import (
     NODE_ENDED,
     NODE_HEARTBEAT,
     NODE_STARTED,
+    OUTCOME,
     EndReason,
     EventLog,
     Origin,
     read_events,
 )
+from infra.instance import identify
 from infra.layout import generation_name, job_prefix
 from infra.outcome import Outcome
 from infra.store import Store
@@ -39,7 +41,7 @@ from training.checkpoint.lineage import CANDIDATES, open_generation, reachable_c
 from training.errors import GangError, TrainingError
 from training.launch.echo import say, show_last_lines
 from training.launch.output import GangOutput
-from training.launch.peers import Lead, Member, Peers, Start, Verdict
+from training.launch.peers import Lead, Member, Peers, Start, Verdict, unaffordable
 from training.launch.ports import rendezvous_port
 from training.launch.spec import GangOutcome, GangSpec, WorkerSpec
 from training.launch.workers import WorkerFailure, WorkerGroup
@@ -101,8 +103,13 @@ class _Agent:
         try:
             lead.roll_call(self._cluster.start_deadline_seconds, lambda: self._asked_to_stop)
             start = self._plan_start(lead, generation)
-            lead.start(start)
-            verdict = self._run_ranks(start, lead)
+            if broke := unaffordable(start, generation.parent_step):
+                say(broke.outcome.message)
+                self._emit(OUTCOME, **asdict(broke.outcome))
+                verdict = lead.give_up(broke)
+            else:
+                lead.start(start)
+                verdict = self._run_ranks(start, lead)
         except (TrainingError, InfraError) as error:
             reason = EndReason.ROLL_CALL if isinstance(error, GangError) else EndReason.STORE
             verdict = lead.give_up(Verdict(culprit=str(error), reason=reason))
@@ -247,7 +254,11 @@ class _Agent:
         )
         self._log = EventLog(self._job_store, origin)
         # The node is paid for from the agent's first moment, not from when the generation had its number.
-        self._log.emit(NODE_STARTED, at=self._born, ranks=list(spec.ranks), host=self._host)
+        machine = identify()
+        if machine.problem:
+            say(f"node {spec.node}: which instance this is stays unknown: {machine.problem}")
+        known = machine.to_json()
+        self._log.emit(NODE_STARTED, at=self._born, ranks=list(spec.ranks), host=self._host, **known)
 
     def _close_log(self, verdict: Verdict) -> None:
         self._emit(NODE_ENDED, seconds=self._seconds(), reason=verdict.reason)

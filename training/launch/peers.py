@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from infra.events import EndReason
 from infra.outcome import Outcome
+from infra.terms import Terms
 from training import errors
 from training.launch.channel import Connection, Lobby, Message, join
 from training.launch.spec import GangOutcome, GangSpec
@@ -215,6 +216,18 @@ class Member:
 
     def close(self) -> None:
         self._lead.close()
+
+
+def unaffordable(start: Start, step: int) -> Verdict | None:
+    """The end of a gang whose ranks must not start, since nothing is left but the price of a last save; None: they may.
+
+    step: of the commit that stands.
+    """
+    message = "" if start.terms is None else Terms.from_json(start.terms).out_of_money()
+    if not message:
+        return None
+    outcome = GangOutcome(outcome=Outcome.BUDGET.value, step=step, generation=start.generation, message=message)
+    return Verdict(outcome=outcome, reason=outcome.outcome)
 
 
 def token(spec: GangSpec) -> str:

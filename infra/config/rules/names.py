@@ -91,6 +91,13 @@ def _regions_are_regions(config: RunConfig) -> Answer:
     return None
 
 
+def _store_region_is_a_region(config: RunConfig) -> Answer:
+    name = config.cost.store_region
+    if name is None or zone_prefix(name) is not None:
+        return None
+    return f"cost.store_region must be the name of an AWS region, not {name!r}", "such as us-east-1"
+
+
 def _zones_lie_in_the_regions(config: RunConfig) -> Answer:
     prefixes = {zone_prefix(region): region for region in config.cost.regions}
     if None in prefixes:
@@ -155,6 +162,7 @@ RULES = (
     Rule(("workload_options", "workload"), _options_need_a_workload),
     Rule(("cost.regions",), _regions_are_regions),
     Rule(("cost.zones", "cost.regions"), _zones_lie_in_the_regions),
+    Rule(("cost.store_region",), _store_region_is_a_region),
     Rule(("cost.prices",), _prices_are_known),
     Rule(("metrics.push_url",), _push_url_is_an_address),
 )

@@ -1,0 +1,103 @@
+"""`python -m cost bench speed`: time of a decision, of a simulated job and of the optimum, against pools and ticks.
+
+The traces are synthetic (capacity that comes and goes at fixed rates, fixed seed): only the time is a result. It is
+processor time of this process, which other work on the machine disturbs least. A policy that computes tables does so
+at its first decisions, which the worst decision shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+_SEED = 5
+_POOLS = (1, 3, 9, 30)
+# Beyond this the optimum, which no decision waits for, takes longer than all else.
+_OPTIMUM_POOLS = 9
+_WORK_HOURS = 48.0
+_DEADLINE_HOURS = 72.0
+_TICK_SECONDS = (60.0, 195.0, 600.0)
+
+
+def add_command(benches: Any) -> None:
+    parser = benches.add_parser("speed", help="time of a decision, of a simulated job, of the optimum")
+    parser.add_argument("--policies", default="adaptive,uniform_progress,greedy", metavar="A,B")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    rows = []
+    for name in arguments.policies.split(","):
+        rows += [measure(name, pools, 195.0) for pools in _POOLS]
+        rows += [measure(name, 3, seconds) for seconds in _TICK_SECONDS if seconds != 195.0]
+    print("| policy | pools | tick (s) | ticks | decision: median ms | worst ms | job (s) | optimum (s) |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        print("| " + " | ".join(cell if isinstance(cell, str) else f"{cell:.4g}" for cell in row.values()) + " |")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+def measure(name: str, pools: int, tick_seconds: float) -> dict[str, Any]:
+    """A 48 h job with a deadline of 72 h under the published rules; the decision with and without the net's part."""
+    from cost.policy import policies
+    from cost.policy.net import SafetyNet
+    from cost.simulate.engine import simulate
+    from cost.simulate.job import Job
+    from cost.simulate.optimum import optimum_usd
+    from cost.simulate.rules import PUBLISHED
+
+    world, job = synthetic_world(pools, tick_seconds), Job(_WORK_HOURS, _DEADLINE_HOURS, 0.2)
+    timed = _Timed(SafetyNet(policies()[name]()))
+    began = time.process_time()
+    simulate(world, job, PUBLISHED, timed)
+    middle = time.process_time()
+    measured = name == "greedy" and pools <= _OPTIMUM_POOLS
+    if measured:
+        optimum_usd(world, job)
+    return {
+        "policy": name,
+        "pools": pools,
+        "tick_seconds": tick_seconds,
+        "ticks": len(timed.seconds),
+        "decision_median_ms": statistics.median(timed.seconds) * 1e3,
+        "decision_worst_ms": max(timed.seconds) * 1e3,
+        "job_seconds": middle - began,
+        "optimum_seconds": time.process_time() - middle if measured else "-",
+    }
+
+
+class _Timed:
+    def __init__(self, policy: Any) -> None:
+        self.policy, self.seconds = policy, list[float]()
+
+    def decide(self, state: Any) -> Any:
+        began = time.process_time()
+        action = self.policy.decide(state)
+        self.seconds.append(time.process_time() - began)
+        return action
+
+
+def synthetic_world(pools: int, tick_seconds: float) -> Any:
+    """Zones that lose capacity every 4 h and lack it for 3 h, in the mean, at prices of $0.9–1.8/h."""
+    import numpy as np
+
+    from cost.simulate.world import Distances, World
+
+    chance, tick = np.random.default_rng(_SEED), tick_seconds / 3600
+    ticks = int(_DEADLINE_HOURS / tick) + 2
+    up = np.empty((pools, ticks), dtype=bool)
+    up[:, 0] = chance.random(pools) < 4 / 7
+    for index in range(1, ticks):
+        flips = chance.random(pools) < np.where(up[:, index - 1], tick / 4, tick / 3)
+        up[:, index] = up[:, index - 1] ^ flips
+    regions = tuple(f"us-region-{number // 4}" for number in range(pools))
+    zones = tuple(f"{region}{'abcd'[number % 4]}" for number, region in enumerate(regions))
+    prices = np.repeat(chance.uniform(0.9, 1.8, size=(pools, 1)), ticks, axis=1)
+    return World(zones, regions, up, prices, 3.06, np.full(ticks, tick), Distances(50.0))

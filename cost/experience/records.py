@@ -1,0 +1,144 @@
+"""What one job has shown, from its events: stays of its gang in pools, and the speed that it reached there.
+
+A local run shows nothing of any pool: its price is simulated, and so would be its experience. It leaves no record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median, stdev
+from typing import Any
+
+from cost.generations import Generation, read_generations
+from infra.events import GENERATION_STARTED, NOTICE, PLAN, STEP, EndReason, Event
+from infra.ledger_classes import LedgerClass
+
+SCHEMA = 1
+# The first steps of a generation compile kernels and fill caches.
+_WARM_UP_STEPS = 3
+# The deviation of a measured speed is that of so many stretches of the run.
+_STRETCHES = 8
+# An exchange of machines or a busy neighbour changes more between runs than a short run shows of itself.
+LEAST_LOG_DEVIATION = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stay:
+    """One generation of a gang in one pool. hours: of its life; reclaimed: the pool took it back."""
+
+    instance_type: str
+    nodes: int
+    market: str
+    region: str | None
+    zone: str | None
+    ended_utc: float
+    hours: float
+    reclaimed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedSeen:
+    """Median speed of one generation. fingerprint: of the configuration that decides it (`cost.throughput`).
+
+    log_deviation: of the logarithm of the speed between stretches of the run.
+    """
+
+    instance_type: str
+    nodes: int
+    processes_per_node: int
+    fingerprint: str
+    tokens_per_second: float
+    log_deviation: float
+    steps: int
+    seen_utc: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobExperience:
+    """All that a job has shown."""
+
+    job: str
+    stays: tuple[Stay, ...] = ()
+    speeds: tuple[SpeedSeen, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> JobExperience:
+        """Raises ValueError, KeyError or TypeError for what is no record of this schema."""
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {data['schema']!r}, this version reads {SCHEMA}")
+        return cls(
+            job=data["job"],
+            stays=tuple(Stay(**stay) for stay in data["stays"]),
+            speeds=tuple(SpeedSeen(**speed) for speed in data["speeds"]),
+        )
+
+
+def experience_of(events: Sequence[Event]) -> JobExperience:
+    """From a job's events, in any order. A generation belongs to the plan in force when it started."""
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    plans = [event for event in ordered if event.name == PLAN and event.data.get("chosen")]
+    stays, speeds = [], []
+    for generation in read_generations(ordered).values():
+        plan = next((event.data for event in reversed(plans) if event.t_wall <= generation.started_wall), None)
+        if plan is None or plan.get("simulated"):
+            continue
+        own = [event for event in ordered if event.generation == generation.number]
+        stays.append(_stay(plan["chosen"], generation, own))
+        if (speed := _speed(plan, generation, own)) is not None:
+            speeds.append(speed)
+    return JobExperience(job=ordered[0].job if ordered else "", stays=tuple(stays), speeds=tuple(speeds))
+
+
+def _stay(chosen: dict[str, Any], generation: Generation, events: Sequence[Event]) -> Stay:
+    """A notice, or a node that was gone without a word, is the pool's doing; a rank's death or a user's stop is not."""
+    noticed = any(event.name == NOTICE for event in events)
+    lost = generation.reason in (EndReason.NODE_LOST, None)
+    return Stay(
+        instance_type=chosen["instance_type"],
+        nodes=_started(events, "nodes", chosen["nodes"]),
+        market=chosen["market"],
+        region=chosen.get("region"),
+        zone=chosen.get("zone"),
+        ended_utc=generation.ended_wall,
+        hours=(generation.ended_wall - generation.started_wall) / 3600,
+        reclaimed=chosen["market"] == "spot" and generation.unplanned and (noticed or lost),
+    )
+
+
+def _speed(plan: dict[str, Any], generation: Generation, events: Sequence[Event]) -> SpeedSeen | None:
+    fingerprint = plan.get("fingerprint")
+    first_rank = min((event.rank for event in events if event.rank >= 0), default=0)
+    steps = [event for event in events if event.name == STEP and event.rank == first_rank]
+    speeds = [speed for speed in map(_tokens_per_second, steps[_WARM_UP_STEPS:]) if speed is not None]
+    if fingerprint is None or len(speeds) < 2 * _STRETCHES:
+        return None
+    chosen, size = plan["chosen"], len(speeds) // _STRETCHES
+    stretches = [math.log(fmean(speeds[index * size : (index + 1) * size])) for index in range(_STRETCHES)]
+    return SpeedSeen(
+        instance_type=chosen["instance_type"],
+        nodes=_started(events, "nodes", chosen["nodes"]),
+        processes_per_node=_started(events, "processes_per_node", chosen.get("processes_per_node", 1)),
+        fingerprint=fingerprint,
+        tokens_per_second=median(speeds),
+        log_deviation=max(LEAST_LOG_DEVIATION, stdev(stretches)),
+        steps=len(speeds),
+        seen_utc=generation.ended_wall,
+    )
+
+
+def _tokens_per_second(event: Event) -> float | None:
+    """Of one step, with its wait for data, without saves and evaluations."""
+    seconds = event.data.get("seconds", {})
+    busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
+    tokens = event.data.get("tokens")
+    return tokens / busy if tokens and busy > 0 else None
+
+
+def _started(events: Sequence[Event], key: str, planned: int) -> int:
+    started = next((event.data.get(key) for event in events if event.name == GENERATION_STARTED), None)
+    return int(started or planned)

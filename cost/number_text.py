@@ -1,0 +1,69 @@
+"""How single figures are written: one place, so that terminal, card and page can be compared letter by letter.
+
+Dollars: cents from $10 on, else four decimals, since a laptop's whole run costs less than a cent's worth of any GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+
+from cost.money import rounded
+
+NONE = "n/a"
+_CENTS_FROM = Decimal(10)
+
+
+def plain(text: object) -> str:
+    """Foreign text without control characters, which could move a terminal's cursor or colour what follows."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+", " ", str(text)).strip()
+
+
+def usd_decimals(total: Decimal | float) -> int:
+    return 2 if abs(Decimal(str(total))) >= _CENTS_FROM else 4
+
+
+def usd(amount: Decimal | float | None, decimals: int | None = None) -> str:
+    """Dollars; n/a for None and for what is no number."""
+    if amount is None or not math.isfinite(amount):
+        return NONE
+    exact = amount if isinstance(amount, Decimal) else Decimal(str(amount))
+    value = rounded(exact, usd_decimals(exact) if decimals is None else decimals)
+    return f"{'-' if value < 0 else ''}${abs(value):,}"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number to `digits` decimals, with commas; n/a for None, NaN and infinity."""
+    return NONE if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    return NONE if share is None or not math.isfinite(share) else f"{100 * share:.{digits}f} %"
+
+
+def share_of(share: float | None, whole: str) -> str:
+    """A percentage that says what it is a share of; n/a for no number."""
+    text = percent(share)
+    return text if text == NONE else f"{text} of {whole}"
+
+
+def seconds(value: float | None) -> str:
+    """Rank-seconds, always in seconds, so that lines can be added up."""
+    return number(value, 2)
+
+
+def duration(value: float | None) -> str:
+    """Wall time as people say it: 42.3 s, 3 min 20 s, 5 h 12 min."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def count(value: int, noun: str) -> str:
+    return f"{value:,} {noun}{'' if value == 1 else 's'}"

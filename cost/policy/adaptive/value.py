@@ -1,0 +1,270 @@
+"""The value of slack: a finite-horizon Markov decision process, solved by backward induction.
+
+State: time T left to the deadline, slack σ (T less the work left), what is held, whether spot is up, and the phase of
+that spell (`spells.py`). Work is done one hour per hour held, less the changeover d of each start; slack falls only by
+waiting and by starts. With prices in units of the on-demand price, s for spot, and one step h:
+
+    on spot       S = s·h + E[S, or on loss: q·U + (1−q)·D]                        at (T−h, σ)
+    idle, down    D = min(wait: E[D or U] at (T−h, σ−h);  start on-demand: O at σ−d−δ/2)
+    idle, up      U = min(start spot: S at σ−d;  start on-demand: P at σ−d−δ/2)
+    on-demand     O = min(stay: h + E[O or P] at (T−h, σ);  let go: D)             down
+                  P = min(stay: h + E[P or O] at (T−h, σ);  start spot: x + S at σ−x−d)   up
+
+d is the changeover with half of a commit interval (redone work, in the mean), δ the longest on-demand delay, x the
+drain, q the chance that another pool is up at once. The rules of the safety net are part of it: waiting needs
+σ ≥ d + δ afterwards, a spot start needs σ ≥ 2d + one tick + reserve. Below that, spot is closed for good, so the value
+jumps there: the grid has a point on either side of each jump. Where nothing is seen while on-demand runs (`blind`), O
+is as it was last seen, or forgotten (after the mean time of a down spell): then a try meets the long-run share of up.
+The optimal rule of the stationary process is a threshold on slack; greedy and uniform progress (Wu et al., Can't Be
+Late, NSDI'24) are its two extremes: one waits while it can, one never borrows. Here the threshold follows rates, phase
+and horizon.
+
+All combinations of the rates of `spells.py` are solved at once; the policy weighs their advantages by its posterior
+(QMDP: Littman, Cassandra and Kaelbling 1995). What is learnt does not change the tables, so they are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost.policy.adaptive.spells import (
+    DOWN_END_PER_HOUR,
+    FRESH_END_PER_HOUR,
+    FRESH_SETTLE_PER_HOUR,
+    UP_END_PER_HOUR,
+)
+
+Array = NDArray[np.float64]
+STEPS = 240
+LONGEST_USEFUL_STEP_HOURS = 0.25
+_EPSILON = 1e-6
+_FORBIDDEN = 1e6
+_CLIP = 200.0
+WAIT_OR_ON_DEMAND, LEAVE_OR_STAY, SPOT_OR_STAY, SPOT_OR_ON_DEMAND, SPOT_OR_IDLE = range(5)
+"""Kinds of advantage: cost of the first less cost of the second, in hours at the on-demand price."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a table is solved for. All hours; `price_ratio` is spot over on-demand; `again` is q above."""
+
+    horizon_hours: float
+    slack_hours: float
+    changeover_hours: float
+    tick_hours: float
+    price_ratio: float
+    on_demand_delay_hours: float = 0.0
+    drain_hours: float = 0.0
+    reserve_hours: float = 0.0
+    again: float = 0.0
+    blind: bool = False
+    up_end_per_hour: tuple[float, ...] = UP_END_PER_HOUR
+    down_end_per_hour: tuple[float, ...] = DOWN_END_PER_HOUR
+
+    @property
+    def spot_slack_hours(self) -> float:
+        """Least slack with which a spot start is let through."""
+        reserve = self.on_demand_delay_hours + self.reserve_hours
+        return 2 * self.changeover_hours + self.tick_hours + reserve
+
+    @property
+    def step_hours(self) -> float:
+        """The changeover, if it is longer, divided by at most 8, so that starts fall on the grid."""
+        step = max(self.tick_hours / 2, min(LONGEST_USEFUL_STEP_HOURS, self.horizon_hours / STEPS))
+        step = max(step, self.horizon_hours / (1.5 * STEPS))
+        if self.changeover_hours <= step:
+            return step
+        return self.changeover_hours / min(8, round(self.changeover_hours / step))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Advantages (kind, step, model, phase, slack) and the least expected cost from a first start (step, model, slack).
+
+    Models are all pairs of `up_end_per_hour` and `down_end_per_hour`, the second running faster. Costs in hours at the
+    on-demand price.
+    """
+
+    step_hours: float
+    slack_hours: Array
+    advantages: NDArray[np.float32]
+    cost_up: NDArray[np.float32]
+    cost_down: NDArray[np.float32]
+
+    def corners(self, left_hours: float, slack_hours: float) -> tuple[slice, slice, Array]:
+        """The four grid points around a state and their bilinear weights, shape (2, 2)."""
+        steps, grid = self.advantages.shape[1], self.slack_hours
+        row = min(max(left_hours / self.step_hours, 1.0), steps - 1.0)
+        n = min(int(row), steps - 2)
+        slack = min(max(slack_hours, 0.0), float(grid[-1]))
+        i = min(max(int(np.searchsorted(grid, slack, side="right")) - 1, 0), len(grid) - 2)
+        high, right = row - n, (slack - float(grid[i])) / float(grid[i + 1] - grid[i])
+        weights = np.array([[(1 - high) * (1 - right), (1 - high) * right], [high * (1 - right), high * right]])
+        return slice(n, n + 2), slice(i, i + 2), weights
+
+    def advantage(self, kind: int, left_hours: float, slack_hours: float, fresh: float, models: Array) -> float:
+        """Mean advantage at a state, over `models` (their probabilities) and the phase (`fresh`: of the first)."""
+        rows, columns, weights = self.corners(left_hours, slack_hours)
+        found = self.advantages[kind, rows, :, :, columns]
+        by_model = np.einsum("nmpk,nk->mp", found, weights)
+        return float(models @ (by_model @ np.array([fresh, 1 - fresh])))
+
+    def expected_cost(self, left_hours: float, slack_hours: float, up: bool, models: Array) -> float:
+        """Expected cost to finish from idle, in hours at the on-demand price, spot being up (settled) or down."""
+        rows, columns, weights = self.corners(left_hours, slack_hours)
+        found = (self.cost_up if up else self.cost_down)[rows, :, columns]
+        return float(models @ np.einsum("nmk,nk->m", found, weights))
+
+
+@lru_cache(maxsize=24)
+def solve(question: Question) -> Table:
+    """Solve the process for every model; about 0.2 s, kept for the next job with the same question."""
+    return _Induction(question).run()
+
+
+def slack_grid(question: Question, step_hours: float) -> Array:
+    """Slack values: steps around the jumps at spot_slack + k·changeover, ever wider above. Increasing, hours."""
+    base, changeover = question.spot_slack_hours, question.changeover_hours
+    closed = changeover + question.on_demand_delay_hours
+    below = math.floor(max(0.0, base - closed) / step_hours)
+    above = math.ceil(max(4 * changeover, 8 * step_hours) / step_hours)
+    points = {0.0, closed - _EPSILON, *(base + k * step_hours for k in range(-below, above + 1))}
+    points |= {base + k * changeover - _EPSILON for k in range(4)}
+    top, width = max(points), step_hours
+    while top < question.slack_hours:
+        width *= 1.15
+        top += width
+        points.add(top)
+    grid = np.unique(np.round(np.array([point for point in points if point >= 0]), 9))
+    return grid[np.r_[True, np.diff(grid) > _EPSILON / 10]]
+
+
+def mean_hours(settled_end: Array) -> Array:
+    """Mean length of a spell whose settled phase ends at these rates."""
+    return (1 + FRESH_SETTLE_PER_HOUR / settled_end) / (FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR)
+
+
+def _phase_steps(settled_end: Array, hours: float) -> tuple[Array, Array]:
+    """Coxian transitions over `hours`: stay (model, phase, phase) and end (model, phase, 1)."""
+    out = FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR
+    fresh, settled = math.exp(-out * hours), np.exp(-settled_end * hours)
+    gap = np.where(np.abs(out - settled_end) < 1e-6, 1e-6, out - settled_end)
+    moved = FRESH_SETTLE_PER_HOUR * (settled - fresh) / gap
+    stay = np.zeros((len(settled_end), 2, 2))
+    stay[:, 0, 0], stay[:, 0, 1], stay[:, 1, 1] = fresh, moved, settled
+    return stay, 1 - stay.sum(axis=2, keepdims=True)
+
+
+class _Shift:
+    """Linear interpolation of rows (…, slack) at slack less `hours`; below 0 it is 0."""
+
+    def __init__(self, grid: Array, hours: float) -> None:
+        at = np.clip(grid - hours, 0.0, None)
+        self.left = np.clip(np.searchsorted(grid, at, side="right") - 1, 0, len(grid) - 2)
+        self.share = (at - grid[self.left]) / (grid[self.left + 1] - grid[self.left])
+
+    def __call__(self, values: Array) -> Array:
+        left = values[..., self.left]
+        return left + (values[..., self.left + 1] - left) * self.share
+
+
+class _Induction:
+    """Backward induction over steps. Value rows have shape (state, step, model, phase, slack)."""
+
+    def __init__(self, question: Question) -> None:
+        self.q, self.step = question, question.step_hours
+        self.grid = slack_grid(question, self.step)
+        self.steps = math.ceil(question.horizon_hours / self.step) + 1
+        up, down = np.array(question.up_end_per_hour), np.array(question.down_end_per_hour)
+        self.up_end, self.down_end = np.repeat(up, len(down)), np.tile(down, len(up))
+        half_delay = question.on_demand_delay_hours / 2
+        self.spot_start = max(self.step, question.changeover_hours)
+        self.demand_start = max(self.step, question.changeover_hours + half_delay)
+        self.unpaid = half_delay
+        self.up = {t: _phase_steps(self.up_end, t) for t in {self.step, self.spot_start, self.demand_start}}
+        self.down = {t: _phase_steps(self.down_end, t) for t in {self.step, self.demand_start}}
+        self.wait = _Shift(self.grid, self.step)
+        self.to_spot = _Shift(self.grid, question.changeover_hours)
+        self.to_demand = _Shift(self.grid, question.changeover_hours + half_delay)
+        # Slack that is not there cannot be spent: the grid ends at 0, and the work it would hide is done on demand.
+        self.too_late = np.clip(question.changeover_hours + half_delay - self.grid, 0.0, None)
+        self.drained = _Shift(self.grid, question.drain_hours)
+        self.may_spot = self.grid >= question.spot_slack_hours - _EPSILON / 2
+        closed = question.changeover_hours + question.on_demand_delay_hours
+        self.may_wait = self.grid - self.step >= closed - 2 * _EPSILON
+        mean_up, mean_down = mean_hours(self.up_end), mean_hours(self.down_end)
+        self.may_leave = self.grid >= closed + question.tick_hours + question.drain_hours
+        self.share_up = (mean_up / (mean_up + mean_down))[:, None]
+        self.still_down = np.exp(-self.step / mean_down)[:, None]
+        shape = (5, self.steps, len(self.up_end), 2, len(self.grid))
+        self.values = np.zeros(shape)
+        self.advantages = np.zeros(shape, dtype=np.float32)
+
+    def run(self) -> Table:
+        for row in range(1, self.steps):
+            self._step(row)
+        cost = self.values[:, :, :, 1, :].astype(np.float32)
+        return Table(self.step, self.grid, self.advantages, cost[4], cost[1])
+
+    def _rows_before(self, row: int, hours: float) -> Array:
+        back = row - hours / self.step
+        low = math.floor(back + 1e-9)
+        if low < 0:
+            return self.values[:, 0]
+        share = max(0.0, back - low)
+        if share < 1e-9:
+            return self.values[:, low]
+        return self.values[:, low] * (1 - share) + self.values[:, min(low + 1, row - 1)] * share
+
+    def _step(self, row: int) -> None:
+        work = np.maximum(row * self.step - self.grid, 0.0)
+        before = self.values[:, row - 1]
+        hours, ratio, changeover = np.minimum(self.step, work), self.q.price_ratio, self.q.changeover_hours
+        demand_hours = np.minimum(self.demand_start - self.unpaid, work + changeover) + self.too_late
+        spot, idle, demand, seen, _ = before
+        late = self.to_demand(self._rows_before(row, self.demand_start))
+        start_down = demand_hours + self._next(self.down[self.demand_start], late[2], late[3])
+        start_up = demand_hours + self._next(self.up[self.demand_start], late[3], self._lost(late[3], late[2]))
+        soon = self.to_spot(self._rows_before(row, self.spot_start))
+        start_spot = ratio * np.minimum(self.spot_start, work + changeover)
+        start_spot = start_spot + self._next(self.up[self.spot_start], soon[0], self._lost(soon[4], soon[1]))
+        start_spot = np.where(self.may_spot, start_spot, _FORBIDDEN)
+        waited = self.wait(before)
+        wait = np.where(self.may_wait, self._next(self.down[self.step], waited[1], waited[4]), _FORBIDDEN)
+        stay_up = hours + self._next(self.up[self.step], seen, self._lost(seen, demand))
+        down, up = np.minimum(wait, start_down), np.minimum(start_spot, start_up)
+        leave = self.q.drain_hours + self.drained(start_spot)
+        if self.q.blind:
+            start_down = demand_hours + np.repeat(late[2][:, :1], 2, axis=1)
+            down = np.minimum(wait, start_down)
+            stay_down, let_go = self._blind(hours, demand, self.drained(down), self.drained(up))
+        else:
+            stay_down = hours + self._next(self.down[self.step], demand, seen)
+            let_go = self.q.drain_hours + self.drained(down)
+        let_go = np.where(self.may_leave, let_go, _FORBIDDEN)
+        on_spot = ratio * hours + self._next(self.up[self.step], spot, self._lost(before[4], idle))
+        now = (on_spot, down, np.minimum(stay_down, let_go), np.minimum(leave, stay_up), up)
+        self.values[:, row] = np.where(work > 0, np.stack(now), 0.0)
+        kinds = (wait - start_down, let_go - stay_down, leave - stay_up, start_spot - start_up, start_spot - down)
+        self.advantages[:, row] = np.clip(np.stack(kinds), -_CLIP, _CLIP)
+
+    def _blind(self, hours: Array, demand: Array, down: Array, up: Array) -> tuple[Array, Array]:
+        """Staying on or letting go of on-demand that shows nothing. Its phases: as last seen (down), or forgotten."""
+        seen, forgotten = demand[:, 0], demand[:, 1]
+        stay = np.stack([self.still_down * seen + (1 - self.still_down) * forgotten, forgotten], axis=1)
+        tried = self.share_up * up[:, 1] + (1 - self.share_up) * down[:, 1]
+        return hours + stay, self.q.drain_hours + np.stack([down[:, 1], tried], axis=1)
+
+    def _lost(self, another: Array, nothing: Array) -> Array:
+        return self.q.again * another + (1 - self.q.again) * nothing
+
+    @staticmethod
+    def _next(phases: tuple[Array, Array], same: Array, other: Array) -> Array:
+        """Expectation over the spell: going on in its phases, or ending and meeting the other's fresh phase."""
+        stay, end = phases
+        return stay @ same + end * other[:, :1]

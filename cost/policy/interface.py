@@ -1,0 +1,151 @@
+"""What a policy sees and what it answers: `decide(state) → Run | Wait`, and nothing else.
+
+A policy chooses where a job runs next. It is asked at each decision (in the simulator at every tick, on AWS Batch at an
+attempt's boundary, see `State.may_switch`) and answers with a pool to run in, or with waiting. Whether the answer is
+safe is not its business: the net of `cost/policy/net.py` stands outside and overrules any policy in time.
+
+All times are hours on the clock of the job, which is 0 when the job was submitted; all money is USD for the whole gang
+(all nodes of it), so that a gang of four looks to a policy like one dear machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+class Market(StrEnum):
+    SPOT = "spot"
+    ON_DEMAND = "on_demand"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """One capacity pool (instance type × zone × market) as the job can know it now.
+
+    `available` is what was last seen, at `seen_at_hours`: True, False, or None if it was never seen. It is current if
+    `seen_at_hours` is the state's `now_hours`. An on-demand pool is always available (it starts within
+    `State.on_demand_delay_hours`). `egress_usd` and `transfer_hours` are what moving there costs from where the
+    checkpoint lies now, beyond the changeover; both are 0 in the checkpoint's own region.
+    """
+
+    id: str
+    region: str
+    zone: str
+    market: Market
+    usd_per_hour: float
+    available: bool | None
+    seen_at_hours: float | None
+    egress_usd: float = 0.0
+    transfer_hours: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything a policy may know at one decision. Two equal histories of states get equal answers."""
+
+    now_hours: float
+    deadline_hours: float
+    work_left_hours: float
+    """Useful hours still to do, uncommitted work counted as done."""
+    uncommitted_hours: float
+    """Useful hours since the last commit: what a preemption or an unannounced move would redo."""
+    changeover_hours: float
+    """From a start to the first useful hour, paid: boot, restore, warm-up."""
+    on_demand_delay_hours: float
+    """Stated longest unpaid wait for an on-demand start."""
+    tick_hours: float
+    """Longest time to the next decision."""
+    pools: tuple[PoolView, ...]
+    """The same pools in the same order at each decision; at least one is on-demand."""
+    current: str | None
+    """The pool whose machines run (or start up) now; None if there are none."""
+    startup_left_hours: float
+    """Of the current pool: hours until it does useful work."""
+    spent_usd: float
+    budget_usd: float
+    """`math.inf` without a budget."""
+    checkpoint_region: str
+    may_switch: bool = True
+    """False where the rules forbid a change now (an attempt is running and no self-drain is offered)."""
+    drain_hours: float = 0.0
+    """Paid hours, without progress, that a self-drain takes before the next start can begin."""
+    commit_interval_hours: float = 0.0
+    """Useful hours between commits; 0 where everything done is committed at once. Leaving on purpose commits first."""
+    attempts: int = 1
+    """Starts that can be tried one after another at one decision (see `Run.fallbacks`)."""
+    probe_hours: float | None = None
+    """Paid hours of one probe at the pool's price; None where probes are forbidden."""
+    probe_interval_hours: float = 0.0
+    """A pool seen more recently than this is not probed: such a probe is neither paid nor answered."""
+
+    @property
+    def slack_hours(self) -> float:
+        """Time to the deadline beyond the work that is left."""
+        return self.deadline_hours - self.now_hours - self.work_left_hours
+
+    def pool(self, pool_id: str) -> PoolView:
+        for pool in self.pools:
+            if pool.id == pool_id:
+                return pool
+        raise KeyError(pool_id)
+
+    @property
+    def current_pool(self) -> PoolView | None:
+        return None if self.current is None else self.pool(self.current)
+
+    @property
+    def on_demand(self) -> PoolView:
+        """The on-demand pool to fall back to: the running one, else the cheapest to finish in, transfer included."""
+        pools = [pool for pool in self.pools if pool.market is Market.ON_DEMAND]
+        hours = self.work_left_hours + self.changeover_hours
+        return min(
+            pools,
+            key=lambda p: (p.id != self.current, p.usd_per_hour * (hours + p.transfer_hours) + p.egress_usd, p.id),
+        )
+
+    def is_up(self, pool: PoolView) -> bool:
+        """Seen available at this very decision (on-demand always is)."""
+        return pool.market is Market.ON_DEMAND or (pool.available is True and pool.seen_at_hours == self.now_hours)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run in this pool until the next decision: go on there if it is the current one, else start there.
+
+    A start in a spot pool that has no capacity is refused: nothing is billed and the tick is lost (the refusal is seen:
+    the pool's `available` is False in the next state). A start elsewhere leaves the current pool, on purpose.
+    """
+
+    pool: str
+    fallbacks: tuple[str, ...] = ()
+    """Tried in this order, at the same decision, if `pool` refuses; at most `State.attempts` starts in all. Naming the
+    current pool here keeps it until another has accepted (only where `State.attempts` is above 1)."""
+    probes: tuple[str, ...] = ()
+    """Spot pools to look at meanwhile; each costs `probe_hours` at its price if it is up, nothing if it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Hold nothing until the next decision; a running pool is left."""
+
+    probes: tuple[str, ...] = ()
+
+
+Action = Run | Wait
+
+
+class Policy(Protocol):
+    """One job's policy. It may keep a memory of the states it was shown; it draws no random numbers and reads no clock.
+
+    `decide` is called once per decision, in order. If the net overrules an answer, the policy sees what came of it in
+    the next state (`current`), never more.
+    """
+
+    def decide(self, state: State) -> Action: ...
+
+
+PolicyFactory = Callable[[], Policy]
+"""A policy is made anew for each job."""

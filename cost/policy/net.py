@@ -1,0 +1,221 @@
+"""The safety net: it stands outside any policy, and makes any policy keep deadline and budget.
+
+Nothing here asks whether an answer is clever. An answer is let through if, at the worst that one tick can bring, the
+job can still be finished on demand in time and in budget; otherwise the net holds what is safe. Conditions: on-demand
+starts within `on_demand_delay_hours`, an on-demand machine is not taken away, throughput is as stated, and decisions
+are at most `tick_hours` apart. Write t now, w the work left, Δ the tick, d the changeover (with the transfer to where
+on-demand would run), D the on-demand delay, u what a preemption would redo after this tick, x the drain:
+
+    wait                t + Δ + D + d + w ≤ deadline
+    stay on spot        t + min(s, Δ) + D + d + max(u, x) + w ≤ deadline        s: start-up that is left
+    start on spot       slack ≥ x + d + D + (d + Δ): once for the fall-back, once for the start that may come to nothing
+    on-demand           always; for the last safe moment is the last at which none of the above holds
+
+A start that has only one changeover of slack is safe at first and overtaken in mid-start-up: money without work. That
+is the rule of twice the changeover plus a tick (Can't Be Late, NSDI'24). Staying on a running spot machine costs no
+slack, whatever happens, as long as u is in reserve. The same for dollars, with the price of finishing on demand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cost.policy.interface import Action, Market, Policy, PoolView, Run, State, Wait
+
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a job cannot be promised, and what would make it fit."""
+
+    binding: str
+    """"deadline" or "budget"."""
+    message: str
+
+
+def admission(first: State) -> Refusal | None:
+    """Whether the job can be promised at its first state: feasible on demand alone, with one tick to spare."""
+    on_demand = first.on_demand
+    changeover = first.changeover_hours + on_demand.transfer_hours
+    busy = first.work_left_hours + changeover + first.tick_hours
+    hours = busy + first.on_demand_delay_hours
+    left = first.deadline_hours - first.now_hours
+    if hours > left + _TOLERANCE:
+        return Refusal(
+            "deadline",
+            f"{first.work_left_hours:.2f} h of work + {changeover:.2f} h changeover + "
+            f"{first.on_demand_delay_hours:.2f} h on-demand delay + {first.tick_hours:.2f} h to decide = "
+            f"{hours:.2f} h, the deadline is in {left:.2f} h: give {hours - left:.2f} h more, or make it faster",
+        )
+    usd = busy * on_demand.usd_per_hour + on_demand.egress_usd
+    budget = first.budget_usd - first.spent_usd
+    if usd > budget + _TOLERANCE:
+        return Refusal(
+            "budget",
+            f"finishing on demand alone takes {busy:.2f} h × ${on_demand.usd_per_hour:.4f}/h + "
+            f"${on_demand.egress_usd:.2f} transfer = ${usd:.2f}, the budget has ${budget:.2f} left: "
+            f"give ${usd - budget:.2f} more",
+        )
+    return None
+
+
+class SafetyNet:
+    """A policy around a policy. `overruled` counts the answers that were not let through."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.overruled = 0
+        self.broken = 0
+        """Answers that were no answer: an exception, a pool that does not exist."""
+
+    def decide(self, state: State) -> Action:
+        wanted = self._ask(state)
+        safe = _safe(state, wanted)
+        if safe != wanted:
+            self.overruled += 1
+        return safe
+
+    def _ask(self, state: State) -> Action:
+        try:
+            wanted = self.policy.decide(state)
+        except Exception:
+            # Whatever is wrong with a policy, the job is not to be lost for it.
+            self.broken += 1
+            return _hold(state)
+        if isinstance(wanted, Wait):
+            return wanted
+        known = {pool.id for pool in state.pools}
+        if isinstance(wanted, Run) and {wanted.pool, *wanted.fallbacks} <= known:
+            return wanted
+        self.broken += 1
+        return _hold(state)
+
+
+def _safe(state: State, wanted: Action) -> Action:
+    probes = wanted.probes if _can_probe(state, wanted.probes) else ()
+    if isinstance(wanted, Wait):
+        return replace(wanted, probes=probes) if _can_wait(state) else _hold(state)
+    current = state.current_pool
+    names = [name for name in (wanted.pool, *wanted.fallbacks) if _can_run(state, state.pool(name), current)]
+    if not names:
+        return _hold(state, probes)
+    return Run(names[0], tuple(names[1:]), probes)
+
+
+def _hold(state: State, probes: tuple[str, ...] = ()) -> Action:
+    """What is safe without the policy: the running machine while that is safe, on-demand otherwise."""
+    current = state.current_pool
+    if current is not None and _can_run(state, current, current):
+        return Run(current.id, (), probes)
+    return Run(state.on_demand.id, (), probes)
+
+
+def _can_run(state: State, pool: PoolView, current: PoolView | None) -> bool:
+    if current is not None and pool.id == current.id:
+        return current.market is Market.ON_DEMAND or _can_stay(state, current)
+    if pool.market is Market.ON_DEMAND:
+        return pool.id == state.on_demand.id or _can_move_on_demand(state, pool)
+    return _can_start(state, pool)
+
+
+def _can_wait(state: State) -> bool:
+    if state.current is not None and not state.may_switch:
+        return False
+    left = _leaving_hours(state)
+    transfer, finish_usd = _fallback(state, state.work_left_hours, None)
+    hours = left + state.tick_hours + state.on_demand_delay_hours + state.changeover_hours + transfer
+    return _in_time(state, hours + state.work_left_hours) and _in_budget(state, _leaving_usd(state) + finish_usd)
+
+
+def _can_stay(state: State, current: PoolView) -> bool:
+    starting = min(state.startup_left_hours, state.tick_hours)
+    useful = max(0.0, state.tick_hours - state.startup_left_hours)
+    if state.startup_left_hours <= 0 and state.work_left_hours <= useful:
+        useful = state.work_left_hours
+    redone = min(state.uncommitted_hours + useful, state.commit_interval_hours)
+    transfer, finish_usd = _fallback(state, state.work_left_hours - useful + redone, current)
+    reserve = state.on_demand_delay_hours + state.changeover_hours + transfer + max(redone, state.drain_hours)
+    usd = (state.tick_hours + state.drain_hours) * current.usd_per_hour + finish_usd
+    return _in_time(state, starting + reserve + state.work_left_hours) and _in_budget(state, usd)
+
+
+def _can_start(state: State, pool: PoolView) -> bool:
+    if state.current is not None and not state.may_switch:
+        return False
+    useful = max(0.0, state.tick_hours - state.changeover_hours - pool.transfer_hours)
+    redone = min(useful, state.commit_interval_hours)
+    transfer, finish_usd = _fallback(state, state.work_left_hours - useful + redone, pool)
+    lost = _leaving_hours(state) + state.changeover_hours + pool.transfer_hours + state.tick_hours
+    reserve = state.on_demand_delay_hours + state.changeover_hours + transfer + max(redone, state.drain_hours)
+    held = max(state.tick_hours, 1 / 60) + state.drain_hours
+    usd = _leaving_usd(state) + pool.egress_usd + held * pool.usd_per_hour + finish_usd
+    return _in_time(state, lost + reserve + state.work_left_hours) and _in_budget(state, usd)
+
+
+def _can_move_on_demand(state: State, pool: PoolView) -> bool:
+    """Another on-demand pool than the one to fall back to: certain, but dearer or later."""
+    if state.current is not None and not state.may_switch:
+        return False
+    start = state.on_demand_delay_hours + state.changeover_hours + pool.transfer_hours
+    paid = state.changeover_hours + pool.transfer_hours + state.work_left_hours + state.tick_hours
+    usd = _leaving_usd(state) + pool.egress_usd + paid * pool.usd_per_hour
+    return _in_time(state, _leaving_hours(state) + start + state.work_left_hours) and _in_budget(state, usd)
+
+
+def _can_probe(state: State, probes: tuple[str, ...]) -> bool:
+    if state.probe_hours is None or not probes:
+        return False
+    known = {pool.id: pool for pool in state.pools}
+    if any(name not in known or known[name].market is Market.ON_DEMAND for name in probes):
+        return False
+    usd = state.probe_hours * sum(known[name].usd_per_hour for name in probes)
+    busiest = max(pool.usd_per_hour for pool in state.pools) * state.tick_hours
+    return _in_budget(state, usd + busiest + _fallback(state, state.work_left_hours, None)[1])
+
+
+def _leaving_hours(state: State) -> float:
+    return 0.0 if state.current is None else state.drain_hours
+
+
+def _leaving_usd(state: State) -> float:
+    current = state.current_pool
+    return 0.0 if current is None else state.drain_hours * current.usd_per_hour
+
+
+def _fallback(state: State, work_hours: float, target: PoolView | None) -> tuple[float, float]:
+    """(transfer hours, USD) of finishing `work_hours` on demand: at worst of here and of where `target` is.
+
+    A tick more than that is in reserve, as at admission: where whole ticks are billed, the first and the last of
+    on-demand may be paid whole and used in part. A pool in the region of the checkpoint needs no transfer.
+    Where the target's region has none on demand, the dearest transfer that is known stands for the one that is not.
+    """
+    here = state.on_demand
+    choices = [(here.transfer_hours, here.egress_usd, here.usd_per_hour)]
+    if target is not None and target.region != state.checkpoint_region:
+        pools = [pool for pool in state.pools if pool.market is Market.ON_DEMAND]
+        there = [pool.usd_per_hour for pool in pools if pool.region == target.region]
+        if there:
+            choices.append((0.0, 0.0, min(there)))
+        else:
+            choices.append(
+                (
+                    max(pool.transfer_hours for pool in state.pools),
+                    max(pool.egress_usd for pool in state.pools),
+                    max(pool.usd_per_hour for pool in pools),
+                )
+            )
+    paid = max(0.0, work_hours)
+    usd = max(
+        egress + price * (paid + state.changeover_hours + transfer + state.tick_hours if paid > 0 else 0.0)
+        for transfer, egress, price in choices
+    )
+    return max(transfer for transfer, _, _ in choices), usd
+
+
+def _in_time(state: State, hours: float) -> bool:
+    return state.now_hours + hours <= state.deadline_hours + _TOLERANCE
+
+
+def _in_budget(state: State, usd: float) -> bool:
+    return state.spent_usd + usd <= state.budget_usd + _TOLERANCE

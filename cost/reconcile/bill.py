@@ -1,0 +1,207 @@
+"""Lines of an AWS Cost and Usage Report: CSV (also gzipped) or Parquet, with the column names of either generation.
+
+Columns and their meaning: https://docs.aws.amazon.com/cur/latest/userguide/data-dictionary.html and, for the second
+generation (Data Exports), https://docs.aws.amazon.com/cur/latest/userguide/table-dictionary-cur2.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from cost.errors import BillError
+
+# Normalised names (see `_plain_name`) of what is read; the first of each row that the file has.
+_COLUMNS = {
+    "resource_id": ("line_item_resource_id",),
+    "start": ("line_item_usage_start_date",),
+    "end": ("line_item_usage_end_date",),
+    "product": ("line_item_product_code",),
+    "usage_type": ("line_item_usage_type",),
+    "amount": ("line_item_usage_amount",),
+    "usd": ("line_item_unblended_cost",),
+}
+_OPTIONAL = {
+    "line_type": ("line_item_line_item_type",),
+    "zone": ("line_item_availability_zone",),
+    "instance_type": ("product_instance_type",),
+    "unit": ("pricing_unit",),
+    "currency": ("line_item_currency_code",),
+    "invoice": ("bill_invoice_id",),
+    "tags": ("resource_tags",),
+}
+_TAG = re.compile(r"^resource_tags_(?:user_)?(.+)$")
+_INSTANCE_USE = re.compile(r"(?:^|-)(BoxUsage|SpotUsage|DedicatedUsage|HostBoxUsage|ReservedBoxUsage)(?::(.+))?$")
+_USE = frozenset({"Usage", "DiscountedUsage", "SavingsPlanCoveredUsage"})
+SYNTHETIC = "synthetic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BillLine:
+    """One line. start, end: Unix time of its hour (or day); amount: in `unit`; usd: the unblended cost, exactly.
+
+    kind: instance, storage, transfer or other. seconds: billed time of an instance, else 0. market: spot or on_demand
+    for instances. tags: by plain key (`tag_key`). synthetic: the file says that it is no real bill.
+    """
+
+    resource_id: str
+    start: float
+    end: float
+    kind: str
+    usage_type: str
+    line_type: str
+    amount: Decimal
+    usd: Decimal
+    zone: str
+    instance_type: str
+    market: str
+    tags: Mapping[str, str]
+    synthetic: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return float(self.amount) * 3600 if self.kind == "instance" else 0.0
+
+
+def read_bill(path: Path) -> Iterator[BillLine]:
+    """The lines of a report, one by one. Raises BillError naming file:line, the column and what is wrong."""
+    rows = _parquet_rows(path) if path.suffix == ".parquet" else _csv_rows(path)
+    for where, row in rows:
+        yield _line(row, where)
+
+
+def tag_key(key: str) -> str:
+    """Reports spell one tag in several ways (user:ebbflow-job, user_ebbflow_job): letters and digits alone tell."""
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"^(?:aws|user)[:_]", "", key.lower()))
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
+            reader = csv.reader(file)
+            names = [_plain_name(name) for name in next(reader, [])]
+            _check_columns(names, path)
+            for row in reader:
+                if row:
+                    yield f"{path}:{reader.line_num}", dict(zip(names, row, strict=False))
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        raise BillError(f"{path}: cannot be read: {error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        import pandas
+
+        frame = pandas.read_parquet(path)
+    except ImportError as error:
+        raise BillError(
+            f"{path}: reading Parquet needs pandas with pyarrow, which is not installed; fix: pip install pyarrow, or "
+            "have the report delivered as CSV"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise BillError(f"{path}: cannot be read: {error}") from error
+    names = [_plain_name(str(name)) for name in frame.columns]
+    _check_columns(names, path)
+    for number, row in enumerate(frame.itertuples(index=False, name=None), start=1):
+        yield f"{path}: row {number}", dict(zip(names, row, strict=True))
+
+
+def _plain_name(name: str) -> str:
+    """lineItem/UsageStartDate, line_item_usage_start_date: one name. A tag keeps what follows its prefix."""
+    head, slash, rest = name.strip().partition("/")
+    if slash and head == "resourceTags":
+        return f"resource_tags_{rest}"
+    words = f"{head}_{rest}" if slash else head
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", words).lower()
+
+
+def _check_columns(names: list[str], path: Path) -> None:
+    missing = [choices[0] for choices in _COLUMNS.values() if not set(choices) & set(names)]
+    if missing:
+        raise BillError(
+            f"{path}: no Cost and Usage Report with resource ids: it lacks {', '.join(missing)}; fix: create the "
+            "report with 'include resource IDs' and hourly granularity"
+        )
+
+
+def _line(row: Mapping[str, Any], where: str) -> BillLine:
+    found = {name: _of(row, choices) for name, choices in {**_COLUMNS, **_OPTIONAL}.items()}
+    currency = found["currency"] or "USD"
+    if currency != "USD":
+        raise BillError(f"{where}: line_item_currency_code is {currency}; only bills in USD are read")
+    line_type = found["line_type"] or "Usage"
+    # Negations, fees, credits and taxes repeat the usage of other lines: as time they would count twice.
+    usage = _INSTANCE_USE.search(found["usage_type"]) if line_type in _USE else None
+    return BillLine(
+        resource_id=found["resource_id"].rpartition("/")[2],
+        start=_time(found["start"], "line_item_usage_start_date", where),
+        end=_time(found["end"], "line_item_usage_end_date", where),
+        kind=_kind(found["product"], found["usage_type"], usage is not None),
+        usage_type=found["usage_type"],
+        line_type=line_type,
+        amount=_number(found["amount"] or "0", "line_item_usage_amount", where),
+        usd=_number(found["usd"] or "0", "line_item_unblended_cost", where),
+        zone=found["zone"],
+        instance_type=found["instance_type"] or (usage.group(2) or "" if usage else ""),
+        market=("spot" if usage.group(1) == "SpotUsage" else "on_demand") if usage else "",
+        tags=_tags(row, found["tags"]),
+        synthetic=found["invoice"] == SYNTHETIC,
+    )
+
+
+def _of(row: Mapping[str, Any], choices: tuple[str, ...]) -> str:
+    for name in choices:
+        value = row.get(name)
+        if value is not None and value == value:  # NaN, pandas' word for nothing, differs from itself
+            return value.isoformat() if isinstance(value, datetime) else str(value).strip()
+    return ""
+
+
+def _kind(product: str, usage_type: str, instance: bool) -> str:
+    if instance:
+        return "instance"
+    if "DataTransfer" in usage_type or "-Bytes" in usage_type:
+        return "transfer"
+    if "EBS:" in usage_type or product == "AmazonS3":
+        return "storage"
+    return "other"
+
+
+def _tags(row: Mapping[str, Any], column: str) -> dict[str, str]:
+    """Of a column for each tag (first generation) or one column of all (second), which is a JSON map or pairs."""
+    tags = {
+        tag_key(found.group(1)): str(row[name]) for name in row if (found := _TAG.match(name)) and _of(row, (name,))
+    }
+    if column.startswith("{"):
+        with contextlib.suppress(ValueError):
+            tags |= {tag_key(key): str(value) for key, value in json.loads(column.replace("'", '"')).items()}
+    elif column.startswith("["):  # a map as pandas reads it: a list of pairs
+        tags |= {tag_key(key): value for key, value in re.findall(r"\('([^']+)', '([^']*)'\)", column)}
+    return tags
+
+
+def _time(text: str, column: str, where: str) -> float:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise BillError(f"{where}: {column}: {text!r} is not a time such as 2026-11-20T10:00:00Z") from error
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _number(text: str, column: str, where: str) -> Decimal:
+    try:
+        value = Decimal(text)
+    except InvalidOperation:
+        value = Decimal("NaN")
+    if not value.is_finite():
+        raise BillError(f"{where}: {column}: {text!r} is not a number")
+    return value

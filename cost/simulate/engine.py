@@ -1,0 +1,282 @@
+"""The simulator: one job, one policy, one world, tick by tick.
+
+At each tick: a spot machine whose pool has no capacity is lost; the state is observed as far as the rules allow; the
+policy answers; starts are tried in the order it named; the tick is billed and the useful part of it is done. What a
+tick means, what is seen and how it is billed are in `cost/simulate/rules.py`; the published definition is one of them.
+"""
+
+from __future__ import annotations
+
+import random
+
+from cost.errors import SimulationError
+from cost.policy.interface import Action, Market, Policy, PoolView, Run, State, Wait
+from cost.simulate.job import Job, Outcome, Reality
+from cost.simulate.rules import Billing, Information, Rules
+from cost.simulate.world import World
+
+_MINIMUM_HOURS = 60 / 3600
+_DONE = 1e-9
+
+
+def simulate(world: World, job: Job, rules: Rules, policy: Policy, *, reality: Reality | None = None) -> Outcome:
+    """Run the job from the first tick of `world` until it is done or the world ends.
+
+    Nothing here keeps the deadline: give a policy in its net (`cost.policy.net.SafetyNet`) for that.
+    """
+    return _Simulation(world, job, rules, policy, reality or Reality()).run()
+
+
+def first_state(world: World, job: Job, rules: Rules) -> State:
+    """What a policy sees before anything has started; for the admission of a job."""
+    simulation = _Simulation(world, job, rules, _Nobody(), Reality())
+    simulation.look_at_all(0)
+    return simulation.state(0.0)
+
+
+class _Nobody:
+    def decide(self, state: State) -> Action:
+        return Wait()
+
+
+class _Simulation:
+    def __init__(self, world: World, job: Job, rules: Rules, policy: Policy, reality: Reality) -> None:
+        self.world, self.job, self.rules, self.policy, self.reality = world, job, rules, policy, reality
+        self.spots = len(world.zones)
+        self.up: list[list[bool]] = world.available.tolist()
+        self.prices: list[list[float]] = world.usd_per_hour.tolist()
+        self.places: list[str] = [*world.regions, *dict.fromkeys(world.regions)]
+        first = dict(zip(reversed(world.regions), reversed(world.zones), strict=True))
+        self.names = [f"{zone}/spot" for zone in world.zones]
+        self.names += [f"{first[region]}/on-demand" for region in self.places[self.spots :]]
+        self.zones = [*world.zones, *(first[region] for region in self.places[self.spots :])]
+        self.index = {name: position for position, name in enumerate(self.names)}
+        self.attempts = rules.attempts or len(self.names)
+        # When the next change comes is not for the policy to know: the longest tick is what it may count on.
+        self.longest_tick = float(world.tick_hours.max())
+        self.delays = random.Random(job.seed)
+        self.outcome = Outcome(deadline_hours=job.deadline_hours)
+        self.views: list[PoolView] = []
+        self.home: str | None = None
+        self.own = 0
+        self.current: int | None = None
+        self.work_left, self.uncommitted, self.useful = job.work_hours, 0.0, 0.0
+        self.startup_left = self.delay_left = self.stated_left = self.held = 0.0
+
+    def run(self) -> Outcome:
+        self.look_at_all(0)
+        now = 0.0
+        for tick, hours in enumerate(self.world.tick_hours.tolist()):
+            if self.current is not None and self.current < self.spots and not self.up[self.current][tick]:
+                self._preempted(tick, now)
+            self._observe(tick, now)
+            action = self.policy.decide(self.state(now))
+            self.outcome.decisions += 1
+            before, spent = self.current, self.outcome.usd
+            used = self._act(action, tick, now)
+            if self.current != before:
+                self.outcome.timeline.append((now, None if self.current is None else self.names[self.current]))
+            self._probe(action.probes, tick, now)
+            done_at = self._work(tick, hours, used)
+            self.outcome.largest_tick_usd = max(self.outcome.largest_tick_usd, self.outcome.usd - spent)
+            if done_at is not None:
+                self.outcome.finished_hours = now + done_at
+                break
+            now += hours
+        return self.outcome
+
+    # What is seen
+
+    def _view(self, pool: int, tick: int, available: bool | None, seen: float | None) -> PoolView:
+        spot = pool < self.spots
+        here, there = self.home or self.places[pool], self.places[pool]
+        far = here != there
+        return PoolView(
+            self.names[pool],
+            there,
+            self.zones[pool],
+            Market.SPOT if spot else Market.ON_DEMAND,
+            self.prices[pool][tick] if spot else self.world.on_demand_usd_per_hour,
+            available,
+            seen,
+            self.world.distances.egress_usd(here, there) if far else 0.0,
+            self.world.distances.transfer_hours(here, there) if far else 0.0,
+        )
+
+    def look_at_all(self, tick: int) -> None:
+        """Renew every view, as after a move of the checkpoint; what was seen of capacity is kept."""
+        old = self.views or [None] * len(self.names)
+        self.views = [
+            self._view(
+                pool, tick, None if view is None else view.available, None if view is None else view.seen_at_hours
+            )
+            for pool, view in enumerate(old)
+        ]
+        for pool in range(self.spots, len(self.names)):
+            self.views[pool] = self._view(pool, tick, True, 0.0)
+
+    def _observe(self, tick: int, now: float) -> None:
+        information = self.rules.information
+        for pool in range(self.spots):
+            seen = information is Information.ALL or (
+                pool == self.own if information is Information.OWN_ZONE else pool == self.current
+            )
+            view = self.views[pool]
+            if seen:
+                self.views[pool] = self._view(pool, tick, self.up[pool][tick], now)
+            elif view.usd_per_hour != self.prices[pool][tick]:
+                self.views[pool] = self._view(pool, tick, view.available, view.seen_at_hours)
+
+    def state(self, now: float) -> State:
+        known = self.useful >= self.reality.noticed_after_hours
+        pace = self.reality.useful_per_hour if known else 1.0
+        return State(
+            now_hours=now,
+            deadline_hours=self.job.deadline_hours,
+            work_left_hours=self.work_left / pace,
+            uncommitted_hours=self.uncommitted / pace,
+            changeover_hours=self.job.changeover_hours,
+            on_demand_delay_hours=self.rules.on_demand_delay_hours,
+            tick_hours=self.longest_tick,
+            pools=tuple(self.views),
+            current=None if self.current is None else self.names[self.current],
+            startup_left_hours=self.startup_left + self.stated_left,
+            spent_usd=self.outcome.usd,
+            budget_usd=self.job.budget_usd,
+            checkpoint_region=self.home or "",
+            may_switch=True,
+            drain_hours=self.rules.drain_hours,
+            commit_interval_hours=self.job.commit_interval_hours,
+            attempts=self.attempts,
+            probe_hours=self.rules.probe_hours,
+            probe_interval_hours=self.rules.probe_interval_hours,
+        )
+
+    # What is done
+
+    def _preempted(self, tick: int, now: float) -> None:
+        assert self.current is not None
+        self.views[self.current] = self._view(self.current, tick, False, now)
+        self.outcome.preemptions += 1
+        self.outcome.redone_hours += self.uncommitted
+        self.work_left += self.uncommitted
+        self._release()
+
+    def _release(self) -> None:
+        """Give the machine back; a start shorter than the minimum is paid up to it."""
+        if self.rules.billing is Billing.PER_SECOND and 0 < self.held < _MINIMUM_HOURS and self.current is not None:
+            self._pay(self.current, (_MINIMUM_HOURS - self.held) * self.views[self.current].usd_per_hour)
+        self.current, self.uncommitted, self.held = None, 0.0, 0.0
+        self.startup_left = self.delay_left = self.stated_left = 0.0
+
+    def _act(self, action: object, tick: int, now: float) -> float:
+        """Follow the answer; returns the hours of the tick that leaving took."""
+        if not isinstance(action, Run):
+            return self._leave()
+        used = 0.0
+        for tried, name in enumerate((action.pool, *action.fallbacks)):
+            if name not in self.index:
+                raise SimulationError(f"the policy chose pool {name!r}; there are {', '.join(self.names)}")
+            pool = self.index[name]
+            if pool == self.current:
+                return used
+            if tried == self.attempts:
+                break
+            if self.attempts == 1:
+                used += self._leave()
+            if pool >= self.spots or self.up[pool][tick]:
+                used += self._leave()
+                self._start(pool, tick)
+                return used
+            self.outcome.refused_starts += 1
+            self.views[pool] = self._view(pool, tick, False, now)
+        return used + self._leave()
+
+    def _leave(self) -> float:
+        if self.current is None:
+            return 0.0
+        drain = self.rules.drain_hours if self.held > 0 else 0.0
+        self.held += drain
+        self._pay(self.current, drain * self.views[self.current].usd_per_hour)
+        self._release()
+        return drain
+
+    def _start(self, pool: int, tick: int) -> None:
+        view, self.current, self.own = self.views[pool], pool, min(pool, self._spot_in_zone(pool))
+        self.outcome.starts += 1
+        self.outcome.egress_usd += view.egress_usd
+        self.startup_left = self.job.changeover_hours + view.transfer_hours
+        if pool >= self.spots:
+            self.delay_left, self.stated_left = self._delay(), self.rules.on_demand_delay_hours
+        if self.home != self.places[pool]:
+            self.home = self.places[pool]
+            self.look_at_all(tick)
+
+    def _spot_in_zone(self, pool: int) -> int:
+        return self.zones.index(self.zones[pool])
+
+    def _delay(self) -> float:
+        given = self.reality.on_demand_delays
+        if given is None:
+            return self.delays.uniform(0.0, self.rules.on_demand_delay_hours)
+        drawn = sum(1 for _, name in self.outcome.timeline if name is not None and name.endswith("/on-demand"))
+        return given[min(drawn, len(given) - 1)]
+
+    def _probe(self, probes: tuple[str, ...], tick: int, now: float) -> None:
+        if self.rules.probe_hours is None:
+            return
+        for name in probes:
+            pool = self.index.get(name, self.spots)
+            seen = None if pool >= self.spots else self.views[pool].seen_at_hours
+            recent = seen is not None and now - seen < self.rules.probe_interval_hours - _DONE
+            if pool >= self.spots or pool == self.current or recent:
+                continue
+            up = self.up[pool][tick]
+            self.views[pool] = self._view(pool, tick, up, now)
+            self.outcome.probe_usd += self.rules.probe_hours * self.prices[pool][tick] * up
+
+    def _work(self, tick: int, hours: float, used: float) -> float | None:
+        """Bill the tick and do its useful part; returns the hour within the tick at which the job was done."""
+        if self.current is None:
+            self.outcome.waited_hours += hours - used
+            return None
+        waited = min(self.delay_left, max(0.0, hours - used))
+        self.delay_left -= waited
+        self.stated_left = max(0.0, self.stated_left - waited) if self.delay_left > 0 else 0.0
+        self.outcome.waited_hours += waited
+        begin = used + waited
+        starting = min(self.startup_left, max(0.0, hours - begin))
+        self.startup_left -= starting
+        pace = self.reality.useful_per_hour
+        able = max(0.0, hours - begin - starting)
+        done = min(able * pace, self.work_left)
+        self.work_left -= done
+        self.useful += done
+        self._commit(done)
+        finished = self.work_left <= _DONE and self.startup_left <= _DONE
+        end = begin + starting + done / pace if finished else hours
+        self._bill(hours, end - begin)
+        if not finished:
+            return None
+        self._release()
+        return end
+
+    def _commit(self, done: float) -> None:
+        interval = self.job.commit_interval_hours
+        self.uncommitted = 0.0 if interval <= 0 else (self.uncommitted + done) % interval
+
+    def _bill(self, hours: float, held: float) -> None:
+        assert self.current is not None
+        if held <= 0:
+            return
+        self.held += held
+        paid = hours if self.rules.billing is Billing.WHOLE_TICK else held
+        self._pay(self.current, paid * self.views[self.current].usd_per_hour)
+        if self.current >= self.spots:
+            self.outcome.on_demand_hours += held
+
+    def _pay(self, pool: int, usd: float) -> None:
+        if pool < self.spots:
+            self.outcome.spot_usd += usd
+        else:
+            self.outcome.on_demand_usd += usd

@@ -1,0 +1,88 @@
+"""The two questions that a script asks most, as plain functions, and as methods of a tracker that remembers of what.
+
+tracker = CostTracker(config, job="runs/jobs/demo")
+if tracker.get_accumulated_cost() > limit: …
+if tracker.get_cheapest_suitable_instance()["savings_percent"] < 50: …
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import Any
+
+from cost.errors import PlanError, ReportError
+from cost.ledger import fold
+from cost.plan import make_plan
+from cost.prices.history import SpotRecord
+from cost.prices.quote import PriceSource
+from infra.config.schema import RunConfig
+from infra.events import PRICES, Event, read_events
+from infra.store import Store
+
+_REQUEST_SECONDS = 10.0
+
+
+def get_cheapest_suitable_instance(
+    config: RunConfig, *, prices: PriceSource | None = None, now_utc: float | None = None
+) -> dict[str, Any]:
+    """The pool that finishes the job for the fewest expected dollars, among those that fit and meet the deadline.
+
+    instance_type, nodes, market, region, zone, usd_per_hour (of one node), on_demand_usd_per_hour, savings_percent
+    (None where no on-demand price of the type and region is on record), price_kind, expected_hours, expected_usd. Cheap
+    per hour is not cheap: a slow GPU at half the price may cost more. Raises PlanError when nothing is suitable.
+    """
+    plan = make_plan(config, now_utc=time.time() if now_utc is None else now_utc, prices=prices)
+    best = plan.chosen
+    if best is None:
+        reason = plan.refusal
+        raise PlanError("no instance is suitable" if reason is None else f"{reason.message} ({reason.hint})")
+    names = ("instance_type", "nodes", "market", "region", "zone", "usd_per_hour", "on_demand_usd_per_hour")
+    known = {name: getattr(best, name) for name in (*names, "price_kind", "expected_hours", "expected_usd")}
+    return {**known, "savings_percent": best.savings_percent}
+
+
+def get_accumulated_cost(job: str | Sequence[Event], *, history: Iterable[SpotRecord] = ()) -> Decimal:
+    """What a job's instances have cost so far, in dollars: the integral of the price over the time each was paid.
+
+    job: its events, or the folder or s3:// URI that they lie below. history: change events of spot prices (as
+    `cost.prices.recorded.read_recording` reads them), beside those that the events hold; without any, the plan's price.
+    The total of the ledger (`cost.ledger.fold`) of a job that may still be running: by the second, at least a minute of
+    each instance. Raises ReportError where there are no events, LedgerError for contradictory ones, and StoreError.
+    """
+    events = read_events(Store.open(job, request_timeout_seconds=_REQUEST_SECONDS)) if isinstance(job, str) else job
+    if not events:
+        raise ReportError(f"no events of job {job!r}")
+    pools = _changes(history)
+    told = [replace(events[0], name=PRICES, data={"pools": pools})] if pools else []
+    return fold([*events, *told], running=True).total_usd
+
+
+def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
+    """The changes of each pool, as a `prices` event holds them."""
+    pools: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
+    for record in history:
+        place = (record.instance_type, record.region, record.zone)
+        pools.setdefault(place, []).append((record.at, f"{record.usd_per_hour:f}"))
+    return [
+        {"instance_type": kind, "market": "spot", "region": region, "zone": zone, "changes": changes}
+        for (kind, region, zone), changes in pools.items()
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTracker:
+    """Both questions of one job. job: see `get_accumulated_cost`; None: it has not begun, and has cost nothing."""
+
+    config: RunConfig
+    job: str | None = None
+    prices: PriceSource | None = None
+    history: Sequence[SpotRecord] = ()
+
+    def get_cheapest_suitable_instance(self) -> dict[str, Any]:
+        return get_cheapest_suitable_instance(self.config, prices=self.prices)
+
+    def get_accumulated_cost(self) -> Decimal:
+        return Decimal(0) if self.job is None else get_accumulated_cost(self.job, history=self.history)

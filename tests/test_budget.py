@@ -1,0 +1,114 @@
+"""The budget: told at its thresholds, kept with the last save in reserve, and a larger one goes on from there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cost.ledger import fold, spent_usd, told_threshold
+from cost.report import build_report
+from infra.events import BUDGET, COMMIT, NODE_STARTED, PLAN, STEP, Event, EventLog, Origin, read_events
+from infra.layout import job_prefix
+from infra.outcome import Outcome
+from infra.store import Store
+from infra.terms import Terms
+from tests.support.gangs import endless_gang
+from tests.support.timelines import plan_event
+from training.launch import GangOutcome, GangSpec
+from training.launch.local import LocalGang
+from training.limits import Limits, Stop
+
+USD_PER_HOUR = 36.0  # of a node: a cent a second
+GANG_USD_PER_SECOND = 2 * USD_PER_HOUR / 3600
+BUDGET_USD = 14 * GANG_USD_PER_SECOND
+RESERVE_USD = 5 * GANG_USD_PER_SECOND
+
+
+def test_thresholds_are_told_once_and_a_step_must_be_affordable() -> None:
+    now = 0.0
+    terms = Terms(usd_per_rank_second=0.01, budget_usd=10.0, reserve_usd=1.0, told_threshold=0.5)
+    limits = Limits(terms, world_size=1, elapsed_seconds=lambda: now)
+    seen = []
+    for now in (0.0, 100.0, 550.0, 700.0, 810.0):
+        stop = limits.stop()
+        seen += [(now, news["threshold"], news["spent_usd"]) for news in limits.budget_news(stop)]
+    # Half was told by an earlier attempt. A step of 450 s was seen: at $5.50 another one would not fit into $9.00.
+    assert stop is Stop.BUDGET and seen == [(550.0, 0.8, 5.5), (550.0, 1.0, 5.5)]
+    now = 0.0
+    brisk = Limits(replace(terms, told_threshold=0.0), world_size=1, elapsed_seconds=lambda: now)
+    told: dict[float, float] = {}
+    while (stop := brisk.stop()) is Stop.NONE:
+        told |= {news["threshold"]: now for news in brisk.budget_news(stop)}
+        now += 1.0
+    told |= {news["threshold"]: now for news in brisk.budget_news(stop)}
+    assert told == {0.5: 500.0, 0.8: 800.0, 1.0: 899.0}
+
+
+def test_without_a_budget_nothing_is_told_and_with_nothing_left_nothing_starts() -> None:
+    terms = Terms(usd_per_rank_second=1.0, reserve_usd=2.0, spent_usd=1e9)
+    assert terms.out_of_money() == "" and terms.reached(1e9) == []
+    assert Limits(terms, world_size=1, elapsed_seconds=lambda: 1e9).budget_news(Stop.NONE) == []
+    assert replace(terms, budget_usd=10.0, spent_usd=7.9).out_of_money() == ""
+    assert "$8.0000 of $10.0000" in replace(terms, budget_usd=10.0, spent_usd=8.0).out_of_money()
+
+
+class Job:
+    """A gang of two ranks with a stated price, started as the flow does: with what the events say was spent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.spec = endless_gang(folder, checkpoint={"interval_steps": 100_000})
+        self.store = Store.open(self.spec.store_uri).sub(job_prefix(self.spec.job))
+        with EventLog(self.store, Origin(job="job", run="run", process="plan")) as log:
+            log.emit(PLAN, **plan_event(USD_PER_HOUR, None).data, budget_usd=BUDGET_USD)
+
+    def events(self) -> list[Event]:
+        return read_events(self.store)
+
+    def run(self, attempt: int, budget_usd: float, *, max_steps: int | None = None) -> GangOutcome:
+        events = self.events()
+        terms = Terms(
+            usd_per_rank_second=GANG_USD_PER_SECOND / 2,
+            budget_usd=budget_usd,
+            reserve_usd=RESERVE_USD,
+            spent_usd=spent_usd(events),
+            told_threshold=told_threshold(events, budget_usd),
+        )
+        config = dict(self.spec.config)
+        if max_steps:
+            config["training"] = {**config["training"], "max_steps": max_steps}
+        spec: GangSpec = replace(self.spec, attempt=attempt, config=config, terms=terms.to_json())
+        return LocalGang(spec, self.folder / f"gang-{attempt}", self.folder / "output.log").wait(90)
+
+
+def test_a_real_gang_stops_within_its_budget_and_a_larger_one_goes_on(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    outcome = job.run(0, BUDGET_USD)
+    assert outcome.outcome == Outcome.BUDGET and "is kept for the last save" in outcome.message
+    events = job.events()
+    report = build_report(events)
+    assert (report.outcome, report.exit_code) == (Outcome.BUDGET, 4)
+    [committed] = {event.step for event in events if event.name == COMMIT}
+    assert committed == outcome.step, "the reserve has paid for a last save"
+    first_step = min(event.t_wall for event in events if event.name == STEP)
+    started = min(event.t_wall for event in events if event.name == NODE_STARTED)
+    # Limits are looked at from the first step on: a start-up that alone takes longer (a busy machine) is not stopped.
+    limit = max(BUDGET_USD, (first_step - started) * GANG_USD_PER_SECOND + RESERVE_USD)
+    assert BUDGET_USD - RESERVE_USD <= float(report.total_usd) <= limit
+    told = [event.data["threshold"] for event in events if event.name == BUDGET]
+    assert told == [0.5, 0.8, 1.0]
+
+    again = job.run(1, BUDGET_USD)
+    assert again.outcome == Outcome.BUDGET and "nothing is left to train with" in again.message
+    events = job.events()
+    assert build_report(events).outcome is Outcome.BUDGET
+    assert not [event for event in events if event.generation == 2 and event.rank >= 0], "no rank was started"
+    assert [event.data["threshold"] for event in events if event.name == BUDGET] == told
+
+    done = job.run(2, 100 * BUDGET_USD, max_steps=outcome.step + 3)
+    assert (done.outcome, done.step) == (Outcome.COMPLETED, outcome.step + 3)
+    ledger = fold(job.events())
+    assert ledger.redone_steps == 0
+    assert float(ledger.total_usd) == pytest.approx(spent_usd(job.events()))

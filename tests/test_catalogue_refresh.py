@@ -1,0 +1,148 @@
+"""The tables renewed from what AWS answers: recorded answers, from botocore's own stubs, which check the questions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import boto3
+import pytest
+from botocore.stub import ANY, Stubber
+
+from cost.catalogue import load_catalogue
+from cost.errors import PriceError
+from cost.prices.static import StaticPrices
+from cost.refresh.aws import advisor_bands
+from cost.refresh.commands import refresh_catalogue
+from cost.refresh.tables import reread
+
+REGIONS = ["us-east-1", "us-west-2"]
+
+
+def product(name: str, usd: str, unit: str = "Hrs") -> str:
+    """As the price list answers: JSON in a string, the price below two keys of its own."""
+    dimension = {"unit": unit, "pricePerUnit": {"USD": usd}, "description": f"${usd} per On Demand Linux {name}"}
+    terms = {"OnDemand": {"SKU.JRTCKXETXF": {"priceDimensions": {"SKU.JRTCKXETXF.6YS6EN2CT7": dimension}}}}
+    return json.dumps({"product": {"attributes": {"instanceType": name}}, "terms": terms, "serviceCode": "AmazonEC2"})
+
+
+def described(name: str, gpu: str, *, count: int = 1, baseline: float | None = 10.0) -> dict:
+    card = {"NetworkCardIndex": 0} | ({} if baseline is None else {"BaselineBandwidthInGbps": baseline})
+    return {
+        "InstanceType": name,
+        "VCpuInfo": {"DefaultVCpus": 4},
+        "MemoryInfo": {"SizeInMiB": 16384},
+        "NetworkInfo": {"EfaSupported": False, "NetworkCards": [card]},
+        "GpuInfo": {
+            "Gpus": [{"Name": gpu, "Manufacturer": "NVIDIA", "Count": count, "MemoryInfo": {"SizeInMiB": 24576}}]
+        },
+    }
+
+
+class Aws:
+    """Clients that answer what was recorded, one page after the other, and refuse a question of another shape."""
+
+    def __init__(self, prices: dict[str, list[list[str]]], types: dict[str, list[dict]]) -> None:
+        self.prices, self.types = prices, types
+        self.stubs: list[Stubber] = []
+
+    def __call__(self, service: str, region: str):
+        keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+        client = boto3.client(service, region_name=region, **keys)
+        stub = Stubber(client)
+        if service == "ec2":
+            stub.add_response("describe_instance_types", {"InstanceTypes": self.types[region]}, {})
+        else:
+            for pages in self.prices.values():
+                for number, page in enumerate(pages):
+                    more = number + 1 < len(pages)
+                    asked = {"ServiceCode": "AmazonEC2", "Filters": ANY} | ({"NextToken": "more"} if number else {})
+                    answer = {"PriceList": page, "FormatVersion": "aws_v1"} | ({"NextToken": "more"} if more else {})
+                    stub.add_response("get_products", answer, asked)
+        stub.activate()
+        self.stubs.append(stub)
+        return client
+
+
+def refresh(tmp_path: Path, aws: Aws, *, advisor: bytes = b"", bands: bool = True) -> Path:
+    arguments = argparse.Namespace(regions=REGIONS, output=tmp_path, no_advisor=not bands)
+    assert refresh_catalogue(arguments, client=aws, read_advisor=lambda: advisor) == 0
+    for stub in aws.stubs:
+        stub.assert_no_pending_responses()
+    return tmp_path
+
+
+ADVISOR = json.dumps(
+    {"spot_advisor": {"us-west-2": {"Linux": {"g5.xlarge": {"s": 55, "r": 1}, "m5.large": {"s": 70, "r": 0}}}}}
+).encode()
+ANSWERS = {
+    "us-east-1": [[product("g5.xlarge", "1.1000000000")], [product("p5.48xlarge", "0.0000000000", "Quantity")]],
+    "us-west-2": [[product("g5.xlarge", "1.0060000000"), product("x9.huge", "9.0000000000")]],
+}
+TYPES = {
+    "us-east-1": [described("g5.xlarge", "A10G"), described("g9.xlarge", "L4"), described("g9.2xlarge", "Z100")],
+    "us-west-2": [described("g9.4xlarge", "L4", baseline=None), described("p9.xlarge", "H100", count=8)],
+}
+
+
+def test_prices_of_more_regions_are_taken_in_and_old_ones_keep_their_day(tmp_path: Path, capsys):
+    folder = refresh(tmp_path, Aws(ANSWERS, TYPES), advisor=ADVISOR)
+    before, after = load_catalogue(), reread(folder)
+    g5 = after["g5.xlarge"]
+    assert {region: str(price.usd_per_hour) for region, price in g5.on_demand.items()} == {
+        "us-east-1": "1.1",
+        "us-west-2": "1.006",
+    }
+    assert g5.on_demand["us-west-2"].recorded > before["g5.xlarge"].on_demand["us-east-1"].recorded
+    assert after["p5.48xlarge"].on_demand == before["p5.48xlarge"].on_demand, "no longer listed by the hour"
+    assert StaticPrices().on_demand(g5, "us-west-2").describe(2e9, 24).startswith("recorded 20")
+    (spot,) = StaticPrices().spot(g5, "us-west-2")
+    assert str(spot.usd_per_hour) == "0.4527", "1.006 less 55 %"
+    assert g5.interruption_band("us-west-2") == 1 and g5.interruption_band("us-east-1") is None
+    said = capsys.readouterr().out
+    assert "g5.xlarge in us-east-1: $1.006 of 2026-07-20 is now $1.1" in said
+    assert "p5.48xlarge in us-east-1: no longer listed" in said
+
+
+def test_new_types_are_added_and_what_is_not_known_is_left_out_by_name(tmp_path: Path, capsys):
+    after = reread(refresh(tmp_path, Aws(ANSWERS, TYPES), bands=False))
+    assert (after["g9.xlarge"].gpu.name, after["p9.xlarge"].gpu_count) == ("L4", 8)
+    assert len(after.types) == len(load_catalogue().types) + 2
+    said = capsys.readouterr().out
+    assert "g9.2xlarge: left out, because gpus.csv has no Z100" in said
+    assert "g9.4xlarge: left out, because EC2 states no baseline of its network" in said
+    assert "g5.xlarge: network_gbps is 2.5 here, 10.0 by EC2; the table's stays" in said
+    assert after["g5.xlarge"].advice == load_catalogue()["g5.xlarge"].advice
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ({"us-east-1": [[product("g5.xlarge", "1.0"), product("g5.xlarge", "2.0")]]}, "costs 1.0 and 2.0"),
+        ({**ANSWERS, "us-west-2": [[]]}, "the price list has no GPU instance in us-west-2"),
+    ],
+)
+def test_nothing_is_written_when_an_answer_cannot_be_right(answers: dict, reason: str, tmp_path: Path):
+    arguments = argparse.Namespace(regions=REGIONS, output=tmp_path / "new", no_advisor=True)
+    with pytest.raises(PriceError, match=reason):
+        refresh_catalogue(arguments, client=Aws(answers, TYPES))
+    assert not (tmp_path / "new").exists()
+
+
+def test_no_right_to_ask_is_said_with_the_right(tmp_path: Path):
+    def denied(service: str, region: str):
+        client = boto3.client(service, region_name=region, aws_access_key_id="test", aws_secret_access_key="test")
+        stub = Stubber(client)
+        stub.add_client_error("get_products", "AccessDeniedException", "no")
+        stub.activate()
+        return client
+
+    arguments = argparse.Namespace(regions=REGIONS, output=tmp_path / "new", no_advisor=True)
+    with pytest.raises(PriceError, match=r"nothing was written, .* lack the right pricing:GetProducts"):
+        refresh_catalogue(arguments, client=denied)
+
+
+def test_an_advisor_that_is_no_advisor_is_refused():
+    with pytest.raises(PriceError, match="not the spot advisor's table"):
+        advisor_bands(lambda: b"<html>")

@@ -1,0 +1,115 @@
+"""Which instance a node is: from its environment, the metadata service or the firmware, and never by waiting for it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from infra.instance import identify
+
+TOKEN = "a-token"
+IDENTITY = {
+    "instanceId": "i-0abc",
+    "instanceType": "g5.xlarge",
+    "availabilityZone": "us-east-1a",
+    "region": "us-east-1",
+}
+ANSWERS = {
+    "/latest/dynamic/instance-identity/document": json.dumps(IDENTITY),
+    "/latest/meta-data/placement/availability-zone-id": "use1-az4",
+    "/latest/meta-data/instance-life-cycle": "spot",
+}
+
+
+@contextmanager
+def metadata_service(answers: dict[str, str]) -> Iterator[str]:
+    """IMDSv2 as an instance sees it: nothing without a token, which only a PUT gives."""
+
+    class Service(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            asked = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
+            self.answer(TOKEN if self.path == "/latest/api/token" and asked else None)
+
+        def do_GET(self) -> None:
+            trusted = self.headers.get("X-aws-ec2-metadata-token") == TOKEN
+            self.answer(answers.get(self.path) if trusted else None, 404 if trusted else 401)
+
+        def answer(self, text: str | None, otherwise: int = 400) -> None:
+            self.send_response(otherwise if text is None else 200)
+            self.end_headers()
+            self.wfile.write((text or "").encode())
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+
+def system(folder: Path, **files: str) -> Path:
+    """A root with /proc/uptime and what else is named."""
+    for name, text in {"proc/uptime": "321.5 99.0", **files}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n")
+    return folder
+
+
+def test_the_metadata_service_tells_all(tmp_path: Path) -> None:
+    with metadata_service(ANSWERS) as endpoint:
+        machine = identify({"AWS_EC2_METADATA_SERVICE_ENDPOINT": endpoint}, system=system(tmp_path))
+    assert machine.to_json() == {
+        "instance_id": "i-0abc", "instance_type": "g5.xlarge", "zone": "us-east-1a", "zone_id": "use1-az4",
+        "region": "us-east-1", "market": "spot", "uptime_seconds": 321.5, "identified_by": "metadata",
+    }  # fmt: skip
+
+
+def test_an_older_service_leaves_out_what_it_does_not_know(tmp_path: Path) -> None:
+    older = {path: text for path, text in ANSWERS.items() if "meta-data" not in path}
+    with metadata_service(older) as endpoint:
+        machine = identify({"AWS_EC2_METADATA_SERVICE_ENDPOINT": endpoint}, system=system(tmp_path))
+    assert (machine.instance_id, machine.zone_id, machine.market) == ("i-0abc", None, None)
+
+
+def test_the_environment_comes_first_and_no_one_is_asked(tmp_path: Path) -> None:
+    environment = {"EBBFLOW_INSTANCE_ID": "i-7", "EBBFLOW_ZONE": "us-east-1b", "AWS_BATCH_JOB_ID": "job"}
+    machine = identify(environment, system=system(tmp_path), deadline_seconds=0.0)
+    assert (machine.instance_id, machine.zone, machine.identified_by) == ("i-7", "us-east-1b", "environment")
+
+
+@pytest.mark.parametrize("kind", ["refuses", "hangs"])
+def test_a_service_that_does_not_answer_holds_nobody_up_and_says_what_to_do(tmp_path: Path, kind: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if kind == "hangs":
+            listener.listen()
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        environment = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": endpoint}
+        started = time.monotonic()
+        machine = identify(environment, system=system(tmp_path / "bare"), deadline_seconds=0.5)
+        assert time.monotonic() - started < 5.0
+        assert machine.instance_id is None and "HttpPutResponseHopLimit" in machine.problem
+        nitro = {"sys/class/dmi/id/board_asset_tag": "i-09", "sys/class/dmi/id/product_name": "p4d.24xlarge"}
+        known = identify(environment, system=system(tmp_path / "nitro", **nitro), deadline_seconds=0.5)
+        assert (known.instance_id, known.instance_type, known.identified_by) == ("i-09", "p4d.24xlarge", "firmware")
+
+
+def test_elsewhere_nothing_is_asked_and_nothing_is_said(tmp_path: Path) -> None:
+    started = time.monotonic()
+    for environment in ({}, {"AWS_BATCH_JOB_ID": "job", "AWS_EC2_METADATA_DISABLED": "true"}):
+        assert identify(environment, system=system(tmp_path)).to_json() == {}
+    assert time.monotonic() - started < 1.0

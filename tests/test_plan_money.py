@@ -1,0 +1,208 @@
+"""What a plan says of dollars and chances: data gravity, quantiles, what is left of a job, what own jobs have shown."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from cost.chance import WAIT_HOURS, Case, chances
+from cost.errors import ReportError
+from cost.experience.book import recall, remember
+from cost.plan import KEPT_POOLS, Plan, make_plan
+from cost.plan_text import render_plan
+from cost.prices.history import SpotRecord
+from cost.progress import progress_of
+from cost.rates.table import load_rates
+from cost.tracker import get_accumulated_cost, get_cheapest_suitable_instance
+from infra.config.schema import RunConfig
+from infra.events import NOTICE, PLAN, Event
+from infra.model_shape import causal_lm_shape
+from infra.reliability import GammaHazard
+from infra.store import Store
+from tests.support.timelines import WALL, GangLog, event
+
+STEPS = 100_000
+CLUSTER = {"nodes": 1, "backend": "kubernetes", "instance_types": ["g5.xlarge"]}
+
+
+def config(**sections: dict) -> RunConfig:
+    given = {"training": {"max_steps": STEPS}, "cluster": CLUSTER, **sections}
+    return RunConfig.model_validate(given)
+
+
+def plan(now: float = WALL, **sections: dict) -> Plan:
+    return make_plan(config(**sections), now_utc=now)
+
+
+def test_a_store_in_another_region_costs_transfer_by_the_list_and_none_at_home():
+    near = plan(store="s3://bucket/p", cost={"store_region": "us-east-1"}).chosen
+    far = plan(store="s3://bucket/p", cost={"store_region": "us-west-2"}).chosen
+    folder = plan().chosen
+    assert (near.transfer_usd, folder.transfer_usd) == (0.0, 0.0) and near.storage_usd > folder.storage_usd
+    assert far.expected_usd == pytest.approx(far.compute_usd + far.storage_usd + far.transfer_usd)
+    rates, parameters = load_rates(), causal_lm_shape(config().model).parameters
+    leaves = STEPS / 50 * 12 * parameters / 2**30 * rates.egress_usd_per_gb("us-east-1", "us-west-2")
+    tokens = STEPS * 32 * 128 / 2**30 * rates.egress_usd_per_gb("us-west-2", "us-east-1")
+    assert far.transfer_usd == pytest.approx(leaves + tokens, rel=0.01)
+    unknown = plan(store="s3://bucket/p")
+    assert any("cost.store_region is not set" in note for note in unknown.notes)
+
+
+def test_what_has_no_price_on_record_counts_as_nothing_and_is_said():
+    one = plan(cost={"regions": ["us-east-1", "ap-northeast-1"]})
+    assert any("storage in ap-northeast-1: no list price on record" in note for note in one.notes)
+    assert any(note.startswith("storage, requests and transfer: list prices, recorded") for note in one.notes)
+
+
+def simulated(case: Case, seed: int) -> tuple[float, float]:
+    """(paid hours, hours) of one job, second by second as it happens: nothing of `cost.chance` but the case."""
+    chance = random.Random(seed)
+    hazard = case.reclaims.per_hour
+    left, paid, waited = case.work_hours, case.start_hours, 0.0
+    while True:
+        until = chance.expovariate(hazard)
+        if until >= left:
+            return paid + left, paid + left + waited
+        saved = until - until % case.interval_hours
+        left -= saved
+        paid += until + case.fixed_lost_hours
+        waited += chance.choice(WAIT_HOURS)
+
+
+def test_expected_hours_and_quantiles_agree_with_a_simulation_of_interruptions():
+    case = Case(
+        start_hours=0.1,
+        work_hours=40.0,
+        fixed_lost_hours=0.15,
+        interval_hours=0.3,
+        reclaims=GammaHazard(1e6, 1e6 / 0.25),
+        failures_per_hour=0.0,
+        speed_log_deviation=0.0,
+    )
+    runs = [simulated(case, seed) for seed in range(4000)]
+    drawn = chances(case)
+    for mine, theirs in ((drawn.paid_hours, [paid for paid, _ in runs]), (drawn.hours, [all_ for _, all_ in runs])):
+        theirs.sort()
+        assert mine.mean() == pytest.approx(sum(theirs) / len(theirs), rel=0.03)
+        ranked = sorted(mine)
+        for share in (0.5, 0.9):
+            assert ranked[int(share * len(ranked))] == pytest.approx(theirs[int(share * len(theirs))], rel=0.06)
+    each = case.fixed_lost_hours + case.interval_hours / 2
+    paid = (case.start_hours + case.work_hours) / (1 - 0.25 * each)
+    assert paid == pytest.approx(sum(paid for paid, _ in runs) / len(runs), rel=0.01)
+
+
+def test_the_probability_to_be_in_time_rises_with_the_deadline():
+    hours = plan().chosen.expected_hours
+    chance = [plan(cost={"deadline_hours": hours * f}).chosen.outlook.deadline_probability for f in (1.01, 1.5, 3.0)]
+    assert 0.4 < chance[0] < 0.8 < chance[1] < chance[2] <= 1.0
+    ahead = plan().chosen.outlook
+    assert ahead.deadline_probability is None and ahead.p50_hours < ahead.p90_hours and ahead.p50_usd < ahead.p90_usd
+    assert "P(in time, staying in this pool)" in render_plan(plan(cost={"deadline_hours": hours * 2}))
+
+
+def job(one: Plan, *, steps: int, speed: float, reclaimed: bool, start: float = 10.0) -> list[Event]:
+    """Events of one generation on the plan's pool. speed: seconds per step; 1,000 tokens each."""
+    gang = GangLog(1, start, [[0]])
+    gang.steps(1, steps, useful_step=speed)
+    gang.commit(steps)
+    if reclaimed:
+        gang.add(NOTICE, gang.now, node=0)
+    gang.ended("node_lost" if reclaimed else "completed", gang.now - start)
+    if not reclaimed:
+        gang.outcome("completed")
+    return [event(PLAN, 0.0, **json.loads(json.dumps(one.brief().to_json()))), *gang.events]
+
+
+def test_a_job_that_goes_on_is_planned_for_what_is_left_within_what_is_left_of_the_limits():
+    limits = {"budget_usd": 3.0, "deadline_hours": 4.0}
+    first = plan(cost=limits)
+    events = job(first, steps=400, speed=9.0, reclaimed=True)
+    progress = progress_of(events)
+    assert (progress.done_steps, progress.started_utc) == (400, WALL)
+    assert progress.spent_usd == pytest.approx(3610 / 3600 * 0.41246, rel=0.01)
+    given = config(cost=limits, training={"max_steps": 1000})
+    whole = make_plan(given, now_utc=WALL)
+    rest = make_plan(given, now_utc=WALL + 3600, progress=progress)
+    assert (rest.steps, rest.done_steps, rest.tokens) == (600, 400, 600 * 32 * 128)
+    work = [one.chosen.case.work_hours for one in (rest, whole)]
+    assert work[0] == pytest.approx(0.6 * work[1], rel=1e-6)
+    assert rest.terms().deadline_utc == WALL + 4 * 3600, "the deadline counts from the job's first plan"
+    assert "400 steps are done" in render_plan(rest)
+    late = make_plan(given, now_utc=WALL + 5 * 3600, progress=progress)
+    assert late.refusal.outcome == "deadline" and late.refusal.enough > 5
+    poor = make_plan(config(cost={"budget_usd": 0.4}), now_utc=WALL, progress=progress)
+    assert poor.refusal.outcome == "budget" and "spent so far" in poor.refusal.message
+
+
+def test_own_jobs_move_hazard_and_speed_and_say_so(tmp_path: Path):
+    store = Store.open(str(tmp_path))
+    one = plan()
+    events = job(one, steps=40, speed=0.5, reclaimed=True)
+    assert remember(store, events) == remember(store, events), "the same events say the same"
+    soon = WALL + 3600
+    every = {c.market: c for c in make_plan(config(), now_utc=soon, experience=recall(store)).ranked}
+    assert every["spot"].hazard_per_hour > 100 * one.chosen.hazard_per_hour
+    assert every["spot"].hazard_kind.endswith("updated by 1 stays of own jobs")
+    assert every["spot"].tokens_per_second == pytest.approx(2000.0) and every["spot"].speed_kind == "measured"
+    assert every["on_demand"].speed_kind == "measured", "the market does not change the speed"
+    later = make_plan(config(), now_utc=WALL + 60 * 86400, experience=recall(store))
+    forgotten = next(c for c in later.ranked if c.market == "spot")
+    assert forgotten.hazard_per_hour == pytest.approx(one.chosen.hazard_per_hour, rel=0.1)
+
+
+def test_a_measured_speed_is_scaled_to_other_gangs_and_is_of_one_configuration_only(tmp_path: Path):
+    store = Store.open(str(tmp_path))
+    prior = plan().chosen
+    remember(store, job(plan(), steps=40, speed=0.5, reclaimed=False))
+    elsewhere = {**CLUSTER, "instance_types": ["g6.xlarge"]}
+    scaled = make_plan(config(cluster=elsewhere), now_utc=WALL, experience=recall(store)).chosen
+    estimate = plan(cluster=elsewhere).chosen
+    assert scaled.speed_kind == "scaled from 1 × g5.xlarge"
+    assert scaled.tokens_per_second / estimate.tokens_per_second == pytest.approx(2000.0 / prior.tokens_per_second)
+    other = config(model={"num_layers": 3})
+    assert make_plan(other, now_utc=WALL, experience=recall(store)).chosen.speed_kind == "prior"
+
+
+def test_a_local_run_teaches_nothing_of_any_pool_and_a_users_stop_is_no_reclaim(tmp_path: Path):
+    store = Store.open(str(tmp_path))
+    assert remember(store, job(plan().as_simulated(), steps=40, speed=0.5, reclaimed=True)) is None
+    planned = job(plan(), steps=40, speed=0.5, reclaimed=False)[0]
+    gang = GangLog(1, 10.0, [[0]])
+    gang.steps(1, 40, useful_step=0.5)
+    gang.ended("agent_stopped", gang.now - 10.0)
+    found = remember(store, [planned, *gang.events])
+    assert [stay.reclaimed for stay in found.stays] == [False]
+    (tmp_path / "experience" / "20990101-other.json").write_text("{}")
+    assert len(recall(store).stays) == 1, "what cannot be read is left out"
+
+
+def test_the_event_is_small_and_says_how_many_pools_there_were():
+    cluster = {"nodes": "auto", "processes_per_node": "auto", "backend": "kubernetes"}
+    whole = plan(cluster=cluster, training={"batch_size": 512}, cost={"regions": ["us-east-1", "us-east-2"]})
+    brief = Plan.from_json(json.loads(json.dumps(whole.brief().to_json())))
+    assert len(json.dumps(brief.to_json())) < 64 * 1024 < len(json.dumps(whole.to_json()))
+    assert (len(brief.ranked), brief.chosen, brief.counts) == (KEPT_POOLS, whole.chosen, whole.counts)
+    assert sum(brief.counts.values()) == len(whole.ranked) + len(whole.rejected)
+    assert {one.kind for one in brief.rejected} == {one.kind for one in whole.rejected}
+
+
+def test_the_two_questions_of_a_script():
+    best = get_cheapest_suitable_instance(config(), now_utc=WALL)
+    assert (best["instance_type"], best["market"]) == ("g5.xlarge", "spot")
+    assert best["savings_percent"] == pytest.approx(59.0), "the advisor's savings of g5.xlarge in us-east-1"
+    one = plan()
+    events = job(replace(one, ranked=(replace(one.chosen, zone="use1-az1"),)), steps=7200, speed=0.5, reclaimed=False)
+    flat = get_accumulated_cost(events)
+    assert float(flat) == pytest.approx(0.41246, rel=1e-3), "an hour at the plan's price"
+    where = {"instance_type": "g5.xlarge", "region": "us-east-1", "zone_name": "us-east-1a", "zone_id": "use1-az1"}
+    halfway = WALL + 10 + 1800
+    dearer = SpotRecord(**where, usd_per_hour=Decimal("0.82492"), at=halfway)
+    assert float(get_accumulated_cost(events, history=[dearer])) == pytest.approx(1.5 * float(flat), rel=1e-3)
+    with pytest.raises(ReportError, match="no events"):
+        get_accumulated_cost([])

@@ -1,0 +1,185 @@
+"""The policy that weighs a decision process by what the job has seen: its values, its decisions, what it never does."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from cost.policy.adaptive.policy import Adaptive
+from cost.policy.adaptive.spells import DOWN_END_PER_HOUR, UP_END_PER_HOUR, UP_PRIOR, RateEvidence, Spells
+from cost.policy.adaptive.value import Question, solve
+from cost.policy.greedy import Greedy
+from cost.policy.interface import Action, Policy, State
+from cost.policy.net import SafetyNet
+from cost.policy.uniform_progress import UniformProgress
+from cost.simulate.engine import simulate
+from cost.simulate.job import Job
+from cost.simulate.rules import ENACTABLE, PUBLISHED
+from cost.simulate.world import Distances, World
+
+TICK = 0.1
+FRESH = 1.1
+
+
+def world(up: np.ndarray, prices: list[float], regions: list[str]) -> World:
+    zones = tuple(f"{region}{'abc'[row]}" for row, region in enumerate(regions))
+    usd = np.repeat(np.array(prices)[:, None], up.shape[1], axis=1)
+    ticks = np.full(up.shape[1], TICK)
+    return World(zones, tuple(regions), up, usd, 3.0, ticks, Distances(checkpoint_gb=50))
+
+
+def coxian(seed: int, ticks: int, up_end: float, down_end: float) -> np.ndarray:
+    """Capacity whose spells end fresh at 1.1 per hour, settle at 1.1 and then end at the given rates."""
+    draw, up, settled, seen = np.random.default_rng(seed), True, True, []
+    for _ in range(ticks):
+        seen.append(up)
+        ends = (up_end if up else down_end) if settled else FRESH
+        chance = draw.random()
+        if chance < TICK * ends:
+            up, settled = not up, False
+        elif not settled and chance < TICK * (ends + FRESH):
+            settled = True
+    return np.array([seen])
+
+
+def test_the_tables_match_a_plain_recursion_over_every_outcome() -> None:
+    up_end, down_end, ratio, changeover = 0.2, 0.3, 0.3, 0.5
+    asked = Question(8.0, 4.0, changeover, 0.25, ratio, up_end_per_hour=(up_end,), down_end_per_hour=(down_end,))
+    table = solve(asked)
+    step = table.step_hours
+    change, least = round(changeover / step), round(asked.spot_slack_hours / step)
+
+    def over(end: float, ticks: int) -> np.ndarray:
+        """Chances after `ticks` steps from fresh and settled to (fresh, settled, other), in 20,000 small steps each."""
+        tiny = step / 20000
+        once = np.array(
+            [[1 - 2 * FRESH * tiny, FRESH * tiny, FRESH * tiny], [0, 1 - end * tiny, end * tiny], [0, 0, 1]]
+        )
+        return np.linalg.matrix_power(once, 20000 * ticks)
+
+    chances = {(end, ticks): over(end, ticks) for end in (up_end, down_end) for ticks in (1, change)}
+
+    @cache
+    def least_cost(held: str, up: bool, phase: int, left: int, slack: int) -> float:
+        work = left - slack
+        if work <= 0:
+            return 0.0
+
+        def after(then: str, ticks: int, spent: int) -> float:
+            row, slack_left = chances[up_end if up else down_end, ticks][phase], max(0, slack - spent)
+            if left - ticks < 0:
+                return 0.0
+            lost = "idle" if then == "spot" else then
+            same = [row[p] * least_cost(then, up, p, left - ticks, slack_left) for p in (0, 1)]
+            return sum(same) + row[2] * least_cost(lost, not up, 0, left - ticks, slack_left)
+
+        paid = min(change, work + change) * step
+        if held == "spot":
+            return ratio * min(1, work) * step + after("spot", 1, 0)
+        choices = []
+        if held == "demand":
+            choices.append(min(1, work) * step + after("demand", 1, 0))
+            if not up:
+                choices.append(least_cost("idle", False, phase, left, slack))
+        else:
+            choices.append(paid + after("demand", change, change))
+        if not up and held == "idle" and slack - 1 >= change:
+            choices.append(after("idle", 1, 1))
+        if up and slack >= least:
+            choices.append(ratio * paid + after("spot", change, change))
+        return min(choices)
+
+    models = np.array([1.0])
+    for left_hours, slack_hours in ((8.0, 4.0), (8.0, 2.0), (6.0, 1.5), (6.0, 1.0), (4.0, 3.0)):
+        for up in (True, False):
+            left, slack = round(left_hours / step), round(slack_hours / step)
+            expected = least_cost("idle", up, 1, left, slack)
+            found = table.expected_cost(left_hours, slack_hours, up, models)
+            assert found == pytest.approx(expected, rel=0.01), (left, slack, up)
+
+
+def test_a_rate_is_learnt_and_forgotten() -> None:
+    evidence = RateEvidence(UP_END_PER_HOUR, UP_PRIOR)
+    assert evidence.weights() == pytest.approx([0.25] * 4)
+    evidence.ends, evidence.hours = 20.0, 30.0
+    learnt = evidence.weights()
+    assert sum(learnt) == pytest.approx(1.0) and learnt[0] > 0.9
+    evidence.forget(24 * 5)
+    assert learnt[0] > evidence.weights()[0] > 0.25
+    spells = Spells()
+    for tick in range(200):
+        spells.see(tick >= 100, tick * TICK)
+    assert spells.down_ends.ends > 0 and spells.age_hours == pytest.approx(9.9)
+    assert np.dot(spells.up_ends.weights(), UP_END_PER_HOUR) < np.mean(UP_END_PER_HOUR)
+    assert len(spells.down_ends.weights()) == len(DOWN_END_PER_HOUR)
+
+
+@pytest.mark.parametrize(("up_end", "down_end", "deadline"), [(0.1, 0.3, 26.0), (0.4, 0.15, 30.0), (0.05, 0.5, 40.0)])
+def test_it_costs_no_more_than_waiting_and_less_than_uniform_progress_over_known_worlds(
+    up_end: float, down_end: float, deadline: float
+) -> None:
+    totals = {"own": 0.0, "greedy": 0.0, "uniform": 0.0}
+    for seed in range(16):
+        place = world(coxian(seed, round(deadline / TICK), up_end, down_end), [0.9], ["us-x-1"])
+        policies: dict[str, Policy] = {"own": Adaptive(), "greedy": Greedy(), "uniform": UniformProgress()}
+        for name, policy in policies.items():
+            outcome = simulate(place, Job(20.0, deadline, 0.3), PUBLISHED, SafetyNet(policy))
+            assert not outcome.missed
+            totals[name] += outcome.usd
+    # Where capacity abounds, waiting is best, and nothing beats greedy.
+    assert totals["own"] < totals["uniform"] and totals["own"] <= totals["greedy"] + 1e-9, totals
+
+
+class Recorder:
+    """Keeps the states and answers of a policy."""
+
+    def __init__(self) -> None:
+        self.policy, self.seen = Adaptive(), list[tuple[State, Action]]()
+
+    def decide(self, state: State) -> Action:
+        action = self.policy.decide(state)
+        self.seen.append((state, action))
+        return action
+
+
+def test_equal_histories_get_equal_answers_and_the_future_plays_no_part() -> None:
+    past = coxian(5, 300, 0.3, 0.3)
+    other = past.copy()
+    other[:, 150:] = ~other[:, 150:]
+    runs = []
+    for up in (past, past, other):
+        recorder = Recorder()
+        simulate(world(up, [0.9], ["us-x-1"]), Job(20.0, 30.0, 0.2), PUBLISHED, SafetyNet(recorder))
+        runs.append([action for _, action in recorder.seen])
+    assert runs[0] == runs[1]
+    assert runs[0][:150] == runs[2][:150]
+
+
+def test_blind_on_demand_is_not_let_go_of_while_it_starts() -> None:
+    never = np.zeros((2, 400), dtype=bool)
+    recorder = Recorder()
+    place = world(never, [0.9, 0.9], ["us-x-1", "us-x-1"])
+    outcome = simulate(place, Job(20.0, 26.0, 0.2, seed=3), ENACTABLE, SafetyNet(recorder))
+    assert not outcome.missed and outcome.spot_usd == 0
+    starting = [(s, a) for s, a in recorder.seen if s.current is not None and s.startup_left_hours > 0]
+    assert starting
+    assert all(getattr(action, "pool", None) == state.current for state, action in starting)
+    # At worst each hour is paid on demand, and a few tries in vain cost a changeover each.
+    assert outcome.usd < 1.1 * (20.0 + 0.2) * 3.0
+
+
+def test_it_moves_to_a_cheaper_region_only_when_that_pays() -> None:
+    up = np.ones((2, 400), dtype=bool)
+    up[1, :30] = False
+    cheap = simulate(
+        world(up, [1.8, 0.9], ["us-x-1", "us-y-1"]), Job(20.0, 39.0, 0.2), PUBLISHED, SafetyNet(Adaptive())
+    )
+    assert cheap.egress_usd > 0 or cheap.timeline[0][1] == "us-y-1b/spot"
+    assert cheap.usd < 20 * 1.2
+    near = simulate(
+        world(up, [0.91, 0.9], ["us-x-1", "us-y-1"]), Job(20.0, 39.0, 0.2), PUBLISHED, SafetyNet(Adaptive())
+    )
+    assert near.egress_usd == 0 and near.probe_usd == 0 and near.starts == 1
+    assert near.usd == pytest.approx(20.2 * 0.91, rel=0.02)

@@ -1,0 +1,112 @@
+"""Runs replayed on paper: how well that predicts them, and what another price or interval would have done."""
+
+from __future__ import annotations
+
+import random
+from decimal import Decimal
+
+import pytest
+
+from cost.errors import ReplayError
+from cost.ledger import fold
+from cost.replay.commands import render, replay
+from infra.events import Event
+from tests.support.timelines import GangLog, plan_event, prices_event
+
+
+class Trained:
+    """A run by its own small simulation: steps of a wavering length, saves each `interval`, kills at given seconds."""
+
+    def __init__(self, *, interval: int, kills: list[float], steps: int = 600, seed: int = 3) -> None:
+        draw = random.Random(seed)
+        self.events: list[Event] = [plan_event()]
+        done, parent, t = 0, None, 0.0
+        for number, kill in enumerate([*kills, None], start=1):
+            gang = GangLog(number, t, [[0], [1]], parent)
+            gang.phase("startup", draw.uniform(18.0, 22.0))
+            if parent:
+                gang.phase("restore", 2.0)
+            durable: list[tuple[int, float]] = []
+            for step in range(done + 1, steps + 1):
+                saves = step % interval == 0 or step == steps
+                seconds = {"useful_step": draw.uniform(0.9, 1.1), "data_wait": 0.1}
+                stall = {"checkpoint_stall": 2.0} if saves else {}
+                if kill is not None and gang.now - t + sum(seconds.values()) + sum(stall.values()) > kill:
+                    break
+                gang.steps(step, step, **seconds, **stall)
+                if saves:
+                    durable.append((step, gang.now))
+            else:
+                kill = None
+            for step, _ in durable:
+                gang.commit(step)
+            if kill is None:
+                gang.outcome("completed")
+                gang.phase("shutdown", 3.0)
+                gang.ended("completed", gang.now - t)
+                self.events += gang.events
+                break
+            gang.ended("node_lost", kill + 4.0)
+            self.events += gang.events
+            if durable:
+                done, parent = durable[-1][0], (durable[-1][0], number)
+            t += kill + 4.0 + 15.0
+
+    @property
+    def usd(self) -> float:
+        return float(fold(self.events).total_usd)
+
+
+KILLS = [200.0, 333.0, 150.0]
+
+
+@pytest.mark.parametrize("kills", [[], KILLS, [100.0] * 5])
+@pytest.mark.parametrize("interval", [10, 50])
+def test_a_run_predicts_itself(kills: list[float], interval: int) -> None:
+    trained = Trained(interval=interval, kills=kills)
+    found = replay(trained.events)
+    assert found["measured"]["usd"] == pytest.approx(trained.usd)
+    assert found["measured"]["interval_steps"] == interval
+    assert abs(found["predicted"]["error_share"]) < 0.02
+    assert found["what_if"]["usd"] == found["predicted"]["usd"]
+
+
+@pytest.mark.parametrize(("ran", "asked"), [(50, 10), (10, 50), (100, 20), (20, 60)])
+def test_a_run_predicts_another_interval_with_the_same_kills(ran: int, asked: int) -> None:
+    """The run that was asked about is made too, with other step times, and costs what the replay said.
+
+    None of these intervals has a save beside a kill: that would be lost or not by chance.
+    """
+    found = replay(Trained(interval=ran, kills=KILLS).events, interval_steps=asked)
+    real = Trained(interval=asked, kills=KILLS, seed=11)
+    assert found["what_if"]["usd"] == pytest.approx(real.usd, rel=0.03)
+    assert found["what_if"]["redone_steps"] == pytest.approx(fold(real.events).redone_steps, abs=10)
+
+
+def test_without_interruptions_it_costs_the_work_and_one_start() -> None:
+    found = replay(Trained(interval=50, kills=KILLS).events, interruptions=False)
+    assert found["what_if"]["usd"] == pytest.approx(Trained(interval=50, kills=[]).usd, rel=0.02)
+    assert found["what_if"]["redone_steps"] == 0
+
+
+def test_another_pool_has_its_own_price_at_each_moment() -> None:
+    events = Trained(interval=50, kills=[]).events
+    half = prices_event([(0.0, 3.6), (300.0, 0.0)], zone="use1-az4")
+    found = replay([*events, half], pool="g5.xlarge spot use1-az4")
+    assert found["what_if"]["pool"] == "g5.xlarge spot in use1-az4"
+    assert found["what_if"]["usd"] == pytest.approx(2 * 300.0 * 0.001)
+    stated = replay(events, usd_per_hour=Decimal("36"))
+    assert stated["what_if"]["usd"] == pytest.approx(10 * stated["predicted"]["usd"])
+    assert "error" in render(stated) and "simulated" in render(stated)
+
+
+def test_what_cannot_be_replayed_is_said() -> None:
+    events = Trained(interval=50, kills=[]).events
+    with pytest.raises(
+        ReplayError, match=r"no recorded pool is 'p5'; name one of\n  g5\.xlarge on-demand\n  g5\.xlarge spot"
+    ):
+        replay(events, pool="p5")
+    with pytest.raises(ReplayError, match="--interval 0"):
+        replay(events, interval_steps=0)
+    with pytest.raises(ReplayError, match="took no step"):
+        replay([one for one in events if one.name != "step"])

@@ -1,0 +1,146 @@
+"""The net: under any policy, in any world, what was promised is kept, and what cannot be kept is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cost.policy import policies
+from cost.policy.interface import Action, Run, State, Wait
+from cost.policy.net import SafetyNet
+from cost.simulate.engine import simulate
+from cost.simulate.job import Job, Reality
+from cost.simulate.rules import RULES
+from cost.simulate.run import run_job
+from cost.simulate.world import Distances, World
+
+RUNS = st.lists(st.tuples(st.booleans(), st.integers(1, 25)), min_size=3, max_size=12)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """One to three zones whose capacity comes and goes in runs of any length, at prices that jump, even above
+    on-demand's; ticks of six minutes to half an hour."""
+    zones = draw(st.integers(1, 3))
+    ticks, tick = 400, draw(st.sampled_from([0.1, 0.25, 0.5]))
+    rows, prices = [], []
+    for _ in range(zones):
+        runs = draw(RUNS)
+        row = [up for up, length in runs for _ in range(length)]
+        rows.append((row * (ticks // len(row) + 1))[:ticks])
+        jumps = draw(st.lists(st.floats(0.1, 5.0), min_size=1, max_size=4))
+        prices.append([jumps[index * len(jumps) // ticks] for index in range(ticks)])
+    regions = tuple(draw(st.sampled_from(["us-east-1", "eu-west-1"])) for _ in range(zones))
+    names = tuple(f"{region}{letter}" for region, letter in zip(regions, "abc", strict=False))
+    return World(names, regions, np.array(rows), np.array(prices), 3.0, np.full(ticks, tick), Distances(50.0))
+
+
+JOBS = st.builds(
+    lambda work, ratio, changeover, budget, commit, seed: Job(
+        work, work * ratio, changeover, math.inf if budget is None else (work + changeover) * 3.0 * budget, commit, seed
+    ),
+    st.floats(0.5, 12.0),
+    st.floats(1.02, 3.0),
+    st.floats(0.02, 0.6),
+    st.none() | st.floats(0.8, 1.6),
+    st.sampled_from([0.0, 0.3]),
+    st.integers(0, 9),
+)
+
+
+@pytest.mark.parametrize("name", sorted(policies()))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(world=worlds(), job=JOBS, rules=st.sampled_from(sorted(RULES)))
+def test_what_is_feasible_is_accepted_and_finished_in_time_and_budget(
+    name: str, world: World, job: Job, rules: str
+) -> None:
+    tick, delay = float(world.tick_hours[0]), RULES[rules].on_demand_delay_hours
+    busy = job.work_hours + job.changeover_hours + tick
+    late, dear = busy + delay > job.deadline_hours + 1e-9, busy * 3.0 > job.budget_usd + 1e-9
+    result = run_job(world, job, RULES[rules], policies()[name])
+    if late or dear:
+        assert result.refusal is not None
+        assert result.refusal.binding == ("deadline" if late else "budget")
+        return
+    assert result.outcome is not None
+    assert not result.outcome.missed
+    assert not result.outcome.over_budget(job.budget_usd)
+
+
+class Hopeful:
+    """Spot and nothing else."""
+
+    def decide(self, state: State) -> Action:
+        return Run(state.pools[0].id)
+
+
+def steady(up: bool, ticks: int = 40) -> World:
+    row = np.full((1, ticks), up)
+    return World(("us-x-1a",), ("us-x-1",), row, np.full((1, ticks), 1.0), 3.0, np.full(ticks, 0.5), Distances())
+
+
+def test_without_the_net_the_same_policy_is_late() -> None:
+    job = Job(4.0, 6.0, 0.25)
+    assert simulate(steady(False), job, RULES["published"], Hopeful()).missed
+    assert not simulate(steady(False), job, RULES["published"], SafetyNet(Hopeful())).missed
+
+
+def test_on_demand_starts_at_the_last_safe_moment_and_not_before() -> None:
+    net = SafetyNet(Hopeful())
+    outcome = simulate(steady(False), Job(4.0, 8.0, 0.25), RULES["published"], net)
+    # At 3.5 there are 4.5 h for the 4.25 that on-demand takes; half an hour later there would be 4.0.
+    assert outcome.timeline == [(3.5, "us-x-1a/on-demand")]
+    assert net.overruled > 0
+
+
+def test_spot_is_not_started_without_room_for_two_changeovers() -> None:
+    job = Job(4.0, 4.0 + 2 * 0.25 + 0.5 - 0.01, 0.25)
+    assert simulate(steady(True), job, RULES["published"], SafetyNet(Hopeful())).spot_usd == 0
+    roomy = Job(4.0, 4.0 + 2 * 0.25 + 0.5, 0.25)
+    assert simulate(steady(True), roomy, RULES["published"], SafetyNet(Hopeful())).on_demand_usd == 0
+
+
+def test_work_that_is_not_committed_is_kept_in_reserve() -> None:
+    world = steady(True)
+    row = np.array([[True] * 9 + [False] * 31])
+    taken = World(**{**vars(world), "available": row})
+    job = Job(6.0, 8.0, 0.25, commit_interval_hours=5.0)
+    assert not simulate(taken, job, RULES["published"], SafetyNet(Hopeful())).missed
+    kept = SafetyNet(Hopeful())
+    simulate(world, job, RULES["published"], kept)
+    assert kept.overruled > 0, "with 1.75 h of slack, 5 h between commits cannot all be at risk on spot"
+
+
+class Broken:
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def decide(self, state: State) -> Action:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("a bug"), Run("nowhere"), None, Run("us-x-1a/spot", ("nowhere",))])
+def test_a_policy_that_answers_nothing_sensible_does_not_lose_the_job(answer: object) -> None:
+    net = SafetyNet(Broken(answer))
+    outcome = simulate(steady(True), Job(4.0, 8.0, 0.25), RULES["published"], net)
+    assert not outcome.missed
+    assert net.broken == outcome.decisions
+
+
+def test_beyond_the_stated_delay_nothing_is_promised() -> None:
+    slow = Reality(on_demand_delays=(6.0,))
+    outcome = simulate(steady(False), Job(4.0, 8.0, 0.25), RULES["enactable"], SafetyNet(Broken(Wait())), reality=slow)
+    assert outcome.missed
+
+
+def test_a_refusal_shows_its_arithmetic() -> None:
+    result = run_job(steady(True), Job(4.0, 4.1, 0.25), RULES["published"], Hopeful)
+    assert result.outcome is None
+    assert result.refusal is not None
+    assert "4.00 h of work + 0.25 h changeover" in result.refusal.message
