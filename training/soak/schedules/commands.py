@@ -49,6 +49,7 @@ def play(schedule: Schedule, folder: Path, server: FailingS3) -> Outcome:
 
 def play_seeds(seeds: list[int], folder: str) -> list[Outcome]:
     """In a process of its own: one server for all of these seeds, one after the other."""
+    die_with_parent(os.getppid())
     preload()
     server = FailingS3()
     try:

@@ -58,6 +58,7 @@ class Director:
             schedule.keep_last, schedule.deadline_seconds, roomy="quota_bytes" not in schedule.conduct
         )
         self._gangs: list[Gang] = []
+        self._refusal: list[dict[str, Any]] = []
         self.tally: dict[str, int] = {}
 
     def play(self) -> list[str]:
@@ -79,7 +80,8 @@ class Director:
         gang = self._start(number, act)
         if gang is None:
             if last:
-                self._oracle.problems.append("the job could not be started again, though its store was well")
+                told = f"the job could not be started again, though its store was well: {self._refusal}"
+                self._oracle.problems.append(told)
             return
         self._gangs.append(gang)
         budget = _START_SECONDS + 2 * len(act.saves) * (self._schedule.deadline_seconds + 4.0)
@@ -99,10 +101,10 @@ class Director:
 
     def _start(self, number: int, act: Act) -> Gang | None:
         """Open a generation, as often as it takes, and start its ranks."""
-        rewind = act.rewind
+        self._take_reports()
+        expected = self._oracle.opening()  # a start that is refused may already have fenced off what runs
         for attempt in range(_TRIES):
-            self._take_reports()
-            expected = self._oracle.opening()
+            rewind = act.rewind if attempt < _TRIES // 2 else 0  # a commit that is spoilt is no place to go back to
             count = act.launchers if attempt == 0 else 1
             arguments = (self._stage.uri, 10 * number + attempt, rewind)
             launchers = [self._cast.start("launcher", actors.launch, *arguments) for _ in range(count)]
@@ -121,6 +123,7 @@ class Director:
             if opened:
                 return self._gather(max(opened, key=lambda one: one["number"]), act, expected)
             self._count("starts that were refused")
+            self._refusal = launchers[-1].told[-1:]
             if any(one.first("two_launchers") for one in launchers) and count == 1:
                 self._operate()
             time.sleep(0.2)
