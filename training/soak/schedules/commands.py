@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from infra.process import die_with_parent
 from training.soak.schedules.plan import Schedule, draw
 from training.soak.schedules.summary import Outcome, text
 from training.soak.server import FailingS3
