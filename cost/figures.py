@@ -23,6 +23,7 @@ from cost.number_text import usd as usd
 from cost.number_text import usd_decimals as usd_decimals
 from cost.report import RunReport
 from infra.config.sources import DEFAULT, value_text
+from infra.ledger_classes import LedgerClass
 
 
 def ledger_rows(report: RunReport) -> list[tuple[str, str, str, str, str]]:
@@ -200,7 +201,10 @@ def configuration_rows(report: RunReport, *, defaults: bool) -> list[tuple[str, 
 
 def trust_lines(report: RunReport) -> list[str]:
     """What each kind of figure rests on."""
-    inferred = [str(line.ledger_class).replace("_", " ") for line in report.ledger if line.kind != MEASURED]
+    billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
+    estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
+    inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
+    rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]
     lines = [
         "measured: losses, steps, speed and all time that agents and ranks recorded",
         f"dollars: {_price_in_full(report)}; exact at that price, no invoice (taxes, credits, storage, transfer left "
@@ -209,6 +213,8 @@ def trust_lines(report: RunReport) -> list[str]:
     if inferred:
         why = "a node's end was not recorded, so it is billed to its last sign of life"
         lines.append(f"estimated: {', '.join(inferred)}: {why}")
+    if rules:
+        lines.append(f"estimated: {', '.join(rules)}: by the provider's rules, for an instance that is known by its id")
     lines += [plain(line) for line in (report.plan or {}).get("prices", [])]
     if (report.plan or {}).get("chosen"):
         lines.append("estimated: the plan's hours, dollars, speed and interruptions")

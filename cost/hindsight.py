@@ -63,7 +63,7 @@ def hindsight(events: Sequence[Event], generations: dict[int, Generation], ledge
     work, start = _hours(ledger.nodes, generations, ranks=sum(len(bill.node.ranks) for bill in gang))
     if work <= 0:
         return None
-    known = recorded_curves(plan, Pricing.of(events).history)
+    known = recorded_curves(plan, _with_quotes(events, Pricing.of(events).history))
     curves = {pool: curve for pool, curve in known.items() if pool.instance_type == plan["chosen"]["instance_type"]}
     begin = min(bill.node.started_wall for bill in ledger.nodes)
     end = max(bill.node.ended_wall for bill in ledger.nodes)
@@ -97,18 +97,38 @@ def recorded_curves(
     plan: dict[str, Any], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
 ) -> dict[PoolName, PriceCurve]:
     """Prices of every recorded pool of as many nodes as the plan chose, from its candidates and what came since."""
+    first = _quotes(plan)
+    for pool, changes in history.items():
+        if changes:
+            first.setdefault(pool, min(changes)[1])
+    return {pool: PriceCurve.of(usd, history.get(pool, ())) for pool, usd in first.items()}
+
+
+def _quotes(plan: dict[str, Any]) -> dict[PoolName, Decimal]:
     chosen = plan["chosen"]
     first: dict[PoolName, Decimal] = {}
     for candidate in [*plan.get("ranked", []), chosen]:
         if candidate["nodes"] == chosen["nodes"]:
             quoted = candidate.get("quoted_usd_per_hour") or str(candidate["usd_per_hour"])
             first[pool_of(candidate)] = Decimal(quoted)
-    for pool, changes in history.items():
-        first.setdefault(pool, min(changes)[1])
     if chosen.get("on_demand_usd_per_hour") is not None:
         usual = PoolName(instance_type=chosen["instance_type"], market="on_demand", place=chosen.get("region") or "")
         first.setdefault(usual, Decimal(str(chosen["on_demand_usd_per_hour"])))
-    return {pool: PriceCurve.of(usd, history.get(pool, ())) for pool, usd in first.items()}
+    return first
+
+
+def _with_quotes(
+    events: Sequence[Event], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
+) -> dict[PoolName, Sequence[tuple[float, Decimal]]]:
+    """The history and, of pools without one, what each plan of the job quoted, from when it was made: the ledger
+    charges by them too, and the newest plan's quotes alone would make of dearer days a gain over hindsight.
+    """
+    quoted: dict[PoolName, list[tuple[float, Decimal]]] = {}
+    for event in events:
+        if event.name == PLAN and event.data.get("chosen"):
+            for pool, usd in _quotes(event.data).items():
+                quoted.setdefault(pool, []).append((event.t_wall, usd))
+    return {**quoted, **{pool: changes for pool, changes in history.items() if changes}}
 
 
 def _optimum(

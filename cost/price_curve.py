@@ -48,6 +48,11 @@ class PriceCurve:
             price = usd
         return (total + price * (end - at)) / _MICROS_PER_HOUR
 
+    def bounds(self, start: float, end: float) -> tuple[Decimal, Decimal]:
+        """(lowest, highest) price that holds at any moment from `start` to `end`, Unix seconds."""
+        held = [self.at(start), *(usd for at, usd in self.changes if start * _MICRO < at < end * _MICRO)]
+        return min(held), max(held)
+
     def constant(self, start: int, end: int) -> bool:
         """Whether one price holds from `start` to `end`, Unix microseconds."""
         inside = {usd for at, usd in self.changes if start < at < end}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -68,12 +68,18 @@ class Pricing:
         chosen: dict[str, Any] = plan["chosen"]
         on_demand = chosen.get("on_demand_usd_per_hour")
         pool = self._pool_of(node, chosen)
+        kind = SIMULATED if plan.get("simulated") else str(chosen.get("price_kind", "recorded"))
+        if on_demand is not None and not plan.get("simulated") and _is_on_demand_instead(node, pool):
+            # A queue may fall back to on-demand: such a machine is never charged at a spot price.
+            curve, pool = PriceCurve(Decimal(str(on_demand))), replace(pool, market="on_demand")
+            kind = "recorded: on-demand, as the machine says that it is"
+            return NodePrice(curve=curve, on_demand_usd_per_hour=curve.first, kind=kind, pool=pool)
         # As quoted: not through a float, where a plan has it.
         quoted = Decimal(chosen.get("quoted_usd_per_hour") or str(chosen["usd_per_hour"]))
         return NodePrice(
             curve=PriceCurve.of(quoted, self.history.get(pool, ())),
             on_demand_usd_per_hour=None if on_demand is None else Decimal(str(on_demand)),
-            kind=SIMULATED if plan.get("simulated") else str(chosen.get("price_kind", "recorded")),
+            kind=kind,
             pool=pool,
         )
 
@@ -89,6 +95,12 @@ class Pricing:
             if place and real in self.history:
                 return real
         return planned
+
+
+def _is_on_demand_instead(node: NodeTime, pool: PoolName) -> bool:
+    """Whether the machine is an on-demand one of the type that was planned on spot."""
+    same = node.machine.get("instance_type") in (None, pool.instance_type)
+    return same and pool.market == "spot" and node.machine.get("market") == "on_demand"
 
 
 def pool_of(candidate: dict[str, Any]) -> PoolName:

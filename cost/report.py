@@ -19,7 +19,7 @@ from cost.generations import Generation, final_outcome, read_generations
 from cost.ledger import Ledger, LedgerLine, fold
 from cost.money import USD_DECIMALS, rounded
 from cost.money_figures import money_figures
-from cost.timeline import MICRO, paid_nodes
+from cost.timeline import MICRO
 from infra.events import CONFIGURED, PLAN, PREFLIGHT, STEP, Event
 from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
@@ -143,7 +143,7 @@ def build_report(events: Sequence[Event], *, running: bool = False) -> RunReport
             "counts": _counts(ordered),
             "failures": failures(ordered, generations),
             "notable": notable(ordered),
-            "generations": _generation_lines(ordered, generations),
+            "generations": _generation_lines(ordered, generations, ledger),
             "run": ordered[-1].run,
             "message": None if outcome_event is None else outcome_event.data.get("message"),
         },
@@ -164,16 +164,18 @@ def loss_curve(events: Sequence[Event]) -> list[tuple[int, float | None]]:
     return [(step, latest[step][1]) for step in sorted(latest)]
 
 
-def _generation_lines(events: Sequence[Event], generations: dict[int, Generation]) -> list[dict[str, Any]]:
-    nodes = paid_nodes(events)
+def _generation_lines(
+    events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger
+) -> list[dict[str, Any]]:
     return [
         {
             "generation": generation.number,
             "from_step": generation.parent_step,
             "last_step": max((event.step or 0 for event in events if _is_step_of(event, generation)), default=None),
             "paid_rank_seconds": sum(
-                node.paid_seconds * len(node.ranks) for node in nodes if node.generation == generation.number
-            ),
+                bill.rank_microseconds for bill in ledger.nodes if bill.node.generation == generation.number
+            )
+            / MICRO,
             "ended": generation.reason,
             "culprit": generation.culprit,
         }

@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from cost.errors import PlanError, ReportError
-from cost.ledger import fold
+from cost.ledger import NodeBill, fold
 from cost.plan import make_plan
 from cost.prices.history import SpotRecord
 from cost.prices.quote import PriceSource
@@ -50,22 +50,39 @@ def get_accumulated_cost(job: str | Sequence[Event], *, history: Iterable[SpotRe
     job: its events, or the folder or s3:// URI that they lie below. history: change events of spot prices (as
     `cost.prices.recorded.read_recording` reads them), beside those that the events hold; without any, the plan's price.
     The total of the ledger (`cost.ledger.fold`) of a job that may still be running: by the second, at least a minute of
-    each instance. Raises ReportError where there are no events, LedgerError for contradictory ones, and StoreError.
+    each instance. Raises ReportError where there are no events or `history` lacks the pool of a spot node, LedgerError
+    for contradictory events, and StoreError.
     """
     events = read_events(Store.open(job, request_timeout_seconds=_REQUEST_SECONDS)) if isinstance(job, str) else job
     if not events:
         raise ReportError(f"no events of job {job!r}")
     pools = _changes(history)
     told = [replace(events[0], name=PRICES, data={"pools": pools})] if pools else []
-    return fold([*events, *told], running=True).total_usd
+    ledger = fold([*events, *told], running=True)
+    priced = {str(bill.price.pool): bool(bill.price.curve.changes) for bill in ledger.nodes if _is_spot(bill)}
+    if pools and not all(priced.values()):
+        lacking = ", ".join(sorted(name for name, known in priced.items() if not known))
+        raise ReportError(
+            f"the history has no price of {lacking}, so that its changes cannot be told; it has {_names(pools)}"
+        )
+    return ledger.total_usd
+
+
+def _is_spot(bill: NodeBill) -> bool:
+    return bill.price.pool is not None and bill.price.pool.market == "spot"
+
+
+def _names(pools: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(sorted(f"{pool['instance_type']} in {pool['zone']}" for pool in pools))
 
 
 def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
-    """The changes of each pool, as a `prices` event holds them."""
+    """The changes of each pool, as a `prices` event holds them, by its zone's id and by its name: plans have either."""
     pools: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
     for record in history:
-        place = (record.instance_type, record.region, record.zone)
-        pools.setdefault(place, []).append((record.at, f"{record.usd_per_hour:f}"))
+        for zone in {record.zone_id, record.zone_name} - {""}:
+            place = (record.instance_type, record.region, zone)
+            pools.setdefault(place, []).append((record.at, f"{record.usd_per_hour:f}"))
     return [
         {"instance_type": kind, "market": "spot", "region": region, "zone": zone, "changes": changes}
         for (kind, region, zone), changes in pools.items()

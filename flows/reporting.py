@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 from cost.errors import CostError, PriceError
 from cost.experience.book import remember
@@ -20,14 +21,15 @@ _COMPARED_JOBS = 8
 
 def record_prices(job: Job) -> None:
     """How prices went while the job ran, into its events; what cannot be had is said, and the plan's price stands."""
-    plans = [event.data for event in read_events(job.store) if event.name == PLAN]
-    if not plans:
-        return
-    try:
-        pools = observed_pools(job.config.cost, plans[0], now_utc=time.time(), project_root=PROJECT_ROOT)
-    except PriceError as error:
-        print(f"prices since the plan are not known, so its own stand: {error}", flush=True)
-        return
+    plans = [event.data for event in read_events(job.store) if event.name == PLAN and event.data.get("chosen")]
+    # Of each type the first plan that chose it: a job that went on may have been planned on another one.
+    first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
+    pools: list[dict[str, Any]] = []
+    for kind, plan in first.items():
+        try:
+            pools += observed_pools(job.config.cost, plan, now_utc=time.time(), project_root=PROJECT_ROOT)
+        except PriceError as error:
+            print(f"prices of {kind} since the plan are not known, so its own stand: {error}", flush=True)
     if pools:
         with job.events("prices") as events:
             events.emit(PRICES, pools=pools)

@@ -72,10 +72,12 @@ def identify(
         source = "metadata"
         try:
             found = _metadata(environment.get(_ENDPOINT_VARIABLE) or _ENDPOINT, deadline_seconds)
-        except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+        except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
             source, found = "firmware", _firmware(system)
             problem = "" if found else f"the instance metadata service did not answer: {error!r}"[:300]
     known = {**found, **{name: value for name, value in told.items() if value}}
+    if known.get("market"):  # a label of Kubernetes says ON_DEMAND, the metadata service on-demand
+        known["market"] = _MARKETS.get(known["market"].lower().replace("_", "-"), known["market"])
     if not known.get("instance_id"):
         return Machine(**known, identified_by=source if known else "", problem=f"{problem}; {HINT}" if problem else "")
     return Machine(**known, uptime_seconds=_uptime(system), identified_by=source)
@@ -124,8 +126,6 @@ def _metadata(endpoint: str, deadline_seconds: float) -> dict[str, Any]:
             found[name] = ask(f"meta-data/{path}", own).strip()
         except (OSError, ValueError, http.client.HTTPException):
             continue  # an older service does not know it
-    if "market" in found:
-        found["market"] = _MARKETS.get(found["market"], found["market"])
     return found
 
 

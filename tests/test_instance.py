@@ -87,8 +87,10 @@ def test_an_older_service_leaves_out_what_it_does_not_know(tmp_path: Path) -> No
 
 def test_the_environment_comes_first_and_no_one_is_asked(tmp_path: Path) -> None:
     environment = {"EBBFLOW_INSTANCE_ID": "i-7", "EBBFLOW_ZONE": "us-east-1b", "AWS_BATCH_JOB_ID": "job"}
+    environment["EBBFLOW_MARKET"] = "ON_DEMAND"
     machine = identify(environment, system=system(tmp_path), deadline_seconds=0.0)
     assert (machine.instance_id, machine.zone, machine.identified_by) == ("i-7", "us-east-1b", "environment")
+    assert machine.market == "on_demand"
 
 
 @pytest.mark.parametrize("kind", ["refuses", "hangs"])

@@ -15,18 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from cost.errors import ReportError
+from cost.errors import PriceError, ReportError
 from cost.figures import comparison_rows, key_figures
 from cost.jobs import known_job_names, load_report
 from cost.jobs.table import render_table
 from cost.ledger import fold
 from cost.money_rows import CAUSE_HEADER, cause_rows
+from cost.prices.aws import Unavailable
 from cost.prices.observed import observed_pools
 from cost.render_html import render as render_html
 from cost.render_text import render as render_text
 from cost.report import RunReport, build_report
-from infra.config.schema import CostConfig
-from infra.events import BUDGET, CONFIGURED, Event
+from flows.job import Job
+from flows.reporting import record_prices
+from infra.config.schema import CostConfig, RunConfig
+from infra.events import BUDGET, CONFIGURED, NODE_STARTED, PLAN, PRICES, Event, EventLog, Origin, read_events
 from infra.known_jobs import KnownJob
 from infra.layout import event_key
 from infra.store import Store
@@ -108,6 +111,25 @@ def test_hindsight_waits_and_moves_as_the_recorded_prices_would_have_had_it() ->
     assert without_time["usd"] == pytest.approx(0.001 * 21.0, rel=0.02)
 
 
+def test_hindsight_knows_what_each_plan_of_the_job_quoted() -> None:
+    """The second plan is dearer: all of the work at the first one's price is the least that it could have cost."""
+    dearer = plan_event(7.0, t=25.0)
+    report = build_report([*killed_job(), dearer])
+    found = report.money["hindsight"]
+    assert report.total_usd > Decimal("0.032")
+    assert found["usd"] == pytest.approx(0.001 * 21.0, rel=0.02)
+
+
+def test_time_between_generations_on_one_instance_is_in_their_lines() -> None:
+    events = killed_job()
+    for one in events:
+        if one.name == NODE_STARTED:
+            one.data.update(instance_id="i-1", uptime_seconds=60.0)
+    report = build_report(events)
+    assert [line["paid_rank_seconds"] for line in report.events["generations"]] == [30.0, 12.0]
+    assert report.paid_rank_seconds == 42.0
+
+
 def test_several_jobs_stand_side_by_side_and_add_up(tmp_path: Path) -> None:
     reports = [build_report(killed_job()), build_report(killed_job()[:-6])]
     text = render_table(reports)
@@ -136,6 +158,10 @@ def test_the_command_reports_all_known_jobs_as_csv(tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert [row["total_usd"] for row in rows] == ["0.032000", "0.032000"]
     assert {(row["owner"], row["project"], row["outcome"]) for row in rows} == {("ada", "engine", "completed")}
+    (runs / "gone").mkdir()
+    (runs / "gone" / "job.json").write_bytes(KnownJob("gone", str(tmp_path / "store")).note())
+    others = run("--csv", runs=runs)
+    assert (others.returncode, others.stdout) == (0, done.stdout) and "gone is left out" in others.stderr
     nobody = run("--json", runs=tmp_path / "empty")
     assert nobody.returncode == 2 and "no job is known" in nobody.stderr
 
@@ -171,3 +197,25 @@ def test_changes_of_price_since_the_plan_are_taken_from_the_recording(tmp_path: 
     assert pool["changes"] == [[WALL - 60.0, "0.2"], [WALL + 30.0, "0.3"]]
     assert (pool["zone"], pool["market"], pool["kind"]) == ("use1-az4", "spot", "recorded")
     assert observed_pools(CostConfig(), plan, now_utc=WALL + 600) == []
+
+    def refused(region: str) -> None:
+        raise Unavailable(f"{region} refused it")
+
+    with pytest.raises(PriceError, match="us-east-1 refused it"):
+        observed_pools(CostConfig(prices="live"), plan, now_utc=WALL + 600, client=refused)
+
+
+def test_changes_are_recorded_of_every_type_that_a_plan_chose(tmp_path: Path) -> None:
+    """The first plan was refused for want of a pool, the next two chose one type each."""
+    path = tmp_path / "prices.json"
+    place = {"AvailabilityZone": "us-east-1a", "AvailabilityZoneId": "use1-az4", "Timestamp": "2026-01-15T08:30:00Z"}
+    types = ("g5.xlarge", "g6.xlarge", "p3.2xlarge")
+    path.write_text(json.dumps([{**place, "InstanceType": kind, "SpotPrice": "1.0"} for kind in types]))
+    config = RunConfig(store=str(tmp_path), cost=CostConfig(prices=str(path)))
+    job = Job(name="demo", run="1", config=config)
+    with EventLog(job.store, Origin(job="demo", run="1", process="plan")) as log:
+        for chosen in (None, {"instance_type": "g5.xlarge"}, {"instance_type": "g6.xlarge"}):
+            log.emit(PLAN, made_utc=WALL - 366 * 86400, chosen=chosen)
+    record_prices(job)
+    [told] = [one for one in read_events(job.store) if one.name == PRICES]
+    assert sorted(pool["instance_type"] for pool in told.data["pools"]) == ["g5.xlarge", "g6.xlarge"]

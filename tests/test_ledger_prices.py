@@ -79,6 +79,14 @@ def test_an_instance_that_waits_for_the_next_generation_goes_on_being_billed():
     assert ledger.total_usd == Decimal("0.03") + 3 * Decimal("0.02")
 
 
+def test_an_on_demand_machine_is_never_charged_at_the_planned_spot_price():
+    machine = {"instance_type": "g5.xlarge", "market": "on_demand"}
+    real = fold([plan_event(3.6, 7.2, simulated=False), *one_node(machine).events])
+    assert (real.total_usd, real.price_kind.split(":")[0]) == (Decimal("0.04"), "recorded")
+    as_if = fold([plan_event(3.6, 7.2), *one_node(machine).events])
+    assert (as_if.total_usd, as_if.price_kind) == (Decimal("0.02"), "simulated")
+
+
 def test_a_launch_that_never_became_a_node_costs_nothing():
     gang = GangLog(1, 0.0, [[0], [1]])
     gang.events = [one for one in gang.events if not (one.name == NODE_STARTED and one.node == 1)]

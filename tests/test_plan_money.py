@@ -13,6 +13,7 @@ import pytest
 from cost.chance import WAIT_HOURS, Case, chances
 from cost.errors import ReportError
 from cost.experience.book import recall, remember
+from cost.experience.records import experience_of
 from cost.plan import KEPT_POOLS, Plan, make_plan
 from cost.plan_text import render_plan
 from cost.prices.history import SpotRecord
@@ -20,7 +21,7 @@ from cost.progress import progress_of
 from cost.rates.table import load_rates
 from cost.tracker import get_accumulated_cost, get_cheapest_suitable_instance
 from infra.config.schema import RunConfig
-from infra.events import NOTICE, PLAN, Event
+from infra.events import NODE_STARTED, NOTICE, PLAN, Event
 from infra.model_shape import causal_lm_shape
 from infra.reliability import GammaHazard
 from infra.store import Store
@@ -145,6 +146,15 @@ def test_own_jobs_move_hazard_and_speed_and_say_so(tmp_path: Path):
     one = plan()
     events = job(one, steps=40, speed=0.5, reclaimed=True)
     assert remember(store, events) == remember(store, events), "the same events say the same"
+    real = {"zone_id": "use1-az1", "market": "on_demand"}
+    for known in ({}, {"zone_id": "use1-az1"}, real):
+        told = [replace(e, data={**e.data, **known}) if e.name == NODE_STARTED else e for e in events]
+        [stay] = experience_of(told).stays
+        assert (stay.zone, stay.market, stay.reclaimed) == (
+            known.get("zone_id"),
+            known.get("market", "spot"),
+            known != real,
+        )
     soon = WALL + 3600
     every = {c.market: c for c in make_plan(config(), now_utc=soon, experience=recall(store)).ranked}
     assert every["spot"].hazard_per_hour > 100 * one.chosen.hazard_per_hour
@@ -204,5 +214,10 @@ def test_the_two_questions_of_a_script():
     halfway = WALL + 10 + 1800
     dearer = SpotRecord(**where, usd_per_hour=Decimal("0.82492"), at=halfway)
     assert float(get_accumulated_cost(events, history=[dearer])) == pytest.approx(1.5 * float(flat), rel=1e-3)
+    named = job(replace(one, ranked=(replace(one.chosen, zone="us-east-1a"),)), steps=7200, speed=0.5, reclaimed=False)
+    assert get_accumulated_cost(named, history=[dearer]) == get_accumulated_cost(events, history=[dearer])
+    nowhere = job(one, steps=7200, speed=0.5, reclaimed=False)  # the static table knows regions only
+    with pytest.raises(ReportError, match="no price of g5"):
+        get_accumulated_cost(nowhere, history=[dearer])
     with pytest.raises(ReportError, match="no events"):
         get_accumulated_cost([])

@@ -124,6 +124,27 @@ def test_planted_discrepancies_are_named(tmp_path: Path) -> None:
     assert kinds(wrong) == [("wrong type", "i-one"), ("wrong market", "i-one")]
 
 
+def test_a_bill_at_another_price_does_not_agree(tmp_path: Path) -> None:
+    events, [one, two] = two_instances()
+    found = reconciled(events, [replace(one, usd_per_hour=lambda at: 7.2), two], tmp_path)
+    assert kinds(found) == [("wrong price", "i-one")] and not found.agrees
+    assert "at the prices on record it would be $" in found.findings[0].words
+
+
+def test_a_machine_that_was_up_for_hours_before_the_job_was_not_booting(tmp_path: Path) -> None:
+    events = [plan_event(3.6), *node(1, 40_000.0, 7000.0, "i-one", uptime=36_000.0)]
+    life = {"start": WALL + 4000.0, "end": WALL + 47_000.0}
+    found = reconciled(events, [Instance(instance_id="i-one", usd_per_hour=lambda at: 3.6, tags=TAG, **life)], tmp_path)
+    boot = sum(part.usd for part in found.parts if part.cause == "boot time")
+    assert boot <= Decimal("0.6") and found.account.billed["i-one"].elsewhere_usd > 30
+
+
+def test_a_tag_with_an_apostrophe_hides_no_other(tmp_path: Path) -> None:
+    events, instances = two_instances()
+    named = [replace(instance, tags={"owner": "O'Brien", **TAG}) for instance in instances]
+    assert reconciled(events, named, tmp_path, second_generation=True).findings == ()
+
+
 def test_an_instance_that_lived_on_is_not_explained_away(tmp_path: Path) -> None:
     events, [one, two] = two_instances()
     found = reconciled(events, [one, replace(two, end=two.end + 1200.0)], tmp_path)

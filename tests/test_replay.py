@@ -71,6 +71,21 @@ def test_a_run_predicts_itself(kills: list[float], interval: int) -> None:
     assert found["what_if"]["usd"] == found["predicted"]["usd"]
 
 
+def test_a_job_that_stopped_as_meant_and_went_on_predicts_itself() -> None:
+    first, second = GangLog(1, 0.0, [[0], [1]]), GangLog(2, 5000.0, [[0], [1]], (300, 1))
+    for gang, start, steps, outcome in ((first, 20.0, (1, 300), "budget"), (second, 220.0, (301, 350), "completed")):
+        began = gang.now
+        gang.phase("startup", start)
+        gang.steps(*steps, useful_step=1.0)
+        gang.commit(steps[1])
+        gang.outcome(outcome)
+        gang.phase("shutdown", 3.0)
+        gang.ended(outcome, gang.now - began)
+    found = replay([plan_event(), *first.events, *second.events])
+    assert abs(found["predicted"]["error_share"]) < 0.02
+    assert (found["predicted"]["interruptions"], found["predicted"]["redone_steps"]) == (0, 0)
+
+
 @pytest.mark.parametrize(("ran", "asked"), [(50, 10), (10, 50), (100, 20), (20, 60)])
 def test_a_run_predicts_another_interval_with_the_same_kills(ran: int, asked: int) -> None:
     """The run that was asked about is made too, with other step times, and costs what the replay said.

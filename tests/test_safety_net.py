@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from cost.policy import policies
 from cost.policy.interface import Action, Run, State, Wait
 from cost.policy.net import SafetyNet
-from cost.simulate.engine import simulate
+from cost.simulate.engine import first_state, simulate
 from cost.simulate.job import Job, Reality
 from cost.simulate.rules import RULES
 from cost.simulate.run import run_job
@@ -144,3 +145,20 @@ def test_a_refusal_shows_its_arithmetic() -> None:
     assert result.outcome is None
     assert result.refusal is not None
     assert "4.00 h of work + 0.25 h changeover" in result.refusal.message
+
+
+class Starts:
+    """Asks for the first spot pool, whatever is seen."""
+
+    def decide(self, state: State) -> Action:
+        return Run(state.pools[0].id)
+
+
+@pytest.mark.parametrize(("reserve", "lets"), [(1.0, True), (0.99, False)])
+def test_a_start_that_may_be_refused_leaves_the_price_of_finishing_on_demand(reserve: float, lets: bool) -> None:
+    """A changeover below the tick and cheap spot: a start that succeeds is the cheap course, a refused one not."""
+    here = World(("us-x-1a",), ("us-x-1",), np.zeros((1, 40), bool), np.full((1, 40), 0.1), 3.0, np.full(40, 0.5))
+    state = first_state(here, Job(4.0, 15.0, 0.1), RULES["sees-all"])
+    left = replace(state, budget_usd=(4.0 + 0.1 + 0.5) * 3.0 * reserve)
+    answer = SafetyNet(Starts()).decide(left)
+    assert isinstance(answer, Run) and (answer.pool == state.pools[0].id) is lets

@@ -17,8 +17,8 @@ from cost.simulate.engine import simulate
 from cost.simulate.job import Job, Outcome, Reality
 from cost.simulate.optimum import optimum_usd
 from cost.simulate.rules import ENACTABLE, PUBLISHED, SEES_ALL, Billing, Information, Rules
-from cost.simulate.traces import read_trace
-from cost.simulate.world import Distances, World, world_of_events
+from cost.simulate.traces import Trace, read_trace
+from cost.simulate.world import Distances, World, world_of, world_of_events
 
 # Read here: tests run without variables of ours.
 PER_SECOND = Rules("per second, sees all", Information.ALL, Billing.PER_SECOND, 0, None)
@@ -99,6 +99,17 @@ def test_a_preemption_redoes_what_was_not_committed_and_a_drain_commits() -> Non
     assert (lost.redone_hours, lost.finished_hours, lost.preemptions) == (1.0, 5.0, 1)
     left = simulate(world("11111111"), job, PUBLISHED, Script(Run("us-x-1a/spot"), Wait(), Run("us-x-1a/spot")))
     assert (left.redone_hours, left.finished_hours) == (0.0, 4.0)
+
+
+@pytest.mark.parametrize("tick", [0.01, 0.02, 0.05])
+def test_a_drain_takes_its_time_however_short_the_ticks(tick: float) -> None:
+    class Moves:
+        def decide(self, state: State) -> Action:
+            return Run(state.pools[0 if state.now_hours < 0.495 else 1].id)
+
+    always = "1" * round(4 / tick)
+    outcome = simulate(world(always, always, tick=tick), Job(1.0, 4.0, 0.1), ENACTABLE, Moves())
+    assert outcome.finished_hours == pytest.approx(1.0 + 2 * 0.1 + 2 / 60) == pytest.approx(outcome.spot_usd)
 
 
 def test_a_refused_start_costs_its_tick_and_nothing_else_and_what_is_named_next_is_tried() -> None:
@@ -198,6 +209,24 @@ def test_the_command_says_what_it_assumed_and_what_is_wrong(tmp_path: Path, caps
     assert turned[0]["on_demand_usd"] > 0 == document["rows"][0]["on_demand_usd"]
     assert main([*command[:4], "no_such", *command[5:]]) == 2
     assert "no policy 'no_such'; there are " in capsys.readouterr().err
+    assert document["prices"] == "spot constant (list price of a V100, 2023), on-demand list price of a V100, 2023"
+    assert main([*command, "--spot-usd-per-hour", "0", "--json"]) == 0, "a price that is stated is not replaced"
+    assert json.loads(capsys.readouterr().out)["rows"][0]["usd"] == 0
+    (tmp_path / "us-east-1a_v100_2.json").write_text(json.dumps(trace))
+    for extra, told in (
+        ([], "zone us-east-1a is there more than once"),
+        (["--start-hours", "-5"], "--start-hours -5.0: expected"),
+        (["--work-hours", "nan"], "--work-hours nan: expected"),
+    ):
+        assert main([*command, *extra]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_gang_needs_traces_that_count() -> None:
+    trace = Trace("us-east-1a", "us-east-1", "us-east-1a", 60.0, np.array([1, 1]), "preempted", True)
+    for nodes, told in ((4, "needs counts of machines; us-east-1a: 'preempted'"), (0, "expected at least 1")):
+        with pytest.raises(SimulationError, match=told):
+            world_of([trace], nodes=nodes)
 
 
 def test_a_world_that_ends_too_soon_is_refused() -> None:

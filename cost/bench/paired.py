@@ -28,9 +28,10 @@ def paired(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], 
     sums = np.zeros(_RESAMPLES)
     for row in differences:
         length = len(row)
-        blocks = -(-length // max(1, block))
+        width = min(max(1, block), length)
+        blocks = -(-length // width)
         begins = generator.integers(0, length, size=(_RESAMPLES, blocks))
-        index = (begins[:, :, None] + np.arange(max(1, block))[None, None, :]).reshape(_RESAMPLES, -1)[:, :length]
+        index = (begins[:, :, None] + np.arange(width)[None, None, :]).reshape(_RESAMPLES, -1)[:, :length]
         sums += row[index % length].sum(axis=1)
     means = sums / sum(len(row) for row in differences)
     low, high = np.quantile(means, [0.025, 0.975])

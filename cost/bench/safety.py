@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cost.bench.jobs import Case, Figure
+from cost.errors import SimulationError
 from cost.simulate.job import Job, Reality
 
 _SEED = 20230803
@@ -43,6 +44,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from cost.policy import policies
 
     names = tuple(policies()) if arguments.policies is None else tuple(arguments.policies.split(","))
+    if missing := [name for name in names if name not in policies()]:
+        raise SimulationError(f"no policy {', '.join(missing)}; there are {', '.join(policies())}")
     document: dict[str, Any] = {"kind": "simulated", "on": "V100, 2023"}
     began = time.perf_counter()
     cases = list(random_cases(arguments.data, names, arguments.jobs))

@@ -12,7 +12,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from cost.generations import Generation, read_generations
-from infra.events import GENERATION_STARTED, NOTICE, PLAN, STEP, EndReason, Event
+from infra.events import GENERATION_STARTED, NODE_STARTED, NOTICE, PLAN, STEP, EndReason, Event
 from infra.ledger_classes import LedgerClass
 
 SCHEMA = 1
@@ -96,17 +96,20 @@ def experience_of(events: Sequence[Event]) -> JobExperience:
 
 def _stay(chosen: dict[str, Any], generation: Generation, events: Sequence[Event]) -> Stay:
     """A notice, or a node that was gone without a word, is the pool's doing; a rank's death or a user's stop is not."""
+    machine = next((event.data for event in events if event.name == NODE_STARTED), {})
+    zone = chosen.get("zone")  # an id, or a name where prices have no ids
+    market = machine.get("market") or chosen["market"]  # a queue may have fallen back to on-demand
     noticed = any(event.name == NOTICE for event in events)
     lost = generation.reason in (EndReason.NODE_LOST, None)
     return Stay(
         instance_type=chosen["instance_type"],
         nodes=_started(events, "nodes", chosen["nodes"]),
-        market=chosen["market"],
+        market=market,
         region=chosen.get("region"),
-        zone=chosen.get("zone"),
+        zone=zone if zone and zone == machine.get("zone") else machine.get("zone_id") or zone,
         ended_utc=generation.ended_wall,
         hours=(generation.ended_wall - generation.started_wall) / 3600,
-        reclaimed=chosen["market"] == "spot" and generation.unplanned and (noticed or lost),
+        reclaimed=market == "spot" and generation.unplanned and (noticed or lost),
     )
 
 

@@ -8,10 +8,11 @@ import json
 import sys
 from typing import Any
 
-from cost.errors import ReportError
+from cost.errors import CostError, ReportError
 from cost.jobs.find import known_job_names, read_job
 from cost.jobs.table import COLUMNS, as_row, render_table
 from cost.report import RunReport, build_report
+from infra.errors import InfraError
 
 
 def add_command(commands: Any) -> None:
@@ -34,7 +35,7 @@ def _report(arguments: argparse.Namespace) -> int:
     jobs = arguments.job or known_job_names()
     if not jobs:
         raise ReportError("no job is known to this machine; name one, or say where with --store")
-    reports = [build_report(read_job(job, arguments.store)) for job in jobs]
+    reports = _reports(jobs, arguments.store, all_must=bool(arguments.job))
     if arguments.csv:
         writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -47,6 +48,21 @@ def _report(arguments: argparse.Namespace) -> int:
     else:
         print(render_table(reports))
     return 0
+
+
+def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunReport]:
+    """all_must: a job that cannot be read is an error; else it is named, and the others are reported."""
+    found = []
+    for job in jobs:
+        try:
+            found.append(build_report(read_job(job, store)))
+        except (CostError, InfraError) as error:
+            if all_must:
+                raise
+            print(f"{job} is left out: {' '.join(str(error).split())}", file=sys.stderr)
+    if not found:
+        raise ReportError("none of the jobs that this machine knows can be read")
+    return found
 
 
 def _print_one(report: RunReport, *, configuration: bool) -> None:

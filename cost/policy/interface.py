@@ -63,7 +63,7 @@ class State:
     current: str | None
     """The pool whose machines run (or start up) now; None if there are none."""
     startup_left_hours: float
-    """Of the current pool: hours until it does useful work."""
+    """Of the current pool: hours until it does useful work; without one, what is left of a drain."""
     spent_usd: float
     budget_usd: float
     """`math.inf` without a budget."""

@@ -149,7 +149,10 @@ def _can_start(state: State, pool: PoolView) -> bool:
     lost = _leaving_hours(state) + state.changeover_hours + pool.transfer_hours + state.tick_hours
     reserve = state.on_demand_delay_hours + state.changeover_hours + transfer + max(redone, state.drain_hours)
     held = max(state.tick_hours, 1 / 60) + state.drain_hours
-    usd = _leaving_usd(state) + pool.egress_usd + held * pool.usd_per_hour + finish_usd
+    started_usd = pool.egress_usd + held * pool.usd_per_hour + finish_usd
+    # A refused start pays nothing and does nothing: dearer than one that does cheap work in its first tick.
+    refused_usd = _fallback(state, state.work_left_hours, None)[1]
+    usd = _leaving_usd(state) + max(started_usd, refused_usd)
     return _in_time(state, lost + reserve + state.work_left_hours) and _in_budget(state, usd)
 
 
@@ -175,7 +178,7 @@ def _can_probe(state: State, probes: tuple[str, ...]) -> bool:
 
 
 def _leaving_hours(state: State) -> float:
-    return 0.0 if state.current is None else state.drain_hours
+    return state.startup_left_hours if state.current is None else state.drain_hours
 
 
 def _leaving_usd(state: State) -> float:

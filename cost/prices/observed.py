@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from cost.errors import PriceError
 from cost.prices.history import SpotRecord
 from cost.prices.recorded import read_recording
 from infra.config.schema import CostConfig
@@ -22,7 +23,8 @@ def observed_pools(
     """The spot price changes since the plan was made, of its chosen type in each zone of the regions that may be used.
 
     plan: as in the `plan` event. Empty for the static table, which knows of no change, and for a plan without a pool.
-    Asks AWS, within the deadline of live prices, where `cost.prices` is live. Raises PriceError for a bad file.
+    Asks AWS, within the deadline of live prices, where `cost.prices` is live. Raises PriceError for a bad file, and
+    where the region of the plan's pool does not answer.
     """
     chosen = plan.get("chosen")
     if not chosen or cost.prices == "static":
@@ -34,6 +36,8 @@ def observed_pools(
     from cost.prices.live import ask
 
     answers = ask(cost.regions, [kind], now_utc=now_utc, since_utc=since, client=client)
+    if not answers.answered or chosen.get("region") in answers.failed:
+        raise PriceError("; ".join(dict.fromkeys(answers.failed.values())))
     found = [record for answer in answers.answered.values() for record in answer.records]
     return _pools(found, kind, since, now_utc, "live")
 

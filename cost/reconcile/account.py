@@ -9,7 +9,7 @@ from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
-from cost.instances import by_instance
+from cost.instances import LONGEST_IDLE_SECONDS, by_instance
 from cost.ledger import NodeBill, fold
 from cost.pricing import SIMULATED
 from cost.reconcile.bill import BillLine, tag_key
@@ -24,8 +24,8 @@ _HOUR = 3600.0
 class Metered:
     """One instance in the job's events. seconds, usd: of its nodes, pauses and minimum charge included.
 
-    uptime_seconds: between its boot and its first node. machine: what the agent knew. start, end: Unix time.
-    lost_ends: nodes whose end was not recorded.
+    machine: what the agent knew. start, end: Unix time. lost_ends: nodes whose end was not recorded.
+    usd_per_hour: the lowest and the highest price on record from its boot to its end.
     """
 
     instance_id: str
@@ -36,10 +36,12 @@ class Metered:
     seconds: float
     usd: Decimal
     lost_ends: int
+    usd_per_hour: tuple[Decimal, Decimal]
 
     @property
-    def uptime_seconds(self) -> float:
-        return float(self.machine.get("uptime_seconds") or 0.0)
+    def boot_seconds(self) -> float:
+        """Between its boot and its first node; of an instance that was up for longer the rest was not for this job."""
+        return _boot_seconds(self.machine)
 
 
 @dataclass(kw_only=True)
@@ -138,7 +140,7 @@ def _take(account: Account, line: BillLine) -> None:
 
 def _in_its_hours(line: BillLine, mine: Metered) -> bool:
     """From the hour of its boot to the one after the job left it: an instance ends a while after its work."""
-    born = mine.start - mine.uptime_seconds
+    born = mine.start - mine.boot_seconds
     return line.end > born and line.start < (math.floor(mine.end / _HOUR) + 2) * _HOUR
 
 
@@ -148,17 +150,25 @@ def _metered(bills: Sequence[NodeBill]) -> dict[str, Metered]:
     for instance_id, nodes in by_instance([bill.node for bill in bills]).items():
         mine = [of_node[id(node)] for node in nodes]
         pool = mine[0].price.pool
+        start, end = nodes[0].started_wall, max(node.ended_wall for node in nodes)
+        since = start - _boot_seconds(nodes[0].machine)
+        bounds = [bill.price.curve.bounds(since, end) for bill in mine]
         found[instance_id] = Metered(
             instance_id=instance_id,
             machine=nodes[0].machine,
             market=str(nodes[0].machine.get("market") or (pool.market if pool else "")),
-            start=nodes[0].started_wall,
-            end=max(node.ended_wall for node in nodes),
+            start=start,
+            end=end,
             seconds=sum(_seconds(bill) for bill in mine),
             usd=sum((bill.usd for bill in mine), Decimal(0)),
             lost_ends=sum(not node.measured for node in nodes),
+            usd_per_hour=(min(low for low, _ in bounds), max(high for _, high in bounds)),
         )
     return found
+
+
+def _boot_seconds(machine: dict[str, Any]) -> float:
+    return min(float(machine.get("uptime_seconds") or 0.0), LONGEST_IDLE_SECONDS)
 
 
 def _seconds(bill: NodeBill) -> float:

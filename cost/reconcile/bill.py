@@ -182,8 +182,10 @@ def _tags(row: Mapping[str, Any], column: str) -> dict[str, str]:
         tag_key(found.group(1)): str(row[name]) for name in row if (found := _TAG.match(name)) and _of(row, (name,))
     }
     if column.startswith("{"):
-        with contextlib.suppress(ValueError):
-            tags |= {tag_key(key): str(value) for key, value in json.loads(column.replace("'", '"')).items()}
+        # Some writers put single quotes; a value such as O'Brien is no reason to turn those of a proper map.
+        for text in (column, column.replace("'", '"')):
+            with contextlib.suppress(ValueError):
+                return tags | {tag_key(key): str(value) for key, value in json.loads(text).items()}
     elif column.startswith("["):  # a map as pandas reads it: a list of pairs
         tags |= {tag_key(key): value for key, value in re.findall(r"\('([^']+)', '([^']*)'\)", column)}
     return tags

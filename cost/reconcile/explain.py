@@ -129,7 +129,7 @@ def _parts(metered: Metered, billed: Billed) -> Iterator[Part]:
     if beyond < 0:
         yield part(UNEXPLAINED, own_rate * _decimal(beyond), f"{-beyond:,.0f} s metered and not billed")
         return
-    boot = min(beyond, metered.uptime_seconds)
+    boot = min(beyond, metered.boot_seconds)
     yield part("boot time", rate * _decimal(boot), f"{boot:,.0f} s from the instance's boot to the first agent")
     beyond -= boot
     # Where the events know no uptime, the ledger may have counted too little to see the minimum.
@@ -165,7 +165,8 @@ def _findings(account: Account) -> Iterator[Finding]:
         if billed is None or not billed.seconds:
             yield _not_billed(account, metered)
             continue
-        yield from _contradictions(metered, billed)
+        contradictions = list(_contradictions(metered, billed))
+        yield from contradictions or _wrong_price(metered, billed)
         if account.job not in billed.tags:
             found = f"the value {', '.join(sorted(billed.tags))}" if billed.tags else "no value"
             words = f"its tag {account.job_tag} has {found}: cost allocation by tag misses it"
@@ -185,6 +186,19 @@ def _contradictions(metered: Metered, billed: Billed) -> Iterator[Finding]:
         if known and said and known not in said:
             words = f"billed in {', '.join(sorted(said))}, the events say {known}"
             yield Finding(kind=kind, resource=metered.instance_id, usd=billed.usd, words=words)
+
+
+def _wrong_price(metered: Metered, billed: Billed) -> Iterator[Finding]:
+    """Where no price on record makes the ledger's dollars those of the bill, for its other seconds."""
+    beyond = _decimal(billed.seconds - metered.seconds) / 3600
+    low, high = sorted(metered.usd + beyond * usd for usd in metered.usd_per_hour)
+    apart = max(low - billed.usd, billed.usd - high)
+    if apart > AGREED_SHARE * billed.usd:
+        words = (
+            f"${billed.usd:.4f} billed for {billed.seconds:,.0f} s; at the prices on record it would be ${low:.4f}"
+            + (f" to ${high:.4f}" if high > low else "")
+        )
+        yield Finding(kind="wrong price", resource=metered.instance_id, usd=billed.usd, words=words)
 
 
 def _not_billed(account: Account, metered: Metered) -> Finding:

@@ -1,9 +1,9 @@
 """Run a finished run again on paper: its own interruptions at their moments, with another price, speed or interval.
 
-A generation that was cut short lives as long as it did; within it steps take what they took in it on the mean, with a
-save each `interval` steps, and what came after the last durable one is done again by the next. The last recorded
-generation lives until the work is done. Wall time between generations is as it was. Where an interruption falls beside
-the moment of a save, it may come out either way.
+A generation that ended before the work was done lives as long as it did; within it steps take what they took in it on
+the mean, with a save each `interval` steps. If it was cut short, what came after the last durable one is done again by
+the next. The last recorded generation lives until the work is done. Wall time between generations is as it was. Where
+an interruption falls beside the moment of a save, it may come out either way.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def answer(facts: Facts, ask: Question) -> Answer:
         at = life.begin if previous is None else at + max(0.0, life.begin - previous.begin - previous.seconds)
         step = (life.step_seconds or facts.step_seconds) if ask.interruptions else facts.step_seconds
         step /= ask.speed
-        if not (life.cut and ask.interruptions) or number == len(facts.lives) - 1:
+        if not ask.interruptions or number == len(facts.lives) - 1:
             end = run.pay(at, life.start + _rest(run, step) + facts.shutdown)
             run.done = facts.steps
             break
@@ -100,9 +100,9 @@ def _rest(run: _Run, step: float) -> float:
 
 
 def _cut_short(run: _Run, begin: float, life: Life, step: float) -> float:
-    """One generation up to its interruption, or to the end of the work where that comes first; returns its end."""
+    """One generation up to its recorded end, or to the end of the work where that comes first; returns its end."""
     facts, ask = run.facts, run.ask
-    working = max(0.0, life.seconds - life.tail - life.start)
+    working = max(0.0, life.seconds - life.tail - life.start - (0.0 if life.cut else life.shutdown))
     cycle = ask.interval_steps * step + facts.stall_seconds
     left = facts.steps - run.done
     needed = left * step + -(-left // ask.interval_steps) * facts.stall_seconds
@@ -113,9 +113,10 @@ def _cut_short(run: _Run, begin: float, life: Life, step: float) -> float:
     cycles, rest = divmod(working, cycle) if cycle > 0 else (0.0, 0.0)
     taken = int(cycles) * ask.interval_steps + min(ask.interval_steps, int(rest / step) if step > 0 else 0)
     durable = int(max(0.0, working - facts.durable_seconds) / cycle) if cycle > 0 else 0
-    kept = min(durable * ask.interval_steps, taken, left)
+    # An end that was meant (a budget, a deadline) saves before it, and nothing is done again.
+    kept = min(durable * ask.interval_steps if life.cut else taken, taken, left)
     run.saves += int(cycles)
     run.redone += min(taken, left) - kept
     run.done += kept
-    run.cuts += 1
+    run.cuts += life.cut
     return run.pay(begin, life.seconds)

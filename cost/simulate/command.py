@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,12 @@ from cost.errors import SimulationError
 if TYPE_CHECKING:
     from cost.simulate.traces import Trace
     from cost.simulate.world import World
+
+
+_NOT_BELOW_0 = (
+    *("work_hours", "deadline_hours", "changeover_hours", "probe_hours", "start_hours", "checkpoint_gb"),
+    *("budget_usd", "spot_usd_per_hour", "on_demand_usd_per_hour"),
+)
 
 
 def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,9 +60,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
         raise SimulationError(f"no policy {arguments.policy!r}; there are {', '.join(known)}")
     if arguments.rules not in RULES:
         raise SimulationError(f"no rules {arguments.rules!r}; there are {', '.join(RULES)}")
-    for name in ("work_hours", "deadline_hours", "changeover_hours", "probe_hours"):
-        if getattr(arguments, name) < 0:
-            raise SimulationError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: below 0")
+    for name in _NOT_BELOW_0:
+        value = getattr(arguments, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise SimulationError(f"--{name.replace('_', '-')} {value}: expected a number from 0 on")
     traces, world = _world(arguments)
     rules = RULES[arguments.rules]
     if rules.probe_hours is not None:
@@ -76,16 +84,26 @@ def _world(arguments: argparse.Namespace) -> tuple[list[Trace], World]:
         traces,
         prices=None if arguments.prices is None else read_prices(arguments.prices),
         nodes=arguments.nodes,
-        spot_usd_per_hour=arguments.spot_usd_per_hour or worlds.V100_SPOT_USD_PER_HOUR,
-        on_demand_usd_per_hour=arguments.on_demand_usd_per_hour or worlds.V100_ON_DEMAND_USD_PER_HOUR,
+        spot_usd_per_hour=_stated(arguments.spot_usd_per_hour, worlds.V100_SPOT_USD_PER_HOUR),
+        on_demand_usd_per_hour=_stated(arguments.on_demand_usd_per_hour, worlds.V100_ON_DEMAND_USD_PER_HOUR),
         distances=worlds.Distances(arguments.checkpoint_gb),
     )
     return traces, world if arguments.zones is None else world.only(arguments.zones.split(","))
 
 
-def _rows(arguments: argparse.Namespace, world: World, rules: Any, factory: Any) -> list[dict[str, Any]]:
-    import math
+def _stated(usd_per_hour: float | None, otherwise: float) -> float:
+    return otherwise if usd_per_hour is None else usd_per_hour
 
+
+def _prices(arguments: argparse.Namespace) -> str:
+    """What the dollars are made of: a price that nobody stated is said to be that of a V100 in 2023."""
+    usual = "list price of a V100, 2023"
+    spot = "as stated" if arguments.spot_usd_per_hour is not None else usual
+    demand = "as stated" if arguments.on_demand_usd_per_hour is not None else usual
+    return f"spot {'recorded' if arguments.prices else f'constant ({spot})'}, on-demand {demand}"
+
+
+def _rows(arguments: argparse.Namespace, world: World, rules: Any, factory: Any) -> list[dict[str, Any]]:
     from cost.simulate.job import Job
     from cost.simulate.optimum import optimum_usd
     from cost.simulate.run import run_job
@@ -146,15 +164,21 @@ def _document(
         "rules": rules,
         "zones": list(world.zones),
         "values": ", ".join(polarity),
-        "prices": "recorded" if arguments.prices else "constant",
+        "prices": _prices(arguments),
         "jobs": len(rows),
         "refused": len(rows) - len(done),
         "missed": sum(row["missed"] for row in done),
         "over_budget": sum(row["over_budget"] for row in done),
         "mean_usd": statistics.fmean(row["usd"] for row in done) if done else None,
-        "mean_optimum_usd": statistics.fmean(row["optimum_usd"] or 0.0 for row in done) if done else None,
+        "mean_optimum_usd": _mean([row["optimum_usd"] for row in done]),
         "rows": rows,
     }
+
+
+def _mean(usd: list[float | None]) -> float | None:
+    """None where one of them is not known: a mean of the others would be that of other jobs."""
+    known = [value for value in usd if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(usd) else None
 
 
 def _text(document: dict[str, Any]) -> str:
@@ -175,6 +199,7 @@ def _text(document: dict[str, Any]) -> str:
             f"{row['preemptions']:5d}  {'LATE' if row['missed'] else 'no'}"
         )
     if document["mean_usd"] is not None:
-        lines.append(f"{'mean':>8}  {document['mean_usd']:9.2f}  {document['mean_optimum_usd']:9.2f}")
+        best = document["mean_optimum_usd"]
+        lines.append(f"{'mean':>8}  {document['mean_usd']:9.2f}  {'-' if best is None else f'{best:.2f}':>9}")
     lines.append(f"{document['jobs']} jobs, {document['refused']} refused, {document['missed']} late")
     return "\n".join(lines)

@@ -62,6 +62,8 @@ class _Simulation:
         self.current: int | None = None
         self.work_left, self.uncommitted, self.useful = job.work_hours, 0.0, 0.0
         self.startup_left = self.delay_left = self.stated_left = self.held = 0.0
+        # Of a drain that is longer than its tick, what the next ticks still have of it.
+        self.draining = 0.0
 
     def run(self) -> Outcome:
         self.look_at_all(0)
@@ -140,7 +142,7 @@ class _Simulation:
             tick_hours=self.longest_tick,
             pools=tuple(self.views),
             current=None if self.current is None else self.names[self.current],
-            startup_left_hours=self.startup_left + self.stated_left,
+            startup_left_hours=self.startup_left + self.stated_left + self.draining,
             spent_usd=self.outcome.usd,
             budget_usd=self.job.budget_usd,
             checkpoint_region=self.home or "",
@@ -237,6 +239,9 @@ class _Simulation:
 
     def _work(self, tick: int, hours: float, used: float) -> float | None:
         """Bill the tick and do its useful part; returns the hour within the tick at which the job was done."""
+        used += self.draining
+        self.draining = max(0.0, used - hours)
+        used = min(used, hours)
         if self.current is None:
             self.outcome.waited_hours += hours - used
             return None

@@ -89,6 +89,7 @@ class World:
 
     def only(self, zones: Sequence[str]) -> World:
         """The same world with these zones alone, in this order. Raises SimulationError for a zone it does not have."""
+        _distinct(zones)
         missing = [zone for zone in zones if zone not in self.zones]
         if missing:
             raise SimulationError(f"no trace of zone {', '.join(missing)}; there are {', '.join(self.zones)}")
@@ -118,6 +119,14 @@ def world_of(
     """
     if not traces:
         raise SimulationError("no traces, so there is no world to simulate")
+    _distinct([trace.zone for trace in traces])
+    if nodes < 1:
+        raise SimulationError(f"a gang of {nodes} machines: expected at least 1")
+    uncounted = [trace.name for trace in traces if trace.polarity == "preempted"]
+    if nodes > 1 and uncounted:
+        raise SimulationError(
+            f"a gang of {nodes} needs counts of machines; {', '.join(uncounted)}: 'preempted' has none"
+        )
     ticks = min(len(trace.available) for trace in traces)
     price = np.full((len(traces), ticks), spot_usd_per_hour * nodes)
     for row, trace in enumerate(traces):
@@ -136,6 +145,13 @@ def world_of(
         tick_hours=np.full(ticks, traces[0].gap_seconds / 3600),
         distances=distances or Distances(),
     )
+
+
+def _distinct(zones: Sequence[str]) -> None:
+    """Raises SimulationError for two pools of one name: what a policy chose would not be what it gets."""
+    twice = sorted({zone for zone in zones if zones.count(zone) > 1})
+    if twice:
+        raise SimulationError(f"zone {', '.join(twice)} is there more than once; one trace for each zone")
 
 
 def world_of_events(
