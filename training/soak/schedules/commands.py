@@ -82,7 +82,7 @@ def preload() -> None:
 def play_all(seeds: list[int], folder: str, workers: int) -> list[Outcome]:
     """All seeds, in small lots, so that no worker waits for another's last one."""
     lots = [seeds[start : start + _LOT] for start in range(0, len(seeds), _LOT)]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=10) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         found = pool.map(play_seeds, lots, [folder] * len(lots))
         outcomes: list[Outcome] = []
         for lot in found:
