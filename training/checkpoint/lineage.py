@@ -60,6 +60,11 @@ def open_generation(job_store: Store, *, run: str, attempt: int, parent: str | N
     """
     number = newest_number(job_store, near=_seen_number(job_store)) + 1
     chosen = _sound_parent(job_store) if parent is None else _given_parent(job_store, parent)
+    if chosen is None and next(_commit_pages(job_store), None):
+        print(
+            f"checkpoint: WARNING: none of the commits of {job_store.uri} can be restored: start from nothing",
+            file=sys.stderr,
+        )
     generation = Generation(number, secrets.token_hex(4), chosen and chosen.key, chosen.step if chosen else 0)
     record = {
         "version": VERSION,

@@ -115,12 +115,12 @@ def _save(
     try:
         saver.save(step, model, optimizer, {"generation": generation, "step": step})
         report("saving", step=step, uploader=saver.uploader_pid)
-        blocked = time.monotonic()
+        began = time.monotonic()  # until here it may have waited for the save before, which has a deadline of its own
         commit = saver.wait() if awaited else saver.last_commit
         if commit is not None:
             report("committed", key=commit.key)
         if awaited:
-            report("settled", step=step, seconds=time.monotonic() - blocked)
+            report("settled", step=step, seconds=time.monotonic() - began)
     except GenerationSuperseded as error:
         report("superseded", step=step, message=str(error))
         raise

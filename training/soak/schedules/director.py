@@ -196,6 +196,8 @@ class Director:
                     if not frozen:
                         self._oracle.settled(f"generation {number}, {rank.name}", report)
             self._oracle.restored(gang.opened, [report for rank in gang.ranks for report in rank.all("restored")])
+            if _nothing_verified(gang):
+                self._oracle.rejected |= set(gang.opened["candidates"]) if self._oracle.hurt_readers else set()
             self._oracle.afresh(gang.opened, sum(len(rank.all("afresh")) for rank in gang.ranks))
 
     def _take_rot(self) -> None:
@@ -205,7 +207,7 @@ class Director:
 
     def _expect_success(self, gang: Gang) -> None:
         errors = [report for rank in gang.ranks for report in rank.all("error")]
-        if self._oracle.rotten and any("commits verifies" in error["message"] for error in errors):
+        if self._oracle.rotten and _nothing_verified(gang):
             self._count("ends with all commits spoilt")  # said loudly, which is all that can be done
             return
         for rank in gang.ranks:
@@ -256,3 +258,8 @@ class Director:
     def _count(self, what: str, times: int = 1) -> None:
         if times:
             self.tally[what] = self.tally.get(what, 0) + times
+
+
+def _nothing_verified(gang: Gang) -> bool:
+    """Whether a rank ended because it found every commit bad, and said so."""
+    return any("commits verifies" in report["message"] for rank in gang.ranks for report in rank.all("error"))
