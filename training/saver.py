@@ -72,6 +72,10 @@ class NoSaver:
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         return None
 
+    def restore(self, candidates: list[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing was saved that could come back."""
+        return None
+
     def before_step(self) -> None:
         return None
 
