@@ -1,1 +1,1 @@
-"""Money, as pure functions over events, prices and traces: catalogue, fit, plan, ledger and report."""
+"""Money, as pure functions over events, prices and traces: what a job should cost, what it did, and what if."""

@@ -58,13 +58,12 @@ def open_generation(job_store: Store, *, run: str, attempt: int, parent: str | N
     parent: start from this commit instead (a rewind: what came after it no longer counts). To be called by one
     process per start. Raises TwoLaunchers when another opened the same number meanwhile, after withdrawing its own.
     """
-    number = newest_number(job_store, near=_seen_number(job_store)) + 1
+    seen = _seen_number(job_store)
+    number = newest_number(job_store, near=seen) + 1
     chosen = _sound_parent(job_store) if parent is None else _given_parent(job_store, parent)
-    if chosen is None and next(_commit_pages(job_store), None):
-        print(
-            f"checkpoint: WARNING: none of the commits of {job_store.uri} can be restored: start from nothing",
-            file=sys.stderr,
-        )
+    if chosen is None and seen:
+        told = f"none of the commits of {job_store.uri} can be restored: start from nothing"
+        print(f"checkpoint: WARNING: {told}", file=sys.stderr, flush=True)
     generation = Generation(number, secrets.token_hex(4), chosen and chosen.key, chosen.step if chosen else 0)
     record = {
         "version": VERSION,

@@ -196,8 +196,8 @@ class Director:
                     if not frozen:
                         self._oracle.settled(f"generation {number}, {rank.name}", report)
             self._oracle.restored(gang.opened, [report for rank in gang.ranks for report in rank.all("restored")])
-            if _nothing_verified(gang):
-                self._oracle.rejected |= set(gang.opened["candidates"]) if self._oracle.hurt_readers else set()
+            if self._oracle.hurt_readers and _nothing_verified(gang):
+                self._oracle.rejected |= set(gang.opened["candidates"])
             self._oracle.afresh(gang.opened, sum(len(rank.all("afresh")) for rank in gang.ranks))
 
     def _take_rot(self) -> None:
