@@ -66,10 +66,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from cost.jobs.find import read_job
-    from cost.plan import make_plan
-    from cost.plan_text import render_plan
+    from cost.plan.plan import make_plan
+    from cost.plan.plan_text import render_plan
+    from cost.plan.progress import progress_of
     from cost.prices.source import open_prices
-    from cost.progress import progress_of
     from infra.config.load import load_config
     from infra.config.problems import ConfigError
 

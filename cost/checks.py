@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from cost.candidates import NO_SPOT_PRICE
 from cost.catalogue import load_catalogue
 from cost.errors import PriceError
-from cost.plan import Plan, make_plan
+from cost.plan.candidates import NO_SPOT_PRICE
+from cost.plan.plan import Plan, make_plan
 from cost.prices.live import ask
 from cost.prices.recorded import RecordedPrices
 from cost.prices.source import NOT_ASKED, open_prices

@@ -14,8 +14,8 @@ from decimal import Decimal
 from typing import Any
 
 from cost.errors import PlanError, ReportError
-from cost.ledger import NodeBill, fold
-from cost.plan import make_plan
+from cost.ledger.ledger import NodeBill, fold
+from cost.plan.plan import make_plan
 from cost.prices.history import SpotRecord
 from cost.prices.quote import PriceSource
 from infra.config.schema import RunConfig
@@ -49,9 +49,9 @@ def get_accumulated_cost(job: str | Sequence[Event], *, history: Iterable[SpotRe
 
     job: its events, or the folder or s3:// URI that they lie below. history: change events of spot prices (as
     `cost.prices.recorded.read_recording` reads them), beside those that the events hold; without any, the plan's price.
-    The total of the ledger (`cost.ledger.fold`) of a job that may still be running: by the second, at least a minute of
-    each instance. Raises ReportError where there are no events or `history` lacks the pool of a spot node, LedgerError
-    for contradictory events, and StoreError.
+    The total of the ledger (`cost.ledger.ledger.fold`) of a job that may still be running: by the second, at least a
+    minute of each instance. Raises ReportError where there are no events or `history` lacks the pool of a spot node,
+    LedgerError for contradictory events, and StoreError.
     """
     events = read_events(Store.open(job, request_timeout_seconds=_REQUEST_SECONDS)) if isinstance(job, str) else job
     if not events:

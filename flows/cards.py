@@ -9,7 +9,8 @@ from typing import Any
 
 from metaflow.cards import Markdown, Table, VegaChart
 
-from cost.figures import (
+from cost.jobs.table import HEADER, kinds_text, table_rows
+from cost.report.figures import (
     GENERATION_HEADER,
     comparison_header,
     comparison_rows,
@@ -18,10 +19,9 @@ from cost.figures import (
     ledger_rows,
     trust_lines,
 )
-from cost.jobs.table import HEADER, kinds_text, table_rows
-from cost.money_rows import CAUSE_HEADER, cause_rows
-from cost.next_step import resume_line
-from cost.report import RunReport
+from cost.report.money_rows import CAUSE_HEADER, cause_rows
+from cost.report.next_step import resume_line
+from cost.report.report import RunReport
 
 
 def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:

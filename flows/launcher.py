@@ -160,8 +160,8 @@ def _this_python() -> str:
 def _tell(job: Job, code: int, started: float) -> int:
     """Print the report, which is rebuilt from the event log when the run died before writing it."""
     from cost.errors import CostError
-    from cost.render_text import render
-    from cost.report import RunReport
+    from cost.report.render_text import render
+    from cost.report.report import RunReport
     from flows.reporting import write_report
 
     job.remember()  # when `start` ran on another machine, this one does not know the job yet

@@ -10,8 +10,8 @@ from cost.errors import CostError, PriceError
 from cost.experience.book import remember
 from cost.jobs import known_job_names, load_report
 from cost.prices.observed import observed_pools
-from cost.render_html import render as render_html
-from cost.report import RunReport, build_report
+from cost.report.render_html import render as render_html
+from cost.report.report import RunReport, build_report
 from flows.job import PROJECT_ROOT, RUNS, Job, write_whole
 from infra.events import PLAN, PRICES, read_events
 from infra.metrics.job import job_page

@@ -119,8 +119,8 @@ def plan_capacity(flow: Any) -> dict:
     capacity cannot be kept.
     """
     from cost.experience.book import recall
-    from cost.plan import make_plan
-    from cost.plan_text import render_plan
+    from cost.plan.plan import make_plan
+    from cost.plan.plan_text import render_plan
     from cost.prices.source import open_prices
 
     job = Job.of(flow, current.run_id)
@@ -144,7 +144,7 @@ def plan_capacity(flow: Any) -> dict:
 def _progress(job: Job) -> Any:
     """How far the job has come, so that only the rest is planned; the whole where no account of it can be made."""
     from cost.errors import CostError
-    from cost.progress import FROM_THE_START, progress_of
+    from cost.plan.progress import FROM_THE_START, progress_of
 
     try:
         return progress_of(read_events(job.store))
@@ -245,8 +245,8 @@ def _gang_spec(flow: Any, this: Any) -> GangSpec:
 def _terms(flow: Any, job: Job) -> dict:
     """The money terms of this attempt: the plan's price, and what all attempts before it have cost."""
     from cost.errors import CostError
-    from cost.ledger import spent_usd, told_threshold
-    from cost.plan import Plan
+    from cost.ledger.ledger import spent_usd, told_threshold
+    from cost.plan.plan import Plan
 
     plan = Plan.from_json(flow.capacity)
     events = read_events(job.store)
@@ -272,8 +272,8 @@ def write_report(flow: Any) -> dict:
 
 def frames(report: dict) -> tuple[Any, Any]:
     """Loss curve and ledger as pandas DataFrames, for notebooks."""
-    from cost.frames import ledger_frame, loss_frame
-    from cost.report import RunReport
+    from cost.report.frames import ledger_frame, loss_frame
+    from cost.report.report import RunReport
 
     run_report = RunReport.from_json(report)
     return loss_frame(run_report), ledger_frame(run_report)

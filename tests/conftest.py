@@ -11,8 +11,10 @@ from hypothesis import settings
 
 from tests.support.swift import swift  # noqa: F401 - one server for all tests that ask for it
 
-# A loaded machine is no failure: what has a time limit has pytest's.
-settings.register_profile("ebbflow", deadline=None)
+# A loaded machine is no failure: what has a time limit has pytest's. One commit gives one result, so examples are not
+# drawn anew in each run; `pytest --hypothesis-profile=explore` looks for new ones.
+settings.register_profile("ebbflow", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
 settings.load_profile("ebbflow")
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cost.ledger import fold, spent_usd, told_threshold
-from cost.report import build_report
+from cost.ledger.ledger import fold, spent_usd, told_threshold
+from cost.report.report import build_report
 from infra.events import BUDGET, COMMIT, NODE_STARTED, PLAN, STEP, Event, EventLog, Origin, read_events
 from infra.layout import job_prefix
 from infra.outcome import Outcome

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
-from cost.plan import make_plan
+from cost.plan.plan import make_plan
 from infra.config import ConfigError, load_config
 from infra.config.json_schema import json_schema, schema_text
 from infra.model_shape import causal_lm_shape

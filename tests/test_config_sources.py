@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cost.render_html import render as render_html
-from cost.render_text import render as render_text
-from cost.report import RunReport, build_report
+from cost.report.render_html import render as render_html
+from cost.report.render_text import render as render_text
+from cost.report.report import RunReport, build_report
 from infra.config import ConfigError, LoadedConfig, RunConfig, load_config
 from infra.config.sources import render_sources, values_with_sources
 from infra.events import CONFIGURED

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cost.catalogue import load_catalogue
-from cost.fit import CONTEXT_BYTES, memory_fit, micro_batch
-from cost.throughput import MFU_PRIOR, NETWORK_EFFICIENCY, PCIE_BYTES_PER_SECOND, Throughput, estimate_throughput
+from cost.plan.fit import CONTEXT_BYTES, memory_fit, micro_batch
+from cost.plan.throughput import MFU_PRIOR, NETWORK_EFFICIENCY, PCIE_BYTES_PER_SECOND, Throughput, estimate_throughput
 from infra.config.schema import FsdpConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from infra.footprint import SMALL_MODEL_BYTES, Gang, host_memory_bytes
 from infra.model_shape import ModelShape, causal_lm_shape

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import cross_entropy
 
-from cost.fit import memory_fit
+from cost.plan.fit import memory_fit
 from infra.config.schema import RunConfig
 from training.workloads.model import CausalLM
 

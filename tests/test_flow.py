@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cost.figures import key_figures
-from cost.report import RunReport
+from cost.report.figures import key_figures
+from cost.report.report import RunReport
 from tests.support.exposition import values
 from tests.support.flow import ROOT, FlowRun, FlowRunner
 

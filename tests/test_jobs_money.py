@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 
 from cost.errors import PriceError, ReportError
-from cost.figures import comparison_rows, key_figures
 from cost.jobs import known_job_names, load_report
 from cost.jobs.table import render_table
-from cost.ledger import fold
-from cost.money_rows import CAUSE_HEADER, cause_rows
+from cost.ledger.ledger import fold
 from cost.prices.aws import Unavailable
 from cost.prices.observed import observed_pools
-from cost.render_html import render as render_html
-from cost.render_text import render as render_text
-from cost.report import RunReport, build_report
+from cost.report.figures import comparison_rows, key_figures
+from cost.report.money_rows import CAUSE_HEADER, cause_rows
+from cost.report.render_html import render as render_html
+from cost.report.render_text import render as render_text
+from cost.report.report import RunReport, build_report
 from flows.job import Job
 from flows.reporting import record_prices
 from infra.config.schema import CostConfig, RunConfig

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost.errors import LedgerError
-from cost.ledger import Ledger, fold, spent_usd
+from cost.ledger.ledger import Ledger, fold, spent_usd
 from cost.money import apportion, rounded
 from infra.events import PHASE, STEP, Event
 from tests.support.timelines import GangLog, plan_event, timelines

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost.errors import LedgerError
-from cost.ledger import fold
-from cost.price_curve import PriceCurve
+from cost.ledger.ledger import fold
+from cost.ledger.price_curve import PriceCurve
 from infra.events import CONFIGURED, GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Event
 from tests.support.timelines import WALL, GangLog, event, plan_event, prices_event, timelines
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cost.report import build_report
+from cost.report.report import build_report
 from infra.events import COMMIT_FAILED, EVALUATION, PREPARED, Event
 from infra.metrics.board import Board
 from infra.metrics.catalogue import JOB_METRICS, NODE_METRICS, Kind

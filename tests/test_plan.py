@@ -11,10 +11,10 @@ import pytest
 
 from cost.catalogue import Catalogue, load_catalogue
 from cost.errors import PlanError
-from cost.expect import DETECT_SECONDS, START_SECONDS
-from cost.plan import Plan, make_plan
-from cost.plan_text import render_plan
-from cost.pools import Candidate
+from cost.plan.expect import DETECT_SECONDS, START_SECONDS
+from cost.plan.plan import Plan, make_plan
+from cost.plan.plan_text import render_plan
+from cost.plan.pools import Candidate
 from infra.config.schema import RunConfig
 from infra.outcome import Outcome
 

@@ -18,8 +18,8 @@ from botocore.stub import Stubber
 
 from cost.catalogue import Catalogue, load_catalogue
 from cost.errors import PriceError
-from cost.plan import make_plan
-from cost.plan_text import render_plan
+from cost.plan.plan import make_plan
+from cost.plan.plan_text import render_plan
 from cost.prices.commands import record_prices
 from cost.prices.live import Answers, LivePrices, ask
 from cost.prices.recorded import RecordedPrices

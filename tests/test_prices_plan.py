@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from cost.catalogue import Catalogue, load_catalogue
-from cost.figures import key_figures, trust_lines
-from cost.ledger import fold
-from cost.plan import Plan, make_plan
-from cost.plan_text import render_plan
+from cost.ledger.ledger import fold
+from cost.plan.plan import Plan, make_plan
+from cost.plan.plan_text import render_plan
 from cost.prices.source import open_prices
-from cost.report import build_report
+from cost.report.figures import key_figures, trust_lines
+from cost.report.report import build_report
 from infra.config.schema import RunConfig
 from infra.events import PLAN
 from tests.support.timelines import GangLog, event

@@ -8,7 +8,7 @@ from decimal import Decimal
 import pytest
 
 from cost.errors import ReplayError
-from cost.ledger import fold
+from cost.ledger.ledger import fold
 from cost.replay.commands import render, replay
 from infra.events import Event
 from tests.support.timelines import GangLog, plan_event, prices_event

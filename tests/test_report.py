@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 
 from cost.errors import ReportError
-from cost.figures import key_figures, ledger_rows, usd
-from cost.frames import events_frame, ledger_frame, loss_frame
-from cost.plan import make_plan
-from cost.render_html import render as render_html
-from cost.render_text import render as render_text
-from cost.report import RunReport, build_report
+from cost.plan.plan import make_plan
+from cost.report.figures import key_figures, ledger_rows, usd
+from cost.report.frames import events_frame, ledger_frame, loss_frame
+from cost.report.render_html import render as render_html
+from cost.report.render_text import render as render_text
+from cost.report.report import RunReport, build_report
 from infra.config.schema import RunConfig
 from infra.events import (
     EVALUATION,
@@ -279,7 +279,7 @@ def test_frames_hold_the_same_numbers():
 
 
 def test_importing_the_report_imports_neither_pandas_nor_torch():
-    code = "import sys, cost.render_html, cost.frames; print({'pandas', 'torch', 'metaflow'} & set(sys.modules))"
+    code = "import sys, cost.report.render_html, cost.report.frames as f; print({'pandas', 'torch', 'metaflow'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr
 

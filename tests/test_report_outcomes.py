@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from cost.figures import comparison_rows, generation_rows, key_figures
-from cost.next_step import resume_line
-from cost.plan import Plan, make_plan
-from cost.render_html import render as render_html
-from cost.render_text import render as render_text
-from cost.report import RunReport, build_report
+from cost.plan.plan import Plan, make_plan
+from cost.report.figures import comparison_rows, generation_rows, key_figures
+from cost.report.next_step import resume_line
+from cost.report.render_html import render as render_html
+from cost.report.render_text import render as render_text
+from cost.report.report import RunReport, build_report
 from infra.config.load import load_config
 from infra.config.schema import RunConfig
 from infra.events import EVALUATION, PEAK, PLAN, STEP, EndReason, Event

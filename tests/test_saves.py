@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from cost.figures import key_figures
-from cost.ledger import Ledger, LedgerLine
-from cost.render_html import render as render_html
-from cost.render_text import render as render_text
-from cost.report import build_report
-from cost.saves import save_figures
+from cost.ledger.ledger import Ledger, LedgerLine
+from cost.report.figures import key_figures
+from cost.report.render_html import render as render_html
+from cost.report.render_text import render as render_text
+from cost.report.report import build_report
+from cost.report.saves import save_figures
 from infra.config.schema import RunConfig
 from infra.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL
 from infra.ledger_classes import LedgerClass

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from cost.bench.jobs import world_at, zones_of
-from cost.chance import Case as Course
-from cost.chance import outlook
+from cost.plan.chance import Case as Course
+from cost.plan.chance import outlook
 from cost.policy.greedy import Greedy
 from cost.simulate.engine import simulate
 from cost.simulate.job import Job

@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from cost.catalogue import load_catalogue
-from cost.plan import make_plan
+from cost.plan.plan import make_plan
 from cost.prices.history import SpotRecord, prices_at
 from cost.prices.recorded import RecordedPrices
 from infra.config.schema import RunConfig

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
-from cost.generations import Generation, read_generations
+from cost.ledger.generations import Generation, read_generations
 from infra.events import GENERATION_STARTED, NODE_STARTED, NOTICE, PLAN, STEP, EndReason, Event
 from infra.ledger_classes import LedgerClass
 
@@ -40,7 +40,7 @@ class Stay:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedSeen:
-    """Median speed of one generation. fingerprint: of the configuration that decides it (`cost.throughput`).
+    """Median speed of one generation. fingerprint: of the configuration that decides it (`cost.plan.throughput`).
 
     log_deviation: of the logarithm of the speed between stretches of the run.
     """

@@ -11,7 +11,7 @@ from typing import Any
 from cost.errors import CostError, ReportError
 from cost.jobs.find import known_job_names, read_job
 from cost.jobs.table import COLUMNS, as_row, render_table
-from cost.report import RunReport, build_report
+from cost.report.report import RunReport, build_report
 from infra.errors import InfraError
 
 
@@ -66,7 +66,7 @@ def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunR
 
 
 def _print_one(report: RunReport, *, configuration: bool) -> None:
-    from cost.render_text import render
+    from cost.report.render_text import render
     from infra.config.sources import render_sources
 
     if configuration:

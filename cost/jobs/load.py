@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cost.errors import ReportError
 from cost.jobs.find import job_uri, read_job
-from cost.report import RunReport, build_report
+from cost.report.report import RunReport, build_report
 from infra.errors import ObjectNotFound
 from infra.store import Store
 
@@ -16,7 +16,7 @@ _REQUEST_SECONDS = 10.0
 
 
 def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> RunReport:
-    """The report of a job, with `total_usd` as Decimal; `cost.frames` turns its ledger and losses into DataFrames.
+    """The report of a job, with `total_usd` as Decimal; `cost.report.frames` makes DataFrames of its ledger and losses.
 
     uri: a report.json, the folder or s3:// URI of a job, or the name of a job that this machine knows ("latest").
     fresh: fold the events anew, also where a report was written. Raises ReportError when there is neither, naming

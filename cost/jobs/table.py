@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cost.figures import number, percent, plain, pool_text, usd, usd_decimals
-from cost.report import RunReport
+from cost.report.figures import number, percent, plain, pool_text, usd, usd_decimals
+from cost.report.report import RunReport
 
 # Of a CSV: plain numbers and words, dollars to six decimals.
 COLUMNS = (

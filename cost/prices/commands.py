@@ -11,11 +11,11 @@ from typing import Any
 
 from cost.catalogue import InstanceType, load_catalogue
 from cost.errors import PriceError
-from cost.figures import plain
 from cost.prices.live import Answers, ask
 from cost.prices.quote import PriceSource, Quote, is_zone_of, short_age_text
 from cost.prices.recorded import Recording, write_recording
 from cost.prices.source import open_prices
+from cost.report.figures import plain
 from infra.config.load import load_config
 from infra.config.problems import ConfigError
 from infra.config.schema import CostConfig, RunConfig

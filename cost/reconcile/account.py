@@ -9,11 +9,11 @@ from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
-from cost.instances import LONGEST_IDLE_SECONDS, by_instance
-from cost.ledger import NodeBill, fold
-from cost.pricing import SIMULATED
+from cost.ledger.instances import LONGEST_IDLE_SECONDS, by_instance
+from cost.ledger.ledger import NodeBill, fold
+from cost.ledger.pricing import SIMULATED
+from cost.ledger.timeline import MICRO
 from cost.reconcile.bill import BillLine, tag_key
-from cost.timeline import MICRO
 from infra.events import PLAN, Event
 
 JOB_TAG = "ebbflow-job"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from cost.instances import MINIMUM_SECONDS
+from cost.ledger.instances import MINIMUM_SECONDS
 from cost.reconcile.account import Account, Billed, Metered
 
 # What is left unexplained up to here counts as agreement.

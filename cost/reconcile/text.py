@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterator
 from decimal import Decimal
 
-from cost.figures import percent, plain, usd
 from cost.reconcile.explain import AGREED_SHARE, Reconciliation
+from cost.report.figures import percent, plain, usd
 
 _WIDTH = 100
 

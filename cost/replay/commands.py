@@ -9,13 +9,13 @@ from decimal import Decimal
 from typing import Any
 
 from cost.errors import ReplayError
-from cost.hindsight import recorded_curves
 from cost.jobs.find import read_job
-from cost.number_text import duration, percent, usd
-from cost.price_curve import PriceCurve
-from cost.pricing import PoolName, Pricing, pool_of
+from cost.ledger.price_curve import PriceCurve
+from cost.ledger.pricing import PoolName, Pricing, pool_of
 from cost.replay.facts import Facts, facts_of
 from cost.replay.whatif import Answer, Question, answer, error_share
+from cost.report.hindsight import recorded_curves
+from cost.report.number_text import duration, percent, usd
 from infra.events import PLAN, Event
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import Decimal
 
-from cost.price_curve import PriceCurve
+from cost.ledger.price_curve import PriceCurve
+from cost.ledger.timeline import MICRO
 from cost.replay.facts import Facts, Life
-from cost.timeline import MICRO
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,62 @@
+"""What the provider bills beyond the nodes' own time: instances that wait between generations, and starts too short.
+
+Instances are known by their ids. EC2 bills Linux by the second from the start of an instance to its end, a minute at
+the least (https://aws.amazon.com/ec2/pricing/on-demand/). A launch that never became a node costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cost.ledger.timeline import MICRO, NodeTime
+from infra.ledger_classes import LedgerClass
+
+MINIMUM_SECONDS = 60.0
+# A longer pause of the same instance may have been another job's: it is left to the reconciliation with the bill.
+LONGEST_IDLE_SECONDS = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """Paid time of an instance besides its nodes'. node: whose ranks and price it counts by; start: Unix seconds."""
+
+    node: NodeTime
+    ledger_class: LedgerClass
+    start: float
+    seconds: float
+
+    @property
+    def micros(self) -> int:
+        return round(self.seconds * MICRO)
+
+
+def by_instance(nodes: Sequence[NodeTime]) -> dict[str, list[NodeTime]]:
+    """Nodes whose instance is known, by its id, in the order in which they ran."""
+    grouped: dict[str, list[NodeTime]] = {}
+    for node in sorted(nodes, key=lambda node: node.started_wall):
+        if node.instance_id:
+            grouped.setdefault(node.instance_id, []).append(node)
+    return grouped
+
+
+def extras(nodes: Sequence[NodeTime]) -> list[Extra]:
+    """What the instances were billed beyond their nodes' time. Machines without an id, such as this one, have none."""
+    found = []
+    for lived in by_instance(nodes).values():
+        reached, paid = lived[0].started_wall, 0.0
+        previous = lived[0]
+        for node in lived:
+            pause = node.started_wall - reached
+            if 0 < pause <= LONGEST_IDLE_SECONDS:
+                found.append(Extra(node=previous, ledger_class=LedgerClass.IDLE, start=reached, seconds=pause))
+                paid += pause
+            paid += node.paid_seconds
+            if node.ended_wall >= reached:
+                reached, previous = node.ended_wall, node
+        booted = float(lived[0].machine.get("uptime_seconds") or 0.0)
+        missing = MINIMUM_SECONDS - booted - paid
+        if missing > 0:
+            last = LedgerClass.MINIMUM_CHARGE
+            found.append(Extra(node=previous, ledger_class=last, start=reached, seconds=missing))
+    return found

@@ -1,0 +1,246 @@
+"""Where every paid rank-second went, and what it cost: `fold` turns a job's events into a `Ledger` that adds up.
+
+The identity: paid time is what the agents say their nodes lived, times the node's ranks. The ranks' own intervals
+divide it into classes; a rank's time before its process began is start-up, after its last sign of life it is an
+interruption (or shutdown, when the generation ended as meant), and what no interval covers is `unattributed`.
+Dollars are the node's price at each moment (`cost.ledger.pricing`), shared by its ranks: exact at those prices, and
+no invoice.
+The ledger is append-only as the events are: a later event adds to it, and only ever turns steps into redone ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+from cost.ledger.causes import CauseLine, blame, cause_lines, cause_of
+from cost.ledger.charges import node_usd, rank_charges
+from cost.ledger.generations import Generation, read_generations
+from cost.ledger.instances import Extra, extras
+from cost.ledger.pricing import SIMULATED as SIMULATED
+from cost.ledger.pricing import UNPRICED, NodePrice, Pricing
+from cost.ledger.timeline import MICRO, NodeTime, paid_nodes, rank_times
+from cost.money import apportion, rounded
+from infra.events import BUDGET, CONFIGURED, STEP, Event
+from infra.ledger_classes import LedgerClass
+
+MEASURED = "measured"
+ESTIMATED = "estimated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerLine:
+    """One class. kind: whether its seconds were measured or are partly estimated."""
+
+    ledger_class: LedgerClass
+    rank_microseconds: int
+    usd: Decimal
+    kind: str
+
+    @property
+    def rank_seconds(self) -> float:
+        return self.rank_microseconds / MICRO
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeBill:
+    """One node of one generation: its paid time, its price and what it cost, to full precision.
+
+    extras: what its instance cost beyond that (`cost.ledger.instances`); usd includes it.
+    """
+
+    node: NodeTime
+    price: NodePrice
+    extras: tuple[Extra, ...]
+    usd: Decimal
+
+    @property
+    def rank_microseconds(self) -> int:
+        return (self.node.paid_micros + sum(extra.micros for extra in self.extras)) * len(self.node.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """All classes with any time, in the order of `LedgerClass`. Their seconds and dollars sum to the totals exactly.
+
+    price_kind: "recorded …", "estimated …", "simulated" (a local run, priced as if) or "unpriced" (no plan is known).
+    clean_on_demand_usd: the useful work alone at the on-demand price of the same nodes, see `fold`; None: no price.
+    causes: the same seconds and dollars by what they were paid for (`cost.ledger.causes`).
+    nodes: what each node of each generation cost. owner, project: who pays, as configured; empty: nobody said.
+    """
+
+    lines: tuple[LedgerLine, ...]
+    paid_microseconds: int
+    total_usd: Decimal
+    price_kind: str
+    clean_on_demand_usd: Decimal | None
+    redone_steps: int
+    causes: tuple[CauseLine, ...] = ()
+    nodes: tuple[NodeBill, ...] = field(default=(), compare=False)
+    owner: str = ""
+    project: str = ""
+
+    @property
+    def paid_rank_seconds(self) -> float:
+        return self.paid_microseconds / MICRO
+
+    @property
+    def unattributed_share(self) -> float:
+        """Of the paid rank-seconds, 0 to 1."""
+        found = sum(line.rank_microseconds for line in self.lines if line.ledger_class == LedgerClass.UNATTRIBUTED)
+        return found / self.paid_microseconds if self.paid_microseconds else 0.0
+
+
+# What on-demand capacity without interruptions would not have needed. Start-ups count once, in `_clean`.
+_ONLY_INTERRUPTED = frozenset(
+    {
+        LedgerClass.REDONE_STEP,
+        LedgerClass.INTERRUPTION,
+        LedgerClass.HANG,
+        LedgerClass.RESTORE,
+        LedgerClass.UNATTRIBUTED,
+        LedgerClass.IDLE,
+        LedgerClass.MINIMUM_CHARGE,
+    }
+)
+
+
+def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
+    """The ledger of a job from its events, in any order. Works for any part of a log that begins at its beginning.
+
+    `clean_on_demand_usd` is what the same useful work would have cost on-demand without any interruption: all classes
+    but redone steps, interruptions, hangs, restores and unattributed time, and start-up and shutdown of the newest
+    generation only. Leaving them out makes savings smaller, never larger.
+
+    running: the job is still going on (see `read_generations`). Raises LedgerError when a rank's intervals overlap by
+    more than 0.5 % of its paid time and 50 ms.
+    """
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    generations = read_generations(ordered, running=running)
+    newest = max(generations, default=0)
+    sums = _Sums(generations)
+    bills = node_bills(ordered)
+    for bill in bills:
+        sums.add(bill, newest=bill.node.generation == newest)
+    total_usd = rounded(sum(sums.usd.values(), Decimal(0)))
+    return Ledger(
+        lines=_lines(sums, total_usd),
+        paid_microseconds=sum(sums.micros.values()),
+        total_usd=total_usd,
+        price_kind=bills[-1].price.kind if bills else UNPRICED,
+        clean_on_demand_usd=None if sums.clean is None else rounded(sums.clean),
+        redone_steps=_redone_steps(ordered, generations),
+        causes=cause_lines(sums.cause_micros, sums.cause_usd, total_usd),
+        nodes=tuple(bills),
+        owner=setting(ordered, "cost.owner"),
+        project=setting(ordered, "cost.project"),
+    )
+
+
+def node_bills(events: Sequence[Event]) -> list[NodeBill]:
+    """What each node of each generation cost, by generation and node. events: by time."""
+    nodes = paid_nodes(events)
+    pricing = Pricing.of(events)
+    beyond = extras(nodes)
+    bills = []
+    for node in nodes:
+        price = pricing.node(node)
+        mine = tuple(extra for extra in beyond if extra.node is node)
+        usd = node_usd(node, price.curve) + sum((_extra_usd(extra, price) for extra in mine), Decimal(0))
+        bills.append(NodeBill(node=node, price=price, extras=mine, usd=usd))
+    return bills
+
+
+def setting(events: Sequence[Event], key: str) -> str:
+    """A value of the newest recorded configuration, as text; empty when it was not set or nobody recorded it."""
+    configured = next((event for event in reversed(events) if event.name == CONFIGURED), None)
+    rows = [] if configured is None else configured.data.get("settings", [])
+    return next((str(row["value"]) for row in rows if row["key"] == key and row["value"] is not None), "")
+
+
+def _extra_usd(extra: Extra, price: NodePrice) -> Decimal:
+    start = round(extra.start * MICRO)
+    return price.curve.usd(start, start + extra.micros)
+
+
+class _Sums:
+    """Microseconds and dollars by class and by cause, added up node by node."""
+
+    def __init__(self, generations: dict[int, Generation]) -> None:
+        self._generations = generations
+        self._started_by = blame(generations)
+        self.cause_micros: dict[str, int] = {}
+        self.cause_usd: dict[str, Decimal] = {}
+        self.micros: dict[LedgerClass, int] = {}
+        self.usd: dict[LedgerClass, Decimal] = {}
+        self.estimated: set[LedgerClass] = set()
+        self.clean: Decimal | None = Decimal(0)
+
+    def add(self, bill: NodeBill, *, newest: bool) -> None:
+        node, price = bill.node, bill.price
+        generation = self._generations[node.generation]
+        per_rank = Decimal(3600) * len(node.ranks) * MICRO
+        for rank in rank_times(node, generation):
+            self.estimated |= rank.estimated
+            for kind, usd in rank_charges(node, rank, price.curve).items():
+                self._spend(generation, kind, rank.classes[kind], usd)
+            self.clean = _clean(self.clean, price, rank.classes, per_rank, newest)
+        for extra in bill.extras:
+            self.estimated.add(extra.ledger_class)
+            spent = extra.micros * len(node.ranks)
+            self._spend(generation, extra.ledger_class, spent, _extra_usd(extra, price))
+
+    def _spend(self, generation: Generation, kind: LedgerClass, micros: int, usd: Decimal) -> None:
+        cause = cause_of(kind, generation, self._started_by[generation.number])
+        self.cause_micros[cause] = self.cause_micros.get(cause, 0) + micros
+        self.cause_usd[cause] = self.cause_usd.get(cause, Decimal(0)) + usd
+        self.micros[kind] = self.micros.get(kind, 0) + micros
+        self.usd[kind] = self.usd.get(kind, Decimal(0)) + usd
+
+
+def _lines(sums: _Sums, total_usd: Decimal) -> tuple[LedgerLine, ...]:
+    kinds = [kind for kind in LedgerClass if sums.micros.get(kind)]
+    amounts = apportion([sums.usd[kind] for kind in kinds], total=total_usd)
+    return tuple(
+        LedgerLine(
+            ledger_class=kind,
+            rank_microseconds=sums.micros[kind],
+            usd=amount,
+            kind=ESTIMATED if kind in sums.estimated else MEASURED,
+        )
+        for kind, amount in zip(kinds, amounts, strict=True)
+    )
+
+
+def _clean(
+    so_far: Decimal | None, price: NodePrice, classes: dict[LedgerClass, int], per_rank: Decimal, newest: bool
+) -> Decimal | None:
+    if so_far is None or price.on_demand_usd_per_hour is None:
+        return None
+    left_out = set(_ONLY_INTERRUPTED)
+    if not newest:
+        left_out |= {LedgerClass.STARTUP, LedgerClass.SHUTDOWN}
+    spent = sum(micros for kind, micros in classes.items() if kind not in left_out)
+    return so_far + price.on_demand_usd_per_hour * spent / per_rank
+
+
+def _redone_steps(events: Sequence[Event], generations: dict[int, Generation]) -> int:
+    """Step executions that were thrown away. All ranks execute a step together, so each (generation, step) is one."""
+    executed = {(event.generation, event.step) for event in events if event.name == STEP and event.step is not None}
+    return sum(not generations[generation].keeps(step) for generation, step in executed)
+
+
+def spent_usd(events: Sequence[Event]) -> float:
+    """What the job has cost so far, in dollars: the `spent_usd` of the next attempt's terms.
+
+    From the nodes' paid time alone, so that a rank's contradictory intervals cannot hide what was spent.
+    """
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    return float(rounded(sum((bill.usd for bill in node_bills(ordered)), Decimal(0))))
+
+
+def told_threshold(events: Sequence[Event], budget_usd: float | None) -> float:
+    """The highest share of this very budget that was already told of as reached; another budget begins anew."""
+    told = [event.data for event in events if event.name == BUDGET]
+    return max((data["threshold"] for data in told if data.get("budget_usd") == budget_usd), default=0.0)

@@ -1,0 +1,137 @@
+"""What would make a refused plan possible: small changes of the configuration, each tried before it is offered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from cost.catalogue import ON_DEMAND_REGION
+from cost.plan.candidates import AUTO_NODES, NO_SPOT_PRICE, Sources, candidates
+from cost.plan.pools import Candidate, Rejection
+from infra.config.schema import RunConfig
+
+
+def budget_hint(config: RunConfig, sources: Sources, cheapest: Candidate, needed_usd: float) -> str:
+    """The budget that would do, and the steps that this one buys."""
+    enough = math.ceil(needed_usd * 100) / 100
+    hint = f"set cost.budget_usd to {enough:.2f} or more"
+    left = sources.steps_left(config)
+    by_step = cheapest.expected_usd / left if left else 0.0
+    over = needed_usd - (config.cost.budget_usd or 0.0)
+    for steps in (left - math.ceil(share * over / by_step) for share in _SHARES) if by_step else ():
+        if steps <= 0:
+            return hint
+        fewer = _changed(config, "training", max_steps=sources.progress.done_steps + steps)
+        if _usd_on(cheapest, fewer, sources) <= (config.cost.budget_usd or 0.0):
+            return f"{hint}, or training.max_steps to {fewer.training.max_steps} or fewer"
+    return hint
+
+
+# Of the excess, in whole prices of steps: starts and saves do not shrink with the steps, so that more must go.
+_SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
+
+
+def _usd_on(pool: Candidate, config: RunConfig, sources: Sources) -> float:
+    """What the job needs of the budget in the pool's region on its type; infinite where it cannot run."""
+    config = _changed(config, "cluster", instance_types=[pool.instance_type])
+    config = _changed(config, "cost", regions=[pool.region])
+    reserve_hours = config.checkpoint.deadline_seconds / 3600
+    found = min(candidates(config, sources), key=lambda one: one.expected_usd, default=None)
+    if found is None:
+        return math.inf
+    return sources.progress.spent_usd + found.expected_usd + found.gang_usd_per_hour * reserve_hours
+
+
+def cheapest_without_deadline(config: RunConfig, sources: Sources) -> Candidate | None:
+    """What would be chosen if there were time enough."""
+    unlimited = candidates(_changed(config, "cost", deadline_hours=None), sources)
+    return min(unlimited, key=lambda candidate: candidate.expected_usd, default=None)
+
+
+def enough_hours(config: RunConfig, sources: Sources) -> float:
+    """The deadline, from the job's start, that the fastest pool is expected to keep. Raises ValueError when nothing
+    fits, deadline or not.
+    """
+    unlimited = _changed(config, "cost", deadline_hours=None)
+    fastest = min(candidate.expected_hours for candidate in candidates(unlimited, sources))
+    started = sources.progress.started_utc
+    return fastest + (0.0 if started is None else (sources.now_utc - started) / 3600)
+
+
+def deadline_hint(config: RunConfig, sources: Sources, hours: float) -> str:
+    """The deadline that would do, or more nodes that keep this one. hours: as `enough_hours` gives them."""
+    hint = f"set cost.deadline_hours to {math.ceil(hours * 100) / 100:g} or more"
+    better = next((text for text, changed in _larger(config) if any(candidates(changed, sources))), None)
+    return f"{hint}, or {better}" if better else hint
+
+
+def capacity_hint(config: RunConfig, sources: Sources, rejected: tuple[Rejection, ...]) -> str:
+    """The first small change with which some pool can run the job."""
+    if not rejected:
+        families = sorted({kind.name.split(".")[0] for kind in sources.catalogue.types})
+        return f"cluster.instance_types may name any of {', '.join(families)}, or stay empty for all"
+    unpriced = config.cost.prices == "static" and any(rejection.kind == NO_SPOT_PRICE for rejection in rejected)
+    live = "set cost.prices to live, or "
+    for text, changed in _places(config):
+        if any(candidates(changed, sources)):
+            return f"{live if unpriced else ''}{text}"
+    for text, changed in _changes(config):
+        if any(candidates(changed, sources)):
+            return text
+    return "no single change makes it fit: use a smaller model, or more nodes and gradient accumulation together"
+
+
+def _places(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    cost = config.cost
+    if cost.zones:
+        yield "leave cost.zones empty", _changed(config, "cost", zones=[])
+    if ON_DEMAND_REGION not in cost.regions:
+        regions = [*cost.regions, ON_DEMAND_REGION]
+        yield f"add {ON_DEMAND_REGION} to cost.regions", _changed(config, "cost", regions=regions, zones=[])
+
+
+def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    cluster, accumulation = config.cluster, config.training.gradient_accumulation_steps
+    if config.parallel.mode == "ddp":
+        yield "set parallel.mode to fsdp2", _changed(config, "parallel", mode="fsdp2")
+    for factor in (2, 4, 8, 16):
+        steps = accumulation * factor
+        text = f"set training.gradient_accumulation_steps to {steps}"
+        yield text, _changed(config, "training", gradient_accumulation_steps=steps)
+    if not config.fsdp.use_mixed_precision:
+        yield "set fsdp.use_mixed_precision to true", _changed(config, "fsdp", use_mixed_precision=True)
+    if config.parallel.recompute != "full":
+        yield "set parallel.recompute to full", _changed(config, "parallel", recompute="full")
+    if cluster.processes_per_node != "auto":
+        text = "set cluster.processes_per_node to auto: one rank per GPU"
+        yield text, _changed(config, "cluster", processes_per_node="auto")
+    yield from _larger(config)
+    if cluster.market != "auto":
+        yield "set cluster.market to auto", _changed(config, "cluster", market="auto")
+    if cluster.instance_types:
+        yield "leave cluster.instance_types empty", _changed(config, "cluster", instance_types=[])
+    ranks = 1 if cluster.processes_per_node == "auto" else cluster.processes_per_node
+    for nodes in AUTO_NODES:
+        size = nodes * ranks * accumulation
+        if size >= config.training.batch_size or config.training.batch_size % size:
+            batch = math.ceil(config.training.batch_size / size) * size
+            changed = _changed(_changed(config, "training", batch_size=batch), "cluster", nodes=nodes)
+            yield f"set training.batch_size to {batch} and cluster.nodes to {nodes}", changed
+
+
+def _larger(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    nodes = config.cluster.nodes
+    if nodes == "auto":
+        return
+    for more in AUTO_NODES:
+        if more > nodes:
+            yield f"set cluster.nodes to {more}", _changed(config, "cluster", nodes=more)
+    if config.cluster.processes_per_node != "auto":
+        for more in AUTO_NODES:
+            text = f"set cluster.nodes to {more} and cluster.processes_per_node to auto: one rank per GPU"
+            yield text, _changed(config, "cluster", nodes=more, processes_per_node="auto")
+
+
+def _changed(config: RunConfig, section: str, **values: object) -> RunConfig:
+    changed = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: changed})

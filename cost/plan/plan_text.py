@@ -1,0 +1,208 @@
+"""The plan as text that reads like a change to approve: what is chosen, what else there was, what cannot be and why.
+
+Marks on figures: l live, r recorded on a date, e estimated, s simulated, ! stale. No line depends on its
+leading spaces, which log viewers drop.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any
+
+from cost.catalogue import advisor_recorded
+from cost.plan.fit import gib
+from cost.plan.plan import RANKED, Plan
+from cost.plan.pools import Candidate, Rejection
+from cost.prices.quote import short_age_text
+from cost.report.figures import count, duration, number, percent, plain, usd
+
+WIDTH = 100
+BAR = "│"
+_LISTED = 8
+
+
+def render_plan(plan: Plan) -> str:
+    """The whole plan, at most 100 columns wide."""
+    sections = [_header(plan)]
+    if plan.chosen is not None:
+        sections += [_chosen(plan, plan.chosen), _ranked(plan)]
+    if plan.rejected:
+        sections.append(_rejected(plan))
+    sections.append(_kinds(plan))
+    if plan.refusal is not None:
+        sections.append(_wrapped(plain(f"✗ refused ({plan.refusal.outcome}): {plan.refusal.message}")))
+        sections.append(_wrapped(plain(f"hint: {plan.refusal.hint}")))
+    lines = ["┌─ capacity plan ".ljust(WIDTH - 1, "─")]
+    for index, section in enumerate(sections):
+        lines += [BAR] if index else []
+        lines += [f"{BAR} {line}".rstrip() for line in section]
+    return "\n".join([*lines, "└" + "─" * (WIDTH - 2)])
+
+
+def _header(plan: Plan) -> list[str]:
+    made = datetime.fromtimestamp(plan.made_utc, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    work = f"{plan.steps:,} steps, {plan.tokens:,.0f} {plain(plan.weight_unit)}"
+    budget = "no budget" if plan.budget_usd is None else f"budget {usd(plan.budget_usd, 2)}"
+    deadline = "no deadline" if plan.deadline_hours is None else f"deadline {number(plan.deadline_hours, 2)} h"
+    lines = [f"{work} · {budget} · {deadline}", f"made {made} for backend {plan.backend}"]
+    if plan.done_steps:
+        spent = f"{plan.done_steps:,} steps are done and {usd(plan.spent_usd)} spent"
+        lines += _wrapped(f"the job goes on: {spent}; what follows is of the {plan.steps:,} steps that are left")
+    if plan.simulated:
+        lines += _wrapped(
+            "simulated: this run stays on this machine. The pool is what it would run on in the cloud, "
+            "and the run is priced as if it did."
+        )
+    return lines
+
+
+def _chosen(plan: Plan, best: Candidate) -> list[str]:
+    size = "1 node" if best.nodes == 1 else f"{best.nodes} nodes"
+    price = f"{usd(best.usd_per_hour, 4)}/h per node, {usd(best.gang_usd_per_hour, 4)}/h in all"
+    used = (
+        f"{best.ranks} of {best.nodes * best.gpu_count} GPUs used" if best.processes_per_node < best.gpu_count else ""
+    )
+    gpus = (
+        f"{size} × {best.processes_per_node} {best.gpu} = {count(best.ranks, 'rank')}, micro-batch {best.micro_batch}"
+    )
+    speed = (
+        f"{number(best.tokens_per_second, 0)} {plain(plan.weight_unit)}/s, bound by {best.bound}, "
+        f"MFU {percent(best.mfu)}, {best.step_seconds:.4g} s per step"
+    )
+    items = [
+        ("price", f"{price} ({_price_mark(best)})"),
+        ("known", plain(best.price_kind)),
+        ("gang", "; ".join(filter(None, [gpus, used]))),
+        ("memory", f"{best.fit.render()} of {gib(best.gpu_memory_bytes)} per GPU (e)"),
+        ("speed", f"{speed} ({plain(best.speed_kind)})"),
+        ("hours", _hours(best)),
+        ("dollars", _dollars(plan, best)),
+        (
+            "interruptions",
+            f"{best.interruptions:.2g} expected at {best.hazard_per_hour:.2g} per hour ({plain(best.hazard_kind)})",
+        ),
+        ("commits", f"{plan.interval}; Daly's interval at this hazard: {best.daly_interval_steps:,} steps"),
+        *_limits(plan, best),
+    ]
+    width = max(len(name) for name, _ in items)
+    lines = _wrapped(plain(f"+ {best}: the cheapest pool that can run this job"))
+    for name, value in items:
+        lines += _wrapped(f"+ {name:<{width}}  {value}", indent=width + 4)
+    return lines
+
+
+def _hours(best: Candidate) -> str:
+    hours = f"{number(best.expected_hours)} h ({duration(best.expected_hours * 3600)}) with one start (e)"
+    ahead = best.outlook
+    return hours if ahead is None else f"{hours}; p50 {number(ahead.p50_hours)}, p90 {number(ahead.p90_hours)} h (s)"
+
+
+def _dollars(plan: Plan, best: Candidate) -> str:
+    parts = f"compute {usd(best.compute_usd, 4)} + storage {usd(best.storage_usd, 4)}"
+    parts += f" + transfer {usd(best.transfer_usd, 4)}" if best.transfer_usd else ""
+    per_step = f"{usd(1000 * best.usd_per_step, 4)} per 1,000 useful steps"
+    reserve = f"reserve for the last save {usd(plan.reserve_usd, 4)} (e)"
+    text = f"{usd(best.expected_usd, 4)} = {parts}; {per_step}; {reserve}"
+    ahead = best.outlook
+    return text if ahead is None else f"{text}; p50 {usd(ahead.p50_usd, 4)}, p90 {usd(ahead.p90_usd, 4)} (s)"
+
+
+def _limits(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
+    limits = []
+    if plan.deadline_hours is not None:
+        left = plan.deadline_hours - (plan.made_utc - plan.started_utc) / 3600
+        in_time = best.outlook.deadline_probability if best.outlook else None
+        chance = "" if in_time is None else f"; P(in time, staying in this pool) {percent(in_time)} (s)"
+        limits.append(("slack", f"{number(left - best.expected_hours, 2)} h to the deadline (e){chance}"))
+    if plan.budget_usd is not None:
+        share = percent((plan.spent_usd + best.expected_usd + plan.reserve_usd) / plan.budget_usd)
+        limits.append(("budget", f"{share} of {usd(plan.budget_usd, 2)}, reserve included (e)"))
+    return limits
+
+
+_COLUMNS = ("", "pool", "place", "GPUs", "$/h", "age", "tokens/s", "hours", "dollars")
+# Given up in this order where a line would be too wide.
+_SPARE = ("GPUs", "tokens/s", "age")
+
+
+def _ranked(plan: Plan) -> list[str]:
+    groups = _same_but_for_the_zone(plan.ranked)
+    speed = f"{plain(plan.weight_unit)}/s"
+    rows = [tuple(speed if column == "tokens/s" else column for column in _COLUMNS)]
+    for number_of_row, group in enumerate(groups[:_LISTED], start=1):
+        one, others = group[0], len(group) - 1
+        rows.append(
+            (
+                f"{number_of_row}",
+                f"{one.nodes} × {one.instance_type} {one.market.replace('_', '-')}",
+                plain(one.place) + (f" +{others}" if others else ""),
+                f"{one.ranks} {one.gpu}",
+                f"{usd(one.gang_usd_per_hour, 4)} {_price_mark(one)}",
+                short_age_text(one.price_age_hours * 3600),
+                number(one.tokens_per_second, 0),
+                number(one.expected_hours, 3),
+                usd(one.expected_usd, 4),
+            )
+        )
+    more = plan.counts.get(RANKED, len(plan.ranked)) - sum(map(len, groups[:_LISTED]))
+    folded = "; +n: as many other zones at the same price" if any(len(group) > 1 for group in groups[:_LISTED]) else ""
+    legend = f"age: since the price was last known to hold; {speed}, hours and dollars are estimated{folded}"
+    return [*_table(rows), *([f"… and {more} dearer pools"] if more > 0 else []), *_wrapped(legend)]
+
+
+def _same_but_for_the_zone(ranked: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Neighbours in the ranking that differ in their zone only: of use for capacity, but not to be read one by one."""
+
+    def key(one: Candidate) -> tuple[Any, ...]:
+        return one.instance_type, one.nodes, one.market, one.region, one.usd_per_hour, one.price_age_hours
+
+    return [list(group) for _, group in groupby(ranked, key)]
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    shown = list(range(len(_COLUMNS)))
+    for name in _SPARE:
+        if sum(widths[column] for column in shown) + 2 * (len(shown) - 1) > WIDTH - 2:
+            shown.remove(_COLUMNS.index(name))
+    return [
+        "  ".join(
+            row[column].ljust(widths[column]) if 1 <= column <= 3 else row[column].rjust(widths[column])
+            for column in shown
+        )
+        for row in rows
+    ]
+
+
+def _price_mark(candidate: Candidate) -> str:
+    return candidate.price_kind[:1] + ("!" if candidate.price_stale else "")
+
+
+def _rejected(plan: Plan) -> list[str]:
+    """Grouped by reason, commonest first, with the nearest miss of each as its example."""
+    groups: dict[str, list[Rejection]] = {}
+    for one in plan.rejected:
+        groups.setdefault(one.kind, []).append(one)
+    counts = {kind: plan.counts.get(kind, len(group)) for kind, group in groups.items()}
+    lines = [f"- {sum(counts.values())} pools rejected:"]
+    for kind in sorted(groups, key=lambda kind: -counts[kind]):
+        nearest = min(groups[kind], key=lambda one: one.excess)
+        lines += _wrapped(f"- {counts[kind]} × {kind}, such as {nearest}: {nearest.reason}", indent=2)
+    return lines
+
+
+def _kinds(plan: Plan) -> list[str]:
+    """What the prices are, and what the marks mean."""
+    said = [line for text in (*plan.prices, *plan.notes) for line in _wrapped(plain(text))]
+    stale = " !: older than cost.max_price_age_hours." if any(one.price_stale for one in plan.ranked) else ""
+    marks = f"l: live. r: recorded. e: estimated. s: simulated. Hazards: spot advisor of {advisor_recorded()}.{stale}"
+    return [*said, *_wrapped(marks)]
+
+
+def _wrapped(text: str, indent: int = 2) -> list[str]:
+    """Lines of at most the width. Continuations begin with a visible dot, since leading spaces may be lost."""
+    follow = "·".ljust(indent)
+    return textwrap.wrap(text, WIDTH - 3, subsequent_indent=follow, break_on_hyphens=False)

@@ -1,0 +1,256 @@
+"""The figures of a report as rows and texts: one place, so that terminal, card and page can be compared.
+
+The lines of a ledger are rounded by the largest remainder at those decimals, so that what is displayed adds up too.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+from cost.ledger.ledger import MEASURED, SIMULATED, UNPRICED
+from cost.money import apportion
+from cost.report.money_rows import budget_text, owner_text, regret_text
+from cost.report.number_text import NONE as NONE
+from cost.report.number_text import count as count
+from cost.report.number_text import duration as duration
+from cost.report.number_text import number as number
+from cost.report.number_text import percent as percent
+from cost.report.number_text import plain as plain
+from cost.report.number_text import seconds as seconds
+from cost.report.number_text import share_of as share_of
+from cost.report.number_text import usd as usd
+from cost.report.number_text import usd_decimals as usd_decimals
+from cost.report.report import RunReport
+from infra.config.sources import DEFAULT, value_text
+from infra.ledger_classes import LedgerClass
+
+
+def ledger_rows(report: RunReport) -> list[tuple[str, str, str, str, str]]:
+    """(class, rank-seconds, share of the paid time, dollars, kind) of each line, and of the total as the last row.
+
+    The displayed seconds and dollars of the lines sum to the displayed totals.
+    """
+    decimals = usd_decimals(report.total_usd)
+    dollars = apportion([line.usd for line in report.ledger], decimals)
+    time = apportion([Decimal(line.rank_microseconds) / 1_000_000 for line in report.ledger], 2)
+    paid = report.paid_rank_seconds
+    rows = [
+        (
+            str(line.ledger_class).replace("_", " "),
+            f"{shown_seconds:,}",
+            percent(line.rank_seconds / paid if paid else None),
+            usd(shown_usd, decimals),
+            line.kind,
+        )
+        for line, shown_seconds, shown_usd in zip(report.ledger, time, dollars, strict=True)
+    ]
+    kinds = {line.kind for line in report.ledger}
+    kind = "estimated" if kinds - {MEASURED} else MEASURED
+    return [*rows, ("total", seconds(paid), percent(1.0 if paid else None), usd(report.total_usd, decimals), kind)]
+
+
+def key_figures(report: RunReport) -> dict[str, str]:
+    """The headline figures by name. Every rendering holds each of them, letter by letter."""
+    actual = report.actual
+    return {
+        "job": plain(report.job),
+        "outcome": f"{report.outcome} (exit code {report.exit_code})",
+        "total": usd(report.total_usd),
+        "savings": usd(report.savings_usd, usd_decimals(report.total_usd)),
+        "regret": regret_text(report),
+        "budget": budget_text(report),
+        "paid by": owner_text(report),
+        "prices": price_text(report),
+        "paid time": f"{seconds(report.paid_rank_seconds)} rank-seconds",
+        "wall time": duration(_seconds_of(actual.get("wall_hours"))),
+        "speed": f"{number(actual.get('tokens_per_second'), 0)} {weight_unit(report)}/s",
+        "MFU": share_of(actual.get("mfu"), "measured peak"),
+        **_quality(report),
+        "final loss": number(final_loss(report)),
+        "commits": count(actual.get("commits", 0), "commit"),
+        "saves": _saves(actual.get("saves") or {}),
+        "interruptions": count(report.interruptions, "interruption"),
+        "failures": count(report.failures, "failure"),
+        "redone": count(report.redone_steps, "redone step"),
+        "goodput": percent(actual.get("goodput")),
+        "unattributed": percent(actual.get("unattributed_share"), 2),
+        "weights": report.weights_sha256 or NONE,
+    }
+
+
+def weight_unit(report: RunReport) -> str:
+    """What the weight of a batch counts, and with it speeds and losses: tokens for text."""
+    return plain(report.actual.get("weight_unit") or "tokens")
+
+
+def loss_unit(report: RunReport) -> str:
+    unit = weight_unit(report)
+    return "nats per token" if unit == "tokens" else f"per {unit.removesuffix('s')}"
+
+
+def _quality(report: RunReport) -> dict[str, str]:
+    """How good the model is: loss against entropy for text, else whatever the workload's own evaluation gave."""
+    actual = report.actual
+    if weight_unit(report) == "tokens":
+        return {
+            "held-out loss": f"{number(actual.get('held_out_loss'))} nats per token",
+            "unigram entropy": f"{number(actual.get('unigram_entropy_nats'))} nats per token",
+            "loss / entropy": number(actual.get("held_out_ratio"), 3),
+        }
+    return {plain(name).replace("_", " "): number(value) for name, value in (actual.get("metrics") or {}).items()}
+
+
+def _saves(found: dict[str, Any]) -> str:
+    """What they cost, with redone work: predicted, and as it came."""
+    lost = share_of(found.get("actual_loss"), "paid time")
+    predicted = percent(found.get("predicted_loss"))
+    left_out = f"; {found['skipped']:,} left out" if found.get("skipped") else ""
+    return f"stalls and redone steps {lost}, predicted {predicted}{left_out}"
+
+
+def price_text(report: RunReport) -> str:
+    """How the dollars are to be read."""
+    kind = plain(report.actual.get("price_kind", UNPRICED))
+    if kind == SIMULATED:
+        return f"simulated: priced as if on {plain(pool_text(report.plan))}"
+    if kind == UNPRICED:
+        return "unpriced: the events hold no plan"
+    return kind
+
+
+def pool_text(plan: dict[str, Any] | None) -> str:
+    """Such as "2 × g5.xlarge spot in use1-az4"; n/a without a pool."""
+    chosen = (plan or {}).get("chosen")
+    if not chosen:
+        return NONE
+    pool = f"{chosen['nodes']} × {chosen['instance_type']} {str(chosen['market']).replace('_', '-')}"
+    place = chosen.get("zone") or chosen.get("region")  # plans before there were several have none
+    return f"{pool} in {place}" if place else pool
+
+
+def final_loss(report: RunReport) -> float | None:
+    return report.loss_curve[-1][1] if report.loss_curve else None
+
+
+def comparison_header(report: RunReport) -> tuple[str, str, str]:
+    """Column titles of `comparison_rows`: a local run is not what was planned, so it must not look like it."""
+    if (report.plan or {}).get("simulated"):
+        return "plan against actual", "planned on the pool (estimated)", "actual on this machine"
+    return "plan against actual", "planned (estimated)", "actual (measured)"
+
+
+def comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
+    """(figure, planned, actual): what the plan promised and what came of it. Empty without a plan."""
+    chosen = (report.plan or {}).get("chosen")
+    if not chosen:
+        return []
+    actual = report.actual
+    # The newest plan of a job that went on is for the rest alone: hours and dollars are those of the first.
+    forecast = report.money.get("forecast") or {
+        "hours": chosen["expected_hours"],
+        "compute_usd": chosen["expected_usd"],
+        "interruptions": chosen["interruptions"],
+    }
+    return [
+        ("hours", number(forecast["hours"]), number(actual.get("wall_hours"))),
+        ("dollars", usd(forecast["compute_usd"]), usd(report.total_usd)),
+        (
+            f"{weight_unit(report)}/s",
+            number(chosen["tokens_per_second"], 0),
+            number(actual.get("tokens_per_second"), 0),
+        ),
+        ("MFU", share_of(chosen["mfu"], "data sheet peak"), share_of(actual.get("mfu"), "measured peak")),
+        ("interruptions", number(forecast["interruptions"], 4), str(report.interruptions)),
+    ]
+
+
+GENERATION_HEADER = ("generation", "from step", "last step", "paid rank-seconds", "ended", "culprit")
+
+
+def generation_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str]]:
+    """`GENERATION_HEADER` of each start of the gang, oldest first. Empty with a single one, which the rest describes.
+
+    The displayed seconds sum to those of the ledger.
+    """
+    lines = report.events.get("generations", [])
+    if len(lines) < 2:
+        return []
+    paid = apportion([Decimal(str(line["paid_rank_seconds"])) for line in lines], 2)
+    return [
+        (
+            str(line["generation"]),
+            f"{line['from_step']:,}",
+            NONE if line["last_step"] is None else f"{line['last_step']:,}",
+            f"{paid_seconds:,}",
+            plain(line["ended"] or "not recorded").replace("_", " "),
+            plain(line["culprit"] or ""),
+        )
+        for line, paid_seconds in zip(lines, paid, strict=True)
+    ]
+
+
+def configuration_rows(report: RunReport, *, defaults: bool) -> list[tuple[str, str, str]]:
+    """(key, value, source) of what was set, or of what was left at its default."""
+    return [
+        (plain(row["key"]), plain(value_text(row["value"])), plain(row["source"]))
+        for row in report.configuration
+        if (row["source"] == DEFAULT) is defaults
+    ]
+
+
+def trust_lines(report: RunReport) -> list[str]:
+    """What each kind of figure rests on."""
+    billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
+    estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
+    inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
+    rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]
+    lines = [
+        "measured: losses, steps, speed and all time that agents and ranks recorded",
+        f"dollars: {_price_in_full(report)}; exact at that price, no invoice (taxes, credits, storage, transfer left "
+        "out)",
+    ]
+    if inferred:
+        why = "a node's end was not recorded, so it is billed to its last sign of life"
+        lines.append(f"estimated: {', '.join(inferred)}: {why}")
+    if rules:
+        lines.append(f"estimated: {', '.join(rules)}: by the provider's rules, for an instance that is known by its id")
+    lines += [plain(line) for line in (report.plan or {}).get("prices", [])]
+    if (report.plan or {}).get("chosen"):
+        lines.append("estimated: the plan's hours, dollars, speed and interruptions")
+    share = report.actual.get("unattributed_share") or 0.0
+    if share > 0.01:
+        lines.append(f"caution: {percent(share, 2)} of the paid time is unattributed, more than 1 %")
+    if (report.money.get("hindsight") or {}).get("usd") is not None:
+        lines.append(
+            "regret: against the cheapest recorded prices of the same shape with the whole future known, as if there "
+            "had always been capacity; estimated, the most that could have been saved"
+        )
+    if report.savings_usd is not None:
+        lines.append(
+            "savings: the useful work alone at the on-demand price, less the total: redone work counts against"
+        )
+    return lines
+
+
+def _price_in_full(report: RunReport) -> str:
+    """The price as it was quoted, and how it was known; plans that were made before quotes were kept lack both."""
+    chosen = (report.plan or {}).get("chosen") or {}
+    text, quoted = price_text(report), chosen.get("quoted_usd_per_hour")
+    if not quoted:
+        return text
+    known = f" ({plain(chosen.get('price_kind', NONE))})" if report.actual.get("price_kind") == SIMULATED else ""
+    return f"{text}, ${plain(quoted)}/h per node{known}"
+
+
+def failure_lines(report: RunReport) -> list[str]:
+    """The failures, first one first."""
+    return [
+        f"{duration(failure['seconds'])}: {plain(failure['what'])}"
+        + (f" ({plain(failure['culprit'])})" if failure.get("culprit") else "")
+        for failure in report.events.get("failures", [])
+    ]
+
+
+def _seconds_of(hours: float | None) -> float | None:
+    return None if hours is None else hours * 3600

@@ -1,0 +1,60 @@
+"""The `money` part of a report: who pays, what was forecast, what each cause cost, what hindsight would have paid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cost.ledger.generations import Generation
+from cost.ledger.ledger import Ledger
+from cost.ledger.timeline import MICRO
+from cost.report.hindsight import hindsight
+from infra.events import BUDGET, PLAN, Event
+
+
+def money_figures(events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger) -> dict[str, Any]:
+    """Plain JSON. events: by time.
+
+    forecast: of the first plan, for the whole job; later plans are for what was left. compute_usd leaves storage and
+    transfer out, which the ledger does not meter. causes: dollars with six places
+    that sum to the total. hindsight: None where it cannot be told. thresholds: shares of the budget that were reached.
+    """
+    found = hindsight(events, generations, ledger)
+    return {
+        "owner": ledger.owner,
+        "project": ledger.project,
+        "forecast": _forecast(events),
+        "causes": [
+            {"cause": line.cause, "rank_seconds": line.rank_microseconds / MICRO, "usd": float(line.usd)}
+            for line in ledger.causes
+        ],
+        "hindsight": None if found is None else found.to_json(ledger.total_usd),
+        "thresholds": sorted({event.data["threshold"] for event in events if event.name == BUDGET}),
+        "instances": sorted({bill.node.instance_id for bill in ledger.nodes if bill.node.instance_id}),
+        "unknown_nodes": sum(bill.node.instance_id is None for bill in ledger.nodes),
+        "price_changes": _price_changes(ledger),
+    }
+
+
+def _forecast(events: Sequence[Event]) -> dict[str, Any] | None:
+    plan = next((event.data for event in events if event.name == PLAN and event.data.get("chosen")), None)
+    if plan is None:
+        return None
+    chosen = plan["chosen"]
+    expected = chosen.get("expected_usd")
+    return {
+        "usd": expected,
+        "compute_usd": chosen.get("compute_usd", expected),
+        "hours": chosen.get("expected_hours"),
+        "interruptions": chosen.get("interruptions"),
+        "kind": "estimated",
+    }
+
+
+def _price_changes(ledger: Ledger) -> int:
+    """Changes of price while a node was being paid for."""
+    return sum(
+        bill.node.started_wall < at / MICRO < bill.node.ended_wall
+        for bill in ledger.nodes
+        for at, _ in bill.price.curve.changes
+    )

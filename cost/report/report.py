@@ -1,0 +1,257 @@
+"""One `RunReport` from a job's events. Every renderer and the JSON show these numbers and no others.
+
+It works on any part of a log that begins at its beginning: a job that failed, was killed or is still going on has a
+report too, with its first failure first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+from cost.errors import ReportError
+from cost.ledger.generations import Generation, final_outcome, read_generations
+from cost.ledger.ledger import Ledger, LedgerLine, fold
+from cost.ledger.timeline import MICRO
+from cost.money import USD_DECIMALS, rounded
+from cost.report.actual import actual_figures
+from cost.report.failures import failures, notable
+from cost.report.money_figures import money_figures
+from infra.events import CONFIGURED, PLAN, PREFLIGHT, STEP, Event
+from infra.ledger_classes import LedgerClass
+from infra.outcome import Outcome
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """The numbers of a job. Field names are the public contract of report.json; dollars are Decimal with six places.
+
+    interruptions: generations that ended unplanned, whatever the cause; failures: those that our or the user's code
+    caused. redone_steps: step executions thrown away. loss_curve: [step, loss], a redone step with the loss of its
+    last execution, None where the loss was not finite. savings_usd: what the useful work alone would have cost
+    on-demand without an interruption, less what was paid, redone work included; negative when interruptions cost
+    more than the market saved; None without a price. plan: what was expected; actual: what came of it.
+    events: counts by name, failures (first one first), notable events, generations (the step it went
+    on from, the last one it took, its paid rank-seconds, its end). configuration: each key with its value and its
+    source (default, file:line, environment or --set); empty where nobody recorded it. money: owner, project, forecast,
+    dollars by cause and hindsight (`cost.report.money_figures`); empty in reports written before there was one.
+    """
+
+    job: str
+    outcome: Outcome
+    interruptions: int
+    failures: int
+    redone_steps: int
+    weights_sha256: str | None
+    loss_curve: list[tuple[int, float | None]]
+    ledger: tuple[LedgerLine, ...]
+    total_usd: Decimal
+    paid_microseconds: int
+    savings_usd: Decimal | None
+    plan: dict[str, Any] | None
+    actual: dict[str, Any]
+    events: dict[str, Any]
+    configuration: list[dict[str, Any]] = field(default_factory=list)
+    money: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        return self.outcome.exit_code
+
+    @property
+    def paid_rank_seconds(self) -> float:
+        return self.paid_microseconds / MICRO
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON without NaN. Dollars are numbers with at most six decimals, so their shortest form is exact."""
+        return _finite(
+            {
+                "schema": SCHEMA,
+                "job": self.job,
+                "outcome": str(self.outcome),
+                "exit_code": self.exit_code,
+                "interruptions": self.interruptions,
+                "failures": self.failures,
+                "redone_steps": self.redone_steps,
+                "weights_sha256": self.weights_sha256,
+                "loss_curve": [list(point) for point in self.loss_curve],
+                "ledger": [_line_json(line) for line in self.ledger],
+                "total_usd": float(self.total_usd),
+                "paid_rank_seconds": self.paid_rank_seconds,
+                "savings_usd": None if self.savings_usd is None else float(self.savings_usd),
+                "plan": self.plan,
+                "actual": self.actual,
+                "events": self.events,
+                "configuration": self.configuration,
+                "money": self.money,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RunReport:
+        """The inverse of `to_json`. Raises ReportError for another schema."""
+        if data.get("schema") != SCHEMA:
+            raise ReportError(f"report schema {data.get('schema')!r}, this version reads {SCHEMA}")
+        plain = ("job", "interruptions", "failures", "redone_steps", "weights_sha256", "plan", "actual", "events")
+        return cls(
+            **{name: data[name] for name in plain},
+            configuration=data.get("configuration", []),  # reports before it was recorded have none
+            money=data.get("money", {}),
+            outcome=Outcome(data["outcome"]),
+            loss_curve=[(int(step), loss) for step, loss in data["loss_curve"]],
+            ledger=tuple(_line_from_json(line) for line in data["ledger"]),
+            total_usd=_usd(data["total_usd"]),
+            paid_microseconds=round(data["paid_rank_seconds"] * MICRO),
+            savings_usd=None if data["savings_usd"] is None else _usd(data["savings_usd"]),
+        )
+
+
+def build_report(events: Sequence[Event], *, running: bool = False) -> RunReport:
+    """The report of a job from its events, in any order.
+
+    running: the job is still going on. Raises ReportError without any event, LedgerError for contradictory ones.
+    """
+    if not events:
+        raise ReportError("no events: nothing of this job was recorded")
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    generations = read_generations(ordered, running=running)
+    ledger = fold(ordered, running=running)
+    outcome_event = final_outcome(ordered)
+    plan = next((event.data for event in reversed(ordered) if event.name == PLAN), None)
+    unplanned = [generation for generation in generations.values() if generation.unplanned]
+    outcome = _outcome(ordered, generations)
+    return RunReport(
+        job=ordered[0].job,
+        outcome=outcome,
+        interruptions=len(unplanned),
+        failures=sum(generation.user_code for generation in unplanned),
+        redone_steps=ledger.redone_steps,
+        weights_sha256=None if outcome_event is None else outcome_event.data.get("weights_sha256"),
+        loss_curve=loss_curve(ordered),
+        ledger=ledger.lines,
+        total_usd=ledger.total_usd,
+        paid_microseconds=ledger.paid_microseconds,
+        savings_usd=_savings(ledger),
+        plan=None if plan is None else _plan_summary(plan),
+        actual=actual_figures(ordered, generations, ledger),
+        events={
+            "counts": _counts(ordered),
+            "failures": failures(ordered, generations),
+            "notable": notable(ordered),
+            "generations": _generation_lines(ordered, generations, ledger),
+            "run": ordered[-1].run,
+            "message": None if outcome_event is None else outcome_event.data.get("message"),
+        },
+        configuration=next((event.data["settings"] for event in reversed(ordered) if event.name == CONFIGURED), []),
+        money=money_figures(ordered, generations, ledger),
+    )
+
+
+def loss_curve(events: Sequence[Event]) -> list[tuple[int, float | None]]:
+    """(step, training loss) by step. All ranks know the same loss; a redone step shows its last execution."""
+    latest: dict[int, tuple[int, float | None]] = {}
+    for event in events:
+        if event.name != STEP or event.step is None or "loss" not in event.data:
+            continue
+        if event.step in latest and latest[event.step][0] > event.generation:
+            continue
+        latest[event.step] = (event.generation, _finite(event.data["loss"]))
+    return [(step, latest[step][1]) for step in sorted(latest)]
+
+
+def _generation_lines(
+    events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "generation": generation.number,
+            "from_step": generation.parent_step,
+            "last_step": max((event.step or 0 for event in events if _is_step_of(event, generation)), default=None),
+            "paid_rank_seconds": sum(
+                bill.rank_microseconds for bill in ledger.nodes if bill.node.generation == generation.number
+            )
+            / MICRO,
+            "ended": generation.reason,
+            "culprit": generation.culprit,
+        }
+        for generation in generations.values()
+    ]
+
+
+def _is_step_of(event: Event, generation: Generation) -> bool:
+    return event.name == STEP and event.generation == generation.number
+
+
+def _outcome(events: list[Event], generations: dict[int, Generation]) -> Outcome:
+    """How the job ended: what was recorded last, else what the last thing recorded means."""
+    recorded = final_outcome(events)
+    if recorded is not None:
+        return Outcome(recorded.data["outcome"])
+    newest = generations[max(generations)] if generations else None
+    if newest is not None:
+        if newest.planned:
+            return Outcome(newest.reason)
+        return Outcome.FAILED if newest.user_code else Outcome.INTERRUPTED
+    plan = next((event.data for event in reversed(events) if event.name == PLAN), None)
+    if plan is not None and plan.get("refusal"):
+        return Outcome(plan["refusal"]["outcome"])
+    if plan is None and any(event.name == PREFLIGHT for event in events):
+        return Outcome.PREFLIGHT
+    return Outcome.INTERRUPTED
+
+
+def _savings(ledger: Ledger) -> Decimal | None:
+    return None if ledger.clean_on_demand_usd is None else rounded(ledger.clean_on_demand_usd - ledger.total_usd)
+
+
+def _plan_summary(plan: dict[str, Any]) -> dict[str, Any]:
+    """What the report keeps of a plan: the decision, not the hundreds of pools that it was made from."""
+    dropped = {"ranked", "rejected"}
+    summary = {name: value for name, value in plan.items() if name not in dropped}
+    counts = plan.get("counts") or {"ranked": len(plan.get("ranked", [])), "": len(plan.get("rejected", []))}
+    return {**summary, "ranked": counts["ranked"], "rejected": sum(counts.values()) - counts["ranked"]}
+
+
+def _counts(events: Sequence[Event]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for event in events:
+        counts[event.name] = counts.get(event.name, 0) + 1
+    return dict(sorted(counts.items()))
+
+
+def _line_json(line: LedgerLine) -> dict[str, Any]:
+    return {
+        "class": str(line.ledger_class),
+        "rank_seconds": line.rank_seconds,
+        "usd": float(line.usd),
+        "kind": line.kind,
+    }
+
+
+def _line_from_json(data: dict[str, Any]) -> LedgerLine:
+    return LedgerLine(
+        ledger_class=LedgerClass(data["class"]),
+        rank_microseconds=round(data["rank_seconds"] * MICRO),
+        usd=_usd(data["usd"]),
+        kind=data["kind"],
+    )
+
+
+def _usd(number: float) -> Decimal:
+    return rounded(Decimal(str(number)), USD_DECIMALS)
+
+
+def _finite(value: Any) -> Any:
+    """The same value with None for NaN and infinities, which JSON and web pages cannot carry."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
