@@ -279,7 +279,8 @@ def test_frames_hold_the_same_numbers():
 
 
 def test_importing_the_report_imports_neither_pandas_nor_torch():
-    code = "import sys, cost.report.render_html, cost.report.frames as f; print({'pandas', 'torch', 'metaflow'} & set(sys.modules))"
+    modules = "cost.report.render_html, cost.report.frames"
+    code = f"import sys, {modules}; print({{'pandas', 'torch', 'metaflow'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr
 
