@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from metaflow import StepMutator
 
-_REMOTE = ("batch", "kubernetes")
+# Decorators that send a step to another machine.
+REMOTE = ("batch", "kubernetes")
 
 
 class local(StepMutator):  # noqa: N801 - the name is what stands after --with
@@ -14,6 +15,6 @@ class local(StepMutator):  # noqa: N801 - the name is what stands after --with
     """
 
     def mutate(self, mutable_step):
-        for name in _REMOTE:
+        for name in REMOTE:
             if mutable_step.has_decorator(name):
                 mutable_step.remove_decorator(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from cost.errors import CostError, PriceError
@@ -13,7 +14,8 @@ from cost.prices.observed import observed_pools
 from cost.report.render_html import render as render_html
 from cost.report.report import RunReport, build_report
 from flows.job import PROJECT_ROOT, RUNS, Job, write_whole
-from infra.events import PLAN, PRICES, read_events
+from infra.errors import InfraError
+from infra.events import NODE_STARTED, PLAN, PRICES, Event, read_events
 from infra.metrics.job import job_page
 
 _COMPARED_JOBS = 8
@@ -21,13 +23,10 @@ _COMPARED_JOBS = 8
 
 def record_prices(job: Job) -> None:
     """How prices went while the job ran, into its events; what cannot be had is said, and the plan's price stands."""
-    plans = [event.data for event in read_events(job.store) if event.name == PLAN and event.data.get("chosen")]
-    # Of each type the first plan that chose it: a job that went on may have been planned on another one.
-    first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
     pools: list[dict[str, Any]] = []
-    for kind, plan in first.items():
+    for kind, plan in _paid_types(read_events(job.store)).items():
         try:
-            pools += observed_pools(job.config.cost, plan, now_utc=time.time(), project_root=PROJECT_ROOT)
+            pools += observed_pools(job.config.cost, plan, kind, now_utc=time.time(), project_root=PROJECT_ROOT)
         except PriceError as error:
             print(f"prices of {kind} since the plan are not known, so its own stand: {error}", flush=True)
     if pools:
@@ -35,11 +34,23 @@ def record_prices(job: Job) -> None:
             events.emit(PRICES, pools=pools)
 
 
+def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
+    """Instance types with the plan since which their prices matter: of each the first plan that chose it, since a job
+    that went on may have been planned on another one, and for machines that are of no planned type the first of all.
+    """
+    plans = [event.data for event in events if event.name == PLAN and event.data.get("chosen")]
+    first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
+    real = next((plan for plan in plans if not plan.get("simulated")), None)
+    told = {event.data.get("instance_type") for event in events if event.name == NODE_STARTED} if real else set()
+    return {**{str(kind): real for kind in sorted(filter(None, told)) if real}, **first}
+
+
 def write_report(job: Job) -> RunReport:
     """Fold the job's events; write report and metrics into runs/<job>/ and then into the store, and what the job has
     shown of pools and speeds for the plans of others.
 
-    Here first: a store that is full or takes no more writes still has events to tell from. Raises StoreError for it.
+    Here first: a store that is full or takes no more writes still has events to tell from. Raises StoreError where it
+    does not take the report.
     """
     record_prices(job)
     events = read_events(job.store)
@@ -55,7 +66,10 @@ def write_report(job: Job) -> RunReport:
             write_whole(here, content)
     for name, content in files.items():
         job.store.put(name, content)
-    remember(job.root_store, events)
+    try:
+        remember(job.root_store, events)
+    except InfraError as error:  # the job has ended, however it ended: only later plans know less
+        print(f"what the job has shown of pools and speeds is not kept: {error}", flush=True)
     return report
 
 

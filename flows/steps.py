@@ -14,6 +14,7 @@ from metaflow.exception import MetaflowException
 
 from flows.checks import run_all_checks
 from flows.job import PROJECT_ROOT, Job, mark_latest
+from flows.planning import experience, progress, stays_here
 from infra.config.sources import values_with_sources
 from infra.errors import InfraError
 from infra.events import CONFIGURED, OUTCOME, PLAN, PREFLIGHT, PREPARED, read_events
@@ -118,7 +119,6 @@ def plan_capacity(flow: Any) -> dict:
     """The plan as JSON, of its best pools; the job's plan.json has all. Raises StepFailed when budget, deadline or
     capacity cannot be kept.
     """
-    from cost.experience.book import recall
     from cost.plan.plan import make_plan
     from cost.plan.plan_text import render_plan
     from cost.prices.source import open_prices
@@ -127,8 +127,8 @@ def plan_capacity(flow: Any) -> dict:
     now = time.time()
     measured = {} if flow.examined is None else {"shape": ModelShape.from_json(flow.examined["shape"])}
     prices = open_prices(job.config, now, project_root=PROJECT_ROOT)
-    known = {"experience": recall(job.root_store), "progress": _progress(job)}
-    plan = make_plan(job.config, now_utc=now, simulated=True, prices=prices, **known, **measured)
+    known = {"experience": experience(job), "progress": progress(job)}
+    plan = make_plan(job.config, now_utc=now, simulated=stays_here(flow), prices=prices, **known, **measured)
     say(render_plan(plan))
     job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())
     plan = plan.brief()
@@ -139,18 +139,6 @@ def plan_capacity(flow: Any) -> dict:
     if plan.refusal:
         raise StepFailed(plan.refusal.outcome, f"{plan.refusal.message} ({plan.refusal.hint})")
     return plan.to_json()
-
-
-def _progress(job: Job) -> Any:
-    """How far the job has come, so that only the rest is planned; the whole where no account of it can be made."""
-    from cost.errors import CostError
-    from cost.plan.progress import FROM_THE_START, progress_of
-
-    try:
-        return progress_of(read_events(job.store))
-    except CostError as error:
-        say(f"how far the job has come is unknown, so all of it is planned: {error}")
-        return FROM_THE_START
 
 
 @told

@@ -88,6 +88,47 @@ class GammaHazard:
         return 1.0 / math.sqrt(self.shape)
 
 
+# (share, times the plan's hazard, interruptions that it is worth): the plan is right, or wrong by 3 or by 10.
+_GUESSES = ((0.5, 1.0, 8.0), (0.125, 0.1, 2.0), (0.125, 1 / 3, 2.0), (0.125, 3.0, 2.0), (0.125, 10.0, 2.0))
+
+
+@dataclass(frozen=True)
+class PlannedHazard:
+    """Interruptions per hour as a plan believes them, which may be right or wrong by a factor: a mixture of Gammas.
+
+    As long as the plan holds it counts like eight interruptions; once what is seen speaks against it, it is let go of,
+    which one Gamma of any weight cannot do both. Guesses are weighed by the chance of what was seen: the marginal
+    likelihood of Poisson arrivals, Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), for n in T hours and a Gamma of shape a
+    and b hours. `python -m cost bench interval` says what it is worth.
+    """
+
+    planned_per_hour: float
+    interruptions: float = 0.0
+    hours: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.planned_per_hour <= 0 or self.interruptions < 0 or self.hours < 0:
+            raise ValueError(f"the plan must be positive, what was seen not negative: {self}")
+
+    def seen(self, interruptions: float, hours: float) -> PlannedHazard:
+        """The belief after `hours` more with so many interruptions in them."""
+        return PlannedHazard(self.planned_per_hour, self.interruptions + interruptions, self.hours + hours)
+
+    @property
+    def per_hour(self) -> float:
+        """The mean."""
+        logs, means = [], []
+        for share, factor, worth in _GUESSES:
+            hours = worth / (factor * self.planned_per_hour)
+            shape, later = worth + self.interruptions, hours + self.hours
+            gammas = math.lgamma(shape) - math.lgamma(worth)
+            logs.append(math.log(share) + gammas + worth * math.log(hours) - shape * math.log(later))
+            means.append(shape / later)
+        likeliest = max(logs)
+        weights = [math.exp(log - likeliest) for log in logs]
+        return sum(weight * mean for weight, mean in zip(weights, means, strict=True)) / sum(weights)
+
+
 def _check(save_seconds: float, hazard_per_hour: float) -> None:
     if save_seconds < 0 or hazard_per_hour < 0:
         raise ValueError(f"save_seconds {save_seconds} and hazard_per_hour {hazard_per_hour} must not be negative")

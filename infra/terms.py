@@ -20,6 +20,7 @@ class Terms:
     hazard_per_hour: expected interruptions of the planned pool per hour (a gang in one pool is one hazard).
     price_kind: how the price is known: "live", "recorded" (on a date), "estimated" or "simulated".
     told_threshold: the highest of `BUDGET_THRESHOLDS` that earlier attempts have told of this budget; 0: none.
+    step_seconds: of one step as the plan expects it, until one was measured; 0: nobody knows.
     """
 
     usd_per_rank_second: float
@@ -30,6 +31,7 @@ class Terms:
     hazard_per_hour: float = 0.0
     price_kind: str = "recorded"
     told_threshold: float = 0.0
+    step_seconds: float = 0.0
 
     @property
     def spendable_usd(self) -> float | None:

@@ -46,6 +46,20 @@ def test_thresholds_are_told_once_and_a_step_must_be_affordable() -> None:
     assert told == {0.5: 500.0, 0.8: 800.0, 1.0: 899.0}
 
 
+def test_the_first_step_of_an_attempt_has_the_price_that_the_plan_expects() -> None:
+    terms = Terms(usd_per_rank_second=0.01, budget_usd=10.0, reserve_usd=1.0, spent_usd=8.0, step_seconds=101.0)
+    for step_seconds, expected in ((101.0, Stop.BUDGET), (99.0, Stop.NONE)):
+        limits = Limits(replace(terms, step_seconds=step_seconds), world_size=1, elapsed_seconds=lambda: 0.0)
+        assert limits.stop() is expected
+    assert "a step costs up to $0.9900" in limits.describe(Stop.BUDGET)
+    now = 0.0
+    measured = Limits(replace(terms, step_seconds=99.0), world_size=1, elapsed_seconds=lambda: now)
+    assert measured.stop() is Stop.NONE
+    now = 1.0
+    assert measured.stop() is Stop.NONE
+    assert measured.next_step_usd == pytest.approx(0.01), "a step was measured"
+
+
 def test_without_a_budget_nothing_is_told_and_with_nothing_left_nothing_starts() -> None:
     terms = Terms(usd_per_rank_second=1.0, reserve_usd=2.0, spent_usd=1e9)
     assert terms.out_of_money() == "" and terms.reached(1e9) == []
@@ -105,6 +119,9 @@ def test_a_real_gang_stops_within_its_budget_and_a_larger_one_goes_on(tmp_path: 
     events = job.events()
     assert build_report(events).outcome is Outcome.BUDGET
     assert not [event for event in events if event.generation == 2 and event.rank >= 0], "no rank was started"
+    waited = {event.node for event in events if event.generation == 2 and event.name == NODE_STARTED}
+    paid = {bill.node.node: bill.node.measured for bill in fold(events).nodes if bill.node.generation == 2}
+    assert waited == {0, 1} and paid == {0: True, 1: True}, "every node that waited for the start is paid for"
     assert [event.data["threshold"] for event in events if event.name == BUDGET] == told
 
     done = job.run(2, 100 * BUDGET_USD, max_steps=outcome.step + 3)

@@ -12,10 +12,12 @@ from botocore.stub import ANY, Stubber
 
 from cost.catalogue import load_catalogue
 from cost.errors import PriceError
+from cost.plan.plan import make_plan
 from cost.prices.static import StaticPrices
 from cost.refresh.aws import advisor_bands
 from cost.refresh.commands import refresh_catalogue
 from cost.refresh.tables import reread
+from infra.config.schema import RunConfig
 
 REGIONS = ["us-east-1", "us-west-2"]
 
@@ -103,6 +105,25 @@ def test_prices_of_more_regions_are_taken_in_and_old_ones_keep_their_day(tmp_pat
     said = capsys.readouterr().out
     assert "g5.xlarge in us-east-1: $1.006 of 2026-07-20 is now $1.1" in said
     assert "p5.48xlarge in us-east-1: no longer listed" in said
+
+
+def test_a_region_without_prices_is_said_to_have_none_and_a_refresh_brings_them(tmp_path: Path):
+    cost = {"regions": ["us-west-2"], "deadline_hours": None}
+    wanted = {"cluster": {"instance_types": ["g5.xlarge"], "backend": "kubernetes"}, "cost": cost}
+    config = RunConfig.model_validate(wanted)
+    before = make_plan(config, now_utc=1_790_000_000.0)
+    assert before.refusal.outcome == "no_capacity" and not before.ranked
+    assert {one.kind for one in before.rejected} == {"no spot price", "no on-demand price"}
+    assert all("us-west-2" in one.reason for one in before.rejected)
+    brings = "python -m cost catalogue refresh --regions us-west-2"
+    assert brings in before.refusal.hint and any(brings in line for line in before.prices)
+    folder = refresh(tmp_path, Aws(ANSWERS, TYPES), advisor=ADVISOR)
+    after = make_plan(config, now_utc=1_790_000_000.0, catalogue=reread(folder))
+    assert {(one.market, one.quoted_usd_per_hour) for one in after.ranked} == {
+        ("spot", "0.4527"),
+        ("on_demand", "1.006"),
+    }
+    assert after.refusal is None and after.on_demand == {"g5.xlarge": "1.006"}
 
 
 def test_new_types_are_added_and_what_is_not_known_is_left_out_by_name(tmp_path: Path, capsys):

@@ -136,7 +136,7 @@ def test_several_jobs_stand_side_by_side_and_add_up(tmp_path: Path) -> None:
     *_, total, kinds = text.splitlines()
     dollars = [Decimal(amount) for amount in re.findall(r"\$(0\.\d{4})", total)]
     assert dollars[0] == sum(report.total_usd for report in reports)
-    assert "simulated" in kinds and "estimated" in kinds
+    assert "recorded 2026-07-20" in kinds and "estimated" in kinds
 
 
 def run(*words: str, runs: Path) -> subprocess.CompletedProcess[str]:

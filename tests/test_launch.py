@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from tests.support.gangs import free_port
 from training.errors import GangError
 from training.launch.channel import Lobby, join
 from training.launch.heartbeat import Heartbeat
+from training.launch.peers import Lead, Member, Verdict
 from training.launch.ports import control_ports
+from training.launch.spec import GangSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -37,6 +40,30 @@ def test_roll_call_names_the_missing_nodes_within_its_deadline() -> None:
     assert time.monotonic() - began < 3
     present.join()
     lobby.close()
+
+
+def test_who_came_to_a_roll_call_that_failed_is_told_of_which_generation(tmp_path: Path) -> None:
+    """It has waited for it, and is paid for: without the number it could write no log."""
+    ports = control_ports("run-of-three", 0)
+    spec = GangSpec(
+        job="job", run="run-of-three", attempt=0, node=0, nodes=3, processes_per_node=1, main_address="127.0.0.1",
+        config={}, store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path), candidate_ports=ports,
+    )  # fmt: skip
+    lead, told = Lead(spec), []
+
+    def follow() -> None:
+        member = Member(replace(spec, node=1), "b", 10, lambda: False)
+        told.append(member.await_start(10))
+        member.close()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    with pytest.raises(GangError, match="missing: node 2"):
+        lead.roll_call(2, lambda: False)
+    lead.give_up(Verdict(culprit="node 2 never came", reason="roll_call", generation=7))
+    lead.close()
+    thread.join()
+    assert [(verdict.culprit, verdict.generation) for verdict in told] == [("node 2 never came", 7)]
 
 
 def test_a_node_that_finds_nobody_says_so() -> None:

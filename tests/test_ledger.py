@@ -71,7 +71,7 @@ def test_a_clean_run_by_hand():
     assert ledger.total_usd == Decimal("0.020000")
     assert ledger.paid_rank_seconds == 40.0
     assert set(kinds_of(ledger).values()) == {"measured"}
-    assert (ledger.price_kind, ledger.redone_steps, ledger.unattributed_share) == ("simulated", 0, 0.0)
+    assert (ledger.price_kind, ledger.redone_steps, ledger.unattributed_share) == ("recorded 2026-07-20", 0, 0.0)
     assert ledger.clean_on_demand_usd == Decimal("0.040000")
     assert spent_usd(clean_run()) == pytest.approx(0.02)
 
@@ -212,7 +212,7 @@ def test_each_node_is_priced_by_the_plan_that_was_in_force():
     second.outcome("completed")
     second.phase("shutdown", 0.0)
     second.ended("completed", 10.0)
-    plans = [plan_event(3.6, t=0.0), plan_event(36.0, None, simulated=False, t=30.0)]
+    plans = [plan_event(3.6, simulated=True, t=0.0), plan_event(36.0, None, t=30.0)]
     ledger = fold([*plans, *first.events, *second.events])
     assert ledger.total_usd == Decimal("0.110000")  # 10 s at a tenth of a cent, 10 s at a cent: a node, not a rank
     assert ledger.price_kind == "recorded 2026-07-20"

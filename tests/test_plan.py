@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,32 @@ def test_a_budget_below_the_cheapest_pool_is_refused_with_the_arithmetic():
     assert fewer.refusal is None, "the hint must make it fit"
 
 
+def test_the_budget_is_judged_over_all_pools_and_the_choice_keeps_it():
+    """The pool with the fewest expected dollars may be a dear gang, whose last save needs too much in reserve."""
+    cluster = {"nodes": "auto", "processes_per_node": "auto", "backend": "kubernetes"}
+    given = {"cluster": cluster, "checkpoint": {"deadline_seconds": 7200}}
+    given["training"] = {"max_steps": 400_000, "batch_size": 256}
+
+    def need(pool: Candidate) -> float:
+        return pool.expected_usd + pool.gang_usd_per_hour * 2
+
+    free = plan(**given)
+    least = min(free.ranked, key=need)
+    assert need(least) < 0.8 * need(free.chosen) and free.chosen.expected_usd < least.expected_usd
+    budget = (need(least) + need(free.chosen)) / 2
+    one = plan(**given, cost={"budget_usd": budget})
+    borne = [pool for pool in free.ranked if need(pool) <= budget]
+    assert one.refusal is None and [str(pool) for pool in one.ranked] == [str(pool) for pool in borne]
+    assert one.chosen.expected_usd == min(pool.expected_usd for pool in borne)
+    assert one.terms().spendable_usd == pytest.approx(budget - one.chosen.gang_usd_per_hour * 2)
+    assert by_kind(one)["over the budget"] == len(free.ranked) - len(borne)
+    dear = next(pool for pool in one.rejected if str(pool) == str(free.chosen))
+    assert f"needs ${need(free.chosen):.4f}" in dear.reason and f"cost.budget_usd is ${budget:.4f}" in dear.reason
+    poor = plan(**given, cost={"budget_usd": need(least) * 0.9})
+    assert poor.refusal.outcome is Outcome.BUDGET and str(least) in poor.refusal.message
+    assert poor.refusal.enough == pytest.approx(need(least)), "what would do is the least that any pool needs"
+
+
 def test_a_deadline_that_no_pool_meets_is_refused_and_slow_pools_are_rejected():
     cluster = {"nodes": 1, "backend": "kubernetes"}
     free = plan(cluster=cluster)
@@ -126,6 +153,25 @@ def test_a_deadline_that_no_pool_meets_is_refused_and_slow_pools_are_rejected():
     half = plan(cluster=cluster, cost={"deadline_hours": middle})
     assert half.refusal is None and by_kind(half)["misses the deadline"] > 0
     assert all(c.expected_hours <= middle for c in half.ranked)
+
+
+def test_a_deadline_and_a_budget_that_bind_together_are_told_together():
+    given = {"training": {"max_steps": 20_000_000}}
+    free = plan(**given, cost={"deadline_hours": None})
+    fastest = min(free.ranked, key=lambda pool: pool.expected_hours)
+    cheapest = free.chosen
+    assert fastest.expected_hours < 0.9 * cheapest.expected_hours
+    budget = (cheapest.expected_usd + free.reserve_usd) * 1.001
+    late = plan(**given, cost={"deadline_hours": 2, "budget_usd": budget})
+    assert late.refusal.outcome is Outcome.DEADLINE and late.refusal.enough == cheapest.expected_hours
+    assert f"The first that the budget bears, {cheapest}" in late.refusal.message
+    enough = plan(**given, cost={"deadline_hours": late.refusal.enough + 0.01, "budget_usd": budget})
+    assert enough.refusal is None, "what would do does"
+    both = plan(**given, cost={"deadline_hours": 2, "budget_usd": 1.0})
+    assert "The budget binds as well" in both.refusal.message
+    hours, usd = re.search(r"deadline_hours to ([\d.]+) or more.*budget_usd to ([\d.]+)", both.refusal.hint).groups()
+    lifted = plan(**given, cost={"deadline_hours": float(hours), "budget_usd": float(usd)})
+    assert lifted.refusal is None, "what the hint says of both is enough"
 
 
 def test_nothing_that_fits_is_refused_with_the_nearest_miss_and_a_hint_that_helps():

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from cost.errors import ReportError
+from cost.experience.belief import EVIDENCE_WORTH, Experience
 from cost.experience.book import recall, remember
-from cost.experience.records import experience_of
+from cost.experience.records import JobExperience, Stay, experience_of
 from cost.plan.chance import WAIT_HOURS, Case, chances
 from cost.plan.plan import KEPT_POOLS, Plan, make_plan
 from cost.plan.plan_text import render_plan
@@ -221,3 +222,29 @@ def test_the_two_questions_of_a_script():
         get_accumulated_cost(nowhere, history=[dearer])
     with pytest.raises(ReportError, match="no events"):
         get_accumulated_cost([])
+
+
+def test_each_hour_of_a_stay_counts_by_its_own_age_and_leaves_the_doubt_of_losses_in_bursts() -> None:
+    """One long stay says what the same hours do as many short ones; a loss of a day ago counts half."""
+
+    def stay(hours: float, *, ended: float, reclaimed: bool) -> Stay:
+        place = {
+            "instance_type": "g5.xlarge",
+            "nodes": 1,
+            "market": "spot",
+            "region": "us-east-1",
+            "zone": "us-east-1a",
+        }
+        return Stay(**place, ended_utc=ended * 3600, hours=hours, reclaimed=reclaimed)
+
+    def believed(*stays: Stay) -> GammaHazard:
+        seen = Experience.of([JobExperience(job="j", stays=stays)])
+        return seen.reclaims(GammaHazard(0.0, 0.0), "g5.xlarge", "us-east-1", "us-east-1a", 48 * 3600)[0]
+
+    whole = believed(stay(48.0, ended=48, reclaimed=True))
+    parts = believed(*(stay(1.0, ended=hour, reclaimed=hour == 48) for hour in range(1, 49)))
+    assert (whole.shape, whole.hours) == pytest.approx((parts.shape, parts.hours))
+    assert whole.hours == pytest.approx(EVIDENCE_WORTH * sum(0.5 ** (age / 24) for age in range(48)), rel=0.02)
+    halved = believed(stay(1.0, ended=24, reclaimed=True))
+    assert halved.shape == pytest.approx(EVIDENCE_WORTH / 2)
+    assert believed(stay(1.0, ended=48, reclaimed=True)).per_hour == pytest.approx(1.0, rel=0.02)

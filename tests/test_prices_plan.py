@@ -167,7 +167,10 @@ def test_the_static_table_says_its_age_and_offers_no_price_of_another_region():
     config = configuration({"prices": "static", "regions": ["us-west-2"]})
     refused = planned(config)
     assert not refused.ranked and "no spot price" in refused.refusal.message
-    assert refused.refusal.hint == "set cost.prices to live, or add us-east-1 to cost.regions"
+    assert refused.refusal.hint == (
+        "run python -m cost catalogue refresh --regions us-west-2, set cost.prices to live, or add us-east-1 to "
+        "cost.regions"
+    )
     both = planned(configuration({"prices": "static", "regions": ["us-east-1", "us-west-2"]}))
     assert {c.region for c in both.ranked} == {"us-east-1"}
     assert "on-demand prices of 2026-07-20, 2 months old; savings of 2025-07, 15 months old" in both.prices[0]

@@ -82,7 +82,7 @@ def test_a_clean_job_agrees_and_its_gap_is_boot_time(tmp_path: Path, second_gene
     boot = sum(part.usd for part in found.parts if part.cause == "boot time")
     assert float(boot) == pytest.approx(2 * BOOT * 3.6 / 3600, rel=0.2)
     text = render(found)
-    assert "synthetic bill" in text and "SIMULATED" in text and "boot time" in text
+    assert "synthetic bill" in text and "SIMULATED" not in text and "boot time" in text
     assert json.loads(json.dumps(found.to_json()))["bill"] == "synthetic bill"
 
 
@@ -129,6 +129,9 @@ def test_a_bill_at_another_price_does_not_agree(tmp_path: Path) -> None:
     found = reconciled(events, [replace(one, usd_per_hour=lambda at: 7.2), two], tmp_path)
     assert kinds(found) == [("wrong price", "i-one")] and not found.agrees
     assert "at the prices on record it would be $" in found.findings[0].words
+    pretended = [replace(one, data={**one.data, "simulated": True}) if one.name == "plan" else one for one in events]
+    found = reconciled(pretended, [replace(one, usd_per_hour=lambda at: 7.2), two], tmp_path)
+    assert found.findings == () and "SIMULATED: the job was priced as if" in render(found)
 
 
 def test_a_machine_that_was_up_for_hours_before_the_job_was_not_booting(tmp_path: Path) -> None:
@@ -235,3 +238,49 @@ def test_the_command_joins_a_job_and_a_bill(tmp_path: Path) -> None:
         [*command[:5], "no.csv", *command[6:]], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert missing.returncode == 2 and "no.csv: cannot be read" in missing.stderr and "Traceback" not in missing.stderr
+
+
+def test_nodes_that_shared_an_instance_agree_with_its_bill(tmp_path: Path) -> None:
+    """Two pods on one machine: billed once, and metered once."""
+    known = {"instance_id": "i-one", "instance_type": "g5.xlarge", "market": "spot", **ZONE, "uptime_seconds": BOOT}
+    gang = GangLog(1, 1000.0, [[0], [1]], machines=[known, known])
+    gang.steps(1, 5, useful_step=1400.0)
+    gang.ended("node_lost", 7000.0)
+    life = {"start": WALL + 1000.0 - BOOT, "end": WALL + 8000.0}
+    one = Instance(instance_id="i-one", usd_per_hour=lambda at: 3.6, tags=TAG, **life)
+    found = reconciled([plan_event(3.6), *gang.events], [one], tmp_path)
+    assert found.agrees and found.account.shared == ["i-one"] and found.joined_usd == Decimal("7")
+    assert "ran on it at once and divided its price" in render(found)
+
+
+@pytest.mark.parametrize("ids", ["the same", "others", "none"])
+def test_a_delivery_that_is_given_twice_is_counted_once(tmp_path: Path, ids: str) -> None:
+    """Ids are those of one delivery; the next has others, and a report may have none."""
+    events, instances = two_instances()
+    rows = [row for instance in instances for row in rows_of(instance)]
+    key = "identity/LineItemId"
+    again = [{**row, key: {"the same": row[key], "others": f"x{n}", "none": ""}[ids]} for n, row in enumerate(rows)]
+    kept = [{**row, key: ""} for row in rows] if ids == "none" else rows
+    # Two lines alike in one file are two.
+    kept, again = [*kept, {**kept[0], key: kept[0][key] and "z"}], [*again, {**again[0], key: again[0][key] and "z"}]
+    files = [write_report(tmp_path / "first.csv", kept), write_report(tmp_path / "second.csv", again)]
+    both = [line for number, path in enumerate(files) for line in read_bill(path, delivery=number)]
+    once, twice = explain(compare(events, read_bill(files[0]))), explain(compare(events, both))
+    assert twice.billed_usd == once.billed_usd == total_usd(kept)
+    assert (once.account.twice, twice.account.twice) == (0, len(kept))
+    assert f"{len(kept)} lines were given twice" in render(twice) and twice.to_json()["repeated_lines"] == len(kept)
+
+
+def test_deliveries_that_differ_are_refused_or_named(tmp_path: Path) -> None:
+    events, instances = two_instances()
+    rows = [row for instance in instances for row in rows_of(instance)]
+    first = write_report(tmp_path / "first.csv", rows)
+    dearer = [{**row, "lineItem/UnblendedCost": "9"} for row in rows]
+    newer = write_report(tmp_path / "newer.csv", dearer)
+    with pytest.raises(BillError, match=r"newer.csv:2: .*give the newest one alone"):
+        compare(events, [*read_bill(first), *read_bill(newer, delivery=1)])
+    other = write_report(
+        tmp_path / "ids.csv", [{**row, "identity/LineItemId": f"x{n}"} for n, row in enumerate(dearer)]
+    )
+    doubled = explain(compare(events, [*read_bill(first), *read_bill(other, delivery=1)]))
+    assert not doubled.agrees and ("billed twice", "i-one") in kinds(doubled)

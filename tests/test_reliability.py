@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from infra.reliability import GammaHazard, daly_interval_seconds, expected_loss, young_interval_seconds
+from infra.reliability import GammaHazard, PlannedHazard, daly_interval_seconds, expected_loss, young_interval_seconds
 
 
 def time_lost(interval: float, save: float, mean: float, *, work: float, seed: int) -> float:
@@ -60,3 +60,25 @@ def test_the_hazard_moves_from_the_plan_to_what_was_seen() -> None:
     assert belief.seen(seen, hours).relative_deviation < 0.06
     with pytest.raises(ValueError, match="must be positive"):
         GammaHazard.from_prior(0.0)
+
+
+@pytest.mark.parametrize("wrong", [1 / 8, 1.0, 8.0])
+def test_a_plan_is_kept_while_it_may_be_right_and_let_go_of_when_it_is_not(wrong: float) -> None:
+    """Against the posterior over a fine grid of rates, with the mixture's own density as its prior."""
+    actual, planned = 0.5, 0.5 * wrong
+    plan, one = PlannedHazard(planned), GammaHazard.from_prior(planned)
+    guesses = ((0.5, 1.0, 8.0), (0.125, 0.1, 2.0), (0.125, 1 / 3, 2.0), (0.125, 3.0, 2.0), (0.125, 10.0, 2.0))
+    rates = [planned * 1.01**power for power in range(-1500, 800)]
+
+    def density(rate: float) -> float:
+        scales = ((share, worth, worth / (factor * planned)) for share, factor, worth in guesses)
+        return sum(q * b**a * rate**a / math.gamma(a) * math.exp(-b * rate) for q, a, b in scales)
+
+    weights = [density(rate) * rate**5 * math.exp(-rate * 10) for rate in rates]
+    expected = sum(w * rate for w, rate in zip(weights, rates, strict=True)) / sum(weights)
+    assert plan.seen(5, 10).per_hour == pytest.approx(expected, rel=1e-3)
+    ours, theirs = (abs(math.log(belief.seen(5, 10).per_hour / actual)) for belief in (plan, one))
+    assert ours < 0.2, "five in ten hours"
+    assert wrong > 1 / 8 or ours < theirs / 2, "quiet hours that a plan promises weigh less"
+    with pytest.raises(ValueError, match="must be positive"):
+        PlannedHazard(0.0)

@@ -25,9 +25,10 @@ RUNS = st.lists(st.tuples(st.booleans(), st.integers(1, 25)), min_size=3, max_si
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     """One to three zones whose capacity comes and goes in runs of any length, at prices that jump, even above
-    on-demand's; ticks of six minutes to half an hour."""
+    on-demand's; ticks of six minutes to half an hour, or uneven ones from half a minute on."""
     zones = draw(st.integers(1, 3))
-    ticks, tick = 400, draw(st.sampled_from([0.1, 0.25, 0.5]))
+    ticks = 400
+    lasting = np.resize(draw(st.sampled_from([(0.1,), (0.25,), (0.5,), (0.3, 0.008, 0.05)])), ticks)
     rows, prices = [], []
     for _ in range(zones):
         runs = draw(RUNS)
@@ -37,7 +38,7 @@ def worlds(draw: st.DrawFn) -> World:
         prices.append([jumps[index * len(jumps) // ticks] for index in range(ticks)])
     regions = tuple(draw(st.sampled_from(["us-east-1", "eu-west-1"])) for _ in range(zones))
     names = tuple(f"{region}{letter}" for region, letter in zip(regions, "abc", strict=False))
-    return World(names, regions, np.array(rows), np.array(prices), 3.0, np.full(ticks, tick), Distances(50.0))
+    return World(names, regions, np.array(rows), np.array(prices), 3.0, lasting, Distances(50.0))
 
 
 JOBS = st.builds(
@@ -55,21 +56,26 @@ JOBS = st.builds(
 
 @pytest.mark.parametrize("name", sorted(policies()))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-@given(world=worlds(), job=JOBS, rules=st.sampled_from(sorted(RULES)))
+@given(
+    world=worlds(), job=JOBS, named=st.sampled_from(sorted(RULES)), delay=st.none() | st.sampled_from([0.0, 0.1, 0.5])
+)
 def test_what_is_feasible_is_accepted_and_finished_in_time_and_budget(
-    name: str, world: World, job: Job, rules: str
+    name: str, world: World, job: Job, named: str, delay: float | None
 ) -> None:
-    tick, delay = float(world.tick_hours[0]), RULES[rules].on_demand_delay_hours
+    rules = RULES[named] if delay is None else replace(RULES[named], on_demand_delay_hours=delay)
+    tick = float(world.tick_hours.max())
     busy = job.work_hours + job.changeover_hours + tick
-    late, dear = busy + delay > job.deadline_hours + 1e-9, busy * 3.0 > job.budget_usd + 1e-9
-    result = run_job(world, job, RULES[rules], policies()[name])
+    late = busy + rules.on_demand_delay_hours > job.deadline_hours + 1e-9
+    dear = busy * 3.0 > job.budget_usd + 1e-9
+    result = run_job(world, job, rules, policies()[name])
     if late or dear:
         assert result.refusal is not None
         assert result.refusal.binding == ("deadline" if late else "budget")
         return
     assert result.outcome is not None
     assert not result.outcome.missed
-    assert not result.outcome.over_budget(job.budget_usd)
+    # One tick of compute on demand; nothing for transfer, probes or minima.
+    assert result.outcome.usd <= job.budget_usd + tick * 3.0 + 1e-9
 
 
 class Hopeful:
@@ -162,3 +168,24 @@ def test_a_start_that_may_be_refused_leaves_the_price_of_finishing_on_demand(res
     left = replace(state, budget_usd=(4.0 + 0.1 + 0.5) * 3.0 * reserve)
     answer = SafetyNet(Starts()).decide(left)
     assert isinstance(answer, Run) and (answer.pool == state.pools[0].id) is lets
+
+
+class Prober:
+    """Stays where it is told to start, and looks at the other pool at each decision."""
+
+    def decide(self, state: State) -> Action:
+        return Run(state.pools[0].id, (), (state.pools[1].id,))
+
+
+@pytest.mark.parametrize(("spare_usd", "lets"), [(0.06, True), (0.04, False)])
+def test_a_probe_is_paid_beside_the_action_and_leaves_its_price(spare_usd: float, lets: bool) -> None:
+    """The start alone and the probe alone both fit: together they need what both cost."""
+    up, prices = np.ones((2, 40), bool), np.array([[1.0] * 40, [3.0] * 40])
+    here = World(("us-x-1a", "us-x-1b"), ("us-x-1",) * 2, up, prices, 3.0, np.full(40, 0.5))
+    state = first_state(here, Job(4.0, 15.0, 0.5), RULES["published"])
+    # A first tick of nothing but changeover, a minute for leaving, then all of the work on demand.
+    start_usd = (0.5 + 1 / 60) * 1.0 + (4.0 + 0.5 + 0.5) * 3.0
+    answer = SafetyNet(Prober()).decide(replace(state, budget_usd=start_usd + spare_usd))
+    assert isinstance(answer, Run)
+    assert answer.pool == state.pools[0].id
+    assert bool(answer.probes) is lets, "a minute of the other pool is $0.05"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from infra.config.schema import CheckpointConfig
-from infra.reliability import GammaHazard, daly_interval_seconds, expected_loss
+from infra.reliability import GammaHazard, PlannedHazard, daly_interval_seconds, expected_loss
 
 # Without a plan's figure, and for capacity that is said never to be taken: machines fail all the same. An assumption.
 _HAZARD_PER_HOUR = 1.0 / (24 * 7)
@@ -45,7 +45,11 @@ class Cadence:
     """hazard: what is believed of interruptions when this generation begins. now: the monotonic clock."""
 
     def __init__(
-        self, config: CheckpointConfig, hazard: GammaHazard, *, now: Callable[[], float] = time.monotonic
+        self,
+        config: CheckpointConfig,
+        hazard: GammaHazard | PlannedHazard,
+        *,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._hazard = hazard
@@ -139,7 +143,7 @@ class Cadence:
         return max(0.0, longer) * self._busy_steps / self._saves
 
 
-def believed_hazard(planned_per_hour: float | None, *, interruptions: int, seconds: float) -> GammaHazard:
+def believed_hazard(planned_per_hour: float | None, *, interruptions: int, seconds: float) -> PlannedHazard:
     """The plan's hazard (None: there is no plan), and what the job has seen so far: interruptions in `seconds`."""
-    prior = GammaHazard.from_prior(max(planned_per_hour or 0.0, _HAZARD_PER_HOUR))
-    return prior.seen(interruptions, seconds / 3600.0)
+    plan = PlannedHazard(max(planned_per_hour or 0.0, _HAZARD_PER_HOUR))
+    return plan.seen(interruptions, seconds / 3600.0)

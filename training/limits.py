@@ -98,8 +98,11 @@ class Limits:
 
     @property
     def next_step_usd(self) -> float:
-        """What one more step may cost: the longest of the last ones, with the save or evaluation that came with it."""
-        return self.usd_per_second * max(self._steps, default=0.0)
+        """What one more step may cost: the longest of the last ones, with the save or evaluation that came with it;
+        before the first one of an attempt, what the plan expects.
+        """
+        expected = self.terms.step_seconds if self.terms else 0.0
+        return self.usd_per_second * max(self._steps, default=expected)
 
     def budget_news(self, stop: Stop) -> list[dict[str, float]]:
         """The thresholds of the budget that were reached since the last call, as data of `budget` events.

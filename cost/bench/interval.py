@@ -1,8 +1,9 @@
 """How well the interval rule does: simulated stalls and lost work against the best fixed interval of a grid search.
 
 The rule is the one that training follows with `checkpoint.interval: auto`: Daly's interval at the believed hazard, the
-plan's as a prior that counts as one interruption, moved by what the job itself lives through (`infra.reliability`).
-The grid search knows everything: it tries each fixed interval on the very same interruptions, and keeps the best.
+plan's moved by what the job itself lives through (`infra.reliability`). The grid search knows everything: it tries
+each fixed interval on the very same interruptions, and keeps the best. Beside it stands the same rule told the hazard
+of each moment: what is lost beyond that is the price of not knowing it. A job saves once more at its end.
 Interruptions come by a hazard that is constant, or shifts, in hours of the job's life. All of it is simulated.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from infra.reliability import GammaHazard, daly_interval_seconds
+from infra.reliability import PlannedHazard, daly_interval_seconds
 
 if TYPE_CHECKING:
     import numpy
@@ -42,7 +43,9 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Shares of the time lost to stalls and redone work. excess: of the rule's loss over the best fixed one's."""
+    """Shares of the time lost to stalls and redone work. excess: of the rule's loss over the best fixed one's;
+    known_excess: the same for the rule that is told the hazard.
+    """
 
     scenario: str
     save_seconds: float
@@ -51,6 +54,7 @@ class Result:
     best_fixed_loss: float
     best_fixed_seconds: float
     excess: float
+    known_excess: float
 
 
 def scenarios(hours: float) -> list[Scenario]:
@@ -86,7 +90,9 @@ def compare(scenario: Scenario, *, seed: int, total_hours: float = TOTAL_HOURS) 
     jobs = max(1, round(total_hours / scenario.hours))
     lives = [_lives(scenario, seed * 1_000_000 + job) for job in range(jobs)]
     paid = sum(float(life.sum()) for life in lives)
-    rule = 1.0 - sum(_useful_by_rule(scenario, life) for life in lives) / paid
+    rule, known = (
+        1.0 - sum(_useful_by_rule(scenario, life, told=told) for life in lives) / paid for told in (False, True)
+    )
     losses = {tau: 1.0 - sum(_useful_fixed(tau, scenario, life) for life in lives) / paid for tau in _grid(scenario)}
     best = min(losses, key=losses.__getitem__)
     return Result(
@@ -97,6 +103,7 @@ def compare(scenario: Scenario, *, seed: int, total_hours: float = TOTAL_HOURS) 
         best_fixed_loss=losses[best],
         best_fixed_seconds=best,
         excess=rule / losses[best] - 1.0,
+        known_excess=known / losses[best] - 1.0,
     )
 
 
@@ -116,27 +123,34 @@ def _lives(scenario: Scenario, seed: int) -> numpy.ndarray:
 
 
 def _useful_fixed(interval: float, scenario: Scenario, lives: numpy.ndarray) -> float:
-    """Seconds of work that were saved: each save takes the interval and its stall, what came after the last is lost."""
+    """Seconds of work that were saved: each save takes the interval and its stall, what came after the last is lost.
+
+    The last life ends as meant, with a save of what there is.
+    """
     import numpy
 
-    return float((numpy.floor(lives / (interval + scenario.save_seconds)) * interval).sum())
+    each = interval + scenario.save_seconds
+    saves = numpy.floor(lives / each)
+    at_end = lives[-1] - saves[-1] * each - scenario.save_seconds
+    return float((saves * interval).sum() + max(0.0, at_end))
 
 
-def _useful_by_rule(scenario: Scenario, lives: numpy.ndarray) -> float:
-    """The same with the interval asked for anew after each save, as the belief then is."""
-    belief = GammaHazard.from_prior(scenario.planned_per_hour)
-    save, useful = scenario.save_seconds, 0.0
+def _useful_by_rule(scenario: Scenario, lives: numpy.ndarray, *, told: bool) -> float:
+    """The same with the interval asked for anew after each save, as the belief then is, or told the hazard."""
+    belief = PlannedHazard(scenario.planned_per_hour)
+    save, useful, hour, at = scenario.save_seconds, 0.0, 0.0, 0.0
     for number, life in enumerate(lives):
         at = 0.0
         while True:
-            hazard = belief.seen(0, at / 3600.0).per_hour
+            hazard = scenario.hazard(hour + at / 3600.0) if told else belief.seen(0, at / 3600.0).per_hour
             interval = min(daly_interval_seconds(save, hazard), _LONGEST_SECONDS)
             if at + interval + save > life:
                 break
             at += interval + save
             useful += interval
+        hour += life / 3600.0
         belief = belief.seen(int(number < len(lives) - 1), float(life) / 3600.0)
-    return useful
+    return useful + max(0.0, float(lives[-1]) - at - save)
 
 
 def _grid(scenario: Scenario) -> Iterator[float]:
@@ -161,9 +175,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     jobs = max(1, round(TOTAL_HOURS / arguments.hours))
     print(f"simulated: {jobs} jobs of {arguments.hours:g} h; share of the time lost to stalls and redone work")
-    print(f"{'hazard':<40} {'save':>5} {'rule':>8} {'best fixed':>10} {'at':>8} {'excess':>8}")
+    print(f"{'hazard':<40} {'save':>5} {'rule':>8} {'best fixed':>10} {'at':>8} {'excess':>8} {'if told':>8}")
     for one in results:
         fixed = f"{one.best_fixed_loss:>10.3%} {one.best_fixed_seconds:>6.0f} s"
-        print(f"{one.scenario:<40} {one.save_seconds:>3.0f} s {one.rule_loss:>8.3%} {fixed} {one.excess:>+8.2%}")
+        excess = f"{one.excess:>+8.2%} {one.known_excess:>+8.2%}"
+        print(f"{one.scenario:<40} {one.save_seconds:>3.0f} s {one.rule_loss:>8.3%} {fixed} {excess}")
     print(f"worst excess {max(one.excess for one in results):+.2%}")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -51,6 +52,10 @@ class Figure:
     refused: str | None = None
     late_hours: float = 0.0
     overruled: int = 0
+    over_ticks: float = 0.0
+    """Dollars beyond the budget, in ticks of on-demand compute; 0 within it."""
+    optimum_seconds: float = 0.0
+    """Processor time of the optimum."""
 
 
 def run_cases(data: Path, cases: Sequence[Case]) -> list[Figure]:
@@ -69,7 +74,9 @@ def run_case(data: Path, case: Case) -> Figure:
     # Beyond the deadline a late job goes on, for at most as long again; a trace that ends is no reason to stop it.
     window = world.window(case.start_hours, min(room, 2 * job.deadline_hours + 4))
     if case.policy == OPTIMUM:
-        return Figure(optimum_usd(window, job))
+        began = time.process_time()
+        usd = optimum_usd(window, job)
+        return Figure(usd, optimum_seconds=time.process_time() - began)
     rules = RULES[case.rules]
     if case.delay_hours is not None:
         rules = replace(rules, on_demand_delay_hours=case.delay_hours)
@@ -79,7 +86,8 @@ def run_case(data: Path, case: Case) -> Figure:
         return Figure(0.0, refused=result.refusal.binding)
     outcome = result.outcome
     late = math.inf if outcome.finished_hours is None else max(0.0, outcome.finished_hours - job.deadline_hours)
-    return Figure(outcome.usd, outcome.missed, outcome.over_budget(job.budget_usd), None, late, outcome.overruled)
+    over, ticks = outcome.over_budget(job.budget_usd), max(0.0, outcome.usd - job.budget_usd) / outcome.tick_usd
+    return Figure(outcome.usd, outcome.missed, over, None, late, outcome.overruled, ticks)
 
 
 def hours_of(data: Path, traces: str, zones: tuple[str, ...]) -> float:

@@ -102,7 +102,7 @@ def _stay(chosen: dict[str, Any], generation: Generation, events: Sequence[Event
     noticed = any(event.name == NOTICE for event in events)
     lost = generation.reason in (EndReason.NODE_LOST, None)
     return Stay(
-        instance_type=chosen["instance_type"],
+        instance_type=_type_of(chosen, events),
         nodes=_started(events, "nodes", chosen["nodes"]),
         market=market,
         region=chosen.get("region"),
@@ -123,7 +123,7 @@ def _speed(plan: dict[str, Any], generation: Generation, events: Sequence[Event]
     chosen, size = plan["chosen"], len(speeds) // _STRETCHES
     stretches = [math.log(fmean(speeds[index * size : (index + 1) * size])) for index in range(_STRETCHES)]
     return SpeedSeen(
-        instance_type=chosen["instance_type"],
+        instance_type=_type_of(chosen, events),
         nodes=_started(events, "nodes", chosen["nodes"]),
         processes_per_node=_started(events, "processes_per_node", chosen.get("processes_per_node", 1)),
         fingerprint=fingerprint,
@@ -132,6 +132,12 @@ def _speed(plan: dict[str, Any], generation: Generation, events: Sequence[Event]
         steps=len(speeds),
         seen_utc=generation.ended_wall,
     )
+
+
+def _type_of(chosen: dict[str, Any], events: Sequence[Event]) -> str:
+    """As the first machine says that it is: a queue may have given another than was planned."""
+    told = (event.data.get("instance_type") for event in events if event.name == NODE_STARTED)
+    return next((kind for kind in told if kind), chosen["instance_type"])
 
 
 def _tokens_per_second(event: Event) -> float | None:

@@ -29,7 +29,7 @@ def as_row(report: RunReport) -> dict[str, Any]:
         "outcome": str(report.outcome),
         "pool": plain(pool_text(report.plan)),
         "price_kind": plain(actual.get("price_kind") or ""),
-        "forecast_usd": forecast.get("usd"),
+        "forecast_usd": forecast.get("compute_usd", forecast.get("usd")),  # what is paid for below is compute alone
         "total_usd": report.total_usd,
         "savings_usd": report.savings_usd,
         "hindsight_usd": found.get("usd"),
@@ -77,7 +77,8 @@ def render_table(reports: Sequence[RunReport]) -> str:
 def kinds_text(reports: Sequence[RunReport]) -> str:
     """How the dollars of the table are to be read."""
     kinds = sorted({plain(report.actual.get("price_kind") or "unpriced") for report in reports})
-    return f"paid: measured time at prices that are {'; '.join(kinds)}. forecast, savings, regret: estimated"
+    estimated = "forecast (compute alone, as what is paid), savings, regret: estimated"
+    return f"paid: measured time at prices that are {'; '.join(kinds)}. {estimated}"
 
 
 def _cells(row: dict[str, Any], decimals: int) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def extras(nodes: Sequence[NodeTime]) -> list[Extra]:
             if 0 < pause <= LONGEST_IDLE_SECONDS:
                 found.append(Extra(node=previous, ledger_class=LedgerClass.IDLE, start=reached, seconds=pause))
                 paid += pause
-            paid += node.paid_seconds
+            paid += max(0.0, node.ended_wall - max(node.started_wall, reached))  # of two at once, once
             if node.ended_wall >= reached:
                 reached, previous = node.ended_wall, node
         booted = float(lived[0].machine.get("uptime_seconds") or 0.0)

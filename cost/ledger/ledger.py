@@ -18,8 +18,10 @@ from cost.ledger.causes import CauseLine, blame, cause_lines, cause_of
 from cost.ledger.charges import node_usd, rank_charges
 from cost.ledger.generations import Generation, read_generations
 from cost.ledger.instances import Extra, extras
+from cost.ledger.price_curve import PriceCurve
 from cost.ledger.pricing import SIMULATED as SIMULATED
 from cost.ledger.pricing import UNPRICED, NodePrice, Pricing
+from cost.ledger.sharing import Parts, divided, sharing
 from cost.ledger.timeline import MICRO, NodeTime, paid_nodes, rank_times
 from cost.money import apportion, rounded
 from infra.events import BUDGET, CONFIGURED, STEP, Event
@@ -47,13 +49,26 @@ class LedgerLine:
 class NodeBill:
     """One node of one generation: its paid time, its price and what it cost, to full precision.
 
+    parts: how many nodes paid for its instance since when, where it was not alone there (`cost.ledger.sharing`).
     extras: what its instance cost beyond that (`cost.ledger.instances`); usd includes it.
     """
 
     node: NodeTime
     price: NodePrice
+    parts: Parts
     extras: tuple[Extra, ...]
     usd: Decimal
+
+    @property
+    def curve(self) -> PriceCurve:
+        """What the node pays per hour: its part of the price of its instance."""
+        return divided(self.price.curve, self.parts)
+
+    @property
+    def on_demand_curve(self) -> PriceCurve | None:
+        """The same at the on-demand price; None: not on record."""
+        usd = self.price.on_demand_usd_per_hour
+        return None if usd is None else divided(PriceCurve(usd), self.parts)
 
     @property
     def rank_microseconds(self) -> int:
@@ -142,14 +157,23 @@ def node_bills(events: Sequence[Event]) -> list[NodeBill]:
     """What each node of each generation cost, by generation and node. events: by time."""
     nodes = paid_nodes(events)
     pricing = Pricing.of(events)
-    beyond = extras(nodes)
+    beyond, shared = extras(nodes), sharing(nodes)
     bills = []
     for node in nodes:
         price = pricing.node(node)
-        mine = tuple(extra for extra in beyond if extra.node is node)
-        usd = node_usd(node, price.curve) + sum((_extra_usd(extra, price) for extra in mine), Decimal(0))
-        bills.append(NodeBill(node=node, price=price, extras=mine, usd=usd))
+        # A simulated run is priced as if each of its nodes had a machine of the plan's, whatever this one is.
+        real = price.kind != SIMULATED
+        parts = shared.get(id(node), ()) if real else ()
+        mine = tuple(extra for extra in beyond if extra.node is node and real)
+        usd = node_usd(node, divided(price.curve, parts))
+        usd += sum((_extra_usd(extra, price) for extra in mine), Decimal(0))
+        bills.append(NodeBill(node=node, price=price, parts=parts, extras=mine, usd=usd))
     return bills
+
+
+def machines(bills: Sequence[NodeBill]) -> int:
+    """How many machines are paid for the nodes of one generation: of those that share an instance, one."""
+    return len({bill.node.instance_id if bill.parts else id(bill) for bill in bills})
 
 
 def setting(events: Sequence[Event], key: str) -> str:
@@ -178,18 +202,18 @@ class _Sums:
         self.clean: Decimal | None = Decimal(0)
 
     def add(self, bill: NodeBill, *, newest: bool) -> None:
-        node, price = bill.node, bill.price
+        node, curve, on_demand = bill.node, bill.curve, bill.on_demand_curve
         generation = self._generations[node.generation]
-        per_rank = Decimal(3600) * len(node.ranks) * MICRO
         for rank in rank_times(node, generation):
             self.estimated |= rank.estimated
-            for kind, usd in rank_charges(node, rank, price.curve).items():
+            for kind, usd in rank_charges(node, rank, curve).items():
                 self._spend(generation, kind, rank.classes[kind], usd)
-            self.clean = _clean(self.clean, price, rank.classes, per_rank, newest)
+            usual = None if on_demand is None else rank_charges(node, rank, on_demand)
+            self.clean = _clean(self.clean, usual, newest)
         for extra in bill.extras:
             self.estimated.add(extra.ledger_class)
             spent = extra.micros * len(node.ranks)
-            self._spend(generation, extra.ledger_class, spent, _extra_usd(extra, price))
+            self._spend(generation, extra.ledger_class, spent, _extra_usd(extra, bill.price))
 
     def _spend(self, generation: Generation, kind: LedgerClass, micros: int, usd: Decimal) -> None:
         cause = cause_of(kind, generation, self._started_by[generation.number])
@@ -213,16 +237,14 @@ def _lines(sums: _Sums, total_usd: Decimal) -> tuple[LedgerLine, ...]:
     )
 
 
-def _clean(
-    so_far: Decimal | None, price: NodePrice, classes: dict[LedgerClass, int], per_rank: Decimal, newest: bool
-) -> Decimal | None:
-    if so_far is None or price.on_demand_usd_per_hour is None:
+def _clean(so_far: Decimal | None, usual: dict[LedgerClass, Decimal] | None, newest: bool) -> Decimal | None:
+    """usual: dollars of one rank by class at the on-demand price; None: not on record."""
+    if so_far is None or usual is None:
         return None
     left_out = set(_ONLY_INTERRUPTED)
     if not newest:
         left_out |= {LedgerClass.STARTUP, LedgerClass.SHUTDOWN}
-    spent = sum(micros for kind, micros in classes.items() if kind not in left_out)
-    return so_far + price.on_demand_usd_per_hour * spent / per_rank
+    return so_far + sum((usd for kind, usd in usual.items() if kind not in left_out), Decimal(0))
 
 
 def _redone_steps(events: Sequence[Event], generations: dict[int, Generation]) -> int:

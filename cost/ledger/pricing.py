@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -59,51 +59,88 @@ class Pricing:
     def node(self, node: NodeTime) -> NodePrice:
         """The last plan made before the node started, or the first at all, names its pool and the price to begin with.
 
-        A node whose machine is known to lie in another zone than planned has that zone's price, where one is recorded.
+        A machine that says that it is of another zone, type or market than planned has the price that is on record of
+        such machines: recorded changes first, then what the plan quoted of other pools. Where there is none the planned
+        price stands, and `kind` says so. A simulated run stays as planned, whatever this machine is.
         """
         if not self.plans:
             return NodePrice(curve=PriceCurve(Decimal(0)), on_demand_usd_per_hour=None, kind=UNPRICED, pool=None)
         before = [event for event in self.plans if event.t_wall <= node.started_wall]
         plan = (before or self.plans[:1])[-1].data
         chosen: dict[str, Any] = plan["chosen"]
-        on_demand = chosen.get("on_demand_usd_per_hour")
-        pool = self._pool_of(node, chosen)
-        kind = SIMULATED if plan.get("simulated") else str(chosen.get("price_kind", "recorded"))
-        if on_demand is not None and not plan.get("simulated") and _is_on_demand_instead(node, pool):
-            # A queue may fall back to on-demand: such a machine is never charged at a spot price.
-            curve, pool = PriceCurve(Decimal(str(on_demand))), replace(pool, market="on_demand")
-            kind = "recorded: on-demand, as the machine says that it is"
-            return NodePrice(curve=curve, on_demand_usd_per_hour=curve.first, kind=kind, pool=pool)
-        # As quoted: not through a float, where a plan has it.
-        quoted = Decimal(chosen.get("quoted_usd_per_hour") or str(chosen["usd_per_hour"]))
+        planned, simulated = pool_of(chosen), bool(plan.get("simulated"))
+        kind = SIMULATED if simulated else str(chosen.get("price_kind", "recorded"))
+        first, pool = quote_of(chosen), self._recorded_pool(node.machine, planned)
+        if pool != planned:
+            first = min(self.history[pool])[1]
+        elif not simulated:
+            first, pool, kind = _unrecorded(node.machine, plan, kind)
         return NodePrice(
-            curve=PriceCurve.of(quoted, self.history.get(pool, ())),
-            on_demand_usd_per_hour=None if on_demand is None else Decimal(str(on_demand)),
+            curve=PriceCurve.of(first, self.history.get(pool, ())),
+            on_demand_usd_per_hour=on_demand_usd(plan, pool.instance_type),
             kind=kind,
             pool=pool,
         )
 
-    def _pool_of(self, node: NodeTime, chosen: dict[str, Any]) -> PoolName:
-        planned = pool_of(chosen)
-        machine = node.machine
-        for place in (machine.get("zone_id"), machine.get("zone")):
-            real = PoolName(
-                instance_type=machine.get("instance_type") or planned.instance_type,
-                market=machine.get("market") or planned.market,
-                place=place or "",
-            )
-            if place and real in self.history:
+    def _recorded_pool(self, machine: Mapping[str, Any], planned: PoolName) -> PoolName:
+        """Where the machine really is, if changes of its price are on record; else the planned one."""
+        for place in (machine.get("zone_id"), machine.get("zone"), planned.place):
+            real = _real(machine, planned, place or "")
+            if self.history.get(real):
                 return real
         return planned
 
 
-def _is_on_demand_instead(node: NodeTime, pool: PoolName) -> bool:
-    """Whether the machine is an on-demand one of the type that was planned on spot."""
-    same = node.machine.get("instance_type") in (None, pool.instance_type)
-    return same and pool.market == "spot" and node.machine.get("market") == "on_demand"
+def _real(machine: Mapping[str, Any], planned: PoolName, place: str) -> PoolName:
+    kind, market = machine.get("instance_type"), machine.get("market")
+    return PoolName(instance_type=kind or planned.instance_type, market=market or planned.market, place=place)
 
 
-def pool_of(candidate: dict[str, Any]) -> PoolName:
+def _unrecorded(machine: Mapping[str, Any], plan: Mapping[str, Any], kind: str) -> tuple[Decimal, PoolName, str]:
+    """(dollars per hour, pool, kind) of a machine without recorded changes, from what the plan quoted.
+
+    An on-demand machine is never charged at a spot price, nor a spot machine at the on-demand price.
+    """
+    planned = pool_of(plan["chosen"])
+    real, quoted = _real(machine, planned, planned.place), quote_of(plan["chosen"])
+    if (real.instance_type, real.market) == (planned.instance_type, planned.market):
+        return quoted, planned, kind
+    if real.market == "on_demand":
+        usd = on_demand_usd(plan, real.instance_type)
+        if usd is not None:
+            return usd, real, f"recorded: on-demand, of {real.instance_type}, as the machine says that it is"
+    places = {machine.get("zone_id"), machine.get("zone")} - {None} or {planned.place}
+    alike = [candidate for candidate in plan.get("ranked") or [] if _is_like(candidate, real, plan)]
+    for candidate in sorted(alike, key=lambda one: pool_of(one).place not in places):
+        other = pool_of(candidate)
+        return quote_of(candidate), other, f"{candidate['price_kind']}; of {other}, as the machine says that it is"
+    usual = on_demand_usd(plan, planned.instance_type) if real.market == "on_demand" else None
+    stands = replace(planned, market=real.market) if usual is not None else planned
+    lacking = f"the machine is {real.instance_type} {real.market.replace('_', '-')}, of which no price is on record"
+    return quoted if usual is None else usual, real, f"{kind}, of the planned {stands}: {lacking}"
+
+
+def _is_like(candidate: Mapping[str, Any], real: PoolName, plan: Mapping[str, Any]) -> bool:
+    """Whether the plan's candidate is of the machine's type and market, in the region of the chosen pool."""
+    other = pool_of(candidate)
+    same = (other.instance_type, other.market) == (real.instance_type, real.market)
+    return same and candidate.get("region") == plan["chosen"].get("region")
+
+
+def quote_of(candidate: Mapping[str, Any]) -> Decimal:
+    """Dollars per hour of one node, as quoted: not through a float, where a plan has it."""
+    return Decimal(candidate.get("quoted_usd_per_hour") or str(candidate["usd_per_hour"]))
+
+
+def on_demand_usd(plan: Mapping[str, Any], instance_type: str) -> Decimal | None:
+    """Of a type in the region of the plan's pool; None: not on record."""
+    chosen = plan["chosen"]
+    same = instance_type == chosen["instance_type"]
+    known = chosen.get("on_demand_usd_per_hour") if same else (plan.get("on_demand") or {}).get(instance_type)
+    return None if known is None else Decimal(str(known))
+
+
+def pool_of(candidate: Mapping[str, Any]) -> PoolName:
     """The pool of a plan's candidate or of a `prices` event, as JSON."""
     place = candidate.get("zone") or candidate.get("region") or ""
     return PoolName(instance_type=candidate["instance_type"], market=str(candidate["market"]), place=place)

@@ -14,6 +14,7 @@ from cost.errors import LedgerError
 from cost.ledger.generations import Generation, is_clock
 from infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, PHASE, EndReason, Event
 from infra.ledger_classes import LedgerClass
+from infra.outcome import Outcome
 
 MICRO = 1_000_000
 MACHINE_KEYS = ("instance_id", "instance_type", "zone", "zone_id", "region", "market", "uptime_seconds", "host")
@@ -139,6 +140,8 @@ def _rank_time(node: NodeTime, rank: int, generation: Generation) -> RankTime:
     paid = _micros(node.paid_seconds)
     classes: dict[LedgerClass, int] = {}
     tail_class = _tail_class(clocks, generation)
+    if not any(node.events.values()) and (generation.running or generation.reason == Outcome.BUDGET):
+        tail_class = LedgerClass.STARTUP  # its ranks are still to come, or were not started for want of money
     if not clocks:
         estimated = frozenset() if node.measured else frozenset({tail_class})
         whole = {tail_class: paid}

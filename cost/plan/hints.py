@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from cost.catalogue import ON_DEMAND_REGION
+from cost.catalogue import ON_DEMAND_REGION, on_demand_recorded
+from cost.plan.budget import needed_usd, within_budget
 from cost.plan.candidates import AUTO_NODES, NO_SPOT_PRICE, Sources, candidates
 from cost.plan.pools import Candidate, Rejection
+from cost.prices.static import refresh_command
 from infra.config.schema import RunConfig
 
 
@@ -35,32 +37,39 @@ def _usd_on(pool: Candidate, config: RunConfig, sources: Sources) -> float:
     """What the job needs of the budget in the pool's region on its type; infinite where it cannot run."""
     config = _changed(config, "cluster", instance_types=[pool.instance_type])
     config = _changed(config, "cost", regions=[pool.region])
-    reserve_hours = config.checkpoint.deadline_seconds / 3600
-    found = min(candidates(config, sources), key=lambda one: one.expected_usd, default=None)
-    if found is None:
-        return math.inf
-    return sources.progress.spent_usd + found.expected_usd + found.gang_usd_per_hour * reserve_hours
+    return min((needed_usd(config, sources, one) for one in candidates(config, sources)), default=math.inf)
 
 
 def cheapest_without_deadline(config: RunConfig, sources: Sources) -> Candidate | None:
-    """What would be chosen if there were time enough."""
+    """What would need least if there were time enough."""
     unlimited = candidates(_changed(config, "cost", deadline_hours=None), sources)
-    return min(unlimited, key=lambda candidate: candidate.expected_usd, default=None)
+    return min(unlimited, key=lambda one: needed_usd(config, sources, one), default=None)
 
 
-def enough_hours(config: RunConfig, sources: Sources) -> float:
-    """The deadline, from the job's start, that the fastest pool is expected to keep. Raises ValueError when nothing
-    fits, deadline or not.
+def fastest_without_deadline(config: RunConfig, sources: Sources) -> tuple[Candidate, float]:
+    """The first that would be done of those that the budget bears, or what needs least where it bears none; and the
+    hours of the first of all. Raises ValueError when nothing fits, deadline or not.
     """
-    unlimited = _changed(config, "cost", deadline_hours=None)
-    fastest = min(candidate.expected_hours for candidate in candidates(unlimited, sources))
+    every = sorted(candidates(_changed(config, "cost", deadline_hours=None), sources), key=lambda one: one.expected_usd)
+    borne, first_hours = within_budget(config, sources, every)[0], min(one.expected_hours for one in every)
+    if config.cost.budget_usd is not None and needed_usd(config, sources, borne[0]) > config.cost.budget_usd:
+        return borne[0], first_hours
+    return min(borne, key=lambda one: one.expected_hours), first_hours
+
+
+def enough_hours(sources: Sources, pool: Candidate) -> float:
+    """The deadline, from the job's start, that the pool is expected to keep."""
     started = sources.progress.started_utc
-    return fastest + (0.0 if started is None else (sources.now_utc - started) / 3600)
+    return pool.expected_hours + (0.0 if started is None else (sources.now_utc - started) / 3600)
+
+
+def later(hours: float) -> str:
+    return f"set cost.deadline_hours to {math.ceil(hours * 100) / 100:g} or more"
 
 
 def deadline_hint(config: RunConfig, sources: Sources, hours: float) -> str:
     """The deadline that would do, or more nodes that keep this one. hours: as `enough_hours` gives them."""
-    hint = f"set cost.deadline_hours to {math.ceil(hours * 100) / 100:g} or more"
+    hint = later(hours)
     better = next((text for text, changed in _larger(config) if any(candidates(changed, sources))), None)
     return f"{hint}, or {better}" if better else hint
 
@@ -71,10 +80,12 @@ def capacity_hint(config: RunConfig, sources: Sources, rejected: tuple[Rejection
         families = sorted({kind.name.split(".")[0] for kind in sources.catalogue.types})
         return f"cluster.instance_types may name any of {', '.join(families)}, or stay empty for all"
     unpriced = config.cost.prices == "static" and any(rejection.kind == NO_SPOT_PRICE for rejection in rejected)
-    live = "set cost.prices to live, or "
+    lacking = [region for region in config.cost.regions if region not in on_demand_recorded()]
+    ways = f"run {refresh_command(lacking)}, " if lacking else ""
+    ways += "set cost.prices to live, or " if unpriced else "or " if lacking else ""
     for text, changed in _places(config):
         if any(candidates(changed, sources)):
-            return f"{live if unpriced else ''}{text}"
+            return f"{ways}{text}"
     for text, changed in _changes(config):
         if any(candidates(changed, sources)):
             return text

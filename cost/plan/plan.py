@@ -9,12 +9,13 @@ what this would run on, and the run is priced as if it did (`simulated`).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cost.catalogue import Catalogue, load_catalogue, on_demand_recorded
 from cost.errors import PlanError
 from cost.experience.belief import Experience
+from cost.plan.budget import reserve_usd, within_budget
 from cost.plan.candidates import Sources, judged
 from cost.plan.chance import outlook
 from cost.plan.notes import plan_notes
@@ -48,6 +49,8 @@ class Plan:
     that is left, tokens counted in weight_unit; done_steps, spent_usd: what came before.
     reserve_usd: price of one last save, kept back from the budget. fingerprint: see `cost.plan.throughput`.
     prices: lines on what the prices are and how old. notes: what the plan takes for granted or leaves out.
+    on_demand: dollars per hour as quoted, of the types that may be used, in the chosen pool's region: a machine may
+    turn out to be another than planned.
     ranked: cheapest first; rejected: with the reason; counts: of all of them by kind, also where lists were cut.
     simulated: the run will only be priced as if it ran on the chosen pool.
     """
@@ -72,10 +75,13 @@ class Plan:
     rejected: tuple[Rejection, ...]
     counts: dict[str, int]
     refusal: Refusal | None
+    on_demand: dict[str, str] = field(default_factory=dict)
 
     @property
     def chosen(self) -> Candidate | None:
-        """The cheapest pool that fits and meets the deadline; None when there is none. See `refusal` for the budget."""
+        """The cheapest pool that fits and keeps deadline and budget; where a `refusal` says that the budget bears none,
+        the one that needs least; None when none can run the job in time.
+        """
         return self.ranked[0] if self.ranked else None
 
     def terms(self, *, spent_usd: float = 0.0, told_threshold: float = 0.0) -> Terms:
@@ -91,6 +97,7 @@ class Plan:
             hazard_per_hour=self.chosen.hazard_per_hour,
             price_kind="simulated" if self.simulated else self.chosen.price_kind.split()[0].rstrip(":"),
             told_threshold=told_threshold,
+            step_seconds=self.chosen.step_seconds,
         )
 
     def as_simulated(self) -> Plan:
@@ -127,7 +134,8 @@ class Plan:
             made = f"the plan is of schema {data.get('schema')!r}, this version reads {SCHEMA}"
             raise PlanError(f"{made}: start a new run of the job, which plans anew and goes on from the last commit")
         refusal = data["refusal"]
-        fields = {name: data[name] for name in cls.__dataclass_fields__}
+        fields = {name: data[name] for name in cls.__dataclass_fields__ if name != "on_demand"}
+        fields["on_demand"] = data.get("on_demand", {})  # of plans before it was kept there is none
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
         fields["rejected"] = tuple(map(Rejection.from_json, data["rejected"]))
         fields["prices"], fields["notes"] = tuple(data["prices"]), tuple(data["notes"])
@@ -179,7 +187,6 @@ def make_plan(
         progress=progress,
     )
     ranked, rejected = _divided(config, sources)
-    reserve = ranked[0].gang_usd_per_hour * config.checkpoint.deadline_seconds / 3600 if ranked else 0.0
     cost, steps = config.cost, sources.steps_left(config)
     return Plan(
         made_utc=now_utc,
@@ -195,13 +202,14 @@ def make_plan(
         fingerprint=speed_fingerprint(config),
         budget_usd=cost.budget_usd,
         deadline_hours=cost.deadline_hours,
-        reserve_usd=reserve,
+        reserve_usd=reserve_usd(config, ranked[0]) if ranked else 0.0,
         prices=sources.prices.said(now_utc=now_utc, regions=cost.regions, max_age_hours=cost.max_price_age_hours),
         notes=plan_notes(config, sources),
         ranked=tuple(ranked),
         rejected=rejected,
         counts=_counts(len(ranked), rejected),
-        refusal=refusal(config, sources, ranked, rejected, reserve),
+        refusal=refusal(config, sources, ranked, rejected),
+        on_demand=_on_demand(config, sources, ranked[0].region) if ranked else {},
     )
 
 
@@ -209,8 +217,15 @@ def _divided(config: RunConfig, sources: Sources) -> tuple[list[Candidate], tupl
     """The pools that can run the job, cheapest first, the best of them with their outlook; and those that cannot."""
     found = list(judged(config, sources))
     ranked = sorted((one for one in found if isinstance(one, Candidate)), key=_rank)
+    ranked, over = within_budget(config, sources, ranked)
     ranked[:LOOKED_AHEAD] = [with_outlook(one, sources.hours_left(config)) for one in ranked[:LOOKED_AHEAD]]
-    return ranked, tuple(one for one in found if isinstance(one, Rejection))
+    return ranked, (*(one for one in found if isinstance(one, Rejection)), *over)
+
+
+def _on_demand(config: RunConfig, sources: Sources, region: str | None) -> dict[str, str]:
+    kinds = sources.catalogue.matching(config.cluster.instance_types)
+    quotes = {kind.name: sources.prices.on_demand(kind, region or "") for kind in kinds}
+    return {name: f"{quote.usd_per_hour:f}" for name, quote in quotes.items() if quote is not None}
 
 
 def _counts(ranked: int, rejected: tuple[Rejection, ...]) -> dict[str, int]:

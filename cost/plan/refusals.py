@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from cost.plan.budget import needed_usd, reserve_usd
 from cost.plan.candidates import (
     ELSEWHERE,
     HAZARD_UNKNOWN,
@@ -12,7 +14,15 @@ from cost.plan.candidates import (
     NO_SPOT_PRICE,
     Sources,
 )
-from cost.plan.hints import budget_hint, capacity_hint, cheapest_without_deadline, deadline_hint, enough_hours
+from cost.plan.hints import (
+    budget_hint,
+    capacity_hint,
+    cheapest_without_deadline,
+    deadline_hint,
+    enough_hours,
+    fastest_without_deadline,
+    later,
+)
 from cost.plan.pools import Candidate, Rejection
 from infra.config.schema import RunConfig
 from infra.outcome import Outcome
@@ -36,37 +46,43 @@ def refusal(
     sources: Sources,
     ranked: list[Candidate],
     rejected: tuple[Rejection, ...],
-    reserve_usd: float,
 ) -> Refusal | None:
-    """None: the job may start on `ranked[0]`."""
+    """None: the job may start on `ranked[0]`, which is what `within_budget` puts there."""
     if ranked:
-        return _over_budget(config, sources, ranked[0], reserve_usd)
+        return _over_budget(config, sources, ranked[0])
     late = [rejection for rejection in rejected if rejection.kind == MISSES_DEADLINE]
     if late:
         fastest = min(late, key=lambda rejection: rejection.excess)
         message = f"no pool meets the deadline; the fastest, {fastest}, {fastest.reason}"
-        hours = enough_hours(config, sources)
+        pool, first_hours = fastest_without_deadline(config, sources)
+        hours = enough_hours(sources, pool)
+        needed, budget = needed_usd(config, sources, pool), config.cost.budget_usd
         hint = deadline_hint(config, sources, hours)
+        if budget is not None and needed > budget:
+            message += f". The budget binds as well: with time enough {pool} would need ${needed:.4f} of ${budget:.4f}"
+            hint = f"{later(hours)}, and cost.budget_usd to {math.ceil(needed * 100) / 100:.2f} or more"
+        elif pool.expected_hours > first_hours:
+            message += f". The first that the budget bears, {pool}, would need {pool.expected_hours:.4g} h"
         return Refusal(outcome=Outcome.DEADLINE, message=message, hint=hint, enough=hours)
     hint = capacity_hint(config, sources, rejected)
     return Refusal(outcome=Outcome.NO_CAPACITY, message=_nothing_fits(config, rejected), hint=hint)
 
 
-def _over_budget(config: RunConfig, sources: Sources, cheapest: Candidate, reserve_usd: float) -> Refusal | None:
+def _over_budget(config: RunConfig, sources: Sources, cheapest: Candidate) -> Refusal | None:
     budget, spent = config.cost.budget_usd, sources.progress.spent_usd
-    needed = spent + cheapest.expected_usd + reserve_usd
+    needed = needed_usd(config, sources, cheapest)
     if budget is None or needed <= budget:
         return None
     other = cheapest.storage_usd + cheapest.transfer_usd
     message = (
         f"cost.budget_usd is ${budget:.4f}; the cheapest pool that can do it, {cheapest}, needs ${needed:.4f} = "
         f"{cheapest.paid_hours:.4g} h × {cheapest.nodes} × ${cheapest.usd_per_hour:.4f}/h "
-        f"+ ${other:.4f} storage and transfer + ${reserve_usd:.4f} reserve for the last save"
+        f"+ ${other:.4f} storage and transfer + ${reserve_usd(config, cheapest):.4f} reserve for the last save"
         + (f" + ${spent:.4f} spent so far" if spent else "")
     )
     hint = budget_hint(config, sources, cheapest, needed)
     if config.cost.deadline_hours is not None and (slow := cheapest_without_deadline(config, sources)) is not None:
-        total = spent + slow.expected_usd + slow.gang_usd_per_hour * config.checkpoint.deadline_seconds / 3600
+        total = needed_usd(config, sources, slow)
         if total <= budget:
             message += (
                 f". The deadline binds as well: {slow} would do it for ${total:.4f} in {slow.expected_hours:.4g} h"

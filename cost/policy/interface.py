@@ -11,9 +11,12 @@ All times are hours on the clock of the job, which is 0 when the job was submitt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
+
+MINIMUM_HOURS = 60 / 3600
+"""Paid of each start at least, where seconds are billed: Amazon's rule for Linux."""
 
 
 class Market(StrEnum):
@@ -80,6 +83,8 @@ class State:
     """Paid hours of one probe at the pool's price; None where probes are forbidden."""
     probe_interval_hours: float = 0.0
     """A pool seen more recently than this is not probed: such a probe is neither paid nor answered."""
+    # Asked many times of one state, by the net and by policies.
+    _fallback: PoolView | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def slack_hours(self) -> float:
@@ -99,12 +104,16 @@ class State:
     @property
     def on_demand(self) -> PoolView:
         """The on-demand pool to fall back to: the running one, else the cheapest to finish in, transfer included."""
+        if self._fallback is not None:
+            return self._fallback
         pools = [pool for pool in self.pools if pool.market is Market.ON_DEMAND]
         hours = self.work_left_hours + self.changeover_hours
-        return min(
+        found = min(
             pools,
             key=lambda p: (p.id != self.current, p.usd_per_hour * (hours + p.transfer_hours) + p.egress_usd, p.id),
         )
+        object.__setattr__(self, "_fallback", found)
+        return found
 
     def is_up(self, pool: PoolView) -> bool:
         """Seen available at this very decision (on-demand always is)."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cost.policy.interface import Action, Market, Policy, PoolView, Run, State, Wait
+from cost.policy.interface import MINIMUM_HOURS, Action, Market, Policy, PoolView, Run, State, Wait
 
 _TOLERANCE = 1e-9
 
@@ -38,8 +38,8 @@ def admission(first: State) -> Refusal | None:
     """Whether the job can be promised at its first state: feasible on demand alone, with one tick to spare."""
     on_demand = first.on_demand
     changeover = first.changeover_hours + on_demand.transfer_hours
-    busy = first.work_left_hours + changeover + first.tick_hours
-    hours = busy + first.on_demand_delay_hours
+    busy = first.work_left_hours + changeover + max(first.tick_hours, MINIMUM_HOURS)
+    hours = first.work_left_hours + changeover + first.tick_hours + first.on_demand_delay_hours
     left = first.deadline_hours - first.now_hours
     if hours > left + _TOLERANCE:
         return Refusal(
@@ -93,22 +93,25 @@ class SafetyNet:
 
 
 def _safe(state: State, wanted: Action) -> Action:
-    probes = wanted.probes if _can_probe(state, wanted.probes) else ()
+    action = _safe_move(state, wanted)
+    return replace(action, probes=wanted.probes) if _can_probe(state, wanted.probes, action) else action
+
+
+def _safe_move(state: State, wanted: Action) -> Action:
+    """The same without probes."""
     if isinstance(wanted, Wait):
-        return replace(wanted, probes=probes) if _can_wait(state) else _hold(state)
+        return Wait() if _can_wait(state) else _hold(state)
     current = state.current_pool
     names = [name for name in (wanted.pool, *wanted.fallbacks) if _can_run(state, state.pool(name), current)]
-    if not names:
-        return _hold(state, probes)
-    return Run(names[0], tuple(names[1:]), probes)
+    return Run(names[0], tuple(names[1:])) if names else _hold(state)
 
 
-def _hold(state: State, probes: tuple[str, ...] = ()) -> Action:
+def _hold(state: State) -> Action:
     """What is safe without the policy: the running machine while that is safe, on-demand otherwise."""
     current = state.current_pool
     if current is not None and _can_run(state, current, current):
-        return Run(current.id, (), probes)
-    return Run(state.on_demand.id, (), probes)
+        return Run(current.id)
+    return Run(state.on_demand.id)
 
 
 def _can_run(state: State, pool: PoolView, current: PoolView | None) -> bool:
@@ -136,7 +139,7 @@ def _can_stay(state: State, current: PoolView) -> bool:
     redone = min(state.uncommitted_hours + useful, state.commit_interval_hours)
     transfer, finish_usd = _fallback(state, state.work_left_hours - useful + redone, current)
     reserve = state.on_demand_delay_hours + state.changeover_hours + transfer + max(redone, state.drain_hours)
-    usd = (state.tick_hours + state.drain_hours) * current.usd_per_hour + finish_usd
+    usd = (state.tick_hours + _parting_hours(state)) * current.usd_per_hour + finish_usd
     return _in_time(state, starting + reserve + state.work_left_hours) and _in_budget(state, usd)
 
 
@@ -148,7 +151,7 @@ def _can_start(state: State, pool: PoolView) -> bool:
     transfer, finish_usd = _fallback(state, state.work_left_hours - useful + redone, pool)
     lost = _leaving_hours(state) + state.changeover_hours + pool.transfer_hours + state.tick_hours
     reserve = state.on_demand_delay_hours + state.changeover_hours + transfer + max(redone, state.drain_hours)
-    held = max(state.tick_hours, 1 / 60) + state.drain_hours
+    held = state.tick_hours + _parting_hours(state)
     started_usd = pool.egress_usd + held * pool.usd_per_hour + finish_usd
     # A refused start pays nothing and does nothing: dearer than one that does cheap work in its first tick.
     refused_usd = _fallback(state, state.work_left_hours, None)[1]
@@ -161,20 +164,22 @@ def _can_move_on_demand(state: State, pool: PoolView) -> bool:
     if state.current is not None and not state.may_switch:
         return False
     start = state.on_demand_delay_hours + state.changeover_hours + pool.transfer_hours
-    paid = state.changeover_hours + pool.transfer_hours + state.work_left_hours + state.tick_hours
+    paid = state.changeover_hours + pool.transfer_hours + state.work_left_hours + max(state.tick_hours, MINIMUM_HOURS)
     usd = _leaving_usd(state) + pool.egress_usd + paid * pool.usd_per_hour
     return _in_time(state, _leaving_hours(state) + start + state.work_left_hours) and _in_budget(state, usd)
 
 
-def _can_probe(state: State, probes: tuple[str, ...]) -> bool:
+def _can_probe(state: State, probes: tuple[str, ...], action: Action) -> bool:
+    """Whether the budget bears all of them beside `action`, and finishing on demand after both."""
     if state.probe_hours is None or not probes:
         return False
     known = {pool.id: pool for pool in state.pools}
     if any(name not in known or known[name].market is Market.ON_DEMAND for name in probes):
         return False
     usd = state.probe_hours * sum(known[name].usd_per_hour for name in probes)
-    busiest = max(pool.usd_per_hour for pool in state.pools) * state.tick_hours
-    return _in_budget(state, usd + busiest + _fallback(state, state.work_left_hours, None)[1])
+    poorer = replace(state, spent_usd=state.spent_usd + usd)
+    on_demand_usd = _leaving_usd(state) + _fallback(state, state.work_left_hours, None)[1]
+    return _in_budget(poorer, on_demand_usd) and _safe_move(poorer, action) == action
 
 
 def _leaving_hours(state: State) -> float:
@@ -183,7 +188,12 @@ def _leaving_hours(state: State) -> float:
 
 def _leaving_usd(state: State) -> float:
     current = state.current_pool
-    return 0.0 if current is None else state.drain_hours * current.usd_per_hour
+    return 0.0 if current is None else _parting_hours(state) * current.usd_per_hour
+
+
+def _parting_hours(state: State) -> float:
+    """Most that is still paid of a machine once it is lost or left: the drain, or what a minute's minimum lacks."""
+    return max(state.drain_hours, MINIMUM_HOURS)
 
 
 def _fallback(state: State, work_hours: float, target: PoolView | None) -> tuple[float, float]:
@@ -208,9 +218,9 @@ def _fallback(state: State, work_hours: float, target: PoolView | None) -> tuple
                     max(pool.usd_per_hour for pool in pools),
                 )
             )
-    paid = max(0.0, work_hours)
+    paid, spare = max(0.0, work_hours), max(state.tick_hours, MINIMUM_HOURS)
     usd = max(
-        egress + price * (paid + state.changeover_hours + transfer + state.tick_hours if paid > 0 else 0.0)
+        egress + price * (paid + state.changeover_hours + transfer + spare if paid > 0 else 0.0)
         for transfer, egress, price in choices
     )
     return max(transfer for transfer, _, _ in choices), usd

@@ -15,21 +15,22 @@ from infra.config.schema import CostConfig
 def observed_pools(
     cost: CostConfig,
     plan: dict[str, Any],
+    instance_type: str | None = None,
     *,
     now_utc: float,
     project_root: Path = Path(),
     client: Callable[[str], Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """The spot price changes since the plan was made, of its chosen type in each zone of the regions that may be used.
+    """The spot price changes since the plan was made, of a type in each zone of the regions that may be used.
 
-    plan: as in the `plan` event. Empty for the static table, which knows of no change, and for a plan without a pool.
-    Asks AWS, within the deadline of live prices, where `cost.prices` is live. Raises PriceError for a bad file, and
-    where the region of the plan's pool does not answer.
+    instance_type: None: the one that the plan chose. plan: as in the `plan` event. Empty for the static table, which
+    knows of no change, and for a plan without a pool. Asks AWS, within the deadline of live prices, where `cost.prices`
+    is live. Raises PriceError for a bad file, and where the region of the plan's pool does not answer.
     """
     chosen = plan.get("chosen")
     if not chosen or cost.prices == "static":
         return []
-    since, kind = float(plan["made_utc"]), chosen["instance_type"]
+    since, kind = float(plan["made_utc"]), instance_type or chosen["instance_type"]
     if cost.prices != "live":
         records: Iterable[SpotRecord] = read_recording(project_root / cost.prices).records
         return _pools(records, kind, since, now_utc, "recorded")

@@ -86,11 +86,15 @@ def on_demand_text(now_utc: float, regions: Sequence[str]) -> str:
     """How old the on-demand prices are, and which of the regions have none on record."""
     recorded = on_demand_recorded()
     others = [region for region in regions if region not in recorded]
-    lacking = f"; none on record for {', '.join(others)}" if others else ""
+    lacking = f"; none on record for {', '.join(others)} ({refresh_command(others)} brings them)" if others else ""
     known = {region: recorded[region] for region in regions if region in recorded} or recorded
     oldest = min(known.values())
     age = age_text(now_utc - _unix(oldest))
     return f"on-demand prices: static table of {', '.join(known)}, {oldest}, {age} old{lacking}"
+
+
+def refresh_command(regions: Sequence[str]) -> str:
+    return f"python -m cost catalogue refresh --regions {' '.join(regions)}"
 
 
 def _unix(date: str) -> float:

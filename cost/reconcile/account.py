@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from itertools import pairwise
 from typing import Any
 
 from cost.ledger.instances import LONGEST_IDLE_SECONDS, by_instance
 from cost.ledger.ledger import NodeBill, fold
 from cost.ledger.pricing import SIMULATED
-from cost.ledger.timeline import MICRO
+from cost.ledger.sharing import seconds_together
 from cost.reconcile.bill import BillLine, tag_key
+from cost.reconcile.repeats import Repeats
 from infra.events import PLAN, Event
 
 JOB_TAG = "ebbflow-job"
@@ -22,7 +22,8 @@ _HOUR = 3600.0
 
 @dataclass(kw_only=True)
 class Metered:
-    """One instance in the job's events. seconds, usd: of its nodes, pauses and minimum charge included.
+    """One instance in the job's events. seconds, usd: of its nodes, pauses and minimum charge included; of nodes that
+    shared it the seconds count once.
 
     machine: what the agent knew. start, end: Unix time. lost_ends: nodes whose end was not recorded.
     usd_per_hour: the lowest and the highest price on record from its boot to its end.
@@ -46,7 +47,7 @@ class Metered:
 
 @dataclass(kw_only=True)
 class Billed:
-    """One instance in the bill: the lines of the hours in which it was the job's."""
+    """One instance in the bill: the lines of the hours in which it was the job's. spans: seconds by hour."""
 
     instance_id: str
     seconds: float = 0.0
@@ -56,9 +57,16 @@ class Billed:
     markets: set[str] = field(default_factory=set)
     tags: set[str] = field(default_factory=set)
     elsewhere_usd: Decimal = Decimal(0)
+    spans: dict[tuple[float, float], float] = field(default_factory=dict)
+
+    @property
+    def too_long_seconds(self) -> float:
+        """Billed beyond the length of the hours that they were billed for: nothing lives that long."""
+        return sum(max(0.0, seconds - (end - start)) for (start, end), seconds in self.spans.items())
 
     def add(self, line: BillLine, job_tag: str) -> None:
         self.seconds += line.seconds
+        self.spans[line.start, line.end] = self.spans.get((line.start, line.end), 0.0) + line.seconds
         self.usd += line.usd
         self.zones |= {line.zone} - {""}
         self.instance_types |= {line.instance_type} - {""}
@@ -71,7 +79,9 @@ class Account:
     """A job's two accounts side by side, before anything is explained.
 
     orphans: instances that carry the job's tag and are in none of its events. unknown: nodes whose instance nobody
-    recorded. other_usd: tagged lines by kind (storage, transfer, other). covers_until: end of the bill's newest line.
+    recorded. shared: instances that nodes of the job shared. other_usd: tagged lines by kind (storage, transfer,
+    other). covers_until: end of the bill's newest line. twice: lines that came again, with another delivery of the same
+    report, and were counted once.
     """
 
     job: str
@@ -87,12 +97,14 @@ class Account:
     shared: list[str]
     other_usd: dict[str, Decimal]
     covers_until: float
+    twice: int = 0
 
 
 def compare(events: Sequence[Event], lines: Iterable[BillLine], *, job_tag: str = JOB_TAG) -> Account:
     """Join by instance id and hour: tags of a Batch job do not reach the lines of its EC2 instances by themselves.
 
-    events: of one job. lines: of a whole account's report, read once and not kept. Raises LedgerError.
+    events: of one job. lines: of a whole account's report, read once and not kept. Raises LedgerError, and BillError
+    for deliveries that contradict each other.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     ledger = fold(ordered)
@@ -114,17 +126,22 @@ def compare(events: Sequence[Event], lines: Iterable[BillLine], *, job_tag: str 
         other_usd={},
         covers_until=-math.inf,
     )
+    repeats = Repeats()
     for line in lines:
-        _take(account, line)
+        _take(account, line, repeats)
     return account
 
 
-def _take(account: Account, line: BillLine) -> None:
+def _take(account: Account, line: BillLine, repeats: Repeats) -> None:
     account.synthetic |= line.synthetic
     account.covers_until = max(account.covers_until, line.end)
     tagged = line.tags.get(tag_key(account.job_tag)) == account.job
     mine = account.metered.get(line.resource_id)
-    if line.kind != "instance":
+    if not tagged and mine is None:
+        return
+    if repeats.again(line):
+        account.twice += 1
+    elif line.kind != "instance":
         if tagged:
             account.other_usd[line.kind] = account.other_usd.get(line.kind, Decimal(0)) + line.usd
     elif mine is not None:
@@ -133,7 +150,7 @@ def _take(account: Account, line: BillLine) -> None:
             billed.add(line, account.job_tag)
         else:
             billed.elsewhere_usd += line.usd
-    elif tagged:
+    else:
         found = account.orphans.setdefault(line.resource_id, Billed(instance_id=line.resource_id))
         found.add(line, account.job_tag)
 
@@ -159,7 +176,7 @@ def _metered(bills: Sequence[NodeBill]) -> dict[str, Metered]:
             market=str(nodes[0].machine.get("market") or (pool.market if pool else "")),
             start=start,
             end=end,
-            seconds=sum(_seconds(bill) for bill in mine),
+            seconds=seconds_together(nodes) + sum(extra.seconds for bill in mine for extra in bill.extras),
             usd=sum((bill.usd for bill in mine), Decimal(0)),
             lost_ends=sum(not node.measured for node in nodes),
             usd_per_hour=(min(low for low, _ in bounds), max(high for _, high in bounds)),
@@ -171,14 +188,7 @@ def _boot_seconds(machine: dict[str, Any]) -> float:
     return min(float(machine.get("uptime_seconds") or 0.0), LONGEST_IDLE_SECONDS)
 
 
-def _seconds(bill: NodeBill) -> float:
-    return (bill.node.paid_micros + sum(extra.micros for extra in bill.extras)) / MICRO
-
-
 def _shared(bills: Sequence[NodeBill]) -> list[str]:
-    """Instances on which two nodes of the job ran at once: metered twice, billed once."""
-    found = []
-    for instance_id, nodes in by_instance([bill.node for bill in bills]).items():
-        if any(later.started_wall < earlier.ended_wall - 1.0 for earlier, later in pairwise(nodes)):
-            found.append(instance_id)
-    return found
+    """Instances on which nodes of the job ran at once and divided its price."""
+    of = {bill.node.instance_id for bill in bills if any(number > 1 for _, number in bill.parts)}
+    return sorted(instance_id for instance_id in of if instance_id)

@@ -38,6 +38,7 @@ _OPTIONAL = {
     "currency": ("line_item_currency_code",),
     "invoice": ("bill_invoice_id",),
     "tags": ("resource_tags",),
+    "line_id": ("identity_line_item_id",),
 }
 _TAG = re.compile(r"^resource_tags_(?:user_)?(.+)$")
 _INSTANCE_USE = re.compile(r"(?:^|-)(BoxUsage|SpotUsage|DedicatedUsage|HostBoxUsage|ReservedBoxUsage)(?::(.+))?$")
@@ -51,6 +52,8 @@ class BillLine:
 
     kind: instance, storage, transfer or other. seconds: billed time of an instance, else 0. market: spot or on_demand
     for instances. tags: by plain key (`tag_key`). synthetic: the file says that it is no real bill.
+    line_id: of this delivery; empty: the report has none. delivery: which of the files that were given together; where:
+    file and line.
     """
 
     resource_id: str
@@ -66,17 +69,22 @@ class BillLine:
     market: str
     tags: Mapping[str, str]
     synthetic: bool = False
+    line_id: str = ""
+    delivery: int = 0
+    where: str = ""
 
     @property
     def seconds(self) -> float:
         return float(self.amount) * 3600 if self.kind == "instance" else 0.0
 
 
-def read_bill(path: Path) -> Iterator[BillLine]:
-    """The lines of a report, one by one. Raises BillError naming file:line, the column and what is wrong."""
+def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:
+    """The lines of a report, one by one. delivery: of several files given together, which. Raises BillError naming
+    file:line, the column and what is wrong.
+    """
     rows = _parquet_rows(path) if path.suffix == ".parquet" else _csv_rows(path)
     for where, row in rows:
-        yield _line(row, where)
+        yield _line(row, where, delivery)
 
 
 def tag_key(key: str) -> str:
@@ -133,7 +141,7 @@ def _check_columns(names: list[str], path: Path) -> None:
         )
 
 
-def _line(row: Mapping[str, Any], where: str) -> BillLine:
+def _line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
     found = {name: _of(row, choices) for name, choices in {**_COLUMNS, **_OPTIONAL}.items()}
     currency = found["currency"] or "USD"
     if currency != "USD":
@@ -155,6 +163,9 @@ def _line(row: Mapping[str, Any], where: str) -> BillLine:
         market=("spot" if usage.group(1) == "SpotUsage" else "on_demand") if usage else "",
         tags=_tags(row, found["tags"]),
         synthetic=found["invoice"] == SYNTHETIC,
+        line_id=found["line_id"],
+        delivery=delivery,
+        where=where,
     )
 
 

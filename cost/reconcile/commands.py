@@ -33,5 +33,5 @@ def _reconcile(arguments: argparse.Namespace) -> int:
 
 
 def _lines(paths: list[Path]) -> Iterator[BillLine]:
-    for path in paths:
-        yield from read_bill(path)
+    for number, path in enumerate(paths):
+        yield from read_bill(path, delivery=number)

@@ -93,6 +93,7 @@ class Reconciliation:
             "agrees": self.agrees,
             "parts": [{**vars(part), "usd": str(part.usd)} for part in self.parts],
             "findings": [{**vars(finding), "usd": str(finding.usd)} for finding in self.findings],
+            "repeated_lines": account.twice,
             "other_usd": {kind: str(usd) for kind, usd in sorted(account.other_usd.items())},
         }
 
@@ -166,14 +167,17 @@ def _findings(account: Account) -> Iterator[Finding]:
             yield _not_billed(account, metered)
             continue
         contradictions = list(_contradictions(metered, billed))
-        yield from contradictions or _wrong_price(metered, billed)
+        # Nobody was to pay the prices of a simulated run, so that none of them is wrong.
+        yield from contradictions or (() if account.simulated else _wrong_price(metered, billed))
+        if billed.too_long_seconds > 1.0:
+            words = (
+                f"{billed.too_long_seconds:,.0f} s billed beyond the length of their hours: two deliveries together?"
+            )
+            yield Finding(kind="billed twice", resource=instance_id, usd=billed.usd, words=words)
         if account.job not in billed.tags:
             found = f"the value {', '.join(sorted(billed.tags))}" if billed.tags else "no value"
             words = f"its tag {account.job_tag} has {found}: cost allocation by tag misses it"
             yield Finding(kind="missed tag", resource=instance_id, usd=billed.usd, words=words)
-    for instance_id in account.shared:
-        words = "two nodes of the job ran on it at once: metered twice, billed once"
-        yield Finding(kind="shared instance", resource=instance_id, usd=account.metered[instance_id].usd, words=words)
 
 
 def _contradictions(metered: Metered, billed: Billed) -> Iterator[Finding]:

@@ -45,6 +45,11 @@ def _lines(found: Reconciliation) -> Iterator[str]:
     for instance_id, billed in sorted(account.billed.items()):
         if billed.elsewhere_usd:
             yield f"  · {instance_id}: {usd(billed.elsewhere_usd, decimals)} more at other times, not this job's"
+    for instance_id in account.shared:
+        yield f"  · {instance_id}: nodes of the job ran on it at once and divided its price"
+    if account.twice:
+        lines = f"{account.twice} lines were" if account.twice > 1 else "1 line was"
+        yield f"  · {lines} given twice, as deliveries of one report repeat them, and counted once"
     for kind, amount in sorted(account.other_usd.items()):
         yield f"  · {kind}: {usd(amount, decimals)} in lines with the job's tag, which the ledger does not count"
     if account.unknown:

@@ -12,7 +12,7 @@ from statistics import fmean, median
 
 from cost.errors import ReplayError
 from cost.ledger.generations import Generation, read_generations
-from cost.ledger.ledger import Ledger, fold
+from cost.ledger.ledger import Ledger, fold, machines
 from cost.ledger.timeline import MICRO, rank_times
 from infra.events import COMMIT, STEP, Event
 from infra.ledger_classes import LedgerClass
@@ -46,7 +46,8 @@ class Life:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """A run in numbers. steps: that the final weights are made of. interval_steps: between saves, the median.
+    """A run in numbers. nodes: machines that are paid for. steps: that the final weights are made of. interval_steps:
+    between saves, the median.
 
     step_seconds: with data and evaluations, the mean; stall_seconds: of a save; durable_seconds: until it counts;
     shutdown: seconds after the last step of a generation that ended as meant, the mean.
@@ -80,7 +81,7 @@ def facts_of(events: Sequence[Event]) -> Facts:
     newest = max(generations)
     return Facts(
         job=ordered[0].job,
-        nodes=max(1, sum(bill.node.generation == newest for bill in ledger.nodes)),
+        nodes=max(1, machines([bill for bill in ledger.nodes if bill.node.generation == newest])),
         steps=steps,
         interval_steps=_interval(ordered, steps),
         step_seconds=sum(life.stepping for life in lives) / executed,

@@ -10,7 +10,7 @@ from typing import Any
 
 from cost.ledger.ledger import MEASURED, SIMULATED, UNPRICED
 from cost.money import apportion
-from cost.report.money_rows import budget_text, owner_text, regret_text
+from cost.report.money_rows import budget_text, owner_text, price_lines, regret_text
 from cost.report.number_text import NONE as NONE
 from cost.report.number_text import count as count
 from cost.report.number_text import duration as duration
@@ -215,6 +215,7 @@ def trust_lines(report: RunReport) -> list[str]:
         lines.append(f"estimated: {', '.join(inferred)}: {why}")
     if rules:
         lines.append(f"estimated: {', '.join(rules)}: by the provider's rules, for an instance that is known by its id")
+    lines += price_lines(report)
     lines += [plain(line) for line in (report.plan or {}).get("prices", [])]
     if (report.plan or {}).get("chosen"):
         lines.append("estimated: the plan's hours, dollars, speed and interruptions")
@@ -237,7 +238,8 @@ def _price_in_full(report: RunReport) -> str:
     """The price as it was quoted, and how it was known; plans that were made before quotes were kept lack both."""
     chosen = (report.plan or {}).get("chosen") or {}
     text, quoted = price_text(report), chosen.get("quoted_usd_per_hour")
-    if not quoted:
+    # The quote is of the planned pool: of other machines the lines on prices say more.
+    if not quoted or report.actual.get("price_kind") not in (SIMULATED, chosen.get("price_kind")):
         return text
     known = f" ({plain(chosen.get('price_kind', NONE))})" if report.actual.get("price_kind") == SIMULATED else ""
     return f"{text}, ${plain(quoted)}/h per node{known}"

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from cost.ledger.generations import Generation
-from cost.ledger.ledger import Ledger, NodeBill
+from cost.ledger.ledger import Ledger, NodeBill, machines
 from cost.ledger.price_curve import PriceCurve
 from cost.ledger.pricing import PoolName, Pricing, pool_of
 from cost.ledger.timeline import MICRO, rank_times
@@ -70,7 +70,7 @@ def hindsight(events: Sequence[Event], generations: dict[int, Generation], ledge
     if plan.get("deadline_hours"):
         since = plan.get("started_utc") or plan.get("made_utc") or begin
         end = max(end, float(since) + plan["deadline_hours"] * 3600)
-    nodes = len(gang)
+    nodes = machines(gang)
     if all(curve.constant(round(begin * MICRO), round(end * MICRO)) for curve in curves.values()):
         usd = min(float(curve.at(begin)) for curve in curves.values()) * nodes * (work + start)
     else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from cost.ledger.generations import Generation
-from cost.ledger.ledger import Ledger
+from cost.ledger.ledger import Ledger, NodeBill
 from cost.ledger.timeline import MICRO
+from cost.money import apportion
 from cost.report.hindsight import hindsight
 from infra.events import BUDGET, PLAN, Event
 
@@ -18,6 +20,7 @@ def money_figures(events: Sequence[Event], generations: dict[int, Generation], l
     forecast: of the first plan, for the whole job; later plans are for what was left. compute_usd leaves storage and
     transfer out, which the ledger does not meter. causes: dollars with six places
     that sum to the total. hindsight: None where it cannot be told. thresholds: shares of the budget that were reached.
+    prices: of each kind of machine that nodes really ran on, how its price is known, and its dollars.
     """
     found = hindsight(events, generations, ledger)
     return {
@@ -33,6 +36,7 @@ def money_figures(events: Sequence[Event], generations: dict[int, Generation], l
         "instances": sorted({bill.node.instance_id for bill in ledger.nodes if bill.node.instance_id}),
         "unknown_nodes": sum(bill.node.instance_id is None for bill in ledger.nodes),
         "price_changes": _price_changes(ledger),
+        "prices": _prices(ledger),
     }
 
 
@@ -58,3 +62,16 @@ def _price_changes(ledger: Ledger) -> int:
         for bill in ledger.nodes
         for at, _ in bill.price.curve.changes
     )
+
+
+def _prices(ledger: Ledger) -> list[dict[str, Any]]:
+    """Dollars sum to the total."""
+    grouped: dict[tuple[str, str], list[NodeBill]] = {}
+    for bill in ledger.nodes:
+        pool = "" if bill.price.pool is None else str(bill.price.pool)
+        grouped.setdefault((pool, bill.price.kind), []).append(bill)
+    spent = [sum((bill.usd for bill in bills), Decimal(0)) for bills in grouped.values()]
+    return [
+        {"pool": pool, "kind": kind, "nodes": len(bills), "usd": float(usd)}
+        for ((pool, kind), bills), usd in zip(grouped.items(), apportion(spent, total=ledger.total_usd), strict=True)
+    ]

@@ -61,5 +61,18 @@ def owner_text(report: RunReport) -> str:
     return NONE if owner == project == NONE else f"{owner}, project {project}"
 
 
+def price_lines(report: RunReport) -> list[str]:
+    """How the price of each kind of machine is known, where they were not all of one."""
+    found = report.money.get("prices") or []
+    nodes, decimals = sum(line["nodes"] for line in found), usd_decimals(report.total_usd)
+    if len(found) < 2:
+        return []
+    return [
+        f"prices: {line['nodes']} of {nodes} nodes on {plain(line['pool'] or NONE)}, "
+        f"{usd(line['usd'], decimals)}: {plain(line['kind'])}"
+        for line in found
+    ]
+
+
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

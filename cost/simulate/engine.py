@@ -8,14 +8,16 @@ tick means, what is seen and how it is billed are in `cost/simulate/rules.py`; t
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+
+import numpy as np
 
 from cost.errors import SimulationError
-from cost.policy.interface import Action, Market, Policy, PoolView, Run, State, Wait
+from cost.policy.interface import MINIMUM_HOURS, Action, Market, Policy, PoolView, Run, State, Wait
 from cost.simulate.job import Job, Outcome, Reality
 from cost.simulate.rules import Billing, Information, Rules
 from cost.simulate.world import World
 
-_MINIMUM_HOURS = 60 / 3600
 _DONE = 1e-9
 
 
@@ -45,6 +47,10 @@ class _Simulation:
         self.spots = len(world.zones)
         self.up: list[list[bool]] = world.available.tolist()
         self.prices: list[list[float]] = world.usd_per_hour.tolist()
+        # Most prices stand still at most ticks: only those that move are looked at.
+        self.moved: dict[int, list[int]] = {}
+        for tick, pool in np.argwhere(np.diff(world.usd_per_hour, axis=1).T != 0).tolist():
+            self.moved.setdefault(tick + 1, []).append(pool)
         self.places: list[str] = [*world.regions, *dict.fromkeys(world.regions)]
         first = dict(zip(reversed(world.regions), reversed(world.zones), strict=True))
         self.names = [f"{zone}/spot" for zone in world.zones]
@@ -55,7 +61,8 @@ class _Simulation:
         # When the next change comes is not for the policy to know: the longest tick is what it may count on.
         self.longest_tick = float(world.tick_hours.max())
         self.delays = random.Random(job.seed)
-        self.outcome = Outcome(deadline_hours=job.deadline_hours)
+        one_tick = world.on_demand_usd_per_hour * self.longest_tick
+        self.outcome = Outcome(deadline_hours=job.deadline_hours, tick_usd=one_tick)
         self.views: list[PoolView] = []
         self.home: str | None = None
         self.own = 0
@@ -74,13 +81,12 @@ class _Simulation:
             self._observe(tick, now)
             action = self.policy.decide(self.state(now))
             self.outcome.decisions += 1
-            before, spent = self.current, self.outcome.usd
+            before = self.current
             used = self._act(action, tick, now)
             if self.current != before:
                 self.outcome.timeline.append((now, None if self.current is None else self.names[self.current]))
             self._probe(action.probes, tick, now)
             done_at = self._work(tick, hours, used)
-            self.outcome.largest_tick_usd = max(self.outcome.largest_tick_usd, self.outcome.usd - spent)
             if done_at is not None:
                 self.outcome.finished_hours = now + done_at
                 break
@@ -119,15 +125,16 @@ class _Simulation:
 
     def _observe(self, tick: int, now: float) -> None:
         information = self.rules.information
-        for pool in range(self.spots):
-            seen = information is Information.ALL or (
-                pool == self.own if information is Information.OWN_ZONE else pool == self.current
-            )
+        for pool in self.moved.get(tick, ()):
             view = self.views[pool]
-            if seen:
-                self.views[pool] = self._view(pool, tick, self.up[pool][tick], now)
-            elif view.usd_per_hour != self.prices[pool][tick]:
-                self.views[pool] = self._view(pool, tick, view.available, view.seen_at_hours)
+            self.views[pool] = self._view(pool, tick, view.available, view.seen_at_hours)
+        if information is Information.ALL:
+            seen: Iterable[int] = range(self.spots)
+        else:
+            own = self.own if information is Information.OWN_ZONE else self.current
+            seen = () if own is None or own >= self.spots else (own,)
+        for pool in seen:
+            self.views[pool] = self._view(pool, tick, self.up[pool][tick], now)
 
     def state(self, now: float) -> State:
         known = self.useful >= self.reality.noticed_after_hours
@@ -166,8 +173,8 @@ class _Simulation:
 
     def _release(self) -> None:
         """Give the machine back; a start shorter than the minimum is paid up to it."""
-        if self.rules.billing is Billing.PER_SECOND and 0 < self.held < _MINIMUM_HOURS and self.current is not None:
-            self._pay(self.current, (_MINIMUM_HOURS - self.held) * self.views[self.current].usd_per_hour)
+        if self.rules.billing is Billing.PER_SECOND and 0 < self.held < MINIMUM_HOURS and self.current is not None:
+            self._pay(self.current, (MINIMUM_HOURS - self.held) * self.views[self.current].usd_per_hour)
         self.current, self.uncommitted, self.held = None, 0.0, 0.0
         self.startup_left = self.delay_left = self.stated_left = 0.0
 

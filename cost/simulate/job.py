@@ -55,7 +55,8 @@ class Outcome:
     preemptions: int = 0
     decisions: int = 0
     overruled: int = 0
-    largest_tick_usd: float = 0.0
+    tick_usd: float = 0.0
+    """Price of the longest tick on demand."""
     timeline: list[tuple[float, str | None]] = field(default_factory=list)
     """(hour, pool) at each change of pool."""
 
@@ -68,5 +69,5 @@ class Outcome:
         return self.finished_hours is None or self.finished_hours > self.deadline_hours + 1e-9
 
     def over_budget(self, budget_usd: float) -> bool:
-        """More than one tick beyond the budget."""
-        return self.usd > budget_usd + self.largest_tick_usd + 1e-9
+        """More than one tick of on-demand compute beyond the budget; transfer, probes and minima have no tolerance."""
+        return self.usd > budget_usd + self.tick_usd + 1e-9

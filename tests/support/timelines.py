@@ -40,7 +40,7 @@ def event(name: str, t: float, *, generation: int = 0, node: int = 0, rank: int 
     )
 
 
-def plan_event(usd_per_hour: float = 3.6, on_demand: float | None = 7.2, *, simulated: bool = True, t: float = 0.0):
+def plan_event(usd_per_hour: float = 3.6, on_demand: float | None = 7.2, *, simulated: bool = False, t: float = 0.0):
     """A plan of $3.60 per node and hour: a node-second costs a tenth of a cent."""
     chosen = {
         "instance_type": "g5.xlarge",

@@ -106,13 +106,13 @@ class _Agent:
             if broke := unaffordable(start, generation.parent_step):
                 say(broke.outcome.message)
                 self._emit(OUTCOME, **asdict(broke.outcome))
-                verdict = lead.give_up(broke)
+                verdict = lead.give_up(replace(broke, generation=generation.number))
             else:
                 lead.start(start)
                 verdict = self._run_ranks(start, lead)
         except (TrainingError, InfraError) as error:
             reason = EndReason.ROLL_CALL if isinstance(error, GangError) else EndReason.STORE
-            verdict = lead.give_up(Verdict(culprit=str(error), reason=reason))
+            verdict = lead.give_up(Verdict(culprit=str(error), reason=reason, generation=generation.number))
         finally:
             if verdict.culprit:
                 self._emit(FAULT_DETECTED, culprit=verdict.culprit)
@@ -126,6 +126,9 @@ class _Agent:
         try:
             start = member.await_start(deadline)
             if isinstance(start, Verdict):
+                if start.generation:  # it has waited for a gang that was never started, and is paid for
+                    self._open_log(start.generation)
+                    self._close_log(start)
                 return self._conclude(start)
             self._open_log(start.generation)
             verdict = self._stopped_verdict()

@@ -92,6 +92,7 @@ class Lobby:
         # A gang on one machine is nobody else's business.
         self._listener = _listen("127.0.0.1" if address == "127.0.0.1" else "", ports)
         self.port = self._listener.getsockname()[1]
+        self.joined: dict[int, tuple[Connection, Message]] = {}
 
     def roll_call(
         self, nodes: int, deadline_seconds: float, stopped: Callable[[], bool] = lambda: False
@@ -100,7 +101,7 @@ class Lobby:
 
         `stopped` is asked all along: whether this agent was told to leave.
         """
-        joined: dict[int, tuple[Connection, Message]] = {}
+        joined = self.joined
         strangers: list[Connection] = []
         limit = time.monotonic() + deadline_seconds
         while len(joined) < nodes - 1:

@@ -39,7 +39,8 @@ class Start:
 class Verdict:
     """The end of a generation: an `outcome` that the ranks agreed on, or a `culprit` that ended it.
 
-    curable: a new attempt may end better. failed_as: the job's outcome when it does not.
+    curable: a new attempt may end better. failed_as: the job's outcome when it does not. generation: of a gang that was
+    never started, which its nodes waited for, and are paid for.
     """
 
     outcome: GangOutcome | None = None
@@ -48,6 +49,7 @@ class Verdict:
     user_code: bool = False
     curable: bool = True
     failed_as: str = Outcome.FAILED.value
+    generation: int = 0
 
 
 class Peers(Protocol):
@@ -75,9 +77,11 @@ class Lead:
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         if self._lobby is None:
             return
-        joined = self._lobby.roll_call(self._spec.nodes, deadline_seconds, stopped)
-        self._members = {node: connection for node, (connection, _) in joined.items()}
-        self._hellos = {node: hello for node, (_, hello) in joined.items()}
+        try:
+            self._lobby.roll_call(self._spec.nodes, deadline_seconds, stopped)
+        finally:  # who came is told, also when others did not
+            self._members = {node: connection for node, (connection, _) in self._lobby.joined.items()}
+            self._hellos = {node: hello for node, (_, hello) in self._lobby.joined.items()}
 
     def hosts(self, own: str) -> list[str]:
         return [own, *(self._hellos[node]["host"] for node in range(1, self._spec.nodes))]

@@ -7,10 +7,11 @@ import math
 import numpy as np
 
 from cost.policy.adaptive.choice import Chooser, home_pools, reference_usd_per_hour, spot_pools
-from cost.policy.adaptive.spells import AGE_AT_FIRST_SIGHT_HOURS, DOWN_END_PER_HOUR, Spells, fresh_share
+from cost.policy.adaptive.spells import AGE_AT_FIRST_SIGHT_HOURS, SETTLED_END_PER_HOUR, Spells, fresh_share
 from cost.policy.adaptive.value import (
+    AWAY_OR_IDLE,
+    AWAY_OR_STAY,
     LEAVE_OR_STAY,
-    SPOT_OR_IDLE,
     SPOT_OR_ON_DEMAND,
     SPOT_OR_STAY,
     WAIT_OR_ON_DEMAND,
@@ -23,14 +24,20 @@ from cost.policy.adaptive.value import (
 from cost.policy.interface import Action, Market, PoolView, Run, State, Wait
 
 PROBE_EVERY_HOURS = 2.0
-_LADDER = 1.25
+_HAS_CAPACITY = 0.5
+"""Chance that a pool not seen has capacity: the median of the recorded zones is 0.68, less for pools lost together."""
+_LADDER = 1.1
+_NEAR = 1.5
+"""A table for another region is kept while the cost of moving there is within this factor of the one it has."""
+_LEAST_AWAY_HOURS = 0.1
 
 
 class Adaptive:
     """Spends slack where the expected dollars are least.
 
     - On spot: stays, moves only to a pool seen up whose saving pays for the move, probes only for that.
-    - With nothing: spot if it is worth its changeover; else waits while slack is worth less than on-demand's premium.
+    - With nothing: spot if it is worth its changeover; else waits while slack is worth less than on-demand's premium,
+      or than moving to another region.
     - On on-demand: goes back to spot as soon as its spell has lasted long enough to be worth the slack it costs.
     """
 
@@ -41,11 +48,11 @@ class Adaptive:
         self._asked: str | None = None
         self._at_hours = 0.0
         self._probed_hours = -math.inf
-        self._losses = self._hops = 0
-        self._lost = False
         self._seen_hours = 0.0
         self._table_key: Question | None = None
         self._table: Table | None = None
+        self._asked_state: State | None = None
+        self._answer: tuple[Table, Array]
 
     def decide(self, state: State) -> Action:
         self._observe(state)
@@ -73,16 +80,10 @@ class Adaptive:
     def _observe(self, state: State) -> None:
         current, before, passed = state.current_pool, self._before, state.now_hours - self._at_hours
         on_spot = current is not None and current.market is Market.SPOT
-        if self._lost:
-            self._losses += 1
-            self._hops += on_spot or any(state.is_up(pool) for pool in home_pools(state))
-            self._lost = False
         if before is not None and before.market is Market.SPOT and before.id == self._asked:
             stays = self.chooser.of(before)
             stays.hours += passed
-            if current is None:
-                stays.losses += 1
-                self._lost = True
+            stays.losses += current is None
         # A pool that was asked for is held at the next decision, unless it refused or was lost within the tick.
         capacity = self._capacity(state)
         if capacity is not None:
@@ -126,13 +127,7 @@ class Adaptive:
 
     def _from_idle(self, state: State) -> Action:
         down = fresh_share(self.spells.age_hours)
-        up = any(state.is_up(pool) for pool in home_pools(state))
-        tries = [
-            pool.id
-            for pool in self._startable(state)
-            if self._gain(state, pool, SPOT_OR_ON_DEMAND) < 0
-            and ((state.is_up(pool) and up) or self._gain(state, pool, SPOT_OR_IDLE) < 0)
-        ]
+        tries = [pool.id for pool in self._startable(state) if self._gain(state, pool) < 0]
         unseen = self._capacity(state) is None
         waits = self._advantage(state, WAIT_OR_ON_DEMAND, down) < 0
         if state.attempts == 1 and not waits and not unseen:
@@ -147,13 +142,13 @@ class Adaptive:
             if state.startup_left_hours > 0:
                 return Run(current.id)
             pools = self._startable(state)
-            down_hours = mean_hours(np.array(DOWN_END_PER_HOUR)) @ np.array(self.spells.down_ends.weights())
+            down_hours = mean_hours(np.array(SETTLED_END_PER_HOUR)) @ np.array(self.spells.weights(up=False))
             seen = math.exp(-(state.now_hours - self._seen_hours) / float(down_hours))
             if pools and self._advantage(state, LEAVE_OR_STAY, seen) < 0:
                 return Run(pools[0].id)
             return Run(current.id)
         pools = [pool for pool in self._startable(state) if state.attempts > 1 or state.is_up(pool)]
-        tries = [pool.id for pool in pools if self._gain(state, pool, SPOT_OR_STAY) < 0]
+        tries = [pool.id for pool in pools if self._gain(state, pool) < 0]
         if tries:
             return Run(tries[0], (*tries[1:], current.id))
         seen_down = self._capacity(state) is False
@@ -171,18 +166,34 @@ class Adaptive:
 
     # What the tables say
 
-    def _gain(self, state: State, pool: PoolView, kind: int) -> float:
-        """Dollars (at the on-demand price, in hours) that starting there costs more than the other choice."""
-        age = self.spells.age_hours if state.is_up(pool) and self._capacity(state) else AGE_AT_FIRST_SIGHT_HOURS
+    def _gain(self, state: State, pool: PoolView) -> float:
+        """Dollars (at the on-demand price, in hours) that starting there costs more than the best without it.
+
+        With capacity at home that is on-demand, with which one waits for a spell to settle; without, it is to wait or
+        on-demand, and a pool not seen is met at a random moment of its spell.
+        """
+        held, age = state.current is not None, self.spells.age_hours
+        if self._capacity(state):
+            kind = SPOT_OR_STAY if held else SPOT_OR_ON_DEMAND
+            age = age if state.is_up(pool) else AGE_AT_FIRST_SIGHT_HOURS
+        else:
+            kind = AWAY_OR_STAY if held else AWAY_OR_IDLE
         extra = self.chooser.extra_usd(pool, state) / state.on_demand.usd_per_hour
         return self._advantage(state, kind, fresh_share(age)) + extra
 
     def _advantage(self, state: State, kind: int, fresh: float) -> float:
         left, slack = self._clock(state)
-        return self._solved(state).advantage(kind, left, slack, fresh, self._models())
+        table, models = self._asks(state)
+        return table.advantage(kind, left, slack, fresh, models)
 
     def _models(self) -> Array:
-        return np.outer(self.spells.up_ends.weights(), self.spells.down_ends.weights()).ravel()
+        return np.outer(self.spells.weights(up=True), self.spells.weights(up=False)).ravel()
+
+    def _asks(self, state: State) -> tuple[Table, Array]:
+        """Table and posterior, once for all questions of one decision."""
+        if self._asked_state is not state:
+            self._asked_state, self._answer = state, (self._solved(state), self._models())
+        return self._answer
 
     def _clock(self, state: State) -> tuple[float, float]:
         left = state.deadline_hours - state.now_hours
@@ -214,15 +225,30 @@ class Adaptive:
             on_demand_delay_hours=_up_to_two_digits(state.on_demand_delay_hours),
             drain_hours=_up_to_two_digits(state.drain_hours),
             reserve_hours=_up_to_two_digits(max(redone, state.drain_hours)),
-            again=self._again(state),
+            again=_HAS_CAPACITY if len(home_pools(state)) > 1 else 0.0,
             blind=state.attempts == 1,
+            away_cost_hours=self._away_cost_hours(state),
+            away_chance=self._away_chance(state),
         )
 
-    def _again(self, state: State) -> float:
-        """Chance that another pool at home is up at once after a loss, in quarters; 0 where there is no other."""
-        if len(home_pools(state)) < 2:
-            return 0.0
-        return min(0.75, round(4 * (1 + self._hops) / (3 + self._losses)) / 4)
+    def _away(self, state: State) -> list[PoolView]:
+        """Spot pools of other regions, where they can be tried without letting go of what there is."""
+        if state.attempts == 1 or not state.checkpoint_region:
+            return []
+        return [pool for pool in spot_pools(state) if pool.region != state.checkpoint_region]
+
+    def _away_chance(self, state: State) -> float:
+        """Chance that one of them has capacity when tried; of many it is taken as of two."""
+        return 1 - (1 - _HAS_CAPACITY) ** min(2, len(self._away(state)))
+
+    def _away_cost_hours(self, state: State) -> float:
+        """What the cheapest start elsewhere costs beyond one at home, on a ladder; as before while it is near that."""
+        extra = [self.chooser.extra_usd(pool, state) for pool in self._away(state)]
+        if not extra:
+            return math.inf
+        hours = max(min(extra) / state.on_demand.usd_per_hour, _LEAST_AWAY_HOURS)
+        old = self._table_key.away_cost_hours if self._table_key else math.inf
+        return old if 1 / _NEAR < hours / old < _NEAR else _rung(hours)
 
 
 def _rung(hours: float) -> float:

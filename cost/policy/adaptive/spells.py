@@ -5,102 +5,122 @@ A spell is a time without change: of capacity (up) or of none (down). In the nin
 the longer it will go on. So a spell has two phases, a Coxian distribution (Cox 1955, "A use of complex probabilities in
 the theory of stochastic processes"; phase-type distributions: Neuts 1981):
 
-    fresh     ends at rate a, settles at rate c                 a = c = 1.1 per hour for every pool
+    fresh     ends at rate f, settles at rate c                 the same for every pool, up and down
     settled   ends at rate λ (up) or μ (down), unknown
 
-Rates λ and μ get a discrete prior over a logarithmic grid (absences of days are rarer than of hours) and are learnt by
-the Gamma-Poisson likelihood of settled time, L(λ) = λ^n · exp(−λ · exposure), with n settled spells that ended in
-`exposure` settled hours. Two corrections guard against trusting a stationary world that is none: evidence is forgotten
-with a half-life of a day, and counts half (a power posterior: Grünwald 2012, "The safe Bayesian").
+    P(spell > a) = F + G,  F = exp(−(f + c)·a),  G = c · (exp(−λ·a) − F) / (f + c − λ);     density = f·F + λ·G
+
+λ and μ get a discrete prior, geometric in the mean length, and are learnt by these likelihoods: the density of a spell
+that ended, P(spell > a) of one that still lasts or was lost sight of. The world is not stationary, so what was learnt
+of past spells is forgotten with a half-life of a day.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-FRESH_END_PER_HOUR = 1.1
-FRESH_SETTLE_PER_HOUR = 1.1
-SETTLED_AFTER_HOURS = 0.5
-"""A spell is counted as settled from this age on: about the mean time in the fresh phase."""
-UP_END_PER_HOUR = (1 / 1.5, 1 / 5, 1 / 15, 1 / 50)
-DOWN_END_PER_HOUR = (1 / 1.2, 1 / 4, 1 / 12, 1 / 40)
-UP_PRIOR = (0.25, 0.25, 0.25, 0.25)
-DOWN_PRIOR = (0.3, 0.4, 0.2, 0.1)
+FRESH_END_PER_HOUR = 1.5
+FRESH_SETTLE_PER_HOUR = 1.2
+SETTLED_MEAN_HOURS = (1.5, 3.5, 8.0, 18.0)
+PRIOR = (8 / 15, 4 / 15, 2 / 15, 1 / 15)
+"""Each mean is half as likely as the next shorter one."""
 HALF_LIFE_HOURS = 24.0
-EVIDENCE_POWER = 0.5
 AGE_AT_FIRST_SIGHT_HOURS = 1.0
-"""A spell met at a random moment is likely a long one (the inspection paradox), so it counts as settled."""
+"""A spell met at a random moment is likely a long one (the inspection paradox), so it counts as mostly settled."""
+SETTLED_END_PER_HOUR = tuple(1 / hours for hours in SETTLED_MEAN_HOURS)
+_OUT = FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR
 
 
-def fresh_share(age_hours: float, settled_end_per_hour: float = 0.0) -> float:
-    """Probability that a spell that has lasted `age_hours` is still fresh.
+def phases(age_hours: float, settled_end_per_hour: float) -> tuple[float, float]:
+    """Probabilities that a spell lasts longer than `age_hours` and is then (fresh, settled): F and G above."""
+    fresh = math.exp(-_OUT * age_hours)
+    settled = math.exp(-settled_end_per_hour * age_hours)
+    return fresh, FRESH_SETTLE_PER_HOUR * (settled - fresh) / (_OUT - settled_end_per_hour)
 
-    `settled_end_per_hour` is small against the fresh rates and may be left out: it makes the settled ones rarer.
-    """
-    out = FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR
-    fresh = math.exp(-out * age_hours)
-    gap = out - settled_end_per_hour
-    settled = FRESH_SETTLE_PER_HOUR * (math.exp(-settled_end_per_hour * age_hours) - fresh) / gap
+
+def fresh_share(age_hours: float) -> float:
+    """Probability that a spell that has lasted `age_hours` is still fresh, however long settled ones last."""
+    fresh, settled = phases(age_hours, 0.0)
     return fresh / (fresh + settled)
 
 
-@dataclass(slots=True)
 class RateEvidence:
-    """Posterior of one settled rate over `rates_per_hour`."""
+    """Posterior of the settled rate of one kind of spell, over `SETTLED_END_PER_HOUR`."""
 
-    rates_per_hour: tuple[float, ...]
-    prior: tuple[float, ...]
-    ends: float = 0.0
-    hours: float = 0.0
+    def __init__(self) -> None:
+        self.logs = [0.0] * len(SETTLED_END_PER_HOUR)
+        """Log likelihood of the spells that are over, forgotten up to `_at_hours`."""
+        self._at_hours = 0.0
 
-    def forget(self, hours: float) -> None:
-        kept = 0.5 ** (hours / HALF_LIFE_HOURS)
-        self.ends *= kept
-        self.hours *= kept
+    def add(self, began_hours: float, age_hours: float, now_hours: float, *, ended: bool) -> None:
+        """A spell that was met at the age of `began_hours`, and at `age_hours` was over or lost sight of."""
+        kept = self._kept(now_hours)
+        seen = self._of_spell(began_hours, age_hours, ended=ended)
+        self.logs = [kept * old + new for old, new in zip(self.logs, seen, strict=True)]
+        self._at_hours = now_hours
 
-    def weights(self) -> list[float]:
-        """Probability of each rate; they sum to 1."""
-        logs = [EVIDENCE_POWER * (self.ends * math.log(rate) - rate * self.hours) for rate in self.rates_per_hour]
+    def weights(self, now_hours: float, lasting: tuple[float, float] | None = None) -> list[float]:
+        """Probability of each rate; they sum to 1. `lasting`: ages at which the present spell was met and is now."""
+        kept = self._kept(now_hours)
+        logs = [kept * old for old in self.logs]
+        if lasting is not None:
+            logs = [old + new for old, new in zip(logs, self._of_spell(*lasting, ended=False), strict=True)]
         top = max(logs)
-        weights = [prior * math.exp(value - top) for prior, value in zip(self.prior, logs, strict=True)]
+        weights = [prior * math.exp(value - top) for prior, value in zip(PRIOR, logs, strict=True)]
         total = sum(weights)
         return [weight / total for weight in weights]
+
+    def _kept(self, now_hours: float) -> float:
+        return 0.5 ** ((now_hours - self._at_hours) / HALF_LIFE_HOURS)
+
+    @staticmethod
+    def _of_spell(began_hours: float, age_hours: float, *, ended: bool) -> list[float]:
+        found = []
+        for rate in SETTLED_END_PER_HOUR:
+            fresh, settled = phases(age_hours, rate)
+            seen = FRESH_END_PER_HOUR * fresh + rate * settled if ended else fresh + settled
+            found.append(math.log(seen / sum(phases(began_hours, rate))))
+        return found
 
 
 class Spells:
     """What one job has seen of its pool, or of the pools of its region taken as one.
 
-    `see` is told at each decision whether capacity was up (None: not known). It keeps the current spell's age and the
+    `see` is told at each decision whether capacity was up (None: not known). It keeps the present spell's age and the
     evidence of both rates.
     """
 
     def __init__(self) -> None:
-        self.up_ends = RateEvidence(UP_END_PER_HOUR, UP_PRIOR)
-        self.down_ends = RateEvidence(DOWN_END_PER_HOUR, DOWN_PRIOR)
         self.age_hours = AGE_AT_FIRST_SIGHT_HOURS
+        self._evidence = {True: RateEvidence(), False: RateEvidence()}
+        self._began_hours = AGE_AT_FIRST_SIGHT_HOURS
         self._last: bool | None = None
-        self._at_hours: float | None = None
+        self._at_hours = 0.0
 
     def see(self, up: bool | None, now_hours: float) -> None:
-        passed = 0.0 if self._at_hours is None else now_hours - self._at_hours
+        passed, last = now_hours - self._at_hours, self._last
         self._at_hours = now_hours
-        self.up_ends.forget(passed)
-        self.down_ends.forget(passed)
-        if up is None:
-            self._last, self.age_hours = None, AGE_AT_FIRST_SIGHT_HOURS
-            return
-        settled = self.age_hours > SETTLED_AFTER_HOURS
-        if self._last is not None and self._last is not up:
-            ended = self.up_ends if self._last else self.down_ends
-            ended.ends += settled
-            self.age_hours = 0.0
-        elif self._last is not None:
+        if last is not None and up is last:
             self.age_hours += passed
-            lasting = self.up_ends if up else self.down_ends
-            lasting.hours += passed if self.age_hours > SETTLED_AFTER_HOURS else 0.0
+            return
+        if last is not None:
+            # It changed at some moment since the last decision: in the middle of that time, in the mean.
+            over = self.age_hours + passed / 2 if up is not None else self.age_hours
+            self._evidence[last].add(self._began_hours, over, now_hours, ended=up is not None)
+        # A change that was seen happening begins a spell; anything else is met at a random moment.
+        self._begin(0.0 if last is not None and up is not None else AGE_AT_FIRST_SIGHT_HOURS)
         self._last = up
 
     def seen_again(self) -> None:
         """The spell is another one now (another pool, met at a random moment)."""
-        self.age_hours = AGE_AT_FIRST_SIGHT_HOURS
+        if self._last is not None:
+            self._evidence[self._last].add(self._began_hours, self.age_hours, self._at_hours, ended=False)
+        self._begin(AGE_AT_FIRST_SIGHT_HOURS)
+
+    def weights(self, *, up: bool) -> list[float]:
+        """Probability of each of `SETTLED_END_PER_HOUR` for spells of capacity (`up`) or of none."""
+        lasting = (self._began_hours, self.age_hours) if self._last is up else None
+        return self._evidence[up].weights(self._at_hours, lasting)
+
+    def _begin(self, age_hours: float) -> None:
+        self.age_hours = self._began_hours = age_hours

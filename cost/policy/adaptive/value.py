@@ -10,6 +10,10 @@ waiting and by starts. With prices in units of the on-demand price, s for spot, 
     on-demand     O = min(stay: h + E[O or P] at (T−h, σ);  let go: D)             down
                   P = min(stay: h + E[P or O] at (T−h, σ);  start spot: x + S at σ−x−d)   up
 
+With other regions, D and O have one choice more, with chance a: min(as above, e + a start of spot there), e being what
+the move costs beyond a start at home. What it is worth to move now is reckoned against D and O as they are without a
+move in this step, but with it in later ones: else waiting, after which one can still move, would look too dear.
+
 d is the changeover with half of a commit interval (redone work, in the mean), δ the longest on-demand delay, x the
 drain, q the chance that another pool is up at once. The rules of the safety net are part of it: waiting needs
 σ ≥ d + δ afterwards, a spot start needs σ ≥ 2d + one tick + reserve. Below that, spot is closed for good, so the value
@@ -20,7 +24,9 @@ Late, NSDI'24) are its two extremes: one waits while it can, one never borrows. 
 and horizon.
 
 All combinations of the rates of `spells.py` are solved at once; the policy weighs their advantages by its posterior
-(QMDP: Littman, Cassandra and Kaelbling 1995). What is learnt does not change the tables, so they are kept.
+(QMDP: Littman, Cassandra and Kaelbling 1995), times exp(κ · expected cost): the weights by which the gradient of the
+entropic risk log E[exp(κ·cost)] / κ differs from that of the mean (Föllmer and Schied 2002), so that what goes badly
+weighs more. What is learnt does not change the tables, so they are kept.
 """
 
 from __future__ import annotations
@@ -33,25 +39,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost.policy.adaptive.spells import (
-    DOWN_END_PER_HOUR,
     FRESH_END_PER_HOUR,
     FRESH_SETTLE_PER_HOUR,
-    UP_END_PER_HOUR,
+    SETTLED_END_PER_HOUR,
 )
 
 Array = NDArray[np.float64]
 STEPS = 240
 LONGEST_USEFUL_STEP_HOURS = 0.25
+RISK_AVERSION_PER_HOUR = 0.05
+"""κ above, cost in hours at the on-demand price: a model that costs 14 hours more counts twice."""
 _EPSILON = 1e-6
 _FORBIDDEN = 1e6
 _CLIP = 200.0
-WAIT_OR_ON_DEMAND, LEAVE_OR_STAY, SPOT_OR_STAY, SPOT_OR_ON_DEMAND, SPOT_OR_IDLE = range(5)
+WAIT_OR_ON_DEMAND, LEAVE_OR_STAY, SPOT_OR_STAY, SPOT_OR_ON_DEMAND, AWAY_OR_IDLE, AWAY_OR_STAY = range(6)
 """Kinds of advantage: cost of the first less cost of the second, in hours at the on-demand price."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a table is solved for. All hours; `price_ratio` is spot over on-demand; `again` is q above."""
+    """What a table is solved for. All hours; `price_ratio` is spot over on-demand. Above, `again` is q, `away_chance`
+    a, and `away_cost_hours`, at the on-demand price, e."""
 
     horizon_hours: float
     slack_hours: float
@@ -63,8 +71,10 @@ class Question:
     reserve_hours: float = 0.0
     again: float = 0.0
     blind: bool = False
-    up_end_per_hour: tuple[float, ...] = UP_END_PER_HOUR
-    down_end_per_hour: tuple[float, ...] = DOWN_END_PER_HOUR
+    away_cost_hours: float = math.inf
+    away_chance: float = 0.0
+    up_end_per_hour: tuple[float, ...] = SETTLED_END_PER_HOUR
+    down_end_per_hour: tuple[float, ...] = SETTLED_END_PER_HOUR
 
     @property
     def spot_slack_hours(self) -> float:
@@ -108,11 +118,14 @@ class Table:
         return slice(n, n + 2), slice(i, i + 2), weights
 
     def advantage(self, kind: int, left_hours: float, slack_hours: float, fresh: float, models: Array) -> float:
-        """Mean advantage at a state, over `models` (their probabilities) and the phase (`fresh`: of the first)."""
+        """Mean advantage at a state over `models` (their probabilities, the dear ones weighing more) and over the phase
+        (`fresh`: probability of the first)."""
         rows, columns, weights = self.corners(left_hours, slack_hours)
         found = self.advantages[kind, rows, :, :, columns]
         by_model = np.einsum("nmpk,nk->mp", found, weights)
-        return float(models @ (by_model @ np.array([fresh, 1 - fresh])))
+        cost = self.cost_up if kind in (SPOT_OR_STAY, SPOT_OR_ON_DEMAND) else self.cost_down
+        feared = models * np.exp(RISK_AVERSION_PER_HOUR * np.einsum("nmk,nk->m", cost[rows, :, columns], weights))
+        return float(feared @ (by_model @ np.array([fresh, 1 - fresh]))) / float(feared.sum())
 
     def expected_cost(self, left_hours: float, slack_hours: float, up: bool, models: Array) -> float:
         """Expected cost to finish from idle, in hours at the on-demand price, spot being up (settled) or down."""
@@ -123,7 +136,7 @@ class Table:
 
 @lru_cache(maxsize=24)
 def solve(question: Question) -> Table:
-    """Solve the process for every model; about 0.2 s, kept for the next job with the same question."""
+    """Solve the process for every model; about 0.1 s, kept for the next job with the same question."""
     return _Induction(question).run()
 
 
@@ -201,9 +214,9 @@ class _Induction:
         self.may_leave = self.grid >= closed + question.tick_hours + question.drain_hours
         self.share_up = (mean_up / (mean_up + mean_down))[:, None]
         self.still_down = np.exp(-self.step / mean_down)[:, None]
-        shape = (5, self.steps, len(self.up_end), 2, len(self.grid))
-        self.values = np.zeros(shape)
-        self.advantages = np.zeros(shape, dtype=np.float32)
+        shape = (self.steps, len(self.up_end), 2, len(self.grid))
+        self.values = np.zeros((5, *shape))
+        self.advantages = np.zeros((6, *shape), dtype=np.float32)
 
     def run(self) -> Table:
         for row in range(1, self.steps):
@@ -211,15 +224,16 @@ class _Induction:
         cost = self.values[:, :, :, 1, :].astype(np.float32)
         return Table(self.step, self.grid, self.advantages, cost[4], cost[1])
 
-    def _rows_before(self, row: int, hours: float) -> Array:
+    def _rows_before(self, row: int, hours: float, states: slice) -> Array:
+        values = self.values[states]
         back = row - hours / self.step
         low = math.floor(back + 1e-9)
         if low < 0:
-            return self.values[:, 0]
+            return values[:, 0]
         share = max(0.0, back - low)
         if share < 1e-9:
-            return self.values[:, low]
-        return self.values[:, low] * (1 - share) + self.values[:, min(low + 1, row - 1)] * share
+            return values[:, low]
+        return values[:, low] * (1 - share) + values[:, min(low + 1, row - 1)] * share
 
     def _step(self, row: int) -> None:
         work = np.maximum(row * self.step - self.grid, 0.0)
@@ -227,31 +241,43 @@ class _Induction:
         hours, ratio, changeover = np.minimum(self.step, work), self.q.price_ratio, self.q.changeover_hours
         demand_hours = np.minimum(self.demand_start - self.unpaid, work + changeover) + self.too_late
         spot, idle, demand, seen, _ = before
-        late = self.to_demand(self._rows_before(row, self.demand_start))
-        start_down = demand_hours + self._next(self.down[self.demand_start], late[2], late[3])
-        start_up = demand_hours + self._next(self.up[self.demand_start], late[3], self._lost(late[3], late[2]))
-        soon = self.to_spot(self._rows_before(row, self.spot_start))
+        late_down, late_up = self.to_demand(self._rows_before(row, self.demand_start, slice(2, 4)))
+        start_down = demand_hours + self._next(self.down[self.demand_start], late_down, late_up)
+        start_up = demand_hours + self._next(self.up[self.demand_start], late_up, self._lost(late_up, late_down))
+        soon_spot, soon_idle = self.to_spot(self._rows_before(row, self.spot_start, slice(0, 2)))
+        soon_up = self.to_spot(self._rows_before(row, self.spot_start, slice(4, 5))[0]) if self.q.again else soon_spot
         start_spot = ratio * np.minimum(self.spot_start, work + changeover)
-        start_spot = start_spot + self._next(self.up[self.spot_start], soon[0], self._lost(soon[4], soon[1]))
+        start_spot = start_spot + self._next(self.up[self.spot_start], soon_spot, self._lost(soon_up, soon_idle))
         start_spot = np.where(self.may_spot, start_spot, _FORBIDDEN)
-        waited = self.wait(before)
-        wait = np.where(self.may_wait, self._next(self.down[self.step], waited[1], waited[4]), _FORBIDDEN)
+        waited, waited_up = self.wait(before[1::3])
+        wait = np.where(self.may_wait, self._next(self.down[self.step], waited, waited_up), _FORBIDDEN)
         stay_up = hours + self._next(self.up[self.step], seen, self._lost(seen, demand))
-        down, up = np.minimum(wait, start_down), np.minimum(start_spot, start_up)
         leave = self.q.drain_hours + self.drained(start_spot)
         if self.q.blind:
-            start_down = demand_hours + np.repeat(late[2][:, :1], 2, axis=1)
-            down = np.minimum(wait, start_down)
+            start_down = demand_hours + np.repeat(late_down[:, :1], 2, axis=1)
+        stay = np.minimum(wait, start_down)
+        down, up = self._or_away(stay, start_spot), np.minimum(start_spot, start_up)
+        if self.q.blind:
             stay_down, let_go = self._blind(hours, demand, self.drained(down), self.drained(up))
         else:
             stay_down = hours + self._next(self.down[self.step], demand, seen)
             let_go = self.q.drain_hours + self.drained(down)
         let_go = np.where(self.may_leave, let_go, _FORBIDDEN)
         on_spot = ratio * hours + self._next(self.up[self.step], spot, self._lost(before[4], idle))
-        now = (on_spot, down, np.minimum(stay_down, let_go), np.minimum(leave, stay_up), up)
-        self.values[:, row] = np.where(work > 0, np.stack(now), 0.0)
-        kinds = (wait - start_down, let_go - stay_down, leave - stay_up, start_spot - start_up, start_spot - down)
-        self.advantages[:, row] = np.clip(np.stack(kinds), -_CLIP, _CLIP)
+        on_demand = np.minimum(self._or_away(stay_down, leave), let_go)
+        for state, now in enumerate((on_spot, down, on_demand, np.minimum(leave, stay_up), up)):
+            np.multiply(now, work > 0, out=self.values[state, row])
+        away, left = start_spot[:, 1:] - stay, leave[:, 1:] - stay_down
+        kinds = (wait - start_down, let_go - stay_down, leave - stay_up, start_spot - start_up, away, left)
+        for kind, found in enumerate(kinds):
+            np.clip(found, -_CLIP, _CLIP, out=self.advantages[kind, row], casting="same_kind")
+
+    def _or_away(self, here: Array, start: Array) -> Array:
+        """What is best here, or a start elsewhere if that is better and has capacity (met at a random moment)."""
+        if self.q.away_chance <= 0:
+            return here
+        away = np.minimum(here, start[:, 1:] + self.q.away_cost_hours)
+        return here + self.q.away_chance * (away - here)
 
     def _blind(self, hours: Array, demand: Array, down: Array, up: Array) -> tuple[Array, Array]:
         """Staying on or letting go of on-demand that shows nothing. Its phases: as last seen (down), or forgotten."""
@@ -261,7 +287,7 @@ class _Induction:
         return hours + stay, self.q.drain_hours + np.stack([down[:, 1], tried], axis=1)
 
     def _lost(self, another: Array, nothing: Array) -> Array:
-        return self.q.again * another + (1 - self.q.again) * nothing
+        return self.q.again * another + (1 - self.q.again) * nothing if self.q.again else nothing
 
     @staticmethod
     def _next(phases: tuple[Array, Array], same: Array, other: Array) -> Array:

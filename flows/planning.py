@@ -1,0 +1,43 @@
+"""What the plan of a job that is about to run is made from, besides its configuration and prices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flows.job import Job
+from flows.local import REMOTE
+from infra.errors import InfraError
+from infra.events import read_events
+
+if TYPE_CHECKING:
+    from cost.experience.belief import Experience
+    from cost.plan.progress import Progress
+
+
+def stays_here(flow: Any) -> bool:
+    """Whether the ranks run on this machine, where no pool of the plan is paid for: nothing sends `train` elsewhere."""
+    return not any(decorator.name in REMOTE for decorator in flow.train.decorators)
+
+
+def experience(job: Job) -> Experience:
+    """What jobs of the store have shown; nothing, and said so, where it does not answer: a plan does without."""
+    from cost.experience.belief import Experience
+    from cost.experience.book import recall
+
+    try:
+        return recall(job.root_store)
+    except InfraError as error:
+        print(f"what own jobs have shown of pools and speeds is not known: {error}", flush=True)
+        return Experience()
+
+
+def progress(job: Job) -> Progress:
+    """How far the job has come, so that only the rest is planned; the whole where no account of it can be made."""
+    from cost.errors import CostError
+    from cost.plan.progress import FROM_THE_START, progress_of
+
+    try:
+        return progress_of(read_events(job.store))
+    except CostError as error:
+        print(f"how far the job has come is unknown, so all of it is planned: {error}", flush=True)
+        return FROM_THE_START

@@ -1,0 +1,102 @@
+"""The simulated benchmarks at a tiny size: what they count, whom they meet, what they refuse."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cost.__main__ import main
+from cost.bench.calibration import calibrate
+from cost.bench.safety import random_cases
+from cost.errors import SimulationError
+from cost.policy import policies
+from cost.policy.interface import Action, Run, State
+from cost.simulate.engine import simulate
+from cost.simulate.job import Job
+from cost.simulate.rules import ENACTABLE, RULES
+from cost.simulate.world import Distances, World
+
+GAP_SECONDS = 900
+ZONES = ("us-east-1a", "us-east-1c", "us-east-2b", "us-west-2a")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """25 days of zones that come and go every few hours, and their constant prices."""
+    ticks = 25 * 24 * 3600 // GAP_SECONDS
+    names = [f"{zone}_v100_1" for zone in ZONES]
+    for folder, nodes in (("availability", 1), ("gang", 4)):
+        (tmp_path / folder).mkdir()
+        for row, name in enumerate(names):
+            up = np.random.default_rng(row).random(ticks // 12 + 1).repeat(12)[:ticks] < 0.6
+            write(tmp_path / folder / f"{name}.json", (up * nodes).tolist())
+    (tmp_path / "prices").mkdir()
+    prices = json.dumps({name: [1.0] * ticks for name in names}).encode()
+    (tmp_path / "prices" / "v100_spot_prices.json.gz").write_bytes(gzip.compress(prices))
+    return tmp_path
+
+
+def write(path: Path, counts: list[int]) -> None:
+    metadata = {"gap_seconds": GAP_SECONDS, "values": "available_count"}
+    path.write_text(json.dumps({"metadata": metadata, "data": counts}))
+
+
+@pytest.mark.parametrize("count", [1, 3, 6, 8])
+def test_every_policy_meets_every_set_of_rules(data: Path, count: int) -> None:
+    names = tuple(policies())[:count]
+    met = {(case.policy, case.rules) for case in random_cases(data, names, 3 * count)}
+    assert met == set(product(names, RULES))
+
+
+def test_no_job_is_late_or_over_its_budget(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "safety", "--data", str(data), "--policies", "greedy,uniform_progress,adversary"]
+    assert main([*command, "--jobs", "180", "--beyond-jobs", "3", "--forecasts", "16", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    for row in document["within"]["policies"].values():
+        assert row["jobs"] == 60 and row["late"] == row["over_budget"] == 0
+        assert row["refused: deadline"] + row["refused: budget"] < 40, "most are feasible"
+        assert row["most_ticks_over"] <= 1
+    assert {row["policy"] for row in document["beyond"]} == {"greedy", "uniform_progress"}
+    never = [row["late"] for row in document["beyond"] if (row["departs"], row["by"]) == ("delay", "never")]
+    assert sum(never) > 0, "on-demand that never comes is beyond the net"
+    assert sum(row[2] for row in document["calibration"]["bins"]) == 16
+
+
+class Hops:
+    """From the first region to the second, once."""
+
+    def decide(self, state: State) -> Action:
+        return Run(state.pools[state.now_hours > 0].id)
+
+
+def test_transfer_beyond_the_budget_is_no_tick() -> None:
+    prices = np.full((2, 20), 1.0)
+    here = World(
+        ("us-x-1a", "us-y-1a"), ("us-x-1", "us-y-1"), prices > 0, prices, 3.0, np.full(20, 0.1), Distances(50.0)
+    )
+    outcome = simulate(here, Job(0.5, 2.0, 0.0), ENACTABLE, Hops())
+    assert outcome.egress_usd == pytest.approx(1.0)
+    assert outcome.over_budget(outcome.usd - 0.31) and not outcome.over_budget(outcome.usd - 0.29), "a tick is $0.30"
+
+
+@pytest.mark.parametrize(
+    ("counts", "days", "told"),
+    [(0, 25, "zone us-east-1b: no capacity at any of 1000 moments"), (1, 5, "us-east-1b.*: shorter than 313 h")],
+)
+def test_nothing_is_forecast_without_capacity_or_a_long_enough_trace(
+    data: Path, counts: int, days: int, told: str
+) -> None:
+    write(data / "availability" / "us-east-1b_v100_1.json", [counts] * (days * 24 * 3600 // GAP_SECONDS))
+    with pytest.raises(SimulationError, match=told):
+        calibrate(data, 8)
+
+
+@pytest.mark.parametrize("bench", [["speed"], ["safety", "--data", "nowhere"]])
+def test_a_policy_that_there_is_not_is_named(bench: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *bench, "--policies", "greedy,nosuch"]) == 2
+    assert "no policy nosuch; there are adaptive, " in capsys.readouterr().err

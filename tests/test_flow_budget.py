@@ -1,0 +1,63 @@
+"""A real run whose prices leap: it ends with exit code 4, says what it cost, and goes on by the line that it prints."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from tests.support.flow import FlowRunner, assert_ledger_adds_up, wait_until
+
+pytestmark = pytest.mark.flow
+USD_PER_HOUR, BUDGET_USD = 0.4, 0.3
+
+
+def record(path: Path, changes: list[tuple[float, float]]) -> None:
+    """A recording of one pool's price, as EC2 tells it. changes: (Unix time, dollars per hour)."""
+    pool = {"InstanceType": "g5.xlarge", "AvailabilityZone": "us-east-1a", "AvailabilityZoneId": "use1-az4"}
+    told = [
+        {**pool, "Timestamp": datetime.fromtimestamp(at, UTC).isoformat(), "SpotPrice": f"{usd:.4f}"}
+        for at, usd in changes
+    ]
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps({"SpotPriceHistory": told}))
+    fresh.replace(path)
+
+
+def test_a_leap_of_the_price_ends_the_job_within_its_budget_and_a_larger_one_goes_on(tmp_path: Path) -> None:
+    prices, long_ago = tmp_path / "prices.json", time.time() - 3600
+    record(prices, [(long_ago, USD_PER_HOUR)])
+    runner = FlowRunner(tmp_path)
+    money = {"cost__prices": prices, "cost__budget_usd": BUDGET_USD, "cluster__instance_types": ["g5.xlarge"]}
+    process = runner.start("run", *runner.options(**money, training__max_steps=20_000))
+    try:
+        commits = wait_until("a commit", lambda: [one for one in runner.events() if one["name"] == "commit"], 180)
+    except AssertionError:
+        raise AssertionError(runner.finish(process, timeout=0).output) from None  # ends it, and shows how far it came
+    at = commits[0]["t_wall"]
+    # For a second of the training two nodes cost $2.78; nobody knows of it before the run is over.
+    record(prices, [(long_ago, USD_PER_HOUR), (at - 1, 5000.0), (at, USD_PER_HOUR)])
+    process.send_signal(signal.SIGTERM)
+    assert runner.finish(process, timeout=60).exit_code == 75
+
+    broke = runner.run("resume")
+    assert broke.exit_code == 4, broke.output
+    assert (broke.report["outcome"], broke.report["exit_code"]) == ("budget", 4)
+    assert "nothing is left to train with" in broke.output and broke.report["total_usd"] > 2.7 > BUDGET_USD
+    assert_ledger_adds_up(broke.report)
+    line = re.search(r"flows/train_flow.py (run --job \S+ --set cost.budget_usd=([\d.]+))", broke.output)
+    assert line and float(line[2]) > broke.report["total_usd"] + BUDGET_USD, broke.output
+
+    done = broke.report["actual"]["steps"]
+    before = runner.options(**money, training__max_steps=done + 5)
+    _, *words = line[1].split()
+    goes_on = runner.run("run", *before, *words)
+    assert goes_on.exit_code == 0, goes_on.output
+    assert goes_on.report["outcome"] == "completed" and goes_on.report["redone_steps"] == 0
+    assert goes_on.report["total_usd"] < float(line[2])
+    assert_ledger_adds_up(goes_on.report)

@@ -1,0 +1,85 @@
+"""What surrounds a plan in the flow: whose capacity it is, and a store that does not tell of earlier jobs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from metaflow import FlowSpec, batch, kubernetes, step
+
+from flows import planning, reporting
+from flows.job import Job
+from infra.config.schema import CostConfig, RunConfig
+from infra.errors import StoreAway
+from infra.events import NODE_STARTED, OUTCOME, PLAN, PRICES, EventLog, Origin, read_events
+from infra.store import Store
+
+
+class Here(FlowSpec):
+    @step
+    def train(self) -> None: ...
+
+
+class OnBatch(FlowSpec):
+    @batch
+    @step
+    def train(self) -> None: ...
+
+
+class OnKubernetes(FlowSpec):
+    @kubernetes
+    @step
+    def train(self) -> None: ...
+
+
+def test_only_what_stays_on_this_machine_is_simulated() -> None:
+    assert [planning.stays_here(flow) for flow in (Here, OnBatch, OnKubernetes)] == [True, False, False]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setattr("flows.job.RUNS", tmp_path / "runs")
+    return Job(name="demo", run="1", config=RunConfig(store=str(tmp_path / "store")))
+
+
+def test_a_store_that_does_not_tell_of_earlier_jobs_ends_none(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planning.experience(job).stays == {}
+
+    def away(*_: object) -> None:
+        raise StoreAway("the store does not answer")
+
+    monkeypatch.setattr(Store, "list", away)
+    assert planning.experience(job).stays == {}
+    assert "what own jobs have shown of pools and speeds is not known: the store does" in capsys.readouterr().out
+
+
+def test_a_report_is_written_where_experience_cannot_be_kept(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with job.events("end") as log:
+        log.emit(OUTCOME, outcome="completed", message="")
+
+    def forbidden(*_: object) -> None:
+        raise StoreAway("experience/: access denied")
+
+    monkeypatch.setattr(reporting, "remember", forbidden)
+    assert reporting.write_report(job).outcome == "completed"
+    assert (job.folder / "report.json").is_file() and job.store.get("report.json")
+    assert "is not kept: experience/: access denied" in capsys.readouterr().out
+
+
+def test_prices_are_recorded_of_the_types_that_machines_turned_out_to_be(tmp_path: Path) -> None:
+    path = tmp_path / "prices.json"
+    place = {"AvailabilityZone": "us-east-1a", "AvailabilityZoneId": "use1-az4", "Timestamp": "2026-01-15T08:30:00Z"}
+    types = ("g5.xlarge", "g6.xlarge", "p3.2xlarge")
+    path.write_text(json.dumps([{**place, "InstanceType": kind, "SpotPrice": "1.0"} for kind in types]))
+    job = Job(name="demo", run="1", config=RunConfig(store=str(tmp_path), cost=CostConfig(prices=str(path))))
+    with EventLog(job.store, Origin(job="demo", run="1", process="plan")) as log:
+        log.emit(PLAN, made_utc=1_760_000_000.0, chosen={"instance_type": "g5.xlarge"}, simulated=False)
+        log.emit(NODE_STARTED, instance_type="g6.xlarge", ranks=[0])
+    reporting.record_prices(job)
+    [told] = [one for one in read_events(job.store) if one.name == PRICES]
+    assert sorted(pool["instance_type"] for pool in told.data["pools"]) == ["g5.xlarge", "g6.xlarge"]
