@@ -14,8 +14,8 @@ import pytest
 from tests.support.gangs import free_port
 from training.errors import GangError
 from training.launch.channel import Lobby, join
-from training.launch.heartbeat import Heartbeat
 from training.launch.ports import control_ports
+from training.launch.watch.heartbeat import Heartbeat
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -117,7 +117,7 @@ def test_a_heartbeat_is_never_read_half_written(tmp_path) -> None:
     """An agent that reads half a beat sees a rank that has been silent since the machine started, and kills it."""
     agent_side = Heartbeat.create(tmp_path / "beat")
     code = (
-        "import sys, time; from pathlib import Path; from training.launch.heartbeat import Heartbeat\n"
+        "import sys, time; from pathlib import Path; from training.launch.watch.heartbeat import Heartbeat\n"
         "beat = Heartbeat(Path(sys.argv[1])); end = time.monotonic() + 2; step = 0\n"
         "while time.monotonic() < end: step += 1; beat.beat(step, 'forward')"
     )

@@ -21,8 +21,8 @@ from training.checkpoint import Checkpointer, Rejected, Restored, RetentionPolic
 from training.clock import Clock
 from training.errors import DataError
 from training.gang import Gang
-from training.launch.heartbeat import Heartbeat
 from training.launch.spec import WorkerSpec
+from training.launch.watch.heartbeat import Heartbeat
 from training.limits import Limits
 from training.optimizer import make_optimizer
 from training.parallel import spread_model

@@ -167,6 +167,14 @@ class CostConfig(Section):
     volume_gib_per_node: float = Field(100.0, ge=0, description="EBS gp3 of each node, for what storage costs")
 
 
+class SurvivalConfig(Section):
+    """When a gang is watched closely, and what is done when a part of it fails."""
+
+    hang_floor_seconds: float = Field(
+        60.0, ge=3, description="a rank that is only slow is ended after this, or 10 × the p99 of its phase if longer"
+    )
+
+
 class MetricsConfig(Section):
     """Prometheus metrics. metrics.prom is written with every report in any case."""
 
@@ -197,6 +205,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     cost: CostConfig = CostConfig()
     metrics: MetricsConfig = MetricsConfig()
+    survival: SurvivalConfig = SurvivalConfig()
 
     @property
     def tokens_per_step(self) -> int:

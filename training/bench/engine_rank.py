@@ -23,8 +23,8 @@ from training.data import SampleOrder, open_tokens
 from training.engine import train
 from training.errors import TrainingError
 from training.gang import Gang
-from training.launch.heartbeat import Heartbeat
 from training.launch.spec import WorkerSpec
+from training.launch.watch.heartbeat import Heartbeat
 from training.saver import NoSaver
 from training.trainer import Position
 

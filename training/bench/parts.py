@@ -15,7 +15,7 @@ from infra.store import Store
 from training.bench.laps import await_all
 from training.data import SampleOrder
 from training.gang import Gang
-from training.launch.heartbeat import Heartbeat
+from training.launch.watch.heartbeat import Heartbeat
 from training.pulse import Row, exchange
 
 _WINDOWS = 100_000

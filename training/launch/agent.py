@@ -44,7 +44,8 @@ from training.launch.output import GangOutput
 from training.launch.peers import Lead, Member, Peers, Start, Verdict, unaffordable
 from training.launch.ports import rendezvous_port
 from training.launch.spec import GangOutcome, GangSpec, WorkerSpec
-from training.launch.workers import WorkerFailure, WorkerGroup
+from training.launch.watch.failure import WorkerFailure
+from training.launch.workers import WorkerGroup
 from training.rehearse import Fault
 
 _POLL_SECONDS = 0.05

@@ -13,7 +13,7 @@ from infra.terms import Terms
 from training import errors
 from training.launch.channel import Connection, Lobby, Message, join
 from training.launch.spec import GangOutcome, GangSpec
-from training.launch.workers import WorkerFailure
+from training.launch.watch.failure import WorkerFailure
 
 # After the first sign of trouble the others' news is awaited this long, so that a cascade is not taken for the cause.
 SETTLE_SECONDS = 1.0

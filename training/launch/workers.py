@@ -13,46 +13,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from infra.process import process_state
-from training.launch.heartbeat import Beat, Heartbeat
 from training.launch.spec import SPEC_VARIABLE, WorkerSpec
+from training.launch.watch.failure import WorkerFailure
+from training.launch.watch.heartbeat import Beat, Heartbeat
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerFailure:
-    """Why a rank ended, or must be.
-
-    killed_by: signal name when it died of one. cascade: it only followed a peer's death. hung: alive, without progress;
-    stopped: and not even scheduled (SIGSTOP, a debugger). error: name of its exception's class.
-    timestamp: Unix time of the death, or of the last progress of a hung rank.
-    """
-
-    rank: int
-    message: str
-    killed_by: str | None = None
-    cascade: bool = False
-    hung: bool = False
-    stopped: bool = False
-    error: str = ""
-    timestamp: float = 0.0
-
-    @property
-    def headline(self) -> str:
-        """One line for the terminal."""
-        first = self.message.splitlines()[0] if self.message else "no message"
-        return f"followed a lost peer ({first[:60]}…)" if self.cascade else first[:300]
-
-    @property
-    def priority(self) -> tuple[int, float]:
-        """Smaller is guiltier: what is proven (killed, stopped), then an own exception, then who is only silent, then
-        what a lost peer caused; among equals the first by time."""
-        proven = self.killed_by or self.stopped
-        return (0 if proven else 3 if self.cascade else 2 if self.hung else 1, self.timestamp)
 
 
 class Worker:

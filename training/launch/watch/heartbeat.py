@@ -11,7 +11,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-PHASES = ("init", "data", "forward", "backward", "optimizer", "checkpoint", "evaluation", "restore", "done")
+PHASES = (
+    "init",
+    "restore",
+    "compile",
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "checkpoint",
+    "evaluation",
+    "done",
+)
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASES)}
 _PID, _STEP, _PHASE, _NANOSECONDS = range(4)
 
