@@ -29,8 +29,10 @@ from training.clock import Clock
 from training.errors import CheckpointError
 from training.gang import Gang
 from training.limits import Limits, Stop
+from training.position import Position
 from training.pulse import Pulse, Row
-from training.trainer import Position, Reporter, Trainer
+from training.reporter import Reporter
+from training.trainer import Trainer
 
 
 def test_predicted_and_actual_loss_stand_side_by_side() -> None:
@@ -145,14 +147,14 @@ def pulse_of(*rows: dict[str, float]) -> Pulse:
 def test_a_rank_that_is_still_saving_makes_all_wait_or_all_skip(when_busy: str, saved: list) -> None:
     saver, events = Saver(), []
     trainer = trainer_of(saver, events, when_busy=when_busy)
-    trainer.save_if_due(Position(7), pulse_of({"save_due": 1.0}, {"saving": 1.0}), last=False)
+    trainer.saves.if_due(Position(7), pulse_of({"save_due": 1.0}, {"saving": 1.0}), last=False)
     assert saver.asked == saved
     skipped = [data for name, data in events if name == COMMIT_SKIPPED]
     assert bool(skipped) is not bool(saved)
     assert not skipped or (skipped[0]["step"] == 7 and "rank 1" in skipped[0]["reason"])
-    trainer.save_if_due(Position(8), pulse_of({"saving": 1.0}, {"save_due": 1.0}), last=False)
+    trainer.saves.if_due(Position(8), pulse_of({"saving": 1.0}, {"save_due": 1.0}), last=False)
     assert saver.asked == saved, "rank 0 alone decides what is due"
-    trainer.save_if_due(Position(9), pulse_of({}, {"saving": 1.0}), last=True)
+    trainer.saves.if_due(Position(9), pulse_of({}, {"saving": 1.0}), last=True)
     assert saver.asked[-1] == (9, None), "the last step is saved in any case"
 
 
@@ -161,10 +163,10 @@ def test_a_notice_leads_to_a_save_in_time_or_to_none() -> None:
     trainer = trainer_of(saver, events, deadline_seconds=60)
     leaving = {"stop": float(Stop.INTERRUPTED)}
     fits = pulse_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 9.0})
-    trainer.save_if_due(Position(3), fits, last=True)
+    trainer.saves.if_due(Position(3), fits, last=True)
     assert saver.asked == ["hurry", (3, 28.0)]
     late = pulse_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 31.0})
-    trainer.save_if_due(Position(4), late, last=True)
+    trainer.saves.if_due(Position(4), late, last=True)
     assert saver.asked == ["hurry", (3, 28.0), "hurry"]
     (skipped,) = [data for name, data in events if name == COMMIT_SKIPPED]
     assert skipped["reason"] == "a save takes 31.0 s and 28.0 s are left; the last commit stands"

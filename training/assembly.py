@@ -27,9 +27,11 @@ from training.limits import Limits
 from training.optimizer import make_optimizer
 from training.parallel import spread_model
 from training.peak import measure_flops_per_second
+from training.position import Position
 from training.progress import Progress
 from training.rehearse import Fault
-from training.trainer import Position, Rehearsal, Reporter, Trainer
+from training.reporter import Reporter
+from training.trainer import Rehearsal, Trainer
 from training.weights.files import describe_files
 from training.weights.load import load_weights
 from training.workload import Workload

@@ -10,8 +10,9 @@ import torch
 from infra.outcome import Outcome
 from training.limits import Stop
 from training.optimizer import scale_and_clip, set_learning_rate
+from training.position import Ending
 from training.schedule import learning_rate
-from training.trainer import Ending, Trainer
+from training.trainer import Trainer
 from training.workload import Batch, Loss
 
 
@@ -46,7 +47,7 @@ def train(trainer: Trainer) -> Ending:
         last = step == training.max_steps or stop is not Stop.NONE
         if not last and step % training.evaluation_interval_steps == 0:
             trainer.evaluate(at)
-        trainer.save_if_due(at, pulse, last=last)
+        trainer.saves.if_due(at, pulse, last=last)
 
     if stop is not Stop.NONE:
         return trainer.end(at, stop.outcome, trainer.limits.describe(stop))

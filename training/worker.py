@@ -25,8 +25,8 @@ from training.engine import train
 from training.gang import Gang, connect, disconnect, leave
 from training.launch.spec import WorkerSpec
 from training.metrics import live_metrics
+from training.position import Ending
 from training.standalone import Request, parse_arguments, share_spec
-from training.trainer import Ending
 
 
 def main(arguments: list[str]) -> NoReturn:

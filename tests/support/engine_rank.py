@@ -27,9 +27,11 @@ from training.gang import Gang, connect, disconnect, leave
 from training.limits import Limits
 from training.optimizer import make_optimizer
 from training.parallel import spread_model
+from training.position import Position
 from training.rehearse import Fault
+from training.reporter import Reporter
 from training.saver import NoSaver
-from training.trainer import Position, Rehearsal, Reporter, Trainer
+from training.trainer import Rehearsal, Trainer
 from training.workload import Cursor, Loss
 from training.workloads.door import workload_context
 from training.workloads.text import TextBatch, TextWorkload

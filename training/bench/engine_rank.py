@@ -25,8 +25,8 @@ from training.errors import TrainingError
 from training.gang import Gang
 from training.launch.spec import WorkerSpec
 from training.launch.watch.heartbeat import Heartbeat
+from training.position import Position
 from training.saver import NoSaver
-from training.trainer import Position
 
 _UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
 
