@@ -49,8 +49,16 @@ RESTORE = "restore"  # step, key, seconds, split, rejected (list of {key, reason
 INITIAL_WEIGHTS = "initial_weights"  # tensors, seconds, files (list of {path, bytes, modified_unix, sha256})
 PEAK = "peak"  # flops_per_second (measured, of one rank), dtype
 EVALUATION = "evaluation"  # metrics {name: value}
+# Written by the agent that hears of it. notice: source, action, seconds_left (null: no time was said), save_seconds
+# (that are left for a save), does (leave, save, nothing), detail.
+# sources: watched (list), absent ({source: why}), or problem (text).
 NOTICE = "notice"
+NOTICE_SOURCES = "notice_sources"
 FAULT_INJECTED = "fault_injected"  # kind, target, step
+# What a guard did, told by the rank that saw it, or by rank 0 where all did. action (`GuardAction`), reason (text);
+# skip: samples ([first, end)); rewind: limit (the newest commit to go back to), first_sample, samples; split:
+# accumulation (micro-batches per step); slow_rank, data_bound: rank, share; diverged: ranks.
+GUARD = "guard"
 FAULT_DETECTED = "fault_detected"  # culprit (text)
 # Written by the flow's steps, or by rank 0 where there is no flow.
 CONFIGURED = "configured"  # settings (list of {key, value, source}, one for each key of the configuration)
@@ -81,6 +89,21 @@ class EndReason(StrEnum):
     AGENT_STOPPED = "agent_stopped"
     SUPERSEDED = "superseded"
     STORE = "store"
+    REWIND = "rewind"  # a guard went back to an older commit
+    SPLIT = "split"  # a micro-batch did not fit into memory
+    RENEWAL = "renewal"  # memory grew: processes were replaced before it ran out
+
+
+class GuardAction(StrEnum):
+    """What a guard can do. `training.guards.orders` hands rewind and split to the next start of the gang."""
+
+    SKIP = "skip"
+    REWIND = "rewind"
+    SPLIT = "split"
+    RENEW = "renew"
+    SLOW_RANK = "slow_rank"
+    DATA_BOUND = "data_bound"
+    DIVERGED = "diverged"
 
 
 @dataclass(frozen=True, kw_only=True)

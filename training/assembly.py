@@ -21,6 +21,7 @@ from training.checkpoint import Checkpointer, Rejected, Restored, RetentionPolic
 from training.clock import Clock
 from training.errors import DataError
 from training.gang import Gang
+from training.launch.control import Control
 from training.launch.spec import WorkerSpec
 from training.launch.watch.heartbeat import Heartbeat
 from training.limits import Limits
@@ -55,6 +56,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
         world_size=gang.world_size,
         elapsed_seconds=lambda: clock.elapsed_seconds,
         stop_seconds=config.checkpoint.stop_seconds,
+        control=Control(Path(spec.control_path)) if spec.control_path else None,
     )
     limits.watch_signals()
     store = Store.open(spec.store_uri)
@@ -215,4 +217,10 @@ def _cadence(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> Cadenc
 def _rehearsal(spec: WorkerSpec, nodes: int) -> Rehearsal | None:
     if spec.rehearse is None:
         return None
-    return Rehearsal(fault=Fault.from_json(spec.rehearse), node=spec.node, nodes=nodes, agent_pid=spec.agent_pid)
+    return Rehearsal(
+        fault=Fault.from_json(spec.rehearse),
+        node=spec.node,
+        nodes=nodes,
+        agent_pid=spec.agent_pid,
+        notice_path=spec.notice_path,
+    )

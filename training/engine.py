@@ -19,7 +19,7 @@ from training.workload import Batch, Loss
 def train(trainer: Trainer) -> Ending:
     """Take steps until the last one, a limit, or a number that is not finite; all ranks end alike. Collective."""
     training, optimizer, spread = trainer.config.training, trainer.optimizer, trainer.spread
-    at, stop = trainer.start, Stop.NONE
+    at, stop = trainer.start, trainer.stop_before_first_step()
     while at.step < training.max_steps and stop is Stop.NONE:
         step = at.step + 1
         trainer.enter("data", step)

@@ -41,6 +41,7 @@ class Rehearsal:
     node: int
     nodes: int
     agent_pid: int | None
+    notice_path: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,11 @@ class Trainer:
     def share(self, at: Position) -> Cursor:
         return Cursor(at.cursor, self.config.training.batch_size).share(self.gang.rank, self.gang.world_size)
 
+    def stop_before_first_step(self) -> Stop:
+        """Who was told to leave while it started takes no step, and the others with it. Collective."""
+        asked = torch.tensor([float(self.limits.asked_to_leave)], dtype=torch.float64, device=self.gang.device)
+        return Stop.INTERRUPTED if bool(self.gang.gather(asked).any()) else Stop.NONE
+
     def exchange_pulse(self, at: Position, batch: Batch, loss: Loss, gradients: Sequence[Tensor]) -> Pulse:
         clock = self.reporter.clock
         row = Row(
@@ -101,7 +107,7 @@ class Trainer:
             compute_seconds=clock.booked_seconds(LedgerClass.USEFUL_STEP),
             data_seconds=clock.booked_seconds(LedgerClass.DATA_WAIT),
             stop=self.limits.stop(),
-            save_due=self.cadence is not None and self.cadence.due(at.step + 1),
+            save_due=self.limits.save_wanted() or (self.cadence is not None and self.cadence.due(at.step + 1)),
             saving=self.saver.busy,
             save_seconds=self.saves.seconds_before_leaving,
             stop_seconds=self.limits.stop_seconds,
@@ -161,7 +167,7 @@ class Trainer:
             print(message, flush=True)
             self.reporter.emit(NOTICE, step=step, message=message)
             return
-        aim.fault.strike(aim.agent_pid)
+        aim.fault.strike(aim.agent_pid, aim.notice_path)
 
     def evaluate(self, at: Position) -> None:
         self.enter("evaluation", at.step)

@@ -48,6 +48,10 @@ class TrainingConfig(Section):
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per step and rank")
     max_steps: int = Field(300, ge=1, description="optimizer steps of the job")
     seed: int = Field(1234, ge=0, description="initial weights and data order")
+    micro_batch: Literal["fixed", "auto"] = Field(
+        "fixed",
+        description="auto: the fewest micro-batches that fit into memory, from gradient_accumulation_steps on",
+    )
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay on matrices")
     initial_weights: str | None = Field(
         None, description="safetensors file, or folder of them (Hugging Face layout), to start from; null: by the seed"
@@ -173,6 +177,40 @@ class SurvivalConfig(Section):
     hang_floor_seconds: float = Field(
         60.0, ge=3, description="a rank that is only slow is ended after this, or 10 × the p99 of its phase if longer"
     )
+    on_rebalance: Literal["save", "leave", "nothing"] = Field(
+        "save", description="what EC2's recommendation to rebalance leads to, which is no notice yet"
+    )
+    notice_margin_seconds: float = Field(
+        10.0, ge=0, description="kept back from a spot notice's time: the save must be durable before the machine goes"
+    )
+    notice_file: str = Field(
+        "/tmp/spot_termination_notice", description="where Metaflow's spot monitor writes the time of termination"
+    )
+
+
+class GuardsConfig(Section):
+    """What is done when numbers, weights or memory go wrong (docs/survival.md)."""
+
+    non_finite: Literal["stop", "skip", "rewind"] = Field(
+        "stop", description="a loss or gradient that is not finite: end the job, leave the step out, or go back"
+    )
+    spike: Literal["off", "skip", "rewind"] = Field(
+        "off", description="a loss or gradient norm far above those before: leave the step out, or go back"
+    )
+    spike_z: float = Field(8.0, gt=0, description="how far: in robust standard deviations (median, MAD)")
+    spike_window_steps: int = Field(100, ge=10, description="steps that are compared with; none is judged before half")
+    skips_in_a_row: int = Field(3, ge=1, description="steps left out one after the other before going back")
+    rewind_margin_steps: int = Field(0, ge=0, description="at least so far before the first bad step")
+    max_rewinds: int = Field(3, ge=0, description="of the whole job; then it ends")
+    hash_interval_steps: int | None = Field(
+        100, ge=1, description="steps between comparisons of the weights of equal ranks; null: never"
+    )
+    out_of_memory: Literal["split", "stop"] = Field(
+        "split", description="a micro-batch that does not fit: start again with smaller ones, or end"
+    )
+    memory_growth: Literal["renew", "off"] = Field(
+        "renew", description="memory that will run out within minutes: save, and go on in new processes"
+    )
 
 
 class MetricsConfig(Section):
@@ -206,6 +244,7 @@ class RunConfig(Section):
     cost: CostConfig = CostConfig()
     metrics: MetricsConfig = MetricsConfig()
     survival: SurvivalConfig = SurvivalConfig()
+    guards: GuardsConfig = GuardsConfig()
 
     @property
     def tokens_per_step(self) -> int:

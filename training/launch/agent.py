@@ -39,6 +39,8 @@ from infra.terms import Terms
 from training.checkpoint.generations import Generation
 from training.checkpoint.lineage import CANDIDATES, open_generation, reachable_commits
 from training.errors import GangError, TrainingError
+from training.guards.overrides import read_overrides, rewind_parent
+from training.launch.drain import Drain
 from training.launch.echo import say, show_last_lines
 from training.launch.output import GangOutput
 from training.launch.peers import Lead, Member, Peers, Start, Verdict, unaffordable
@@ -73,13 +75,16 @@ class _Agent:
         self._host = socket.gethostname()
         self._log: EventLog | None = None
         self._last_beat = 0.0
-        self._asked_to_stop = False
+        self._drain = Drain(spec)
 
     def run(self) -> GangOutcome:
-        with self._signals():
-            if self._spec.node == 0:
-                return self._lead()
-            return self._follow()
+        try:
+            with self._signals():
+                if self._spec.node == 0:
+                    return self._lead()
+                return self._follow()
+        finally:
+            self._drain.close()
 
     def _lead(self) -> GangOutcome:
         lead = Lead(self._spec)
@@ -102,7 +107,7 @@ class _Agent:
         )
         verdict = self._stopped_verdict()
         try:
-            lead.roll_call(self._cluster.start_deadline_seconds, lambda: self._asked_to_stop)
+            lead.roll_call(self._cluster.start_deadline_seconds, lambda: self._drain.leaving)
             start = self._plan_start(lead, generation)
             if broke := unaffordable(start, generation.parent_step):
                 say(broke.outcome.message)
@@ -123,7 +128,7 @@ class _Agent:
 
     def _follow(self) -> GangOutcome:
         deadline = self._cluster.start_deadline_seconds
-        member = Member(self._spec, self._host, deadline, lambda: self._asked_to_stop)
+        member = Member(self._spec, self._host, deadline, lambda: self._drain.leaving)
         try:
             start = member.await_start(deadline)
             if isinstance(start, Verdict):
@@ -153,6 +158,7 @@ class _Agent:
             terms=self._terms_now(),
             rehearse=self._fault_still_due(),
             hosts=lead.hosts(self._host),
+            overrides=read_overrides(self._job_store).to_json(),
         )
 
     def _terms_now(self) -> dict | None:
@@ -189,7 +195,10 @@ class _Agent:
             prepared=spec.prepared,
             terms=start.terms,
             rehearse=start.rehearse,
+            overrides=start.overrides,
             colocated_ranks=start.colocated_nodes(spec.node) * spec.processes_per_node,
+            control_path=str(self._drain.open_record(folder)),
+            notice_path=str(self._drain.rehearsal_path),
             agent_pid=os.getpid(),
         )
         group = WorkerGroup(
@@ -206,12 +215,13 @@ class _Agent:
     def _watch(self, group: WorkerGroup, peers: Peers, output: GangOutput, generation: int) -> Verdict:
         """Until the gang's verdict: report this node's news, hear the others'."""
         reported: dict[int, WorkerFailure] = {}
-        finished = stopping = False
+        finished = False
         # The ranks have the same deadline to find each other, and name the missing; the agent speaks after them.
         start_seconds = self._cluster.start_deadline_seconds + _START_MARGIN_SECONDS
         limits = {"init": start_seconds, "restore": start_seconds}
         while (verdict := peers.poll()) is None:
             failures = group.failures() + group.silent(limits, self._cluster.step_deadline_seconds)
+            failures += self._drain.overstaying(group)
             for failure in failures:
                 if failure.rank not in reported:
                     reported[failure.rank] = failure
@@ -220,9 +230,7 @@ class _Agent:
             if not finished and not failures and group.all_exited():
                 finished = True
                 peers.finished(group.results())
-            if self._asked_to_stop and not stopping:
-                stopping = True
-                group.terminate()
+            self._drain.attend(peers, self._emit)
             self._beat()
             output.follow()
             time.sleep(_POLL_SECONDS)
@@ -284,10 +292,12 @@ class _Agent:
         """SIGTERM and Ctrl-C mean: save, leave, and let the job go on elsewhere. A second Ctrl-C means: now."""
 
         def ask(number: int, frame: object) -> None:
-            if self._asked_to_stop and number == signal.SIGINT:
+            if asked and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self._asked_to_stop = True
+            asked.append(number)
+            self._drain.signalled()
 
+        asked: list[int] = []
         before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield

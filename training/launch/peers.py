@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from infra.events import EndReason
@@ -12,6 +12,7 @@ from infra.outcome import Outcome
 from infra.terms import Terms
 from training import errors
 from training.launch.channel import Connection, Lobby, Message, join
+from training.launch.control import Order
 from training.launch.spec import GangOutcome, GangSpec
 from training.launch.watch.failure import WorkerFailure
 
@@ -30,6 +31,7 @@ class Start:
     terms: dict | None
     rehearse: dict | None
     hosts: list[str]
+    overrides: dict = field(default_factory=dict)
 
     def colocated_nodes(self, node: int) -> int:
         return self.hosts.count(self.hosts[node])
@@ -55,6 +57,12 @@ class Peers(Protocol):
 
     def report(self, failure: WorkerFailure) -> None: ...
     def finished(self, results: dict[int, dict]) -> None: ...
+    def order(self, order: Order) -> None:
+        """Have all nodes told to leave, or to save, this one among them."""
+
+    def orders(self) -> list[Order]:
+        """What the lead has told all nodes since the last call."""
+
     def poll(self) -> Verdict | None: ...
     def close(self) -> None: ...
 
@@ -71,6 +79,7 @@ class Lead:
         self._first_failure: float | None = None
         self._finished: dict[int, dict[int, dict]] = {}
         self._start: Start | None = None
+        self._orders: list[Order] = []
 
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         if self._lobby is None:
@@ -97,6 +106,14 @@ class Lead:
     def finished(self, results: dict[int, dict]) -> None:
         self._finished[0] = results
 
+    def order(self, order: Order) -> None:
+        self._orders.append(order)
+        self._broadcast({"kind": "order", **order.to_json()})
+
+    def orders(self) -> list[Order]:
+        orders, self._orders = self._orders, []
+        return orders
+
     def poll(self) -> Verdict | None:
         for node, connection in self._members.items():
             self._hear(node, connection)
@@ -119,6 +136,8 @@ class Lead:
                 self.report(WorkerFailure(**message["failure"]))
             elif message["kind"] == "finished":
                 self._finished[node] = {int(rank): result for rank, result in message["results"].items()}
+            elif message["kind"] == "order":
+                self.order(Order.from_json(message))
         lost = connection.closed and node not in self._finished
         if lost and not any(failure.killed_by == f"node {node}" for failure in self._failures):
             first = node * self._spec.processes_per_node
@@ -181,6 +200,8 @@ class Member:
     def __init__(self, spec: GangSpec, host: str, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         hello: Message = {"node": spec.node, "host": host}
         self._lead = join(spec.main_address, spec.candidate_ports, token(spec), hello, deadline_seconds, stopped)
+        self._stopped = stopped
+        self._orders: list[Order] = []
 
     def await_start(self, deadline_seconds: float) -> Start | Verdict:
         """The start, or the verdict that there will be none."""
@@ -192,10 +213,12 @@ class Member:
                     return Start(**message)
                 if kind == "verdict":
                     return _verdict(message)
-            if self._lead.closed:
+            if self._lead.closed or self._stopped():
                 break
             self._lead.keep_alive()
             time.sleep(0.02)
+        if self._stopped():
+            return Verdict(culprit="this node was told to leave before the start", reason=EndReason.AGENT_STOPPED)
         cause = self._lead.closed or f"no start within {deadline_seconds:g} s"
         return Verdict(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
 
@@ -205,11 +228,21 @@ class Member:
     def finished(self, results: dict[int, dict]) -> None:
         self._lead.send({"kind": "finished", "results": results})
 
+    def order(self, order: Order) -> None:
+        self._lead.send({"kind": "order", **order.to_json()})
+
+    def orders(self) -> list[Order]:
+        orders, self._orders = self._orders, []
+        return orders
+
     def poll(self) -> Verdict | None:
         self._lead.keep_alive()
         for message in self._lead.receive():
-            if message.pop("kind") == "verdict":
+            kind = message.pop("kind")
+            if kind == "verdict":
                 return _verdict(message)
+            if kind == "order":
+                self._orders.append(Order.from_json(message))
         if self._lead.closed:
             return Verdict(culprit=f"node 0 was lost: {self._lead.closed}", reason=EndReason.NODE_LOST)
         return None
