@@ -23,6 +23,7 @@ from cost.report.render_html import render as render_html
 from cost.report.render_text import render as render_text
 from cost.report.report import RunReport, build_report
 from infra.config.schema import RunConfig
+from infra.event_log import EventLog
 from infra.events import (
     EVALUATION,
     FAULT_DETECTED,
@@ -32,7 +33,6 @@ from infra.events import (
     PREPARED,
     RESTORE,
     Event,
-    EventLog,
     Origin,
 )
 from infra.layout import job_prefix

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from infra.config.load import load_config
 from infra.config.schema import RunConfig
 from infra.config.sources import values_with_sources
-from infra.events import CONFIGURED, PREPARED, EventLog, Origin
+from infra.event_log import EventLog
+from infra.events import CONFIGURED, PREPARED, Origin
 from infra.layout import check_job_name, job_prefix
 from infra.store import Store
 from training.checkpoint.lineage import CANDIDATES, open_generation, reachable_commits

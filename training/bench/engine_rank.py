@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from infra.config.schema import RunConfig
-from infra.events import STEP, Event, EventLog, Origin
+from infra.event_log import EventLog
+from infra.events import STEP, Event, Origin
 from infra.layout import job_prefix
 from infra.store import Store
 from infra.terms import Terms

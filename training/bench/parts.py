@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from infra.events import STEP, EventLog, Origin
+from infra.event_log import EventLog
+from infra.events import STEP, Origin
 from infra.store import Store
 from training.bench.laps import await_all
 from training.data import SampleOrder
