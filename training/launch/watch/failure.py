@@ -73,3 +73,25 @@ class WorkerFailure:
         what a lost peer caused; among equals the first by time."""
         proven = self.killed_by or self.stopped
         return (0 if proven else 3 if self.cascade else 2 if self.hung else 1, self.timestamp)
+
+
+def is_collective_error(message: str) -> bool:
+    """gloo, NCCL and the TCP store report a dead or absent peer as one of these; the cause is to be found at the peer.
+
+    A collective that differs between ranks is reported in the same ways, on ranks that did nothing wrong too.
+    """
+    return any(sign in message.lower() for sign in _COLLECTIVE_SIGNS)
+
+
+_COLLECTIVE_SIGNS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was closed",
+    "broken pipe",
+    "gloo/transport",
+    "timed out waiting",
+    "op.preamble",
+    "watchdog caught collective operation timeout",
+    "ncclremoteerror",
+    "remote process exited",
+)

@@ -1,0 +1,93 @@
+"""What the kernel says of a process and of its node: state, memory, kills for want of it, disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class MemoryKills:
+    """Whether the kernel has killed for want of memory since this was made, in the cgroup of a process or at all.
+
+    A container sees its own cgroup at the root of its mount; the paths of /proc/PID/cgroup are tried first.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._files = list(_counter_files(pid))
+        self._before = {file: _kills(file) for file in self._files}
+
+    def happened(self) -> bool:
+        return any(_kills(file) > before for file, before in self._before.items())
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that is in RAM; 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
+    """One look at the node, for its heartbeat: microseconds, no process started."""
+    sample = {"resident_bytes": sum(map(resident_bytes, pids))}
+    if (available := _available_bytes()) is not None:
+        sample["memory_available_bytes"] = available
+    for name, path in (("disk_free_bytes", folder), ("shared_memory_free_bytes", Path("/dev/shm"))):
+        try:
+            sample[name] = shutil.disk_usage(path).free
+        except OSError:
+            continue
+    return sample
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Of all its threads since it started (proc(5), fields 14 and 15 of stat); None when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _available_bytes() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _counter_files(pid: int) -> Iterable[Path]:
+    """Each file that counts memory kills of this process's cgroup, of versions 1 and 2; without any, the kernel's."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    candidates = [root / "memory.events", root / "memory" / "memory.oom_control"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            candidates.append(root / path.lstrip("/") / "memory.events")
+        elif "memory" in controllers.split(","):
+            candidates.append(root / "memory" / path.lstrip("/") / "memory.oom_control")
+    found = [file for file in dict.fromkeys(candidates) if file.exists()]
+    return found or [Path("/proc/vmstat")]
+
+
+def _kills(file: Path) -> int:
+    try:
+        for line in file.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    except (OSError, ValueError):
+        pass
+    return 0
