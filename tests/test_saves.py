@@ -126,7 +126,7 @@ def trainer_of(saver: Saver, events: list, **checkpoint: Any) -> Trainer:
         config=config,
         gang=Gang(rank=0, world_size=2),
         workload=None,
-        spread=SimpleNamespace(module=None, committed=lambda: None),
+        spread=SimpleNamespace(module=None, copies=1, committed=lambda: None),
         optimizer=None,
         saver=saver,
         limits=Limits(None, world_size=2, elapsed_seconds=lambda: 0.0),
@@ -192,7 +192,7 @@ def test_a_cap_says_nothing_of_a_save_that_is_spared_no_bandwidth(monkeypatch: p
         trainer = replace(
             trainer,
             workload=SimpleNamespace(flops=lambda batch: 1.0),
-            spread=SimpleNamespace(square_sum=lambda gradients: 1.0),
+            spread=SimpleNamespace(module=None, square_sum=lambda gradients: 1.0),
         )
         trainer.exchange_pulse(Position(3), None, SimpleNamespace(sum=1.0, weight=1.0), [])
     assert [row.save_seconds for row in rows] == [40.0, 0.0]

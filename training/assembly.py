@@ -21,6 +21,8 @@ from training.checkpoint import Checkpointer, Rejected, Restored, RetentionPolic
 from training.clock import Clock
 from training.errors import DataError
 from training.gang import Gang
+from training.guards.assembly import fit_micro_batch, make_guards, overridden
+from training.guards.overrides import Overrides
 from training.launch.control import Control
 from training.launch.spec import WorkerSpec
 from training.launch.watch.heartbeat import Heartbeat
@@ -48,7 +50,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     Raises DataError when that commit was trained on other data, CheckpointError when no candidate can be restored,
     WorkloadError for a workload that cannot be trained as it is.
     """
-    config = RunConfig.model_validate(spec.config)
+    config = overridden(RunConfig.model_validate(spec.config), Overrides.from_json(spec.overrides))
     terms = Terms.from_json(spec.terms) if spec.terms else None
     clock = reporter.clock
     limits = Limits(
@@ -64,12 +66,15 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     if config.workload is not None:
         workload = guarded(workload, config.workload)
     spread = spread_model(workload, config, gang)
+    optimizer = _optimizer(workload, spread.module, config)
+    guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)
+    guards.config = config = fit_micro_batch(guards, workload, spread, optimizer)
     trainer = Trainer(
         config=config,
         gang=gang,
         workload=workload,
         spread=spread,
-        optimizer=_optimizer(workload, spread.module, config),
+        optimizer=optimizer,
         saver=saver,
         limits=limits,
         reporter=reporter,
@@ -82,6 +87,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
         progress=_progress(gang, config, terms, reporter, unit=_unit(spec)),
         cadence=_cadence(spec, config, terms) if gang.rank == 0 else None,
         rehearsal=_rehearsal(spec, nodes),
+        guards=guards,
     )
     saver.prepare(spread.module, trainer.optimizer)
     clock.emit_phases()
@@ -149,7 +155,7 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
             rejected=rejected,
         )
     trainer.reporter.clock.emit_phases()
-    return Position(restored.step, restored.extra["cursor"])
+    return trainer.guards.resume(Position(restored.step, restored.extra["cursor"]), restored.extra)
 
 
 def begin(trainer: Trainer) -> Position:
@@ -164,7 +170,7 @@ def begin(trainer: Trainer) -> Position:
             trainer.reporter.emit(INITIAL_WEIGHTS, tensors=tensors, seconds=seconds, files=describe_files(path))
             print(f"initial weights: {tensors} tensors of {path}", flush=True)
         trainer.reporter.clock.emit_phases()
-    return Position()
+    return trainer.guards.resume(Position(), {})
 
 
 def _rejected(rejected: Rejected, restored: Restored) -> dict[str, Any]:

@@ -22,6 +22,10 @@ _CLASS_OF_PHASE = {
 }
 
 
+# In which a rank works on its own; sharded models gather weights in forward, so that there ranks look more alike.
+_OWN_PHASES = frozenset({"data", "forward"})
+
+
 @dataclass(frozen=True)
 class Reporter:
     """Phases and events. emit takes (name, step=, flush=, **data); beat takes (step, phase), where an agent watches."""
@@ -33,4 +37,4 @@ class Reporter:
     def enter(self, phase: str, step: int) -> None:
         """From now on this rank is in `phase`; its time is booked in the ledger class of that phase."""
         self.beat(step, phase)
-        self.clock.enter(_CLASS_OF_PHASE[phase])
+        self.clock.enter(_CLASS_OF_PHASE[phase], own=phase in _OWN_PHASES)

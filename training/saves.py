@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,10 @@ _STEP_CLASSES = (str(LedgerClass.USEFUL_STEP), str(LedgerClass.DATA_WAIT))
 
 @dataclass(frozen=True, kw_only=True)
 class Saves:
-    """One rank's. extra: what every commit carries besides step, cursor and money. cadence: rank 0 only."""
+    """One rank's. extra, carried: what every commit carries besides step, cursor and money, fixed and as it is then.
+
+    cadence: rank 0 only.
+    """
 
     config: CheckpointConfig
     rank: int
@@ -34,13 +38,14 @@ class Saves:
     limits: Limits
     reporter: Reporter
     extra: dict[str, Any]
+    carried: Callable[[], dict[str, Any]] = dict
     cadence: Cadence | None = None
 
     def if_due(self, at: Position, pulse: Pulse, *, last: bool) -> None:
         """What all ranks decide alike, from the pulse: save, leave it out, or save while there is time."""
         if pulse.stop is Stop.INTERRUPTED:
             self._in_time(at, pulse)
-        elif last:
+        elif last or pulse.renew:
             self.save(at)
         elif pulse.save_due and pulse.saving and self.config.when_busy == "skip":
             self._skip(at, f"the save before is still under way on rank {', '.join(map(str, pulse.saving[:5]))}")
@@ -50,7 +55,7 @@ class Saves:
     def save(self, at: Position, *, deadline_seconds: float | None = None) -> None:
         """Returns once the state is staged; it becomes durable behind training's back."""
         self.reporter.enter("checkpoint", at.step)
-        extra = self.extra | {"step": at.step, "cursor": at.cursor, "spent_usd": self.limits.spent_usd}
+        extra = self.extra | self.carried() | {"step": at.step, "cursor": at.cursor, "spent_usd": self.limits.spent_usd}
         if self.cadence is not None:
             extra["exposed_seconds"] = self.cadence.exposed_seconds
         module = self.spread.module

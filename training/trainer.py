@@ -20,6 +20,8 @@ from infra.outcome import Outcome
 from training.cadence import Cadence
 from training.errors import CheckpointError, GenerationSuperseded
 from training.gang import Gang
+from training.guards.guards import Guards
+from training.guards.numbers import Action, Judgement
 from training.limits import Limits, Stop
 from training.parallel import Spread
 from training.position import Ending, Position
@@ -64,6 +66,13 @@ class Trainer:
     progress: Progress | None = None
     cadence: Cadence | None = None
     rehearsal: Rehearsal | None = None
+    guards: Guards | None = None
+
+    def __post_init__(self) -> None:
+        if self.guards is None:  # then they have nobody to leave orders to
+            reporter, copies = self.reporter, self.spread.copies
+            guards = Guards(config=self.config, gang=self.gang, copies=copies, emit=reporter.emit)
+            object.__setattr__(self, "guards", guards)
 
     @cached_property
     def saves(self) -> Saves:
@@ -76,6 +85,7 @@ class Trainer:
             limits=self.limits,
             reporter=self.reporter,
             extra=self.extra,
+            carried=lambda: self.guards.extra,
             cadence=self.cadence,
         )
 
@@ -111,10 +121,25 @@ class Trainer:
             saving=self.saver.busy,
             save_seconds=self.saves.seconds_before_leaving,
             stop_seconds=self.limits.stop_seconds,
+            own_seconds=clock.own_seconds,
+            weights_sum=self.guards.weights_sum(at.step, self.spread.module),
+            renew=self.guards.memory_runs_out(self._seconds_to_go(at)),
         )
         return exchange(self.gang, row)
 
-    def record_step(self, at: Position, pulse: Pulse, learning_rate: float) -> None:
+    def _seconds_to_go(self, at: Position) -> float:
+        """Of the job, as fast as this start has been so far."""
+        taken, to_go = at.step - self.start.step, self.config.training.max_steps - at.step
+        return self.reporter.clock.elapsed_seconds / taken * to_go if taken else 0.0
+
+    def judge(self, at: Position, pulse: Pulse) -> Judgement:
+        """Whether the optimizer may take its step, which all ranks decide alike."""
+        judgement = self.guards.judge(at, pulse, self.saver)
+        if judgement.action is Action.SKIP:
+            self.spread.discarded()
+        return judgement
+
+    def record_step(self, at: Position, pulse: Pulse, learning_rate: float, judgement: Judgement) -> None:
         """The step's event, with all time since the last one; on rank 0 also what concerns the whole gang."""
         data: dict[str, Any] = {
             "loss": pulse.loss,
@@ -123,6 +148,10 @@ class Trainer:
             "gradient_norm": pulse.gradient_norm,
             "seconds": self.reporter.clock.take(),
         }
+        if judgement.action is Action.SKIP:
+            data["skipped"] = judgement.reason
+        if self.gang.rank == 0:
+            self.guards.note_pace(at.step, pulse)
         data |= self.saves.note_step(data["seconds"], saving=bool(pulse.saving))
         if self.progress is not None:
             slowest, ratio = pulse.slowest
@@ -137,6 +166,7 @@ class Trainer:
                     spent_usd=self.limits.spent_usd,
                     last_commit_step=commit.step if commit else None,
                     at_risk_usd=data.get("at_risk_usd"),
+                    drag=self.guards.pace.now,
                 )
             )
         self.reporter.emit(STEP, step=at.step, **data)
@@ -168,6 +198,11 @@ class Trainer:
             self.reporter.emit(NOTICE, step=step, message=message)
             return
         aim.fault.strike(aim.agent_pid, aim.notice_path)
+
+    def renew_if_due(self, at: Position, pulse: Pulse, *, last: bool) -> None:
+        """Behind the save. Raises MemoryGrowth where a rank's memory is about to run out."""
+        if pulse.renew and not last:
+            self.guards.renew(at, pulse, self.saver)
 
     def evaluate(self, at: Position) -> None:
         self.enter("evaluation", at.step)

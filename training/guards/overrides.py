@@ -23,7 +23,8 @@ class Overrides:
     """What a start is to do otherwise than the configuration says.
 
     gradient_accumulation_steps: None: as configured. first_sample: no sample below this one is read any more; a start
-    from a commit that has not come so far jumps to it. rewinds: of the job so far.
+    from a commit that has not come so far jumps to it. rewinds: of the job so far, for
+    numbers that went wrong.
     """
 
     gradient_accumulation_steps: int | None = None
@@ -57,7 +58,7 @@ def read_overrides(job_store: Store) -> Overrides:
     return Overrides(
         gradient_accumulation_steps=max(splits, default=None),
         first_sample=max((record["first_sample"] for record in rewinds), default=0),
-        rewinds=len(rewinds),
+        rewinds=sum(record["first_sample"] > 0 for record in rewinds),
     )
 
 
