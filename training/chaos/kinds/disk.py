@@ -1,4 +1,4 @@
-"""Faults of the disk: the store lies on a small tmpfs of this process's own mounts, which is filled to the last byte."""
+"""Faults of the disk: the store lies on a small tmpfs of this process's own mounts, filled to the last byte."""
 
 from __future__ import annotations
 
