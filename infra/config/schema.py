@@ -114,6 +114,9 @@ class ClusterConfig(Section):
 
     nodes: Count | Literal["auto"] = Field(2, description="nodes, or auto: as the plan says")
     processes_per_node: Count | Literal["auto"] = Field(1, description="ranks per node, or auto: one per GPU")
+    min_nodes: Count | None = Field(
+        None, description="go on with so many when nodes are lost, node 0 not among them; null: only with all of them"
+    )
     instance_types: list[str] = Field([], description="candidates by name or prefix (g5, p4d); empty: all")
     market: Literal["auto", "spot", "on_demand"] = Field("auto", description="which markets the plan may choose")
     backend: Literal["local", "batch", "kubernetes"] = Field(
@@ -176,6 +179,9 @@ class SurvivalConfig(Section):
 
     hang_floor_seconds: float = Field(
         60.0, ge=3, description="a rank that is only slow is ended after this, or 10 × the p99 of its phase if longer"
+    )
+    standby: bool = Field(
+        True, description="each node keeps a process that has imported everything: ranks start from it in no time"
     )
     on_rebalance: Literal["save", "leave", "nothing"] = Field(
         "save", description="what EC2's recommendation to rebalance leads to, which is no notice yet"

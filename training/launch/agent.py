@@ -62,6 +62,7 @@ class _Agent:
         self._log = NodeLog(self._job_store, self._host)
         self._drain = Drain(spec)
         self._standby: Standby | None = None
+        self._pushed: set[int] = set()  # numbers that this node has had: its metrics stand under each
 
     def run(self) -> GangOutcome:
         try:
@@ -74,24 +75,163 @@ class _Agent:
 
     def _lead(self) -> Verdict:
         """Generation after generation, until one ends with the gang's last word."""
-        lead = Lead(self._spec, self._host)
-        leader = Leader(self._spec, self._job_store, born=self._log.since)
-        last = Verdict(culprit="the agent was stopped", reason=EndReason.AGENT_STOPPED)
+        lead, leader = Lead(self._spec, self._host), Leader(self._spec, self._job_store, born=self._log.since)
+        spec, nodes, last = self._spec, list(range(self._spec.nodes)), self._stopped()
         try:
-            generation: Generation | None = leader.open()
-            spec = self._spec
-            self._log.open(spec, generation.number)
-            while generation is not None:
-                ended = last = self._lead_generation(lead, leader, generation, spec)
-                number, generation = generation.number, None
-                if ended.again:
-                    spec = self._in_place(self._spec, lead.nodes)
-                    last, generation = self._go_on(lead, leader, ended, number)
-                self._tell_end(ended, last, number)
-                if generation is not None:
-                    spec = self._in_place(self._spec, lead.nodes)
-                    self._log.open(spec, generation.number, left_for=ended.reason)
-            return last
+            generation = leader.open()
+            while True:
+                self._log.open(spec, generation.number, left_for=last.reason)
+                ended = last = self._stopped()
+                try:
+                    ended = self._lead_generation(lead, leader, generation, spec, nodes)
+                    last, following = self._after(lead, leader, ended, generation.number, spec.world_size)
+                finally:
+                    self._tell_end(ended, last)
+                if following is None:
+                    return last
+                generation, nodes = following, lead.nodes
+                spec = self._in_place(nodes)
         finally:
             lead.close()
             self._log.close(last.reason)
+
+    def _lead_generation(
+        self, lead: Lead, leader: Leader, generation: Generation, spec: GangSpec, nodes: list[int]
+    ) -> Verdict:
+        """From the roll-call, or from the generation before, to the verdict."""
+        self._log.emit(
+            GENERATION_STARTED,
+            parent=generation.parent,
+            parent_step=generation.parent_step,
+            nodes=spec.nodes,
+            processes_per_node=spec.processes_per_node,
+        )
+        try:
+            lead.roll_call(self._cluster.start_deadline_seconds, lambda: self._drain.leaving)
+            start = leader.plan(generation, nodes, lead.hosts(nodes))
+            if broke := unaffordable(start, generation.parent_step):
+                say(broke.outcome.message)
+                self._log.emit(OUTCOME, **asdict(broke.outcome))
+                return lead.give_up(broke)
+            lead.start(start)
+            verdict = self._run_ranks(spec, start, lead)
+        except (TrainingError, InfraError) as error:
+            reason = EndReason.ROLL_CALL if isinstance(error, GangError) else EndReason.STORE
+            verdict = lead.give_up(Verdict(culprit=str(error), reason=reason))
+        if verdict.culprit:
+            self._log.emit(FAULT_DETECTED, culprit=verdict.culprit, fingerprint=verdict.fingerprint)
+        return verdict
+
+    def _after(
+        self, lead: Lead, leader: Leader, ended: Verdict, number: int, world_size: int
+    ) -> tuple[Verdict, Generation | None]:
+        """The generation to go on with, or None and the gang's last word."""
+        if not ended.again:
+            return ended, None
+        last = lead.regroup(REGROUP_SECONDS, lambda: self._drain.leaving)
+        try:
+            last = last or leader.loop_after(ended, number, self._log.seconds * world_size)
+            if last is None:
+                return ended, leader.open()
+        except (TrainingError, InfraError) as error:
+            last = failed_to_open(error, EndReason.STORE)
+        return lead.give_up(last), None
+
+    def _tell_end(self, ended: Verdict, last: Verdict) -> None:
+        self._log.emit(
+            GENERATION_ENDED,
+            reason=ended.reason,
+            culprit=ended.culprit,
+            user_code=ended.user_code,
+            fingerprint=ended.fingerprint,
+        )
+        if last.failed_as == Outcome.CRASH_LOOP:
+            say(last.culprit)
+            self._log.emit(OUTCOME, outcome=last.failed_as, message=last.culprit)
+
+    def _follow(self) -> Verdict:
+        deadline = self._cluster.start_deadline_seconds
+        member = Member(self._spec, self._host, deadline, lambda: self._drain.leaving)
+        last = self._stopped()
+        try:
+            word = member.await_start(deadline)
+            while isinstance(word, Start):
+                spec = self._in_place(word.nodes)
+                self._log.open(spec, word.generation, left_for=last.reason)
+                last = self._stopped()
+                last = self._run_ranks(spec, word, member)
+                if not last.again:
+                    return last
+                member.ready()
+                word = member.await_start(deadline + REGROUP_SECONDS)
+            last = word
+            return word
+        finally:
+            member.close()
+            self._log.close(last.reason)
+
+    def _run_ranks(self, spec: GangSpec, start: Start, peers: Peers) -> Verdict:
+        self._pushed.add(spec.node)
+        if self._standby is not None and self._standby.lost:
+            self._standby.close()
+            self._standby = self._new_standby()
+        return NodeGeneration(spec, start, peers, self._drain, self._log, self._job_store).run(self._standby)
+
+    def _in_place(self, nodes: list[int]) -> GangSpec:
+        """This node's spec among the nodes that take part, which get their ranks in this order."""
+        return replace(self._spec, node=nodes.index(self._spec.node), nodes=len(nodes))
+
+    def _stopped(self) -> Verdict:
+        culprit = f"node {self._spec.node} ({self._host}): the agent was stopped"
+        return Verdict(culprit=culprit, reason=EndReason.AGENT_STOPPED)
+
+    def _new_standby(self) -> Standby:
+        return Standby(Path(self._spec.log_folder) / f"standby-node-{self._spec.node}.log")
+
+    @contextmanager
+    def _warm(self) -> Iterator[None]:
+        """The standby imports what ranks need while the nodes still find each other, and is gone with the agent."""
+        if SurvivalConfig(**self._spec.config.get("survival", {})).standby:
+            self._standby = self._new_standby()
+        try:
+            yield
+        finally:
+            if self._standby is not None:
+                self._standby.close()
+
+    def _withdraw_metrics(self) -> None:
+        """A pushed group never expires, and a rank that was killed cannot delete its own."""
+        url = self._spec.config.get("metrics", {}).get("push_url")
+        if url is not None:
+            from infra.metrics.push import Group, delete_group
+
+            for node in self._pushed:
+                delete_group(Group(url, self._spec.job, node), say=say)
+
+    def _conclude(self, verdict: Verdict) -> GangOutcome:
+        if verdict.outcome is None:
+            raise GangError(
+                verdict.culprit,
+                user_code=verdict.user_code,
+                curable=verdict.curable,
+                outcome=Outcome(verdict.failed_as),
+            )
+        return verdict.outcome
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C mean: save, leave, and let the job go on elsewhere. A second Ctrl-C means: now."""
+
+        def ask(number: int, frame: object) -> None:
+            if asked and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            asked.append(number)
+            self._drain.signalled()
+
+        asked: list[int] = []
+        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -9,26 +9,27 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from infra.process import process_state
 from training.launch.spec import SPEC_VARIABLE, WorkerSpec
+from training.launch.standby import PROJECT_ROOT as PROJECT_ROOT
+from training.launch.standby import Process, Standby, start_cold, with_project_path
 from training.launch.watch.failure import WorkerFailure
 from training.launch.watch.heartbeat import Beat, Heartbeat
 
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
+_EXIT_SECONDS = 1.0
+Start = Callable[[str, Path, Mapping[str, str]], Process]
 
 
 class Worker:
     """One rank's process, its log, heartbeat and result, all in `folder`."""
 
     def __init__(
-        self, rank: int, local_rank: int, folder: Path, spec: WorkerSpec, environment: Mapping[str, str]
+        self, rank: int, local_rank: int, folder: Path, spec: WorkerSpec, environment: Mapping[str, str], start: Start
     ) -> None:
         self.rank = rank
         self.log_path = folder / f"rank-{rank}.log"
@@ -46,16 +47,8 @@ class Worker:
             TORCHELASTIC_ERROR_FILE=str(self._error_path),
             **{SPEC_VARIABLE: str(spec_path)},
         )
-        with open(self.log_path, "wb") as log:
-            # A session of its own: Ctrl-C reaches the agent alone, which then decides how its ranks end.
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "training"],
-                env=own_environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.log_path.write_bytes(b"")
+        self.process = start(f"rank {rank}", self.log_path, own_environment)
 
     @property
     def beat(self) -> Beat:
@@ -72,12 +65,13 @@ class Worker:
         code = self.process.poll()
         if code is None or self.result() is not None:
             return None
+        place = {"rank": self.rank, "step": self.beat.step, "phase": self.beat.phase}
         if code < 0:
             name = signal.Signals(-code).name
-            return WorkerFailure(rank=self.rank, message=f"killed by {name}", killed_by=name, timestamp=time.time())
+            return WorkerFailure(**place, message=f"killed by {name}", killed_by=name, timestamp=time.time())
         message, timestamp = self._error()
         return WorkerFailure(
-            rank=self.rank,
+            **place,
             message=message,
             cascade=_is_cascade(message),
             error=message.partition(":")[0],
@@ -112,13 +106,26 @@ class Worker:
 
 
 class WorkerGroup:
-    """All ranks of a node."""
+    """All ranks of a node. standby: forks them, where there is one that can."""
 
     def __init__(
-        self, ranks: range, world_size: int, folder: Path, spec: WorkerSpec, rendezvous: tuple[str, int]
+        self,
+        ranks: range,
+        world_size: int,
+        folder: Path,
+        spec: WorkerSpec,
+        rendezvous: tuple[str, int],
+        standby: Standby | None = None,
     ) -> None:
         environment = _environment(rendezvous, world_size, len(ranks), spec.colocated_ranks)
-        self.workers = [Worker(rank, local_rank, folder, spec, environment) for local_rank, rank in enumerate(ranks)]
+
+        def start(name: str, log: Path, environment: Mapping[str, str]) -> Process:
+            forked = standby.fork(name, log, environment) if standby and standby.ready and not standby.lost else None
+            return forked or start_cold(log, environment)
+
+        self.workers = [
+            Worker(rank, local_rank, folder, spec, environment, start) for local_rank, rank in enumerate(ranks)
+        ]
 
     def failures(self) -> list[WorkerFailure]:
         return [failure for worker in self.workers if (failure := worker.failure())]
@@ -140,30 +147,35 @@ class WorkerGroup:
             if worker.process.poll() is None:
                 worker.process.send_signal(signal.SIGTERM)
 
-    def end(self, grace_seconds: float) -> None:
-        """Every rank is gone when this returns: SIGTERM, then SIGKILL after the grace (works on frozen ranks too)."""
-        self.terminate()
+    def end(self, culprits: Sequence[int] = (), *, grace_seconds: float = _EXIT_SECONDS) -> None:
+        """Every rank is gone when this returns.
+
+        culprits: ranks to be killed at once (SIGKILL works on stopped ones too). A rank that was waiting for one of
+        them in a collective hears of it, writes its last events and leaves; it has the grace for that, and then is
+        killed: it could not save any more, since a save is collective too.
+        """
+        for worker in self.workers:
+            if worker.rank in culprits:
+                worker.process.kill()
         limit = time.monotonic() + grace_seconds
         while not self.all_exited() and time.monotonic() < limit:
-            time.sleep(0.02)
+            time.sleep(0.01)
         for worker in self.workers:
-            if worker.process.poll() is None:
-                worker.process.kill()
+            worker.process.kill()
+        for worker in self.workers:
             worker.process.wait()
 
 
 def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size: int, colocated: int) -> dict[str, str]:
     address, port = rendezvous
     threads = max(1, len(os.sched_getaffinity(0)) // max(1, colocated))
-    paths = [str(PROJECT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = dict(
-        os.environ,
+        with_project_path(os.environ),
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(local_world_size),
         OMP_NUM_THREADS=str(threads),
-        PYTHONPATH=os.pathsep.join(paths),
         PYTHONUNBUFFERED="1",
     )
     if address == "127.0.0.1":

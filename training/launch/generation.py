@@ -1,0 +1,113 @@
+"""One node's part of one generation: its ranks, from their start to the gang's verdict."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from infra.config.schema import ClusterConfig
+from infra.layout import generation_name
+from infra.store import Store
+from training.launch.drain import Drain
+from training.launch.echo import say, show_last_lines
+from training.launch.node_log import NodeLog
+from training.launch.output import GangOutput
+from training.launch.peers import Peers
+from training.launch.spec import GangSpec, WorkerSpec
+from training.launch.standby import Standby
+from training.launch.verdict import Start, Verdict
+from training.launch.watch.failure import WorkerFailure
+from training.launch.workers import WorkerGroup
+
+_POLL_SECONDS = 0.05
+_START_MARGIN_SECONDS = 10.0
+
+
+class NodeGeneration:
+    """spec: of this node, with the number that it has in this generation. None of its ranks is left when it returns."""
+
+    def __init__(
+        self, spec: GangSpec, start: Start, peers: Peers, drain: Drain, log: NodeLog, job_store: Store
+    ) -> None:
+        self._spec, self._start, self._peers, self._drain, self._log = spec, start, peers, drain, log
+        self._job_store = job_store
+        self._cluster = ClusterConfig(**spec.config["cluster"])
+        self._folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
+
+    def run(self, standby: Standby | None) -> Verdict:
+        """standby: forks the ranks, as soon as it can; without one, or when it is lost, they are started cold."""
+        if (verdict := self._await(standby)) is not None:
+            return verdict
+        self._folder.mkdir(parents=True, exist_ok=True)
+        rendezvous = (self._spec.main_address, self._start.rendezvous_port)
+        group = WorkerGroup(
+            self._spec.ranks, self._spec.world_size, self._folder, self._worker_spec(), rendezvous, standby
+        )
+        output = GangOutput(group, self._spec, self._start.generation, self._job_store)
+        verdict = None
+        try:
+            verdict = self._watch(group, output)
+            return verdict
+        finally:
+            group.end(verdict.ranks if verdict is not None else ())
+            output.close()
+
+    def _await(self, standby: Standby | None) -> Verdict | None:
+        """Its imports take seconds at the first start, and none later."""
+        limit = time.monotonic() + self._cluster.start_deadline_seconds
+        while standby is not None and not standby.settled and time.monotonic() < limit:
+            if (verdict := self._peers.poll()) is not None:
+                return verdict
+            self._drain.attend(self._peers, self._log.emit)
+            self._log.beat()
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _worker_spec(self) -> WorkerSpec:
+        spec, start = self._spec, self._start
+        return WorkerSpec(
+            job=spec.job,
+            run=spec.run,
+            attempt=spec.attempt,
+            node=spec.node,
+            generation=start.generation,
+            generation_id=start.generation_id,
+            candidates=start.candidates,
+            config=spec.config,
+            store_uri=spec.store_uri,
+            prepared=spec.prepared,
+            terms=start.terms,
+            rehearse=start.rehearse,
+            overrides=start.overrides,
+            colocated_ranks=start.colocated_nodes(spec.node) * spec.processes_per_node,
+            control_path=str(self._drain.open_record(self._folder)),
+            notice_path=str(self._drain.rehearsal_path),
+            agent_pid=os.getpid(),
+        )
+
+    def _watch(self, group: WorkerGroup, output: GangOutput) -> Verdict:
+        """Until the gang's verdict: report this node's news, hear the others'."""
+        reported: dict[int, WorkerFailure] = {}
+        finished = False
+        # The ranks have the same deadline to find each other, and name the missing; the agent speaks after them.
+        start_seconds = self._cluster.start_deadline_seconds + _START_MARGIN_SECONDS
+        limits = {"init": start_seconds, "restore": start_seconds}
+        while (verdict := self._peers.poll()) is None:
+            failures = group.failures() + group.silent(limits, self._cluster.step_deadline_seconds)
+            failures += self._drain.overstaying(group)
+            for failure in failures:
+                if failure.rank not in reported:
+                    reported[failure.rank] = failure
+                    say(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
+                    self._peers.report(failure)
+            if not finished and not failures and group.all_exited():
+                finished = True
+                self._peers.finished(group.results())
+            self._drain.attend(self._peers, self._log.emit)
+            self._log.beat()
+            output.follow()
+            time.sleep(_POLL_SECONDS)
+        if verdict.culprit:
+            show_last_lines(group, list(reported.values()), job=self._spec.job, generation=self._start.generation)
+        return verdict
