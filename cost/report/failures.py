@@ -11,6 +11,7 @@ from infra.events import (
     FAULT_DETECTED,
     FAULT_INJECTED,
     GENERATION_ENDED,
+    GUARD,
     NOTICE,
     OUTCOME,
     PLAN,
@@ -19,7 +20,7 @@ from infra.events import (
     Event,
 )
 
-_NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, NOTICE, OUTCOME}
+_NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, GUARD, NOTICE, OUTCOME}
 
 
 def failures(events: Sequence[Event], generations: dict[int, Generation]) -> list[dict[str, Any]]:
