@@ -31,7 +31,7 @@ NODE_STARTED = "node_started"
 NODE_HEARTBEAT = "node_heartbeat"  # seconds (since started)
 NODE_ENDED = "node_ended"
 # Written by each rank. phase: class (a ledger class), seconds. step: loss, tokens (the batch's weight, whatever it
-# counts), seconds ({ledger class: seconds}), skipped (why its update was left out), on rank 0 also flops (of all ranks).
+# counts), seconds ({ledger class: seconds}), skipped (why its update was left out); on rank 0 also flops (of all).
 PHASE = "phase"
 STEP = "step"
 STAGED = "staged"  # step, bytes: a save is on its way; what came before it is put at once, to be durable as it is
