@@ -116,12 +116,8 @@ class Drain:
         """What the agent's loop calls: tell the lead what was heard here, and the ranks what the lead has ordered."""
         self._hear()
         self._tell_sources(emit)
-        for notice in self._unsent:
-            order = self._order(notice)
-            self._record(notice, order, emit)
-            if order is not None:
-                post.order(order)
-        self._unsent.clear()
+        for order in self.record(emit):
+            post.order(order)
         for order in post.orders():
             now = time.monotonic()
             self._standing.append((now, order))
@@ -131,6 +127,16 @@ class Drain:
                 self._control.tell(order)
         if time.monotonic() >= self._machine_ends_at:  # a rehearsal takes the machine when it said so
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def record(self, emit: Callable[..., object]) -> list[Order]:
+        """Write down what was heard and not yet told; what is to be done about it."""
+        orders = []
+        for notice in self._unsent:
+            order = self._order(notice)
+            self._write(notice, order, emit)
+            orders += [] if order is None else [order]
+        self._unsent.clear()
+        return orders
 
     def close(self) -> None:
         self._watcher.close()
@@ -159,7 +165,7 @@ class Drain:
         seconds = max(notice.seconds_left - margin, 0.0)
         return Order(seconds=seconds, cause=_CAUSES[notice.source], node=self._node)
 
-    def _record(self, notice: Notice, order: Order | None, emit: Callable[..., object]) -> None:
+    def _write(self, notice: Notice, order: Order | None, emit: Callable[..., object]) -> None:
         left = None if notice.ends_at == float("inf") else round(notice.seconds_left, 3)
         does = "nothing" if order is None else "leave" if order.leave else "save"
         now = time.monotonic()
