@@ -153,7 +153,7 @@ class Guards:
             self._tell(at, GuardAction.DIVERGED, ranks=odd, reason=found)
         else:
             found += f" after step {at.step}; they were equal after step {self.agreed_step}, to where the job goes back"
-            self._order_rewind(limit=self.agreed_step, first_sample=0)
+            self._order_rewind(limit=self.agreed_step, first_sample=0, sound=False)
             self._tell(at, GuardAction.DIVERGED, ranks=odd, reason=found)
         raise DivergenceError(found)
 
@@ -176,13 +176,13 @@ class Guards:
             f"step {at.step + 1}: {judgement.reason}; back to the newest commit up to step {limit}, and on from sample "
             f"{first_sample}"
         )
-        self._order_rewind(limit=limit, first_sample=first_sample)
+        self._order_rewind(limit=limit, first_sample=first_sample, sound=True)
         self._tell(at, GuardAction.REWIND, reason=reason, limit=limit, first_sample=first_sample)
         raise Rewind(reason)
 
-    def _order_rewind(self, *, limit: int, first_sample: int) -> None:
+    def _order_rewind(self, **order: int) -> None:
         if self.gang.rank == 0 and self.store is not None:
-            record_rewind(self.store, generation=self.generation, rank=0, limit=limit, first_sample=first_sample)
+            record_rewind(self.store, generation=self.generation, rank=0, **order)
 
     def _tell(self, at: Position, action: GuardAction, **data: Any) -> None:
         """Before all ranks end. Nobody ends before the order and the event are durable. Collective."""

@@ -7,15 +7,18 @@ start that died before its first commit: every later start of the job reckons th
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from infra.events import GuardAction
-from infra.layout import override_key
+from infra.layout import override_key, quarantine_key
 from infra.store import Store
+from training.checkpoint.checksum import seal
 from training.checkpoint.generations import newest_number
 from training.checkpoint.lineage import reachable_commits
+from training.checkpoint.manifest import VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +48,13 @@ def record_split(job_store: Store, *, generation: int, rank: int, accumulation: 
     _put(job_store, GuardAction.SPLIT, generation, rank, accumulation=accumulation)
 
 
-def record_rewind(job_store: Store, *, generation: int, rank: int, limit: int, first_sample: int) -> None:
-    """The next start goes back to the newest commit not above step `limit`, and on from sample `first_sample`."""
-    _put(job_store, GuardAction.REWIND, generation, rank, limit=limit, first_sample=first_sample)
+def record_rewind(job_store: Store, *, generation: int, rank: int, limit: int, first_sample: int, sound: bool) -> None:
+    """The next start goes back to the newest commit not above step `limit`, and on from sample `first_sample`.
+
+    sound: where there is none, a later one will do; else those are never to be read again. Raises StoreError.
+    """
+    order = {"limit": limit, "first_sample": first_sample, "sound": int(sound)}
+    _put(job_store, GuardAction.REWIND, generation, rank, **order)
 
 
 def read_overrides(job_store: Store) -> Overrides:
@@ -65,8 +72,8 @@ def read_overrides(job_store: Store) -> Overrides:
 def rewind_parent(job_store: Store) -> str | None:
     """The commit that the next generation is to start from, where a rewind waits for it; None: the newest.
 
-    The newest that is not above the rewind's limit; where all are above it, the oldest that there is. To be asked
-    before the generation is opened.
+    The newest that is not above the rewind's limit. Where all are above it, the oldest that there is; unless they may
+    be unsound, then they are quarantined. To be asked before the generation is opened.
     """
     rewinds = [record for record in _records(job_store) if record["action"] == GuardAction.REWIND]
     newest = max(rewinds, key=lambda record: record["generation"], default=None)
@@ -74,7 +81,15 @@ def rewind_parent(job_store: Store) -> str | None:
         return None  # some start has followed it already
     commits = reachable_commits(job_store)
     fitting = [commit.key for commit in commits if commit.step <= newest["limit"]]
-    return fitting[0] if fitting else commits[-1].key if commits else None
+    if fitting or not commits:
+        return fitting[0] if fitting else None
+    if newest["sound"]:
+        return commits[-1].key
+    for commit in commits:
+        reason = f"saved after step {newest['limit']}, from where on weights of equal ranks may have differed"
+        record = {"version": VERSION, "key": commit.key, "reason": reason, "t_wall": time.time()}
+        job_store.put(quarantine_key(commit.sha256), seal(record))
+    return None
 
 
 def _put(job_store: Store, action: GuardAction, generation: int, rank: int, **order: int) -> None:
