@@ -17,11 +17,11 @@ from training.launch.workers import Worker
 
 WORLD_SIZE = 2
 _POLL_SECONDS = 0.05
-_SPEC = dict(job="job", run="run", attempt=0, node=0, generation=0, generation_id="0", candidates=[], config={})
+_SPEC = {"job": "job", "run": "run", "attempt": 0, "node": 0, "generation": 0, "generation_id": "0"}
 
 
 class WatchedGang:
-    """Rank `guilty` has the trouble. Each rank is a node of its own, with its own watch, as evidence comes to a lead."""
+    """Rank `guilty` has the trouble. Each rank is a node of its own, with its own watch, as in a gang of agents."""
 
     def __init__(self, folder: Path, trouble: str, *, guilty: int, floor_seconds: float = 3.0) -> None:
         environment = dict(
@@ -34,7 +34,7 @@ class WatchedGang:
             OMP_NUM_THREADS="1",
             PYTHONPATH=str(PROJECT_ROOT),
         )
-        spec = WorkerSpec(**_SPEC, store_uri=str(folder), prepared={}, agent_pid=os.getpid())
+        spec = WorkerSpec(**_SPEC, candidates=[], config={}, store_uri=str(folder), prepared={}, agent_pid=os.getpid())
 
         def starter(rank: int):
             def start(name: str, log: Path, environment: Mapping[str, str]) -> subprocess.Popen:
@@ -44,7 +44,7 @@ class WatchedGang:
                     [*command, trouble if rank == guilty else "none"],
                     env=dict(environment),
                     cwd=PROJECT_ROOT,
-                    stdout=open(log, "wb"),  # noqa: SIM115
+                    stdout=open(log, "wb"),
                     stderr=subprocess.STDOUT,
                 )
 

@@ -1,6 +1,6 @@
 """One rank that takes small steps, beats, and at step 20 has the trouble that it was told to have.
 
-    python -m tests.support.watched_rank HEARTBEAT RESULT TROUBLE
+python -m tests.support.watched_rank HEARTBEAT RESULT TROUBLE
 """
 
 from __future__ import annotations

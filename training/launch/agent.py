@@ -36,7 +36,7 @@ from training.launch.node_log import NodeLog
 from training.launch.peers import Lead, Member, Peers
 from training.launch.spec import GangOutcome, GangSpec
 from training.launch.standby import Standby
-from training.launch.verdict import Start, Verdict, unaffordable
+from training.launch.verdict import Start, Verdict, told_to_leave, unaffordable
 
 # For all nodes to have ended their ranks and closed their logs, after a verdict that the gang goes on.
 REGROUP_SECONDS = 30.0
@@ -93,6 +93,7 @@ class _Agent:
                 spec = self._in_place(nodes)
         finally:
             lead.close()
+            self._drain.record(self._log.emit)
             self._log.close(last.reason)
 
     def _lead_generation(
@@ -117,9 +118,16 @@ class _Agent:
             verdict = self._run_ranks(spec, start, lead)
         except (TrainingError, InfraError) as error:
             reason = EndReason.ROLL_CALL if isinstance(error, GangError) else EndReason.STORE
-            verdict = lead.give_up(Verdict(culprit=str(error), reason=reason))
+            verdict = Verdict(culprit=str(error), reason=reason)
+            verdict = lead.give_up(told_to_leave(self._drain.cause) if self._drain.leaving else verdict)
         if verdict.culprit:
-            self._log.emit(FAULT_DETECTED, culprit=verdict.culprit, fingerprint=verdict.fingerprint)
+            self._log.emit(
+                FAULT_DETECTED,
+                at=tuple(verdict.at) or None,
+                **verdict.details
+                | {"culprit": verdict.culprit, "reason": verdict.reason, "fingerprint": verdict.fingerprint},
+                **leader.lost(self._log.since, spec.world_size),
+            )
         return verdict
 
     def _after(
@@ -168,6 +176,7 @@ class _Agent:
             return word
         finally:
             member.close()
+            self._drain.record(self._log.emit)
             self._log.close(last.reason)
 
     def _run_ranks(self, spec: GangSpec, start: Start, peers: Peers) -> Verdict:

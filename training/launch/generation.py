@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from infra.config.schema import ClusterConfig
+from infra.config.schema import ClusterConfig, RunConfig
 from infra.layout import generation_name
 from infra.store import Store
 from training.launch.drain import Drain
@@ -17,11 +17,10 @@ from training.launch.peers import Peers
 from training.launch.spec import GangSpec, WorkerSpec
 from training.launch.standby import Standby
 from training.launch.verdict import Start, Verdict
-from training.launch.watch.failure import WorkerFailure
+from training.launch.watch import Deadlines, Watch, WorkerFailure
 from training.launch.workers import WorkerGroup
 
 _POLL_SECONDS = 0.05
-_START_MARGIN_SECONDS = 10.0
 
 
 class NodeGeneration:
@@ -90,24 +89,28 @@ class NodeGeneration:
         """Until the gang's verdict: report this node's news, hear the others'."""
         reported: dict[int, WorkerFailure] = {}
         finished = False
-        # The ranks have the same deadline to find each other, and name the missing; the agent speaks after them.
-        start_seconds = self._cluster.start_deadline_seconds + _START_MARGIN_SECONDS
-        limits = {"init": start_seconds, "restore": start_seconds}
-        while (verdict := self._peers.poll()) is None:
-            failures = group.failures() + group.silent(limits, self._cluster.step_deadline_seconds)
-            failures += self._drain.overstaying(group)
-            for failure in failures:
-                if failure.rank not in reported:
-                    reported[failure.rank] = failure
-                    say(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
-                    self._peers.report(failure)
-            if not finished and not failures and group.all_exited():
-                finished = True
-                self._peers.finished(group.results())
-            self._drain.attend(self._peers, self._log.emit)
-            self._log.beat()
-            output.follow()
-            time.sleep(_POLL_SECONDS)
+        deadlines = Deadlines.of(RunConfig.model_validate(self._spec.config))
+        watch = Watch(group.workers, deadlines, self._folder, node=self._spec.node)
+        try:
+            while (verdict := self._peers.poll()) is None:
+                if self._peers.witnesses_wanted():
+                    watch.want_witnesses()
+                for failure in watch.look() + self._drain.overstaying(group):
+                    if failure.witness:
+                        self._peers.report(failure)
+                    elif failure.rank not in reported:
+                        reported[failure.rank] = failure
+                        say(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
+                        self._peers.report(failure)
+                if not finished and not reported and group.all_exited():
+                    finished = True
+                    self._peers.finished(group.results())
+                self._drain.attend(self._peers, self._log.emit)
+                self._log.beat(watch.sample)
+                output.follow()
+                time.sleep(_POLL_SECONDS)
+        finally:
+            watch.close()
         if verdict.culprit:
             show_last_lines(group, list(reported.values()), job=self._spec.job, generation=self._start.generation)
         return verdict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,6 +80,20 @@ class Leader:
             curable=False,
             failed_as=Outcome.CRASH_LOOP.value,
         )
+
+    def lost(self, since: float, world_size: int) -> dict[str, float]:
+        """What the failure of a generation threw away, for its event: all ranks' time since the newest commit, or since
+        the generation began (time.monotonic()) where that is later."""
+        seconds = time.monotonic() - since
+        with contextlib.suppress(TrainingError, InfraError):
+            newest = next(newest_commits(self._job_store), None)
+            meta = self._job_store.head(newest.key) if newest else None
+            if meta is not None:
+                seconds = min(seconds, max(time.time() - meta.modified, 0.0))
+        lost = {"lost_rank_seconds": seconds * world_size}
+        if self._spec.terms is not None:
+            lost["usd_lost"] = lost["lost_rank_seconds"] * Terms.from_json(self._spec.terms).usd_per_rank_second
+        return lost
 
     def _terms_now(self) -> dict | None:
         """The ranks count their own time only; what this gang has cost since it began, by waiting for its nodes and by

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from infra.event_log import EventLog
 from infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, Origin
@@ -58,11 +59,12 @@ class NodeLog:
         if self._log:
             self._log.emit(name, **data)
 
-    def beat(self) -> None:
+    def beat(self, sample: Callable[[], dict] = dict) -> None:
+        """sample: what is seen of the node besides, asked for when a heartbeat is due."""
         now = time.monotonic()
         if now - self._last_beat >= _BEAT_SECONDS:
             self._last_beat = now
-            self.emit(NODE_HEARTBEAT, seconds=self.seconds)
+            self.emit(NODE_HEARTBEAT, seconds=self.seconds, **sample())
 
     def close(self, reason: str) -> None:
         """The end of this node's part of the job, and of its last generation."""

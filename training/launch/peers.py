@@ -9,17 +9,13 @@ from dataclasses import asdict, replace
 from typing import Protocol
 
 from infra.events import EndReason
-from infra.outcome import Outcome
 from training.launch.channel import Connection, Lobby, Message, join
 from training.launch.control import Order
 from training.launch.spec import GangSpec
-from training.launch.verdict import Start, Verdict, agreed, guilty
-from training.launch.watch.failure import WorkerFailure
+from training.launch.verdict import Start, Verdict, agreed, guilty, told_to_leave
+from training.launch.watch import WorkerFailure, mismatch_of, settle_seconds
 
-# After the first sign of trouble the others' news is awaited this long, so that a cascade is not taken for the cause.
-SETTLE_SECONDS = 1.0
-# When a process is known to be dead or stopped, only another one, or a lost node, could be guiltier.
-PROVEN_SETTLE_SECONDS = 0.25
+_WITNESS_SECONDS = 10.0  # where a rank stood longer ago says nothing of what happens now
 
 
 class Peers(Protocol):
@@ -32,6 +28,9 @@ class Peers(Protocol):
 
     def orders(self) -> list[Order]:
         """What the lead has told all nodes since the last call."""
+
+    def witnesses_wanted(self) -> bool:
+        """Whether the lead has asked, since the last call, where the ranks of this node stand."""
 
     def poll(self) -> Verdict | None: ...
     def close(self) -> None: ...
@@ -46,7 +45,9 @@ class Lead:
         self._members: dict[int, Connection] = {}
         self._hellos: dict[int, Message] = {}
         self._failures: list[WorkerFailure] = []
-        self._settle_by = float("inf")
+        self._witnesses: dict[int, tuple[float, WorkerFailure]] = {}
+        self._first_failure = float("inf")
+        self._witnesses_wanted = False
         self._finished: dict[int, dict[int, dict]] = {}
         self._ready: set[int] = set()
         self._start: Start | None = None
@@ -70,8 +71,8 @@ class Lead:
 
     def start(self, start: Start) -> None:
         self._start = start
-        self._failures, self._finished, self._ready = [], {}, set()
-        self._settle_by = float("inf")
+        self._failures, self._witnesses, self._finished, self._ready = [], {}, {}, set()
+        self._first_failure, self._witnesses_wanted = float("inf"), False
         self._broadcast({"kind": "start", **asdict(start)})
 
     def regroup(self, deadline_seconds: float, stopped: Callable[[], bool]) -> Verdict | None:
@@ -86,8 +87,9 @@ class Lead:
             connection.closed = connection.closed or f"its ranks did not end within {deadline_seconds:g} s"
             connection.close()
         if stopped():
-            culprit = "told to leave before the gang could go on"
-            return Verdict(culprit=culprit, reason=EndReason.AGENT_STOPPED, failed_as=Outcome.INTERRUPTED.value)
+            return told_to_leave("this node")
+        if cause := next((order.cause for order in self._orders if order.leave), ""):
+            return told_to_leave(cause)
         lost = [node for node in self._start.nodes if node not in self.nodes]
         if lost and not self._enough():
             return Verdict(culprit="; ".join(self._lost(node) for node in lost), reason=EndReason.NODE_LOST)
@@ -98,9 +100,16 @@ class Lead:
         return self._announce(verdict)
 
     def report(self, failure: WorkerFailure) -> None:
-        self._failures.append(failure)
-        settle = PROVEN_SETTLE_SECONDS if failure.killed_by or failure.stopped else SETTLE_SECONDS
-        self._settle_by = min(self._settle_by, time.monotonic() + settle)
+        now = time.monotonic()
+        if failure.witness:
+            self._witnesses[failure.rank] = (now, failure)
+            trouble = mismatch_of(self._evidence()) is not None  # proof enough, though nobody has failed yet
+        else:
+            self._failures.append(failure)
+            trouble = True
+        if trouble and self._first_failure == float("inf"):
+            self._first_failure, self._witnesses_wanted = now, True
+            self._broadcast({"kind": "witnesses"})
 
     def finished(self, results: dict[int, dict]) -> None:
         self._finished[0] = results
@@ -113,11 +122,15 @@ class Lead:
         orders, self._orders = self._orders, []
         return orders
 
+    def witnesses_wanted(self) -> bool:
+        wanted, self._witnesses_wanted = self._witnesses_wanted, False
+        return wanted
+
     def poll(self) -> Verdict | None:
         for node in self._start.nodes[1:]:
             self._hear(node, self._members[node])
             self._notice_loss(node)
-        if time.monotonic() >= self._settle_by:
+        if time.monotonic() >= self._first_failure + settle_seconds(self._failures):
             return self._announce(self._guilty())
         if len(self._finished) == len(self._start.nodes):
             return self._announce(agreed(self._finished, self._start.generation))
@@ -155,10 +168,15 @@ class Lead:
         return f"node {node} ({self._hellos[node]['host']}) was lost: {self._members[node].closed}"
 
     def _guilty(self) -> Verdict:
-        verdict = guilty(self._failures)
+        verdict = guilty(self._evidence())
         if verdict.reason == EndReason.NODE_LOST and self._enough():
             return replace(verdict, again=True)
         return verdict
+
+    def _evidence(self) -> list[WorkerFailure]:
+        """What failed, and where the others stand, as far as that is news."""
+        oldest = time.monotonic() - _WITNESS_SECONDS
+        return self._failures + [witness for at, witness in self._witnesses.values() if at >= oldest]
 
     def _enough(self) -> bool:
         """Whether the nodes that are left may go on without the lost ones."""
@@ -184,6 +202,7 @@ class Member:
         self._generation = 0
         self._inbox: deque[Message] = deque()
         self._orders: list[Order] = []
+        self._witnesses_wanted = False
 
     def await_start(self, deadline_seconds: float) -> Start | Verdict:
         """The start, or the verdict that there will be none."""
@@ -193,13 +212,13 @@ class Member:
                 if message.pop("kind") == "verdict":
                     return Verdict.from_message(message)
                 start = Start(**message)
-                self._generation = start.generation
+                self._generation, self._witnesses_wanted = start.generation, False
                 return start
             if self._lead.closed or self._stopped():
                 break
             time.sleep(0.01)
         if self._stopped():
-            return Verdict(culprit="this node was told to leave before the start", reason=EndReason.AGENT_STOPPED)
+            return told_to_leave("this node")
         cause = self._lead.closed or f"no start within {deadline_seconds:g} s"
         return Verdict(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
 
@@ -220,6 +239,10 @@ class Member:
         orders, self._orders = self._orders, []
         return orders
 
+    def witnesses_wanted(self) -> bool:
+        wanted, self._witnesses_wanted = self._witnesses_wanted, False
+        return wanted
+
     def poll(self) -> Verdict | None:
         if (message := self._next("verdict")) is not None:
             del message["kind"]
@@ -239,6 +262,8 @@ class Member:
             message = self._inbox.popleft()
             if message["kind"] == "order":
                 self._orders.append(Order.from_json(message))
+            elif message["kind"] == "witnesses":
+                self._witnesses_wanted = True
             elif message["kind"] in kinds:
                 return message
         return None

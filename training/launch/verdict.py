@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from infra.outcome import Outcome
 from infra.terms import Terms
 from training import errors
 from training.launch.spec import GangOutcome
+from training.launch.watch.blame import DIFFERENT_CALLS, LEFT_EARLY, Culprit, blame
 from training.launch.watch.failure import WorkerFailure
 
 # Signals that anybody may have sent. Only where they come at the same step again are they the program's doing.
@@ -46,6 +48,8 @@ class Verdict:
 
     ranks: the culprit's, to be ended first. error: the class of its exception. fingerprint: the same for the same
     trouble again; empty for what does not lie in the program, such as a lost node.
+    details: what the event of the fault has of the culprit besides (`training.launch.watch.blame.Culprit.details`).
+    at: (Unix time, monotonic time) of the verdict, for events.
     again: the gang goes on with another generation, as soon as all ranks are gone; `Start` or a last word will come.
     curable: a new attempt may end better. failed_as: the job's outcome when it does not.
     """
@@ -56,6 +60,8 @@ class Verdict:
     ranks: Sequence[int] = ()
     error: str = ""
     fingerprint: str = ""
+    details: dict = field(default_factory=dict)
+    at: Sequence[float] = ()
     user_code: bool = False
     again: bool = False
     curable: bool = True
@@ -67,28 +73,41 @@ class Verdict:
         return cls(outcome=GangOutcome(**outcome) if outcome else None, **message)
 
 
-def guilty(failures: Sequence[WorkerFailure]) -> Verdict:
+def told_to_leave(cause: str) -> Verdict:
+    """The end of a gang that was told to leave while no rank of it ran: nothing is lost, and no code is to blame."""
+    culprit = f"told to leave ({cause}) before the gang could go on; the last commit stands"
+    return Verdict(culprit=culprit, reason=EndReason.AGENT_STOPPED, failed_as=Outcome.INTERRUPTED.value)
+
+
+def guilty(evidence: Sequence[WorkerFailure]) -> Verdict:
     """Who ended the generation. All but a lost node can be cured with the agents that are there."""
-    worst = min(failures, key=lambda failure: failure.priority)
+    culprit = blame(evidence)
+    worst = culprit.failure
     lost_node = (worst.killed_by or "").startswith("node ")
     kind = getattr(errors, worst.error, errors.GangError)
     if lost_node:
         reason = EndReason.NODE_LOST
+    elif culprit.kind in (DIFFERENT_CALLS, LEFT_EARLY):
+        reason = EndReason.RANK_FAILED
     elif worst.killed_by:
         reason = EndReason.RANK_KILLED
-    elif worst.hung:
+    elif worst.hung or worst.witness:
         reason = EndReason.HANG
     elif kind is errors.GenerationSuperseded:
         reason = EndReason.SUPERSEDED
     else:
         reason = kind.end_reason
+    blameless = lost_node or issubclass(kind, errors.StartAnew)
+    cascade = worst.cascade and culprit.kind != DIFFERENT_CALLS
     return Verdict(
-        culprit=worst.message if lost_node else f"rank {worst.rank}: {worst.message}",
+        culprit=culprit.message if lost_node else f"rank {culprit.rank}: {culprit.message}",
         reason=reason,
-        ranks=sorted({failure.rank for failure in failures if failure.hung or failure.stopped}),
+        ranks=sorted({culprit.rank, *(failure.rank for failure in evidence if failure.stopped)}),
         error=worst.error,
-        fingerprint="" if lost_node or issubclass(kind, errors.StartAnew) else _fingerprint(worst),
-        user_code=reason is EndReason.RANK_FAILED and not worst.cascade,
+        fingerprint="" if blameless else _fingerprint(culprit),
+        details=culprit.details(),
+        at=(time.time(), time.monotonic()),
+        user_code=reason is EndReason.RANK_FAILED and not cascade,
         again=kind.curable and not lost_node,
         curable=kind.curable,
         failed_as=kind.outcome.value,
@@ -125,9 +144,10 @@ def unaffordable(start: Start, step: int) -> Verdict | None:
     return Verdict(outcome=outcome, reason=outcome.outcome)
 
 
-def _fingerprint(failure: WorkerFailure) -> str:
+def _fingerprint(culprit: Culprit) -> str:
+    failure = culprit.failure
     chance = failure.stopped or (failure.killed_by in _FROM_OUTSIDE and not failure.memory_kill)
-    return f"{failure.fingerprint} in step {failure.step}" if chance else failure.fingerprint
+    return f"{culprit.fingerprint} in step {culprit.step}" if chance else culprit.fingerprint
 
 
 def _ending(result: dict) -> tuple[str, int, str | None]:

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from infra.process import process_state
 from training.launch.spec import SPEC_VARIABLE, WorkerSpec
 from training.launch.standby import PROJECT_ROOT as PROJECT_ROOT
 from training.launch.standby import Process, Standby, start_cold, with_project_path
-from training.launch.watch.failure import WorkerFailure
+from training.launch.watch.failure import WorkerFailure, is_collective_error
 from training.launch.watch.heartbeat import Beat, Heartbeat
+from training.launch.watch.recorder import BUFFER_RECORDS, BUFFER_VARIABLE
 
 _EXIT_SECONDS = 1.0
 Start = Callable[[str, Path, Mapping[str, str]], Process]
@@ -73,25 +73,9 @@ class Worker:
         return WorkerFailure(
             **place,
             message=message,
-            cascade=_is_cascade(message),
+            cascade=is_collective_error(message),
             error=message.partition(":")[0],
             timestamp=timestamp,
-        )
-
-    def silence(self, limit_seconds: float) -> WorkerFailure | None:
-        """That it is alive and has made no progress for longer than the limit, or None."""
-        beat, now = self.beat, time.monotonic()
-        if self.process.poll() is not None or now - beat.t_mono <= limit_seconds:
-            return None
-        stopped = process_state(self.process.pid) in ("T", "t")
-        silent_seconds = now - beat.t_mono
-        text = f"no progress for {silent_seconds:.0f} s (limit {limit_seconds:g} s) at step {beat.step} in {beat.phase}"
-        return WorkerFailure(
-            rank=self.rank,
-            message=text + (", stopped by a signal" if stopped else ""),
-            hung=True,
-            stopped=stopped,
-            timestamp=time.time() - silent_seconds,
         )
 
     def _error(self) -> tuple[str, float]:
@@ -136,11 +120,6 @@ class WorkerGroup:
     def results(self) -> dict[int, dict]:
         return {worker.rank: result for worker in self.workers if (result := worker.result())}
 
-    def silent(self, limits: Mapping[str, float], default_seconds: float) -> list[WorkerFailure]:
-        """Every rank that has been without progress for longer than its phase allows."""
-        found = (worker.silence(limits.get(worker.beat.phase, default_seconds)) for worker in self.workers)
-        return [failure for failure in found if failure]
-
     def terminate(self) -> None:
         """Ask every rank to save and leave."""
         for worker in self.workers:
@@ -178,13 +157,8 @@ def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size:
         OMP_NUM_THREADS=str(threads),
         PYTHONUNBUFFERED="1",
     )
+    environment.setdefault(BUFFER_VARIABLE, BUFFER_RECORDS)
     if address == "127.0.0.1":
         # Otherwise gloo resolves the host name, which may not resolve, or resolve to an interface that is down.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
-
-
-def _is_cascade(message: str) -> bool:
-    """gloo and the TCP store report a dead peer as one of these; the cause is to be found at the peer."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "connection was closed", "Broken pipe")
-    return any(sign.lower() in message.lower() for sign in signs)

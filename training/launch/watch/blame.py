@@ -6,26 +6,32 @@ behind → network. The first failure is the cause; what its loss did to the oth
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from training.launch.watch.failure import PROVEN, SLOW, WorkerFailure
 from training.launch.watch.heartbeat import PHASES
-from training.launch.watch.recorder import Mismatch, find_mismatch, furthest_behind
+from training.launch.watch.recorder import Mismatch, find_mismatch, furthest_behind, is_unusual
+from training.launch.watch.stacks import in_engine
 
+DIFFERENT_CALLS = "different collectives"
+LEFT_EARLY = "left early"
+HANG = "hang"
 _KILL_SECONDS = 1.0  # an exception is the cause of a kill, and not its echo, if it came that much earlier
 
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """The rank that the trouble comes from. rank: -1 when it is no rank but the network between them.
+    """The rank that the trouble comes from; of the network between ranks, the first that told of it.
 
-    because: by which of the rules. cascades: ranks that only followed. next_action: what a human, or the agents, do.
-    failure: what was reported of it.
+    kind: what happened, in a word or two. because: by which of the rules. cascades: ranks that only followed.
+    next_action: what a human, or the agents, do. failure: what was reported of it.
     """
 
     rank: int
     node: int
+    kind: str
     because: str
     message: str
     where: str
@@ -55,7 +61,7 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
             return _culprit(found[0], found[1], evidence)
     if (mismatch := mismatch_of(evidence)) is not None:
         return _mismatched(mismatch, evidence)
-    for rule in (_elsewhere, _left, _behind):
+    for rule in (_elsewhere, _left, _odd_call, _behind):
         if (found := rule(evidence)) is not None:
             return _culprit(found[0], found[1], evidence)
     return _network(evidence)
@@ -69,7 +75,7 @@ def mismatch_of(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
 def settle_seconds(failures: Sequence[WorkerFailure]) -> float:
     """How long the others' news is awaited after the first failure, so that an echo is not taken for the cause."""
     if any(one.killed_by or one.stopped for one in failures):
-        return 0.3
+        return 1.0 if all(one.cascade for one in failures if not one.hung) else 0.3
     if any(not one.cascade and not one.hung for one in failures):
         return 0.5
     return 3.0 if all(one.cascade for one in failures) else 1.5
@@ -106,6 +112,22 @@ def _left(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None
     """A rank that took fewer steps than the others and went."""
     gone = [one for one in evidence if one.left]
     return (min(gone, key=lambda one: one.step), "it left while the others went on") if gone else None
+
+
+def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+    """Collectives broke although nobody was gone. Who called what it never called there before, else who could not keep
+    its records, else who stands where the fewest are, and not in the engine's own call, to which all come."""
+    broken = [one for one in evidence if one.cascade and one.where]
+    places = Counter(one.where for one in broken)
+    if len(places) < 2:
+        return None
+
+    def order(one: WorkerFailure) -> tuple[int, int, bool, float]:
+        unusual = is_unusual(one.calls)
+        surprise = 0 if unusual else 1 if unusual is None else 2
+        return surprise, places[one.where], in_engine(one.where), one.timestamp
+
+    return min(broken, key=order), "its collective was called from another place than the others'"
 
 
 def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
@@ -145,25 +167,31 @@ def _culprit(
     message: str = "",
     certainty: str = "",
 ) -> Culprit:
-    mismatch = because == "flight recorders differ"
-    kind = (
-        "different collectives" if mismatch else "left early" if one.left else one.kind if not one.witness else "hang"
-    )
+    kind = _kind(one, because)
     return Culprit(
         rank=one.rank,
         node=one.node,
+        kind=kind,
         because=because,
-        message=message or one.message,
+        message=message or (f"no progress {one.message}" if kind == HANG and one.witness else one.message),
         where=one.where,
         step=one.step,
         phase=one.phase,
-        certainty=certainty or one.certainty,
+        certainty=certainty or (SLOW if kind == HANG and one.witness else one.certainty),
         fingerprint=f"{kind} at {one.where}" if one.where else kind,
         cascades=sorted({other.rank for other in evidence if other.rank != one.rank and not other.left}),
         next_action=_next_action(one, kind),
         dump=one.dump,
         failure=one,
     )
+
+
+def _kind(one: WorkerFailure, because: str) -> str:
+    if because == "flight recorders differ" or (one.cascade and "another place" in because):
+        return DIFFERENT_CALLS
+    if one.left:
+        return LEFT_EARLY
+    return HANG if one.witness else one.kind
 
 
 def _next_action(one: WorkerFailure, kind: str) -> str:
@@ -179,19 +207,20 @@ def _next_action(one: WorkerFailure, kind: str) -> str:
         return "restart from the newest commit"
     if one.stopped:
         return "continue and end the stopped process, restart from the newest commit"
-    if kind in ("different collectives", "left early"):
+    if kind in (DIFFERENT_CALLS, LEFT_EARLY):
         return f"every rank must call the same collectives in the same order: correct the code at {one.where or 'it'}"
-    if kind == "hang":
+    if kind == HANG:
         place = f"look at {one.where}, " if one.where else ""
         return f"end it and restart from the newest commit; if it comes again: {place}stacks are in the dump"
     return "restart from the newest commit; the same exception three times without a new commit ends the job"
 
 
 def _latest(evidence: Sequence[WorkerFailure]) -> list[WorkerFailure]:
-    """One record per rank: what was reported last, with where a witness saw it when its own report does not say."""
+    """One record per rank: its failure, else the last that was witnessed, each with what only the other one shows."""
     ranks: dict[int, WorkerFailure] = {}
-    for one in evidence:
-        ranks[one.rank] = one if one.where or one.calls or one.rank not in ranks else ranks[one.rank]
+    for one in sorted(evidence, key=lambda one: not one.witness):
+        before = ranks.get(one.rank, one)
+        ranks[one.rank] = replace(one, where=one.where or before.where, calls=one.calls or before.calls)
     return list(ranks.values())
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 BUFFER_RECORDS = "512"
 _KEPT_CALLS = 64
+_LEAST_CALLS = 8  # of which a habit can be told
 _SAME_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast", "barrier")
 _ANSWER_SECONDS = 0.5
 
@@ -87,6 +88,16 @@ def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
             others=sorted(rank for rank, operation in by_rank.items() if operation == usual),
         )
     return None
+
+
+def is_unusual(calls: Calls) -> bool | None:
+    """Whether a rank never before called its last operation after the one before; None when too little is known."""
+    group = calls[-1][0] if calls else ""
+    own = [operation for name, _, operation in calls if name == group]
+    if len(own) < _LEAST_CALLS:
+        return None
+    pairs = list(itertools.pairwise(own))
+    return pairs[-1] not in pairs[:-1]
 
 
 def furthest_behind(calls: Mapping[int, Calls]) -> list[int]:

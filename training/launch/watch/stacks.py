@@ -21,10 +21,16 @@ PROJECT_ROOT = Path(__file__).resolve().parents[3]
 DUMP_SIGNAL = signal.SIGRTMIN + 3  # nobody else's: SIGUSR1 and 2 belong to schedulers and to users
 _SPY_SECONDS = 3.0
 _ANSWER_SECONDS = 1.0
+_LAST_BYTES = 65536
 _MAIN = "MainThread"
-_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)', re.MULTILINE)
 _WAITING_FILES = ("training/gang.py", "training/pulse.py")
 _NOT_WAITING = ("/torch/distributed/checkpoint/", "/torch/distributed/elastic/")
+
+
+def in_engine(where: str) -> bool:
+    """Whether a place, as `Stack.where` has it, is the engine's own collective, to which all ranks come."""
+    return where.startswith(_WAITING_FILES)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,12 @@ class Stack:
         return next((str(frame) for frame in [*filter(_is_ours, self.frames), *self.frames]), "")
 
     @property
+    def reason(self) -> str:
+        """What a C++ exception that nobody caught said of itself."""
+        found = re.search(r"^  what\(\):\s*(.*)", self.text, re.MULTILINE)
+        return found[1][:300] if found else ""
+
+    @property
     def waiting(self) -> bool:
         """That what it does at the innermost frame of ours is to wait for other ranks.
 
@@ -93,15 +105,27 @@ def parse_spy(text: str) -> Stack:
 
 
 def parse_faulthandler(text: str) -> Stack:
-    """What faulthandler wrote: the thread that took the signal, the main one as a rule, is called the current one."""
-    frames = []
-    current = text.rpartition("Current thread ")[2]
-    for line in current.splitlines()[1:]:
-        match = _FRAME.match(line)
-        if match is None:
-            break
-        frames.append(Frame(match["file"], int(match["line"]), match["name"]))
+    """What faulthandler wrote: the thread that took the signal, the main one as a rule, is called the current one. A
+    thread of C++ has no frames to show; then it is the last one, which is the oldest."""
+    blocks = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
+    stacks = [(block.startswith("Current"), _frames(block)) for block in blocks]
+    told = [(current, frames) for current, frames in stacks if frames]
+    frames = next((frames for current, frames in told if current), told[-1][1] if told else [])
     return Stack(frames, text, idle=True)
+
+
+def last_words(log: Path) -> Stack | None:
+    """Where a rank was when a signal such as SIGSEGV or SIGABRT ended it. torch's @record turns faulthandler on, which
+    writes to the rank's log then."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    before, fatal, after = text.rpartition("Fatal Python error")
+    stack = parse_faulthandler(after)
+    return Stack(stack.frames, before[-2000:] + fatal + after, idle=True) if fatal else None
 
 
 def parse_traceback(text: str) -> str:
@@ -155,6 +179,10 @@ def _handles(pid: int, number: int) -> bool:
         return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
     except (OSError, StopIteration, ValueError):
         return False
+
+
+def _frames(text: str) -> list[Frame]:
+    return [Frame(found["file"], int(found["line"]), found["name"]) for found in _FRAME.finditer(text)]
 
 
 def _is_ours(frame: Frame) -> bool:

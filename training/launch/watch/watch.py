@@ -18,7 +18,7 @@ from training.launch.watch.heartbeat import Beat
 from training.launch.watch.limits import Deadlines, PhaseLimits
 from training.launch.watch.observed import records_path
 from training.launch.watch.recorder import parse_records
-from training.launch.watch.stacks import parse_traceback
+from training.launch.watch.stacks import last_words, parse_traceback
 
 _STOPPED_SECONDS = 1.0  # a rank that is stopped for so long is not merely being looked at
 _STATE_SECONDS = 0.25  # between two looks at the kernel's word
@@ -164,18 +164,26 @@ class _Rank:
         self.reported = True
         beat = self._worker.beat
         memory_kill = failure.killed_by == "SIGKILL" and self._kills.happened()
+        last = last_words(self._worker.log_path) if failure.killed_by else None
+        # torch aborts a rank whose collective breaks in one of its threads; the cause is to be found elsewhere then.
+        broken_call = failure.killed_by == "SIGABRT" and last is not None and last.waiting
+        where = last.where if last else self._raised_at()
         message = failure.message
         if memory_kill:
             size = f", {self._resident / 2**30:.2f} GiB resident when last seen" if self._resident else ""
             message += f" by the kernel for want of memory{size}"
+        if last:
+            message += f" in {where}{f': {last.reason}' if last.reason else ''}"
         return replace(
             failure,
             node=self._node,
             message=message,
             memory_kill=memory_kill,
+            cascade=failure.cascade or broken_call,
             step=beat.step,
             phase=beat.phase,
-            where=self._raised_at(),
+            where=where,
+            waiting=last.waiting if last else False,
             calls=self._last_calls(),
         )
 
