@@ -30,8 +30,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _HOST_SIGNS)
 
 
-def more_micro_batches(config: RunConfig, world_size: int, accumulation: int) -> int:
-    """At least twice as many as `accumulation`: the next that divides a rank's samples evenly, or one sample each.
+def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *, factor: int = 2) -> int:
+    """More than `accumulation`, and at least `factor` times as many: the next that divides a rank's samples evenly, or
+    one sample each.
 
     Raises BatchCannotBeSplit with the arithmetic when there is one sample in each already.
     """
@@ -43,7 +44,7 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int) ->
             "micro-batches of one sample each, which is the least there can be; fix: parallel.recompute full, "
             "parallel.mode fsdp2, fsdp.use_mixed_precision, a shorter model.sequence_length, or more memory"
         )
-    even = (parts for parts in range(2 * accumulation, samples + 1) if samples % parts == 0)
+    even = (parts for parts in range(max(factor * accumulation, accumulation + 1), samples + 1) if samples % parts == 0)
     return next(even, samples)
 
 
@@ -62,7 +63,7 @@ def fitting_accumulation(
             return accumulation
         ranks = ", ".join(map(str, short[:5]))
         tell(f"a step in {accumulation} micro-batches does not fit into the memory of rank {ranks}")
-        accumulation = more_micro_batches(config, gang.world_size, accumulation)
+        accumulation = more_micro_batches(config, gang.world_size, accumulation, factor=1)
 
 
 def try_micro_batch(workload: Workload, module: nn.Module, batch: Batch, parts: int, *, has_state: bool) -> bool:
