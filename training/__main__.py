@@ -1,4 +1,4 @@
-"""`torchrun -m training CONFIG` trains; `python -m training checkpoints|examine|soak|bench …` looks and measures."""
+"""`torchrun -m training CONFIG` trains; `python -m training checkpoints|examine|certify|soak|bench …` looks closer."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ def main(arguments: list[str]) -> None:
         from training.bench import main as bench
 
         sys.exit(bench(arguments[1:]))
+    if arguments[:1] == ["certify"]:
+        from training.certify import main as certify
+
+        sys.exit(certify(arguments[1:]))
     if arguments[:1] == ["--standby"]:
         from training.launch.standby import STANDBY_VARIABLE
         from training.standby import serve
