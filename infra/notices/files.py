@@ -51,10 +51,10 @@ class RehearsalSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-
-    def begin(self) -> str:
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()  # of an attempt that did not live to hear it
+
+    def begin(self) -> str:
         return ""
 
     def look(self) -> list[Notice]:
