@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.gangs import free_port
 from training.errors import GangError
-from training.launch.channel import Lobby, join
+from training.launch.channel import Connection, Lobby, join
 from training.launch.ports import control_ports
 from training.launch.watch.heartbeat import Heartbeat
 
@@ -101,6 +101,27 @@ def test_messages_cross_and_a_closed_end_is_noticed() -> None:
         connection.receive()
     assert connection.closed == "connection closed"
     lobby.close()
+
+
+def test_evidence_of_any_size_arrives_whole_though_the_peer_reads_late() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        near = Connection(socket.create_connection(door.getsockname()))
+        far = Connection(door.accept()[0])
+    evidence = [{"kind": "failed", "stack": "x" * 300_000, "number": number} for number in range(4)]
+    for message in evidence:
+        near.send(message)
+    heard: list[dict] = []
+    limit = time.monotonic() + 20
+    while len(heard) < len(evidence) and time.monotonic() < limit:
+        heard += far.receive()
+        near.keep_alive()
+        near.receive()
+    assert heard == evidence and not near.closed
+    far.close()
+    while not near.closed and time.monotonic() < limit:
+        near.send(evidence[0])
+    assert near.closed
+    near.close()
 
 
 def test_heartbeat_carries_progress(tmp_path) -> None:
