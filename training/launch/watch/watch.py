@@ -22,7 +22,7 @@ from training.launch.watch.stacks import last_words, parse_traceback
 
 _STOPPED_SECONDS = 1.0  # a rank that is stopped for so long is not merely being looked at
 _STATE_SECONDS = 0.25  # between two looks at the kernel's word
-_ABSENT_SECONDS = 1.0  # an agent that did not run for so long counts nobody's silence from before
+_ABSENT_SECONDS = 1.0  # an agent that did not run for so long (a frozen container) counts none of it as silence
 _FRESH_SECONDS = 5.0  # a dump is shown as where a rank stands
 _SUSPICION_SECONDS = 30.0  # between two dumps of what is only remarkable
 
@@ -56,20 +56,21 @@ class Watch:
         self._told: Dump | None = None  # the dump whose witnesses were handed out
         self._wanted = False
         self._suspected_at = -_SUSPICION_SECONDS
-        self._looked = self._awake = time.monotonic()
+        self._looked = time.monotonic()
+        self._absent_seconds = 0.0
 
     def look(self) -> list[WorkerFailure]:
         """What is new. Microseconds per rank while all goes well."""
         now = time.monotonic()
         if now - self._looked > _ABSENT_SECONDS:
-            self._awake = now
+            self._absent_seconds += now - self._looked
         self._looked = now
         found = [failure for rank in self._ranks if (failure := rank.ended())]
         if found:
             found += [witness for rank in self._ranks if (witness := rank.gone())]
         living = [rank for rank in self._ranks if rank.living]
         for rank in living:
-            rank.look(now, self._awake)
+            rank.look(now, self._absent_seconds)
         due = [rank for rank in living if not rank.reported and (rank.stopped or rank.hung)]
         remarkable = any(rank.remarkable for rank in living) and now - self._suspected_at >= _SUSPICION_SECONDS
         if due or remarkable or self._wanted:
@@ -119,7 +120,7 @@ class _Rank:
         self._stopped_since: float | None = None
         self._resident = 0
         self._beat = worker.beat
-        self._silent = 0.0
+        self._silent = self._absent_before = 0.0
         self.reported = False
         self.stopped = self.hung = self.remarkable = False
 
@@ -139,15 +140,19 @@ class _Rank:
     def living(self) -> bool:
         return self._worker.process.poll() is None
 
-    def look(self, now: float, awake: float) -> None:
-        beat = self._beat = self._worker.beat
+    def look(self, now: float, absent: float) -> None:
+        """absent: seconds since the start in which nobody looked."""
+        beat = self._worker.beat
+        if beat.t_mono != self._beat.t_mono:
+            self._absent_before = absent
+        self._beat = beat
         self._limits.observe(beat, now)
-        self._silent = now - max(beat.t_mono, awake)
+        self._silent = now - beat.t_mono - (absent - self._absent_before)
         self.hung = self._silent > self._limits.limit(beat)
         self.remarkable = self._silent > self._limits.ordinary(beat)
         if now - self._state_at >= _STATE_SECONDS:
             self._state_at = now
-            if process_state(self.pid) not in ("T", "t"):
+            if process_state(self.pid) != "T":  # "t" is a debugger's doing, and in its hands
                 self._stopped_since = None
             elif self._stopped_since is None:
                 self._stopped_since = now
