@@ -33,6 +33,7 @@ from training.launch.echo import say
 from training.launch.generation import NodeGeneration
 from training.launch.leader import Leader, failed_to_open
 from training.launch.node_log import NodeLog
+from training.launch.patience import do_meanwhile, try_again
 from training.launch.peers import Lead, Member, Peers
 from training.launch.spec import GangOutcome, GangSpec
 from training.launch.standby import Standby
@@ -84,12 +85,13 @@ class _Agent:
                 ended = last = self._stopped()
                 try:
                     ended = self._lead_generation(lead, leader, generation, spec, nodes)
-                    last, following = self._after(lead, leader, ended, generation.number, spec.world_size)
+                    following = self._after(lead, leader, ended, generation.number, spec.world_size)
+                    last = ended if isinstance(following, tuple) else following
                 finally:
                     self._tell_end(ended, last)
-                if following is None:
-                    return last
-                generation, nodes = following, lead.nodes
+                if isinstance(following, Verdict):
+                    return following
+                generation, nodes = following
                 spec = self._in_place(nodes)
         finally:
             lead.close()
@@ -109,7 +111,7 @@ class _Agent:
         )
         try:
             lead.roll_call(self._cluster.start_deadline_seconds, lambda: self._drain.leaving)
-            start = leader.plan(generation, nodes, lead.hosts(nodes))
+            start = do_meanwhile(lambda: leader.plan(generation, nodes, lead.hosts(nodes)), lead.hold)
             if broke := unaffordable(start, generation.parent_step):
                 say(broke.outcome.message)
                 self._log.emit(OUTCOME, **asdict(broke.outcome))
@@ -126,24 +128,32 @@ class _Agent:
                 at=tuple(verdict.at) or None,
                 **verdict.details
                 | {"culprit": verdict.culprit, "reason": verdict.reason, "fingerprint": verdict.fingerprint},
-                **leader.lost(self._log.since, spec.world_size),
+                **do_meanwhile(lambda: leader.lost(self._log.since, spec.world_size), lead.hold),
             )
         return verdict
 
     def _after(
         self, lead: Lead, leader: Leader, ended: Verdict, number: int, world_size: int
-    ) -> tuple[Verdict, Generation | None]:
-        """The generation to go on with, or None and the gang's last word."""
+    ) -> tuple[Generation, list[int]] | Verdict:
+        """The generation to go on with and its nodes, or the gang's last word."""
         if not ended.again:
-            return ended, None
-        last = lead.regroup(REGROUP_SECONDS, lambda: self._drain.leaving)
-        try:
-            last = last or leader.loop_after(ended, number, self._log.seconds * world_size)
-            if last is None:
-                return ended, leader.open()
-        except (TrainingError, InfraError) as error:
-            last = failed_to_open(error, EndReason.STORE)
-        return lead.give_up(last), None
+            return ended
+        last = nodes = lead.regroup(REGROUP_SECONDS, lambda: self._drain.leaving)
+        if isinstance(nodes, list):
+
+            def open_next() -> Generation | Verdict:
+                return leader.loop_after(ended, number, self._log.seconds * world_size) or leader.open()
+
+            def patiently() -> Generation | Verdict:
+                return try_again(open_next, self._cluster.start_deadline_seconds, lambda: self._drain.leaving)
+
+            try:
+                last = do_meanwhile(patiently, lead.hold)
+            except (TrainingError, InfraError) as error:
+                last = failed_to_open(error, EndReason.STORE)
+        if isinstance(last, Verdict):
+            return lead.give_up(last)
+        return last, nodes
 
     def _tell_end(self, ended: Verdict, last: Verdict) -> None:
         self._log.emit(

@@ -66,7 +66,7 @@ class Leader:
         if not ended.fingerprint:
             return None
         failed = Failed(generation=generation, fingerprint=ended.fingerprint, rank_seconds=rank_seconds)
-        self._failed.append(failed)
+        self._failed = [*(one for one in self._failed if one.generation != generation), failed]
         newest = next(newest_commits(self._job_store), None)
         loop = crash_loop(self._failed, 0 if newest is None else newest.generation)
         if not loop:

@@ -58,6 +58,11 @@ class Lead:
         """Whose agents are there, by the numbers that they joined with."""
         return [0, *sorted(node for node, connection in self._members.items() if not connection.closed)]
 
+    def hold(self) -> None:
+        """Stay in touch with the others while this node is busy otherwise."""
+        for connection in self._members.values():
+            connection.hold()
+
     def hosts(self, nodes: Sequence[int]) -> list[str]:
         return [self._host if node == 0 else self._hellos[node]["host"] for node in nodes]
 
@@ -75,8 +80,8 @@ class Lead:
         self._first_failure, self._witnesses_wanted = float("inf"), False
         self._broadcast({"kind": "start", **asdict(start)})
 
-    def regroup(self, deadline_seconds: float, stopped: Callable[[], bool]) -> Verdict | None:
-        """Wait until every node has ended its ranks. The last word when too few are left to go on, else None."""
+    def regroup(self, deadline_seconds: float, stopped: Callable[[], bool]) -> list[int] | Verdict:
+        """Wait until every node has ended its ranks: the nodes that go on, or the last word when too few are left."""
         limit = time.monotonic() + deadline_seconds
         while (late := set(self.nodes) - self._ready - {0}) and time.monotonic() < limit and not stopped():
             for node in late:
@@ -90,10 +95,11 @@ class Lead:
             return told_to_leave("this node")
         if cause := next((order.cause for order in self._orders if order.leave), ""):
             return told_to_leave(cause)
-        lost = [node for node in self._start.nodes if node not in self.nodes]
+        there = self.nodes
+        lost = [node for node in self._start.nodes if node not in there]
         if lost and not self._enough():
             return Verdict(culprit="; ".join(self._lost(node) for node in lost), reason=EndReason.NODE_LOST)
-        return None
+        return there
 
     def give_up(self, verdict: Verdict) -> Verdict:
         """There will be no start, or no further word: everybody is told why."""
