@@ -71,6 +71,11 @@ class Connection:
         if now - self._heard > SILENCE_SECONDS and not self.closed:
             self.closed = f"silent for {now - self._heard:.0f} s"
 
+    def hold(self) -> None:
+        """Stay in touch while nobody here listens: what arrives is kept for `receive`."""
+        self._read()
+        self.keep_alive()
+
     def close(self) -> None:
         """What is still unsent, such as a last word, has a moment to go out."""
         limit = time.monotonic() + _CLOSE_SECONDS
@@ -134,6 +139,8 @@ class Lobby:
                     f"roll-call: {len(joined) + 1} of {nodes} nodes joined within {deadline_seconds:g} s on port "
                     f"{self.port}; missing: {', '.join(f'node {node}' for node in missing)}"
                 )
+            for connection, _ in joined.values():
+                connection.hold()  # who came first must not take the wait for the last one for silence
             strangers += self._accept()
             strangers = [peer for peer in strangers if not self._admit(peer, nodes, joined) and not peer.closed]
             time.sleep(0.02)
