@@ -63,6 +63,8 @@ PLAN = "plan"  # the plan as JSON
 BUDGET = "budget"  # threshold (share of the budget), spent_usd, budget_usd, reserve_usd
 # prices: pools (list of {instance_type, market, region, zone, kind, changes: [[Unix time, "dollars per hour"], …]})
 PRICES = "prices"
+# certificate: the resume certificate as JSON (training.certify.certificate), where one was asked for.
+CERTIFICATE = "certificate"
 OUTCOME = "outcome"  # outcome, step, weights_sha256, message
 
 
