@@ -13,20 +13,25 @@ from infra.config.schema import RunConfig
 from infra.events import Event, read_events
 from infra.layout import job_prefix
 from infra.store import Store
+from tests.support.alone import run_alone
 from tests.support.workload_cases import Points, Sound
 from training.launch import GangOutcome, GangSpec
 from training.launch.local import LocalGang
+from training.position import Ending
 from training.workload import Cursor, Loss
 
 
 class Troubled(Sound):
-    """Options: bad_first, bad_end and bad_factor: losses of these samples are multiplied (the factor as text: "nan");
-    largest: samples that fit into memory; strange_rank, strange_sample:
-    there a weight of that rank changes, once, which the file "strange_once" remembers."""
+    """Options: losses of samples from bad_first to before bad_end are multiplied by bad_factor (a text, as "nan"), and
+    those from late_first to before late_end by late_factor.
+    largest: samples that fit into memory. strange_rank, strange_sample: there a weight of that rank changes, once,
+    which the file strange_once remembers. leak_mib: kept of every step."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
-        self.options = {"bad_first": -1, "bad_end": -1, "largest": 10**9, "strange_rank": -1, **context.options}
+        nothing = {"bad_first": -1, "late_first": -1, "largest": 10**9, "strange_rank": -1, "leak_mib": 0}
+        self.options = {**nothing, **context.options}
+        self.leaked: list[bytes] = []
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Points:
         options = self.options
@@ -35,19 +40,23 @@ class Troubled(Sound):
             Path(options["strange_once"]).touch()
             with torch.no_grad():
                 next(model.parameters()).view(-1)[0] += 1e-6
-        self.bad = options["bad_first"] <= cursor.first < options["bad_end"]
+        self.leaked.append(b"x" * (2**20 * options["leak_mib"]))
+        self.factor = 1.0
+        for kind in ("bad", "late"):
+            if 0 <= options[f"{kind}_first"] <= cursor.first < options[f"{kind}_end"]:
+                self.factor = float(options[f"{kind}_factor"])
         return super().next_batch(model, cursor)
 
     def loss(self, model: nn.Module, batch: Points) -> Loss:
         if len(batch.x) > self.options["largest"]:
             raise torch.OutOfMemoryError(f"planted: {len(batch.x)} samples, {self.options['largest']} fit")
         loss = super().loss(model, batch)
-        return Loss(loss.sum * float(self.options["bad_factor"]), loss.weight) if self.bad else loss
+        return Loss(loss.sum * self.factor, loss.weight)
 
 
 @dataclass
 class Job:
-    """One job, started as often as `run` is called. Each of its gangs is one node with two ranks."""
+    """One job, started as often as `run` or `run_alone` is called, by an agent with two ranks, or in this process."""
 
     folder: Path
     config: dict[str, Any]
@@ -55,17 +64,17 @@ class Job:
     @classmethod
     def make(cls, folder: Path, *, steps: int = 12, options: dict[str, Any] | None = None, **sections: Any) -> Job:
         folder.mkdir()
+        training = {
+            "batch_size": 8,
+            "max_steps": steps,
+            "scheduler": {"type": "constant", "warmup_steps": 0},
+            "evaluation_interval_steps": 1000,
+        }
         settings = {
             "store": str(folder / "store"),
             "workload": "tests.support.guard_jobs:Troubled",
             "workload_options": options or {},
-            "training": {
-                "batch_size": 8,
-                "max_steps": steps,
-                "scheduler": {"type": "constant", "warmup_steps": 0},
-                "evaluation_interval_steps": 1000,
-                **sections.pop("training", {}),
-            },
+            "training": training | sections.pop("training", {}),
             "parallel": {"mode": "ddp"},
             "checkpoint": {"interval_steps": 4, "keep_last": 100},
             "cluster": {"nodes": 1, "processes_per_node": 2},
@@ -73,9 +82,12 @@ class Job:
         }
         return cls(folder, settings)
 
+    def run_alone(self, **training: Any) -> Ending:
+        """training: keys of that section, otherwise than at first. Raises what a rank raises."""
+        return run_alone(self._config(training), "job")
+
     def run(self, **training: Any) -> GangOutcome:
-        """Raises GangError as `run_gang` does. training: keys of that section, otherwise than at first."""
-        settings = {**self.config, "training": {**self.config["training"], **training}}
+        """As `run_alone`, but raises GangError as `run_gang` does."""
         attempt = len(list(self.folder.glob("attempt-*")))
         spec = GangSpec(
             job="job",
@@ -85,12 +97,15 @@ class Job:
             nodes=1,
             processes_per_node=2,
             main_address="127.0.0.1",
-            config=RunConfig.model_validate(settings).model_dump(mode="json"),
-            store_uri=settings["store"],
+            config=self._config(training).model_dump(mode="json"),
+            store_uri=self.config["store"],
             prepared={"fingerprint": "points", "weight_unit": "points"},
             log_folder=str(self.folder / "logs"),
         )
         return LocalGang(spec, self.folder / f"attempt-{attempt}", self.folder / f"output-{attempt}.log").wait(90)
+
+    def _config(self, training: dict[str, Any]) -> RunConfig:
+        return RunConfig.model_validate({**self.config, "training": {**self.config["training"], **training}})
 
     @property
     def store(self) -> Store:
