@@ -6,6 +6,7 @@ Those that hang never return: the rank is killed, or dies with its agent.
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 import resource
 import subprocess
@@ -86,6 +87,17 @@ def slow(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def collect_garbage(objects: int) -> None:
+    """A collector that has much to look at: the interpreter stands still for a second or two."""
+    cycles: list[list] = []
+    for _ in range(objects):
+        cycle: list = []
+        cycle.append(cycle)
+        cycles.append(cycle)
+    cycles.clear()
+    gc.collect()
+
+
 # Carried out before the batch of a step is read. `not_a_number` is done by the workload, which holds the loss.
 HOOKS: dict[str, Callable[..., None]] = {
     hook.__name__: hook
@@ -101,6 +113,7 @@ HOOKS: dict[str, Callable[..., None]] = {
         memory_limit,
         memory_balloon,
         slow,
+        collect_garbage,
     )
 }
 NOT_A_NUMBER = "not_a_number"

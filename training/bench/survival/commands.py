@@ -18,11 +18,11 @@ from training.bench.survival.bare import bare_figures, bare_text
 from training.bench.survival.figures import survival_figures, survival_text
 from training.bench.survival.job import make_scene, survival_config
 from training.bench.survival.judge import Finding, judge
-from training.bench.survival.trial import Trial, run_trial
 from training.bench.tables import machine_line
 from training.chaos.fault import Aim, Fault, Means
 from training.chaos.kinds import FAULTS
 from training.chaos.kinds.disk import mount_small_disk, own_mounts, unmount
+from training.chaos.trial import Trial, run_trial
 from training.errors import TrainingError
 
 Planned = list[tuple[Fault, Aim]]

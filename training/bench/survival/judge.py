@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from infra.events import FAULT_DETECTED, GENERATION_ENDED, OUTCOME, STEP, Event
-from training.bench.survival.trial import Injection, Trial
 from training.chaos.fault import Means, Symptom
+from training.chaos.trial import Injection, Trial
 
 _RANK = re.compile(r"\brank (\d+)\b")
 _NODE = re.compile(r"\bnode (\d+)\b")

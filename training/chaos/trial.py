@@ -54,10 +54,10 @@ def run_trial(scene: Scene, faults: list[tuple[Fault, Aim]], tell: Callable[[str
     try:
         while left:
             fault, aim = left[0]
-            if fault.means is not Means.LAUNCH and not _steady(scene, trial):
+            if fault.means is not Means.LAUNCH and not await_steady_steps(scene, trial):
                 break
             left.pop(0)
-            injection = _inject(scene, fault, aim, trial)
+            injection = inject(scene, fault, aim, trial)
             if injection is not None:
                 trial.injections.append(injection)
                 tell(f"{scene.spec.job}: {fault.kind} on {f'node {aim.node}' if fault.node_is_guilty else aim.rank}")
@@ -70,14 +70,14 @@ def run_trial(scene: Scene, faults: list[tuple[Fault, Aim]], tell: Callable[[str
     return trial
 
 
-def _steady(scene: Scene, trial: Trial) -> bool:
+def await_steady_steps(scene: Scene, trial: Trial) -> bool:
     """Wait until all ranks of a generation have taken some steps and a commit was made since the last fault; start
     the gang as often as needed. False when the job came to its end before."""
     before, limit = scene.newest_commit(), time.monotonic() + _STEADY_SECONDS
     first: dict[int, tuple[int, int]] = {}
     while time.monotonic() < limit:
         if not scene.running:
-            if not _start_again(scene, trial):
+            if not start_again(scene, trial):
                 return False
             first, limit = {}, time.monotonic() + _STEADY_SECONDS
         beats = scene.beats()
@@ -93,7 +93,7 @@ def _steady(scene: Scene, trial: Trial) -> bool:
     raise GangError(f"{scene.spec.job}: no steady steps within {_STEADY_SECONDS:g} s, at {scene.beats()}")
 
 
-def _start_again(scene: Scene, trial: Trial) -> bool:
+def start_again(scene: Scene, trial: Trial) -> bool:
     """The next attempt, unless the last one was the job's end."""
     if scene.gang is not None:
         try:
@@ -111,7 +111,7 @@ def _start_again(scene: Scene, trial: Trial) -> bool:
     return True
 
 
-def _inject(scene: Scene, fault: Fault, aim: Aim, trial: Trial) -> Injection | None:
+def inject(scene: Scene, fault: Fault, aim: Aim, trial: Trial) -> Injection | None:
     """None where the gang ended before the rank came to carry it out."""
     before = _generation(scene)
     strike = fault.inject(scene, aim) or _await_strike(scene, aim)
@@ -160,7 +160,7 @@ def _await_effect(scene: Scene, before: set[int], seconds: float) -> bool:
 def _to_the_end(scene: Scene, trial: Trial) -> None:
     limit = time.monotonic() + _END_SECONDS
     while time.monotonic() < limit:
-        if not scene.running and not _start_again(scene, trial):
+        if not scene.running and not start_again(scene, trial):
             return
         scene.await_end(1.0)
     trial.errors.append(f"the job did not end within {_END_SECONDS:g} s")
