@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,6 +93,20 @@ def test_of_several_times_the_shortest_counts_and_a_rank_knows_why(make_drain: M
     ]
     assert events[0]["seconds_left"] == pytest.approx(120, abs=2)
     assert events[0]["save_seconds"] == pytest.approx(110, abs=2)
+
+
+def test_a_rehearsal_takes_the_machine_when_its_notice_said_so(
+    make_drain: MakeDrain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its ranks are doing then."""
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *what: killed.append(what))
+    drain, post, events = make_drain(), Post(), []
+    rehearse_notice(drain.rehearsal_path, action="terminate", seconds=0.5)
+    wait_until("the order", lambda: attend(drain, post, events), timeout=5)
+    assert post.told[0].seconds == 0.0
+    wait_until("the end", lambda: attend(drain, post, events) and killed, timeout=5)
+    assert killed[0] == (os.getpid(), signal.SIGKILL)
 
 
 def test_what_was_ordered_holds_for_ranks_that_start_later(make_drain: MakeDrain, tmp_path: Path) -> None:

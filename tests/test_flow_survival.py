@@ -58,6 +58,19 @@ def test_rehearsed_fault(fault: str, quiet: FlowRun, tmp_path: Path) -> None:
     assert_ledger_adds_up(run.report)
 
 
+def test_a_rehearsed_notice_loses_nothing(quiet: FlowRun, tmp_path: Path) -> None:
+    runner = FlowRunner(tmp_path)
+    run = runner.run("run", *runner.options(), "--rehearse", "notice@60%:node=1:seconds=60")
+    assert run.exit_code == 0, run.output
+    assert_same_result(run, quiet)
+    assert (run.report["interruptions"], run.report["failures"], run.report["redone_steps"]) == (1, 0, 0)
+    [notice] = [event for event in runner.events() if event["name"] == "notice"]
+    assert (notice["node"], notice["data"]["source"], notice["data"]["does"]) == (1, "rehearsal", "leave")
+    [told] = run.report["events"]["failures"]
+    assert told["culprit"] == "node 1 had a notice by rehearsal: terminate"
+    assert_ledger_adds_up(run.report)
+
+
 def test_rank_killed_from_outside(quiet: FlowRun, tmp_path: Path) -> None:
     runner = FlowRunner(tmp_path)
     process = runner.start("run", *runner.options())

@@ -2,13 +2,14 @@
 
 from infra.notices.files import METAFLOW_FILE, MetaflowSource, RehearsalSource, rehearse_notice
 from infra.notices.metadata import MetadataSource
-from infra.notices.notice import LEAVE, REBALANCE, Notice, NoticeSource, Source
+from infra.notices.notice import LEAVE, REBALANCE, RECLAIMS, Notice, NoticeSource, Source
 from infra.notices.watcher import Watcher
 
 __all__ = [
     "LEAVE",
     "METAFLOW_FILE",
     "REBALANCE",
+    "RECLAIMS",
     "MetadataSource",
     "MetaflowSource",
     "Notice",

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from infra.metadata import HOP_LIMIT_FIX, MetadataService, endpoint, why_not_asked
-from infra.notices.notice import REBALANCE, Notice, NoticeSource
+from infra.notices.notice import REBALANCE, RECLAIMS, Notice, NoticeSource
 
 _INSTANCE_ACTION = "meta-data/spot/instance-action"
 _REBALANCE = "meta-data/events/recommendations/rebalance"
@@ -103,7 +103,7 @@ class MetadataSource:
         action = str(said.get("action") or "terminate")
         return Notice(
             source=self.name,
-            action=action if action in ("terminate", "stop", "hibernate") else "terminate",
+            action=action if action in RECLAIMS else "terminate",
             ends_at=time.monotonic() + seconds_until(said.get("time")),
             detail=text[:200],
         )

@@ -17,10 +17,10 @@ class NoticeSource(StrEnum):
     REHEARSAL = "rehearsal"
 
 
-# Actions besides those of EC2 (terminate, stop, hibernate).
+RECLAIMS = frozenset({"terminate", "stop", "hibernate"})  # EC2's: the pool takes its machine back
+# Actions besides those.
 LEAVE = "leave"  # SIGTERM: the process is to end, whatever becomes of the machine
 REBALANCE = "rebalance"  # a recommendation: the machine is more likely than usual to be taken
-_RECLAIMS = frozenset({"terminate", "stop", "hibernate"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Notice:
     @property
     def reclaims(self) -> bool:
         """Whether it is the pool that takes its machine back, and not somebody who ends the process."""
-        return self.action in _RECLAIMS
+        return self.action in RECLAIMS
 
 
 class Source(Protocol):
