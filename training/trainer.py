@@ -134,10 +134,14 @@ class Trainer:
 
     def judge(self, at: Position, pulse: Pulse) -> Judgement:
         """Whether the optimizer may take its step, which all ranks decide alike."""
-        judgement = self.guards.judge(at, pulse, self.saver)
+        judgement = self.guards.judge(at, pulse, lambda: self._settle(at))
         if judgement.action is Action.SKIP:
             self.spread.discarded()
         return judgement
+
+    def _settle(self, at: Position) -> None:
+        self.enter("checkpoint", at.step)
+        self.saver.wait()
 
     def record_step(self, at: Position, pulse: Pulse, learning_rate: float, judgement: Judgement) -> None:
         """The step's event, with all time since the last one; on rank 0 also what concerns the whole gang."""

@@ -78,10 +78,11 @@ class Guards:
             return 0
         return weights_sum(module)
 
-    def judge(self, at: Position, pulse: Pulse, saver: Saver) -> Judgement:
+    def judge(self, at: Position, pulse: Pulse, settle: Callable[[], object]) -> Judgement:
         """What is to be done about the step after `at`, the same on all ranks.
 
-        Raises Rewind, TooManyRewinds, and DivergenceError when weights differ that should be equal.
+        settle: returns when no save is under way; raises CheckpointError where the last became no commit. Raises
+        Rewind, TooManyRewinds, and DivergenceError when weights differ that should be equal.
         """
         self._compare(at, pulse)
         finite = not (reason := pulse.non_finite)
@@ -89,7 +90,7 @@ class Guards:
         before = self.numbers.skipped_in_a_row
         judgement = self.numbers.judge(loss=loss, gradient_norm=norm, non_finite=reason)
         if judgement.action is Action.REWIND:
-            return self._rewind(at, judgement, first_bad=at.step + 1 - before, saver=saver)
+            return self._rewind(at, judgement, first_bad=at.step + 1 - before, settle=settle)
         if judgement.action is Action.SKIP and self.gang.rank == 0:
             samples = [at.cursor, at.cursor + self.config.training.batch_size]
             self.emit(GUARD, step=at.step + 1, action=GuardAction.SKIP, reason=judgement.reason, samples=samples)
@@ -157,7 +158,7 @@ class Guards:
             self._tell(at, GuardAction.DIVERGED, ranks=odd, reason=found)
         raise DivergenceError(found)
 
-    def _rewind(self, at: Position, judgement: Judgement, *, first_bad: int, saver: Saver) -> Judgement:
+    def _rewind(self, at: Position, judgement: Judgement, *, first_bad: int, settle: Callable[[], object]) -> Judgement:
         guards, gone = self.config.guards, self.overrides.rewinds
         if gone >= guards.max_rewinds:
             reason = f"{judgement.reason}; gone back {gone} times, which guards.max_rewinds allows no more"
@@ -165,7 +166,7 @@ class Guards:
                 return Judgement(Action.STOP, reason, finite=False)
             raise TooManyRewinds(f"step {at.step + 1}: {reason}")
         try:
-            saver.wait()  # what is under way may be the commit to go back to
+            settle()  # what is under way may be the commit to go back to
         except GenerationSuperseded:
             raise
         except CheckpointError as error:
