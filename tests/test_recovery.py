@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cost.report.report import build_report
 from infra.config.schema import RunConfig
 from infra.events import GENERATION_ENDED, GENERATION_STARTED, NODE_STARTED, OUTCOME, read_events
 from infra.layout import job_prefix
@@ -75,6 +76,8 @@ def test_a_bug_that_strikes_three_times_ends_the_job_and_says_what_it_has_cost(t
     assert outcome["outcome"] == "crash_loop" and f"sample {(CRASHES_AT_STEP - 1) * 4 + 2}" in outcome["message"]
     usd, rank_seconds = (float(outcome["message"].split(sign)[1].split(mark)[0]) for sign, mark in MONEY)
     assert usd == pytest.approx(0.01 * rank_seconds, abs=0.01) and usd > 0
+    report = build_report(events)
+    assert (report.outcome, report.exit_code, report.failures) == ("crash_loop", 6, 3)
 
 
 MONEY = (("$", ";"), ("which cost ", " rank-seconds"))

@@ -1,7 +1,7 @@
 """`python -m training --standby`: has imported all that a rank needs, and forks one whenever its agent asks.
 
 A rank that is forked from it starts in hundredths of a second, at the first start of a gang as after a fault, and
-shares the memory of the libraries. It starts no thread and opens no device: both do not survive a fork.
+shares the memory of the libraries. It starts no thread and opens no device: neither survives a fork.
 
     agent → {"start": 7, "environment": {…}, "log": "…/rank-3.log", "name": "rank 3"}
     agent ← {"ready": pid}  {"started": 7, "pid": 4711}  {"ended": 4711, "status": -9}

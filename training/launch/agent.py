@@ -205,7 +205,9 @@ class _Agent:
         return Verdict(culprit=culprit, reason=EndReason.AGENT_STOPPED)
 
     def _new_standby(self) -> Standby:
-        return Standby(Path(self._spec.log_folder) / f"standby-node-{self._spec.node}.log")
+        spec = self._spec
+        here = spec.world_size if spec.main_address == "127.0.0.1" else spec.processes_per_node
+        return Standby(Path(spec.log_folder) / f"standby-node-{spec.node}.log", colocated_ranks=here)
 
     @contextmanager
     def _warm(self) -> Iterator[None]:

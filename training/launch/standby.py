@@ -36,12 +36,12 @@ class Process(Protocol):
 
 
 class Standby:
-    """The process that forks. log: what it has to say for itself, when it fails. To be made in the main thread, which
-    its life is tied to."""
+    """The process that forks. log: what it has to say for itself, when it fails. colocated_ranks: that will share this
+    machine's cores. To be made in the main thread, which its life is tied to."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *, colocated_ranks: int) -> None:
         environment = dict(with_project_path(os.environ), PYTHONUNBUFFERED="1")
-        environment.setdefault("OMP_NUM_THREADS", "1")  # threads do not survive a fork: libraries should start none
+        environment["OMP_NUM_THREADS"] = str(threads_of(colocated_ranks))  # libraries read it when they are loaded
         environment[STANDBY_VARIABLE] = str(os.getpid())
         with open(log, "wb") as errors:
             # A session of its own: a signal for the agent's whole group must not take the ranks' parent away.
@@ -175,6 +175,11 @@ def start_cold(log: Path, environment: Mapping[str, str]) -> subprocess.Popen[by
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def threads_of(colocated_ranks: int) -> int:
+    """Of each rank: its share of the cores."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, colocated_ranks))
 
 
 def with_project_path(environment: Mapping[str, str]) -> dict[str, str]:

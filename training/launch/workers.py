@@ -16,7 +16,7 @@ from pathlib import Path
 
 from training.launch.spec import SPEC_VARIABLE, WorkerSpec
 from training.launch.standby import PROJECT_ROOT as PROJECT_ROOT
-from training.launch.standby import Process, Standby, start_cold, with_project_path
+from training.launch.standby import Process, Standby, start_cold, threads_of, with_project_path
 from training.launch.watch.failure import WorkerFailure, is_collective_error
 from training.launch.watch.heartbeat import Beat, Heartbeat
 from training.launch.watch.recorder import BUFFER_RECORDS, BUFFER_VARIABLE
@@ -147,14 +147,13 @@ class WorkerGroup:
 
 def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size: int, colocated: int) -> dict[str, str]:
     address, port = rendezvous
-    threads = max(1, len(os.sched_getaffinity(0)) // max(1, colocated))
     environment = dict(
         with_project_path(os.environ),
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(local_world_size),
-        OMP_NUM_THREADS=str(threads),
+        OMP_NUM_THREADS=str(threads_of(colocated)),
         PYTHONUNBUFFERED="1",
     )
     environment.setdefault(BUFFER_VARIABLE, BUFFER_RECORDS)
