@@ -27,6 +27,8 @@ from training.launch.crash_loop import Failed, crash_loop
 from training.launch.local import LocalGang
 from training.workloads.door import prepare_data, workload_context
 
+# Of the message: what stands before and after each number.
+MONEY = (("$", " at the planned price"), ("which cost ", " rank-seconds"))
 A, B = "ValueError at model.py:12 in loss", "killed by SIGSEGV"
 
 
@@ -78,9 +80,6 @@ def test_a_bug_that_strikes_three_times_ends_the_job_and_says_what_it_has_cost(t
     assert usd == pytest.approx(0.01 * rank_seconds, abs=0.01) and usd > 0
     report = build_report(events)
     assert (report.outcome, report.exit_code, report.failures) == ("crash_loop", 6, 3)
-
-
-MONEY = (("$", ";"), ("which cost ", " rank-seconds"))
 
 
 def test_a_lost_node_is_done_without_where_enough_are_left(tmp_path: Path) -> None:

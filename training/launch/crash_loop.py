@@ -60,7 +60,7 @@ def describe(loop: Sequence[Failed], culprit: str, *, usd_per_rank_second: float
     seconds = sum(failure.rank_seconds for failure in loop)
     cost = f"{seconds:.0f} rank-seconds"
     if usd_per_rank_second is not None:
-        cost += f", ${seconds * usd_per_rank_second:.4f}"
+        cost += f", ${seconds * usd_per_rank_second:.4f} at the planned price"
     numbers = ", ".join(str(failure.generation) for failure in loop)
     kinds = {failure.fingerprint for failure in loop}
     what = (
