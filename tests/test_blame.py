@@ -96,6 +96,7 @@ def test_a_network_that_breaks_is_nobodys_fault() -> None:
 
 def test_echoes_are_given_time_for_their_cause() -> None:
     echo, cause = failed(0, cascade=True), failed(1, killed_by="SIGKILL")
+    assert settle_seconds([hung(0)]) > settle_seconds([hung(0)], all_heard=True) > 0
     assert settle_seconds([echo]) > settle_seconds([hung(0)]) > settle_seconds([echo, cause])
 
 
@@ -158,3 +159,12 @@ def test_stacks_in_every_form_name_the_users_line() -> None:
     assert (parse_faulthandler(told).where, parse_faulthandler(told).waiting) == ("user/loss.py:9 in log", True)
     raised = f'  File "/a/user/loss.py", line 9, in log\n    x()\n  File "{library}", line 1, in wait\n'
     assert parse_traceback(raised) == "user/loss.py:9 in log"
+
+
+def test_one_stall_is_no_habit() -> None:
+    durations = Durations()
+    for seconds in [0.1] * 30 + [20.0]:
+        durations.add(seconds)
+    assert durations.quantile(0.99) < 0.2
+    durations.add(20.0)
+    assert durations.quantile(0.99) > 19

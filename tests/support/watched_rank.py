@@ -34,7 +34,8 @@ def busy() -> None:
 
 
 def hold_the_gil() -> None:
-    ctypes.PyDLL(None).sleep(600)
+    while True:  # a signal ends a sleep
+        ctypes.PyDLL(None).sleep(600)
 
 
 def raise_error() -> None:

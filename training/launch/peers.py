@@ -136,7 +136,7 @@ class Lead:
         for node in self._start.nodes[1:]:
             self._hear(node, self._members[node])
             self._notice_loss(node)
-        if time.monotonic() >= self._first_failure + settle_seconds(self._failures):
+        if self._first_failure < float("inf") and self._settled():
             return self._announce(self._guilty())
         if len(self._finished) == len(self._start.nodes):
             return self._announce(agreed(self._finished, self._start.generation))
@@ -178,6 +178,11 @@ class Lead:
         if verdict.reason == EndReason.NODE_LOST and self._enough():
             return replace(verdict, again=True)
         return verdict
+
+    def _settled(self) -> bool:
+        heard = {one.rank for one in self._evidence()}
+        all_heard = len(heard) == len(self._start.nodes) * self._spec.processes_per_node
+        return time.monotonic() >= self._first_failure + settle_seconds(self._failures, all_heard=all_heard)
 
     def _evidence(self) -> list[WorkerFailure]:
         """What failed, and where the others stand, as far as that is news."""

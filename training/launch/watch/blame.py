@@ -72,13 +72,18 @@ def mismatch_of(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
     return find_mismatch({one.rank: one.calls for one in _latest(evidence) if one.calls})
 
 
-def settle_seconds(failures: Sequence[WorkerFailure]) -> float:
-    """How long the others' news is awaited after the first failure, so that an echo is not taken for the cause."""
+def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:
+    """How long the others' news is awaited after the first failure, so that an echo is not taken for the cause.
+
+    all_heard: there is evidence of every rank, so that of a hang nothing more is to come.
+    """
     if any(one.killed_by or one.stopped for one in failures):
         return 1.0 if all(one.cascade for one in failures if not one.hung) else 0.3
     if any(not one.cascade and not one.hung for one in failures):
         return 0.5
-    return 3.0 if all(one.cascade for one in failures) else 1.5
+    if all(one.cascade for one in failures):
+        return 3.0
+    return 0.2 if all_heard else 1.5
 
 
 def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.process import process_state
 from training.launch.watch.observed import recorder_door, stacks_path
 from training.launch.watch.recorder import fetch_records, parse_records
 from training.launch.watch.stacks import take_stack
@@ -24,11 +24,14 @@ class Standing:
 
 
 class Dump:
-    """Taken by threads, so that the agent goes on with its watch. heartbeats: {rank: (pid, path of its heartbeat)}."""
+    """Taken by threads, so that the agent goes on with its watch. heartbeats: {rank: (pid, path of its heartbeat)}.
+    at: when it is begun, by the clock of who asks."""
 
-    def __init__(self, pool: ThreadPoolExecutor, folder: Path, heartbeats: Mapping[int, tuple[int, Path]]) -> None:
+    def __init__(
+        self, pool: ThreadPoolExecutor, folder: Path, heartbeats: Mapping[int, tuple[int, Path]], at: float
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.at = time.monotonic()
+        self.at = at
         self._futures: dict[int, Future[Standing]] = {
             rank: pool.submit(_look_at, pid, heartbeat, folder / f"rank-{rank}.txt")
             for rank, (pid, heartbeat) in heartbeats.items()
@@ -46,7 +49,7 @@ class Dump:
 
 def _look_at(pid: int, heartbeat: Path, path: Path) -> Standing:
     stack = take_stack(pid, stacks_path(heartbeat))
-    raw = fetch_records(recorder_door(heartbeat))
+    raw = b"" if process_state(pid) == "T" else fetch_records(recorder_door(heartbeat))
     path.write_text(stack.text if stack else "no stack: py-spy and faulthandler were both refused\n")
     if raw:
         path.with_suffix(".recorder.json").write_bytes(raw)

@@ -17,8 +17,14 @@ class MemoryKills:
     """
 
     def __init__(self, pid: int) -> None:
-        self._files = list(_counter_files(pid))
-        self._before = {file: _kills(file) for file in self._files}
+        self._pid = pid
+        self._before: dict[Path, int] = {}
+        self.follow()
+
+    def follow(self) -> None:
+        """From time to time: a process can be moved to another cgroup."""
+        for file in _counter_files(self._pid):
+            self._before.setdefault(file, _kills(file))
 
     def happened(self) -> bool:
         return any(_kills(file) > before for file, before in self._before.items())

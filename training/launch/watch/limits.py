@@ -15,6 +15,7 @@ _START_PHASES = frozenset({"init", "restore"})
 _STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
 _BASE = 2**0.25
 _SHORTEST_SECONDS = 1e-3
+_ENOUGH = 20
 _BUCKETS = 96  # up to 1.4e4 s
 
 
@@ -32,8 +33,13 @@ class Durations:
         self._total += 1
 
     def quantile(self, share: float) -> float:
-        """Upper end of the bucket that holds it, in seconds; 0 while nothing was seen."""
+        """Upper end of the bucket that holds it, in seconds; 0 while nothing was seen.
+
+        Of 20 and more the longest one is always left out: a single stall of a young run is no habit.
+        """
         wanted, seen = share * self._total, 0
+        if self._total >= _ENOUGH:
+            wanted = min(wanted, self._total - 1)
         for bucket, count in enumerate(self._counts):
             seen += count
             if count and seen >= wanted:

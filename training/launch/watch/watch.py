@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,16 @@ class Watch:
     it come witnesses, the other ranks as they stood then. deadlines: see `Deadlines`. folder: for the dumps.
     """
 
-    def __init__(self, workers: Sequence[Worker], deadlines: Deadlines, folder: Path, *, node: int = 0) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        deadlines: Deadlines,
+        folder: Path,
+        *,
+        node: int = 0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._now = now
         self._ranks = [_Rank(worker, deadlines, node) for worker in workers]
         self._folder = folder
         self._pool = ThreadPoolExecutor(max_workers=len(self._ranks), thread_name_prefix="dump")
@@ -56,12 +65,12 @@ class Watch:
         self._told: Dump | None = None  # the dump whose witnesses were handed out
         self._wanted = False
         self._suspected_at = -_SUSPICION_SECONDS
-        self._looked = time.monotonic()
+        self._looked = now()
         self._absent_seconds = 0.0
 
     def look(self) -> list[WorkerFailure]:
         """What is new. Microseconds per rank while all goes well."""
-        now = time.monotonic()
+        now = self._now()
         if now - self._looked > _ABSENT_SECONDS:
             self._absent_seconds += now - self._looked
         self._looked = now
@@ -95,7 +104,7 @@ class Watch:
         if self._dump is None or (self._dump.done and now - self._dump.at > _FRESH_SECONDS):
             self._dumps += 1
             heartbeats = {rank.number: (rank.pid, rank.heartbeat) for rank in living}
-            self._dump = Dump(self._pool, self._folder / f"dump-{self._dumps}", heartbeats)
+            self._dump = Dump(self._pool, self._folder / f"dump-{self._dumps}", heartbeats, now)
         if not self._dump.done:
             return []
         dump, found = self._dump, [rank.failed(self._dump, now) for rank in due]
@@ -161,6 +170,7 @@ class _Rank:
     def sample(self) -> None:
         if self.living:
             self._resident = resident_bytes(self.pid)
+            self._kills.follow()
 
     def ended(self) -> WorkerFailure | None:
         """The end of its process, once, if it is not one that was to come."""
