@@ -293,8 +293,7 @@ def test_the_command_rebuilds_the_report_from_the_store(tmp_path: Path):
     for place in (["demo", "--store", str(tmp_path / "store")], [str(tmp_path / "store" / job_prefix("demo"))]):
         command = [sys.executable, "-m", "cost", "report", *place]
         done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["outcome"] == "no_capacity"
+        assert done.returncode == 0 and json.loads(done.stdout)["outcome"] == "no_capacity", done.stderr
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "no_capacity (exit code 5)" in shown.stdout
     missing = subprocess.run([*command[:-1], "nobody"], cwd=ROOT, capture_output=True, text=True, timeout=60)
