@@ -12,6 +12,7 @@ STEPS_IN_A_ROW = 20
 SLOW_RATIO = 1.5
 # Of the step's time: below it a slow rank or loader costs too little to be worth a word.
 SMALLEST_SHARE = 0.05
+SMALLEST_SECONDS = 0.002  # so too where steps are so short that anything is a share of them
 DATA_SHARE = 0.15
 
 
@@ -56,10 +57,10 @@ class PaceWatch:
         share = data_seconds[waiting] / whole
         found = [
             self._streaks[GuardAction.SLOW_RANK].note(
-                Drag(action=GuardAction.SLOW_RANK, rank=rank, share=lost, ratio=ratio), lost > SMALLEST_SHARE
+                Drag(action=GuardAction.SLOW_RANK, rank=rank, share=lost, ratio=ratio), lost > max(SMALLEST_SHARE, SMALLEST_SECONDS / whole)
             ),
             self._streaks[GuardAction.DATA_BOUND].note(
-                Drag(action=GuardAction.DATA_BOUND, rank=waiting, share=share), share > DATA_SHARE
+                Drag(action=GuardAction.DATA_BOUND, rank=waiting, share=share), share > max(DATA_SHARE, SMALLEST_SECONDS / whole)
             ),
         ]
         return [drag for drag in found if drag is not None]
