@@ -55,13 +55,12 @@ class PaceWatch:
         lost = (1 - 1 / ratio) * own_seconds[rank] / whole if ratio > SLOW_RATIO else 0.0
         waiting = max(range(len(data_seconds)), key=data_seconds.__getitem__)
         share = data_seconds[waiting] / whole
+        slow = Drag(action=GuardAction.SLOW_RANK, rank=rank, share=lost, ratio=ratio)
+        bound = Drag(action=GuardAction.DATA_BOUND, rank=waiting, share=share)
+        least = SMALLEST_SECONDS / whole
         found = [
-            self._streaks[GuardAction.SLOW_RANK].note(
-                Drag(action=GuardAction.SLOW_RANK, rank=rank, share=lost, ratio=ratio), lost > max(SMALLEST_SHARE, SMALLEST_SECONDS / whole)
-            ),
-            self._streaks[GuardAction.DATA_BOUND].note(
-                Drag(action=GuardAction.DATA_BOUND, rank=waiting, share=share), share > max(DATA_SHARE, SMALLEST_SECONDS / whole)
-            ),
+            self._streaks[slow.action].note(slow, lost > max(SMALLEST_SHARE, least)),
+            self._streaks[bound.action].note(bound, share > max(DATA_SHARE, least)),
         ]
         return [drag for drag in found if drag is not None]
 
