@@ -23,33 +23,11 @@ from training.checkpoint import reachable_commits
 from training.errors import GangError
 from training.gang import Gang
 from training.launch import GangSpec
-from training.launch.crash_loop import Failed, crash_loop
 from training.launch.local import LocalGang
 from training.workloads.door import prepare_data, workload_context
 
 # Of the message: what stands before and after each number.
 MONEY = (("$", " at the planned price"), ("which cost ", " rank-seconds"))
-A, B = "ValueError at model.py:12 in loss", "killed by SIGSEGV"
-
-
-@pytest.mark.parametrize(
-    ("failed", "commit_of", "loop"),
-    [
-        ([(1, A), (2, A)], 0, []),
-        ([(1, A), (2, A), (3, A)], 0, [1, 2, 3]),
-        ([(1, A), (2, B), (3, A), (4, B), (5, A)], 0, [1, 3, 5]),
-        ([(1, A), (2, A), (3, A)], 1, [1, 2, 3]),  # the commit came before the first of them
-        ([(1, A), (2, A), (3, A)], 2, []),
-        ([(1, A), (2, A), (3, A), (4, A)], 2, [2, 3, 4]),
-        ([(number, f"ValueError at {number}") for number in range(1, 10)], 0, []),
-        ([(number, f"ValueError at {number}") for number in range(1, 11)], 0, list(range(1, 11))),
-    ],
-)
-def test_a_loop_is_the_same_failure_three_times_without_a_commit_or_any_ten(
-    failed: list[tuple[int, str]], commit_of: int, loop: list[int]
-) -> None:
-    failures = [Failed(generation=number, fingerprint=mark, rank_seconds=1.0) for number, mark in failed]
-    assert [failure.generation for failure in crash_loop(failures, commit_of)] == loop
 
 
 def gang(spec: GangSpec, folder: Path) -> LocalGang:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from infra.errors import InfraError
@@ -24,10 +24,12 @@ from training.rehearse import Fault
 
 
 class Leader:
-    """Over all generations of one attempt. born: time.monotonic() since when the gang is paid for."""
+    """Over all generations of one attempt. born: since when the gang is paid for, by the clock `now`."""
 
-    def __init__(self, spec: GangSpec, job_store: Store, born: float) -> None:
-        self._spec, self._job_store = spec, job_store
+    def __init__(
+        self, spec: GangSpec, job_store: Store, born: float, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._spec, self._job_store, self._now = spec, job_store, now
         self._paid_until, self._spent_usd = born, 0.0
         self._world_size = spec.world_size
         self._failed: list[Failed] = []
@@ -98,7 +100,7 @@ class Leader:
     def _terms_now(self) -> dict | None:
         """The ranks count their own time only; what this gang has cost since it began, by waiting for its nodes and by
         generations that ended, is added. Thresholds that this reaches were told by the ranks that reached them."""
-        now = time.monotonic()
+        now = self._now()
         waited, self._paid_until = now - self._paid_until, now
         if self._spec.terms is None:
             return None
