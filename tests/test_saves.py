@@ -28,6 +28,7 @@ from training.cadence import Cadence
 from training.clock import Clock
 from training.errors import CheckpointError
 from training.gang import Gang
+from training.guards.guards import Guards
 from training.limits import Limits, Stop
 from training.position import Position
 from training.pulse import Pulse, Row
@@ -122,15 +123,17 @@ def trainer_of(saver: Saver, events: list, **checkpoint: Any) -> Trainer:
     def emit(name: str, **data: Any) -> None:
         events.append((name, data))
 
+    gang = Gang(rank=0, world_size=2)
     return Trainer(
         config=config,
-        gang=Gang(rank=0, world_size=2),
+        gang=gang,
         workload=None,
-        spread=SimpleNamespace(module=None, copies=1, committed=lambda: None),
+        spread=SimpleNamespace(module=None, committed=lambda: None),
         optimizer=None,
         saver=saver,
         limits=Limits(None, world_size=2, elapsed_seconds=lambda: 0.0),
         reporter=Reporter(Clock(emit, started=0.0), emit),
+        guards=Guards(config=config, gang=gang, copies=1, emit=emit),
         extra={},
         cadence=Cadence(config.checkpoint, GammaHazard.from_prior(0.1)),
     )

@@ -61,18 +61,12 @@ class Trainer:
     saver: Saver
     limits: Limits
     reporter: Reporter
+    guards: Guards
     extra: dict[str, Any]
     start: Position = field(default_factory=Position)
     progress: Progress | None = None
     cadence: Cadence | None = None
     rehearsal: Rehearsal | None = None
-    guards: Guards | None = None
-
-    def __post_init__(self) -> None:
-        if self.guards is None:  # then they have nobody to leave orders to
-            reporter, copies = self.reporter, self.spread.copies
-            guards = Guards(config=self.config, gang=self.gang, copies=copies, emit=reporter.emit)
-            object.__setattr__(self, "guards", guards)
 
     @cached_property
     def saves(self) -> Saves:

@@ -24,6 +24,7 @@ from training.cadence import Cadence, believed_hazard
 from training.clock import Clock
 from training.engine import train
 from training.gang import Gang, connect, disconnect, leave
+from training.guards.guards import Guards
 from training.limits import Limits
 from training.optimizer import make_optimizer
 from training.parallel import spread_model
@@ -121,6 +122,7 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
         cadence=Cadence(config.checkpoint, believed_hazard(None, interruptions=0, seconds=0))
         if gang.rank == 0
         else None,
+        guards=Guards(config=config, gang=gang, copies=spread.copies, emit=log.emit),
         extra={},
         start=Position(),
         rehearsal=_rehearsal(scenario.get("rehearse")),
