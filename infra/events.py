@@ -28,7 +28,9 @@ GENERATION_ENDED = "generation_ended"
 # (`infra.instance`): instance_id, instance_type, zone, zone_id, market, uptime_seconds, identified_by.
 # ended: seconds (since started), reason.
 NODE_STARTED = "node_started"
-NODE_HEARTBEAT = "node_heartbeat"  # seconds (since started)
+# seconds (since started), resident_bytes (of the ranks), and of the machine memory_available_bytes, disk_free_bytes,
+# shared_memory_free_bytes
+NODE_HEARTBEAT = "node_heartbeat"
 NODE_ENDED = "node_ended"
 # Written by each rank. phase: class (a ledger class), seconds. step: loss, tokens (the batch's weight, whatever it
 # counts), seconds ({ledger class: seconds}), skipped (why its update was left out); on rank 0 also flops (of all).
@@ -53,7 +55,9 @@ FAULT_INJECTED = "fault_injected"  # kind, target, step
 # skip: samples ([first, end)); rewind: limit (the newest commit to go back to), first_sample, samples; split:
 # accumulation (micro-batches per step); slow_rank, data_bound: rank, share; diverged: ranks.
 GUARD = "guard"
-FAULT_DETECTED = "fault_detected"  # culprit (text)
+# culprit (text), reason, fingerprint; of the culprit rank, node, kind, because (the rule that named it), where, step,
+# phase, certainty, cascades (ranks), next_action, dump (path); lost_rank_seconds and usd_lost since the newest commit.
+FAULT_DETECTED = "fault_detected"
 # Written by the flow's steps, or by rank 0 where there is no flow.
 CONFIGURED = "configured"  # settings (list of {key, value, source}, one for each key of the configuration)
 PREFLIGHT = "preflight"  # results (list)

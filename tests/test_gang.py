@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.events import COMMIT_SKIPPED, GENERATION_ENDED, NODE_ENDED, NODE_STARTED, read_events
+from infra.events import COMMIT_SKIPPED, FAULT_DETECTED, GENERATION_ENDED, NODE_ENDED, NODE_STARTED, read_events
 from infra.layout import job_prefix
 from infra.process import children, process_state
 from infra.store import Store
@@ -29,7 +29,7 @@ def spec(tmp_path: Path) -> GangSpec:
     return endless_gang(
         tmp_path,
         checkpoint={"interval_steps": 20},
-        cluster={"step_deadline_seconds": 4.0, "start_deadline_seconds": 60.0},
+        cluster={"step_deadline_seconds": 60.0, "start_deadline_seconds": 60.0},
     )
 
 
@@ -74,6 +74,12 @@ def test_a_frozen_or_killed_rank_is_named_ended_and_replaced_within_the_attempt(
     first, _ = [event for event in events if event.name == GENERATION_ENDED]
     assert first.data["reason"] == reason and not first.data["user_code"]
     assert first.data["culprit"].startswith("rank 1: ")
+    [detected] = [event for event in events if event.name == FAULT_DETECTED]
+    told = detected.data
+    assert (told["rank"], told["node"], told["reason"], told["certainty"]) == (1, 1, reason, "proven")
+    assert detected.t_mono < first.t_mono and told["lost_rank_seconds"] > 0 and told["next_action"]
+    if number == signal.SIGSTOP:
+        assert ".py:" in told["where"] and told["where"].partition(" in ")[2] in Path(told["dump"]).read_text()
     for node in (0, 1):  # all of an agent's life is paid for once: one generation begins where the other ends
         ended, _ = [event for event in events if event.name == NODE_ENDED and event.node == node]
         before, after = [event for event in events if event.name == NODE_STARTED and event.node == node]

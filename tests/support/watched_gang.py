@@ -61,7 +61,7 @@ class WatchedGang:
 
     def run_until_step(self, step: int) -> None:
         """Watch while nothing is wrong."""
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 150  # importing torch on a loaded machine
         while min(worker.beat.step for worker in self.workers) < step:
             assert time.monotonic() < limit and not self.look(), self.logs()
             time.sleep(_POLL_SECONDS)
