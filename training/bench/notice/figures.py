@@ -23,7 +23,8 @@ def notice_figures(events: Sequence[Event], given: Sequence[dict[str, Any]]) -> 
     """One row for each notice: {source, node, at_step, heard_seconds, durable_seconds, left_step, lost_steps}.
 
     given: {generation, source, node, at_step, given_at, outcome_step} of each. heard_seconds: until an agent had it.
-    durable_seconds: from the notice to the commit of the step that the ranks left at; None: there is none.
+    durable_seconds: from the notice to the commit of the step that the ranks left at; None: there is none. lost_steps:
+    taken after the last commit, or since the start.
     """
     rows = []
     for one in given:
@@ -32,7 +33,7 @@ def notice_figures(events: Sequence[Event], given: Sequence[dict[str, Any]]) -> 
         taken = steps_taken(own)
         left = max(taken, default=None)
         durable = [event for event in own if event.name == COMMIT and event.step == left]
-        committed = max((event.step for event in own if event.name == COMMIT), default=None)
+        kept = max([min(taken, default=1) - 1, *(event.step for event in own if event.name == COMMIT and event.step)])
         rows.append(
             {
                 "source": one["source"],
@@ -41,7 +42,7 @@ def notice_figures(events: Sequence[Event], given: Sequence[dict[str, Any]]) -> 
                 "heard_seconds": min(heard) - one["given_at"] if heard else None,
                 "durable_seconds": durable[0].t_mono - one["given_at"] if durable else None,
                 "left_step": left,
-                "lost_steps": None if left is None else left - (committed or 0),
+                "lost_steps": None if left is None else left - kept,
             }
         )
     return rows
