@@ -108,7 +108,8 @@ class Standby:
         """The kernel ends its ranks with it, so that none can go on unseen."""
         self.lost = True
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_DEADLINE_SECONDS)
 
     def _hear(self) -> None:
         while not self.lost:
