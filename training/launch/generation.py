@@ -102,7 +102,7 @@ class NodeGeneration:
                         reported[failure.rank] = failure
                         say(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
                         self._peers.report(failure)
-                if not finished and not reported and group.all_exited():
+                if not finished and not reported and group.all_ended_well():
                     finished = True
                     self._peers.finished(group.results())
                 self._drain.attend(self._peers, self._log.emit)

@@ -111,20 +111,14 @@ class WorkerGroup:
             Worker(rank, local_rank, folder, spec, environment, start) for local_rank, rank in enumerate(ranks)
         ]
 
-    def failures(self) -> list[WorkerFailure]:
-        return [failure for worker in self.workers if (failure := worker.failure())]
-
     def all_exited(self) -> bool:
         return all(worker.process.poll() is not None for worker in self.workers)
 
+    def all_ended_well(self) -> bool:
+        return self.all_exited() and len(self.results()) == len(self.workers)
+
     def results(self) -> dict[int, dict]:
         return {worker.rank: result for worker in self.workers if (result := worker.result())}
-
-    def terminate(self) -> None:
-        """Ask every rank to save and leave."""
-        for worker in self.workers:
-            if worker.process.poll() is None:
-                worker.process.send_signal(signal.SIGTERM)
 
     def end(self, culprits: Sequence[int] = (), *, grace_seconds: float = _EXIT_SECONDS) -> None:
         """Every rank is gone when this returns.

@@ -25,6 +25,9 @@ _LAST_BYTES = 65536
 _MAIN = "MainThread"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)', re.MULTILINE)
 _WAITING_FILES = ("training/gang.py", "training/pulse.py")
+_WAITING_FUNCTIONS = (
+    "exchange_pulse",
+)  # where the host of a GPU waits for its stream, and so for the collectives on it
 _NOT_WAITING = ("/torch/distributed/checkpoint/", "/torch/distributed/elastic/")
 
 
@@ -50,7 +53,11 @@ class Frame:
         """It waits for other ranks, or for what they do together."""
         if "/torch/distributed/" in self.file:
             return not any(part in self.file for part in _NOT_WAITING)
-        return self.file.endswith(_WAITING_FILES) or "/torch/nn/parallel/distributed.py" in self.file
+        return (
+            self.file.endswith(_WAITING_FILES)
+            or self.name.endswith(_WAITING_FUNCTIONS)
+            or "/torch/nn/parallel/distributed.py" in self.file
+        )
 
     def __str__(self) -> str:
         path = Path(self.file)
