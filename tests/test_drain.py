@@ -109,6 +109,17 @@ def test_a_rehearsal_takes_the_machine_when_its_notice_said_so(
     assert killed[0] == (os.getpid(), signal.SIGKILL)
 
 
+def test_a_lead_that_does_not_answer_costs_no_save(make_drain: MakeDrain, tmp_path: Path) -> None:
+    drain, post = make_drain(checkpoint={"stop_seconds": 30.0}), Post()
+    post.orders = list  # type: ignore[method-assign]
+    limits = limits_of(Control(drain.open_record(tmp_path)))
+    drain.signalled()
+    attend(drain, post, [])
+    assert not limits.asked_to_leave, "the lead has a moment to tell all nodes alike"
+    wait_until("the word", lambda: attend(drain, post, []) and limits.asked_to_leave, timeout=5)
+    assert 26 < limits.stop_seconds <= 28 and limits.describe(Stop.INTERRUPTED) == "asked to leave (SIGTERM)"
+
+
 def test_what_was_ordered_holds_for_ranks_that_start_later(make_drain: MakeDrain, tmp_path: Path) -> None:
     drain, post = make_drain(checkpoint={"stop_seconds": 30.0}), Post()
     drain.signalled()

@@ -41,6 +41,7 @@ _CAUSES = {
 # Past the time that was given the machine is gone, or whoever sent SIGTERM has killed the process; where neither
 # happens the agent does not wait for its ranks without end.
 _GRACE_SECONDS = 30.0
+_ECHO_SECONDS = 1.0  # for the lead to order what it was told; then this node's ranks are told all the same
 
 
 class Post(Protocol):
@@ -68,7 +69,8 @@ class Drain:
         self._sources_told = False
         self._unsent: list[Notice] = []  # heard, and neither recorded as an event nor sent yet
         self._standing: list[tuple[float, Order]] = []  # (time.monotonic() when it came, what the lead has ordered)
-        self._leave_at = self._machine_ends_at = float("inf")
+        self._own: Order | None = None  # the first that came of a notice to this node
+        self._leave_at = self._machine_ends_at = self._echo_by = float("inf")
         self._control: Control | None = None
 
     def signalled(self) -> None:
@@ -97,11 +99,10 @@ class Drain:
     @property
     def cause(self) -> str:
         """Why, for people."""
-        first = next((order for _, order in self._standing if order.leave), None)
-        if first is not None:
-            return first.cause if first.cause == "SIGTERM" else f"{first.cause} to node {first.node}"
-        unsent = next((self._order(notice) for notice in self._unsent), None)
-        return "" if unsent is None else unsent.cause
+        first = next((order for _, order in self._standing if order.leave), self._own)
+        if first is None or first.cause == "SIGTERM":
+            return "" if first is None else first.cause
+        return f"{first.cause} to node {first.node}"
 
     def open_record(self, folder: Path) -> Path:
         """The record of the ranks that are about to be started; what was ordered before holds for them too."""
@@ -125,6 +126,7 @@ class Drain:
                 self._leave_at = min(self._leave_at, now + order.seconds)
             if self._control is not None:
                 self._control.tell(order)
+        self._go_without_lead()
         if time.monotonic() >= self._machine_ends_at:  # a rehearsal takes the machine when it said so
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -151,9 +153,17 @@ class Drain:
             self._unsent.append(notice)
             order = self._order(notice)
             if order is not None and order.leave:
-                self._leave_at = min(self._leave_at, time.monotonic() + order.seconds)
+                now = time.monotonic()
+                self._leave_at = min(self._leave_at, now + order.seconds)
+                self._own, self._echo_by = self._own or order, min(self._echo_by, now + _ECHO_SECONDS)
             if notice.source is NoticeSource.REHEARSAL:
                 self._machine_ends_at = min(self._machine_ends_at, notice.ends_at)
+
+    def _go_without_lead(self) -> None:
+        """A lead that is frozen or gone must not cost the last save: the pulse tells the other nodes' ranks."""
+        now = time.monotonic()
+        if self._own is not None and self._control is not None and now >= self._echo_by:
+            self._control.tell(replace(self._own, seconds=self._leave_at - now))
 
     def _order(self, notice: Notice) -> Order | None:
         """What is to be done about it, now; None: nothing."""
