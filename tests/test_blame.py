@@ -86,6 +86,8 @@ def test_the_minority_of_ranks_is_the_odd_one_whoever_is_usual() -> None:
     ranks = {rank: calls("barrier" if rank != 2 else "all_reduce [[1]]") for rank in range(4)}
     assert find_mismatch(ranks).ranks == [2]
     assert find_mismatch({0: calls(*STEP), 1: calls(*STEP, start=3)}) is None
+    coalesced = [["0", 1, "all_gather [[4]]"], ["0", 1, "all_gather [[8]]"]]
+    assert find_mismatch({0: coalesced, 1: coalesced[:1]}) is None
     assert furthest_behind({0: calls(*STEP), 1: calls(*STEP[:1]), 2: calls(*STEP)}) == [1]
 
 

@@ -120,12 +120,20 @@ def _call(entry: dict) -> list:
 
 
 def _common_places(calls: Mapping[int, Calls]) -> list[tuple[str, int, dict[int, str]]]:
-    """(group, sequence, {rank: operation}) where two ranks or more have a record, earliest first."""
+    """(group, sequence, {rank: operation}) where two ranks or more have a record, earliest first.
+
+    Coalesced calls share a number, and a dump may catch a rank between them: such a place says nothing.
+    """
     places: dict[tuple[str, int], dict[int, str]] = {}
+    coalesced: set[tuple[str, int]] = set()
     for rank, records in calls.items():
         for group, sequence, operation in records:
-            places.setdefault((group, sequence), {})[rank] = operation
-    shared = [(group, sequence, by_rank) for (group, sequence), by_rank in places.items() if len(by_rank) > 1]
+            by_rank = places.setdefault((group, sequence), {})
+            if rank in by_rank:
+                coalesced.add((group, sequence))
+            by_rank[rank] = operation
+    told = [(place, by_rank) for place, by_rank in places.items() if len(by_rank) > 1 and place not in coalesced]
+    shared = [(group, sequence, by_rank) for (group, sequence), by_rank in told]
     return sorted(shared, key=lambda place: place[1])
 
 
