@@ -91,6 +91,13 @@ def test_the_minority_of_ranks_is_the_odd_one_whoever_is_usual() -> None:
     assert furthest_behind({0: calls(*STEP), 1: calls(*STEP[:1]), 2: calls(*STEP)}) == [1]
 
 
+def test_of_ranks_that_wait_in_a_chain_the_last_is_furthest_behind() -> None:
+    """Shards {0, 1} and {2, 3}, copies {0, 2} and {1, 3}: 2 waits for 3, and 0 for 2."""
+    last = {0: {"a": 5, "c": 3}, 1: {"a": 5, "d": 3}, 2: {"b": 5, "c": 2}, 3: {"b": 4, "d": 2}}
+    records = {rank: [[group, number, "x"] for group, number in own.items()] for rank, own in last.items()}
+    assert furthest_behind(records) == [3]
+
+
 def test_a_network_that_breaks_is_nobodys_fault() -> None:
     culprit = blame([failed(rank, message=LOST, cascade=True) for rank in (1, 0)])
     assert culprit.certainty == "slow" and "network" in culprit.message and culprit.cascades == [1]

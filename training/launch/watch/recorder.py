@@ -101,15 +101,24 @@ def is_unusual(calls: Calls) -> bool | None:
 
 
 def furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
-    """The ranks that have called fewest collectives of a group that all of them use; [] when none is behind."""
-    last = {rank: {group: sequence for group, sequence, _ in records} for rank, records in calls.items()}
+    """The ranks that others wait for: behind in one of their groups and ahead in none; [] when none is behind.
+
+    With several groups (HSDP) who waits for a rank keeps others waiting in turn: it is behind as well, but ahead of
+    the first.
+    """
+    last: dict[str, dict[int, int]] = {}
+    for rank, records in calls.items():
+        for group, sequence, _ in records:
+            last.setdefault(group, {})[rank] = sequence
     behind: set[int] = set()
-    for group in set.intersection(*(set(groups) for groups in last.values())) if last else ():
-        sequences = {rank: groups[group] for rank, groups in last.items()}
-        least = min(sequences.values())
-        if least < max(sequences.values()):
-            behind |= {rank for rank, sequence in sequences.items() if sequence == least}
-    return sorted(behind)
+    ahead: set[int] = set()
+    for ranks in last.values():
+        least = min(ranks.values())
+        late = {rank for rank, sequence in ranks.items() if sequence == least}
+        if len(late) < len(ranks):
+            behind |= late
+            ahead |= set(ranks) - late
+    return sorted(behind - ahead or behind)
 
 
 def _call(entry: dict) -> list:
