@@ -217,6 +217,8 @@ class _Rank:
         place = f", {seen.where}" if seen.where else ""
         limit = "" if self.stopped else f" (limit {self._limits.limit(beat):.3g} s)"
         text = f"no progress for {self._silent:.1f} s{limit} at step {beat.step} in {beat.phase}{place}"
+        if process_state(self.pid) == "D":
+            text += ", in the kernel's hands (state D: a disk or a network file system that does not answer)"
         return replace(
             self.witness(dump),
             message=text + (", stopped by a signal" if self.stopped else ""),
