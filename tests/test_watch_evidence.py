@@ -106,6 +106,8 @@ def test_a_kill_for_memory_is_told_from_any_other(rank: Rank, tmp_path: Path) ->
         [failure] = wait_until("its end", watch.look, timeout=20)
     assert failure.memory_kill and failure.kind == "killed for memory"
     assert "by the kernel for want of memory, 0.0" in failure.message
+    if os.access("/dev/kmsg", os.R_OK):
+        assert f"Killed process {rank.process.pid} (" in failure.message
     watch.close()
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
+_CLOCK_SECONDS = 2.0  # the clock of the kernel's log may differ so much from that of processes
+_LOG_RECORDS = 100_000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -18,6 +21,7 @@ class MemoryKills:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
+        self._since = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._before: dict[Path, int] = {}
         self.follow()
 
@@ -26,8 +30,18 @@ class MemoryKills:
         for file in _counter_files(self._pid):
             self._before.setdefault(file, _kills(file))
 
+    def told(self) -> str:
+        """What the kernel's log says of the end of this process; "" when it says nothing, or may not be read.
+
+        In a container its numbers are another namespace's, so that it is silent there, and the counters must do.
+        """
+        for seconds, text in _kernel_log():
+            if seconds >= self._since - _CLOCK_SECONDS and f"Killed process {self._pid} (" in text:
+                return text
+        return ""
+
     def happened(self) -> bool:
-        return any(_kills(file) > before for file, before in self._before.items())
+        return bool(self.told()) or any(_kills(file) > before for file, before in self._before.items())
 
 
 def resident_bytes(pid: int) -> int:
@@ -58,6 +72,25 @@ def cpu_seconds(pid: int) -> float | None:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _kernel_log() -> Iterable[tuple[float, str]]:
+    """(seconds since boot, text) of each record of /dev/kmsg: "priority,number,microseconds,flags;text"."""
+    try:
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        for _ in range(_LOG_RECORDS):
+            try:
+                prefix, _, text = os.read(log, 8192).decode(errors="replace").partition(";")
+                yield int(prefix.split(",")[2]) / 1e6, text.partition("\n")[0]
+            except BrokenPipeError:  # overwritten while it was read: the next record is there
+                continue
+            except (OSError, ValueError, IndexError):
+                return
+    finally:
+        os.close(log)
 
 
 def _available_bytes() -> int | None:

@@ -186,7 +186,8 @@ class _Rank:
         message = failure.message
         if memory_kill:
             size = f", {self._resident / 2**30:.2f} GiB resident when last seen" if self._resident else ""
-            message += f" by the kernel for want of memory{size}"
+            told = self._kills.told()
+            message += f" by the kernel for want of memory{size}{f' ({told})' if told else ''}"
         if last:
             message += f" in {where}{f': {last.reason}' if last.reason else ''}"
         return replace(
