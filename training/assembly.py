@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -29,7 +30,7 @@ from training.launch.watch.heartbeat import Heartbeat
 from training.limits import Limits
 from training.optimizer import make_optimizer
 from training.parallel import spread_model
-from training.peak import measure_flops_per_second
+from training.peak import peak_flops_per_second
 from training.position import Position
 from training.progress import Progress
 from training.rehearse import Fault
@@ -84,7 +85,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
             "batch_size": config.training.batch_size,
             "schedule": config.training.scheduler.model_dump(mode="json"),
         },
-        progress=_progress(gang, config, terms, reporter, unit=_unit(spec)),
+        progress=_progress(gang, config, terms, reporter, unit=_unit(spec), kept=_kept_peak(spec)),
         cadence=_cadence(spec, config, terms) if gang.rank == 0 else None,
         rehearsal=_rehearsal(spec, nodes),
         guards=guards,
@@ -197,10 +198,18 @@ def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torc
         return own(module)
 
 
-def _progress(gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter, *, unit: str) -> Progress | None:
+def _kept_peak(spec: WorkerSpec) -> Path | None:
+    """What a rank measures holds for the one that takes its place among as many."""
+    name = f"peak-{os.environ.get('LOCAL_RANK', '0')}-of-{spec.colocated_ranks}.json"
+    return Path(spec.kept_path) / name if spec.kept_path else None
+
+
+def _progress(
+    gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter, *, unit: str, kept: Path | None
+) -> Progress | None:
     """Measures the peak on all ranks at once, as they will work. Collective."""
     dtype = torch.bfloat16 if config.fsdp.use_mixed_precision else torch.float32
-    own = measure_flops_per_second(gang.device, dtype)
+    own = peak_flops_per_second(gang.device, dtype, kept)
     reporter.emit(PEAK, flops_per_second=own, dtype=str(dtype).removeprefix("torch."))
     peak = float(gang.gather(torch.tensor([own], dtype=torch.float64, device=gang.device)).sum())
     if gang.rank != 0:

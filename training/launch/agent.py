@@ -63,6 +63,7 @@ class _Agent:
         self._log = NodeLog(self._job_store, self._host)
         self._drain = Drain(spec)
         self._standby: Standby | None = None
+        self._kept: Path | None = None  # folder of the first generation
         self._pushed: set[int] = set()  # numbers that this node has had: its metrics stand under each
 
     def run(self) -> GangOutcome:
@@ -194,7 +195,9 @@ class _Agent:
         if self._standby is not None and self._standby.lost:
             self._standby.close()
             self._standby = self._new_standby()
-        return NodeGeneration(spec, start, peers, self._drain, self._log, self._job_store).run(self._standby)
+        generation = NodeGeneration(spec, start, peers, self._drain, self._log, self._job_store)
+        self._kept = self._kept or generation.folder
+        return generation.run(self._standby, self._kept)
 
     def _in_place(self, nodes: list[int]) -> GangSpec:
         """This node's spec among the nodes that take part, which get their ranks in this order."""

@@ -32,16 +32,19 @@ class NodeGeneration:
         self._spec, self._start, self._peers, self._drain, self._log = spec, start, peers, drain, log
         self._job_store = job_store
         self._cluster = ClusterConfig(**spec.config["cluster"])
-        self._folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
+        self.folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
 
-    def run(self, standby: Standby | None) -> Verdict:
-        """standby: forks the ranks, as soon as it can; without one, or when it is lost, they are started cold."""
+    def run(self, standby: Standby | None, kept: Path) -> Verdict:
+        """standby: forks the ranks, as soon as it can; without one, or when it is lost, they are started cold.
+
+        kept: the folder of the agent's first generation, for what need not be measured again.
+        """
         if (verdict := self._await(standby)) is not None:
             return verdict
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         rendezvous = (self._spec.main_address, self._start.rendezvous_port)
         group = WorkerGroup(
-            self._spec.ranks, self._spec.world_size, self._folder, self._worker_spec(), rendezvous, standby
+            self._spec.ranks, self._spec.world_size, self.folder, self._worker_spec(kept), rendezvous, standby
         )
         output = GangOutput(group, self._spec, self._start.generation, self._job_store)
         verdict = None
@@ -63,7 +66,7 @@ class NodeGeneration:
             time.sleep(_POLL_SECONDS)
         return None
 
-    def _worker_spec(self) -> WorkerSpec:
+    def _worker_spec(self, kept: Path) -> WorkerSpec:
         spec, start = self._spec, self._start
         return WorkerSpec(
             job=spec.job,
@@ -80,7 +83,8 @@ class NodeGeneration:
             rehearse=start.rehearse,
             overrides=start.overrides,
             colocated_ranks=start.colocated_nodes(spec.node) * spec.processes_per_node,
-            control_path=str(self._drain.open_record(self._folder)),
+            kept_path=str(kept),
+            control_path=str(self._drain.open_record(self.folder)),
             notice_path=str(self._drain.rehearsal_path),
             agent_pid=os.getpid(),
         )
@@ -90,7 +94,7 @@ class NodeGeneration:
         reported: dict[int, WorkerFailure] = {}
         finished = False
         deadlines = Deadlines.of(RunConfig.model_validate(self._spec.config))
-        watch = Watch(group.workers, deadlines, self._folder, node=self._spec.node)
+        watch = Watch(group.workers, deadlines, self.folder, node=self._spec.node)
         try:
             while (verdict := self._peers.poll()) is None:
                 if self._peers.witnesses_wanted():

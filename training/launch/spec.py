@@ -56,6 +56,7 @@ class WorkerSpec:
     rehearse: a fault to inject (`training.rehearse.Fault.to_json`), already known never to have fired.
     overrides: what is to be done otherwise than config says (`training.guards.overrides.Overrides.to_json`).
     colocated_ranks: ranks that share this machine's cores.
+    kept_path: folder for what ranks need not measure again in the agent's later generations.
     control_path: where the node's agent tells its ranks to leave. notice_path: where a rehearsed notice is left for it.
     """
 
@@ -74,6 +75,7 @@ class WorkerSpec:
     overrides: dict = field(default_factory=dict)
     colocated_ranks: int = 1
     control_path: str | None = None
+    kept_path: str | None = None
     notice_path: str | None = None
     heartbeat_path: str | None = None
     result_path: str | None = None
