@@ -66,7 +66,7 @@ class NoticeJob:
         tokens = prepare_tokens(config.data, Store.open(config.store), project_root=PROJECT_ROOT)
         self._spec = GangSpec(
             job="notices",
-            run="bench",
+            run=f"bench-{os.getpid()}",  # two of these on one machine must not meet
             attempt=-1,
             node=0,
             nodes=nodes,
