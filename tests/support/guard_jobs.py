@@ -102,7 +102,7 @@ class Job:
             prepared={"fingerprint": "points", "weight_unit": "points"},
             log_folder=str(self.folder / "logs"),
         )
-        return LocalGang(spec, self.folder / f"attempt-{attempt}", self.folder / f"output-{attempt}.log").wait(90)
+        return LocalGang(spec, self.folder / f"attempt-{attempt}", self.folder / f"output-{attempt}.log").wait(240)
 
     def _config(self, training: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate({**self.config, "training": {**self.config["training"], **training}})
