@@ -53,7 +53,7 @@ class Leader:
             generation=generation.number,
             generation_id=generation.id,
             candidates=[commit.key for commit in reachable_commits(self._job_store, limit=CANDIDATES)],
-            rendezvous_port=rendezvous_port(address, f"{spec.run}/{generation.number}", spec.attempt),
+            rendezvous_port=rendezvous_port(address, f"{spec.run}/{generation.id}", spec.attempt),
             terms=self._terms_now(),
             rehearse=self._fault_still_due(),
             hosts=list(hosts),
