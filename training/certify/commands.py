@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from infra.errors import InfraError
 from infra.process import die_with_parent
 from training.bench.machine import describe_machine
 from training.certify.certificate import certificate, told
-from training.certify.runs import INTERRUPTIONS, certified_run
+from training.certify.runs import INTERRUPTIONS, NODE_LOST, PEACE, certified_run
 from training.certify.small import DEFAULT_STEPS, recorded, small_config
 from training.errors import TrainingError
 from training.launch.workers import PROJECT_ROOT
@@ -61,8 +62,14 @@ def _config(given: argparse.Namespace) -> RunConfig:
     return load_config(given.config, given.set, project_root=PROJECT_ROOT).config
 
 
-def certify(config: RunConfig, *, steps: int = DEFAULT_STEPS, parent: Path | None = None) -> dict[str, Any]:
-    """The certificate as JSON. Runs the job once in peace and once under each interruption; some minutes."""
+def certify(
+    config: RunConfig,
+    *,
+    steps: int = DEFAULT_STEPS,
+    parent: Path | None = None,
+    interruptions: Sequence[str] = tuple(INTERRUPTIONS),
+) -> dict[str, Any]:
+    """The certificate as JSON. Runs the job once in peace and once under each of `interruptions`; some minutes."""
     from infra.store import Store
     from training.gang import Gang
     from training.workloads.door import prepare_data, workload_context
@@ -73,8 +80,8 @@ def certify(config: RunConfig, *, steps: int = DEFAULT_STEPS, parent: Path | Non
         witnessed = recorded(small, folder)
         prepared = prepare_data(witnessed, workload_context(witnessed, Gang(), store=Store.open(small.store)))
         runs = []
-        for interruption in INTERRUPTIONS:
-            if interruption == "a node is lost" and small.cluster.nodes == 1:
+        for interruption in (PEACE, *interruptions):
+            if interruption == NODE_LOST and small.cluster.nodes == 1:
                 continue  # it is the whole gang
             runs.append(certified_run(small, prepared, folder, interruption))
             print(f"{interruption}: step {runs[-1].outcome.step}, {runs[-1].starts} starts", flush=True)
