@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from infra.config.schema import RunConfig
-from infra.events import EventLog, Origin
+from infra.event_log import EventLog
+from infra.events import Origin
 from infra.known_jobs import NOTE, KnownJob, runs_folder
 from infra.layout import job_prefix
 from infra.store import Store

@@ -20,7 +20,7 @@ launcher.prepare(__name__)
 
 from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, package_sources, parallel, retry, step
 
-from flows import cards, reporting, steps
+from flows import cards, certifying, reporting, steps
 from flows.local import local  # noqa: F401 - makes `--with local` known
 
 
@@ -33,7 +33,10 @@ class TrainFlow(FlowSpec):
         "job", default="", help="name of the job; a job of that name is continued (default: the run id)"
     )
     rehearse = Parameter(
-        "rehearse", default="", help="inject a fault: node-loss@60%[:node=N], rank-kill@step:120[:rank=N]"
+        "rehearse", default="", help="inject a fault: node-loss@60%[:node=N], rank-kill@step:120[:rank=N], notice@60%"
+    )
+    certify = Parameter(
+        "certify", type=bool, default=False, help="prove first, on a small run of this job, that it resumes exactly"
     )
 
     @step
@@ -61,6 +64,7 @@ class TrainFlow(FlowSpec):
     def prepare(self):
         """Put the data where all ranks find them, once: the text as token shards; then start the gang."""
         self.prepared = steps.prepare_data(self)
+        self.certificate = certifying.certify(self)
         self.num_nodes = steps.gang_shape(self).nodes
         self.next(self.train, num_parallel=self.num_nodes)
 
@@ -76,7 +80,8 @@ class TrainFlow(FlowSpec):
     @step
     def join(self, inputs):
         """One story again."""
-        self.merge_artifacts(inputs, include=["job", "config_sources", "capacity", "checks", "prepared", "num_nodes"])
+        shared = ["job", "config_sources", "capacity", "checks", "prepared", "certificate", "num_nodes"]
+        self.merge_artifacts(inputs, include=shared)
         self.next(self.report)
 
     @card(type="blank", id="report")

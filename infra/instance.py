@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+
+from infra.metadata import MetadataService, endpoint, why_not_asked
 
 # What a pod's downward API or a job definition can set: {field: variable}.
 VARIABLES = {
@@ -24,14 +25,8 @@ VARIABLES = {
     "zone_id": "EBBFLOW_ZONE_ID",
     "market": "EBBFLOW_MARKET",
 }
-_ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
-_DISABLED_VARIABLE = "AWS_EC2_METADATA_DISABLED"
-_ENDPOINT = "http://169.254.169.254"
-# Any of them says that AWS has started this process.
-_AWS_VARIABLES = ("AWS_BATCH_JOB_ID", "ECS_CONTAINER_METADATA_URI_V4", "AWS_EXECUTION_ENV")
 _MARKETS = {"spot": "spot", "on-demand": "on_demand"}
-_TOKEN_SECONDS = "60"
-_LARGEST_ANSWER = 65536
+_TOKEN_SECONDS = 60
 HINT = (
     "fix: let containers reach the metadata service (HttpPutResponseHopLimit 2 in the launch template), or set "
     f"{VARIABLES['instance_id']}, {VARIABLES['instance_type']} and {VARIABLES['zone']}"
@@ -68,10 +63,10 @@ def identify(
     told = {name: environment.get(variable) or None for name, variable in VARIABLES.items()}
     found: dict[str, Any] = {}
     source, problem = "environment", ""
-    if told["instance_id"] is None and _maybe_ec2(environment, system):
+    if told["instance_id"] is None and not why_not_asked(environment, system):
         source = "metadata"
         try:
-            found = _metadata(environment.get(_ENDPOINT_VARIABLE) or _ENDPOINT, deadline_seconds)
+            found = _metadata(MetadataService(endpoint(environment)), deadline_seconds)
         except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
             source, found = "firmware", _firmware(system)
             problem = "" if found else f"the instance metadata service did not answer: {error!r}"[:300]
@@ -83,38 +78,27 @@ def identify(
     return Machine(**known, uptime_seconds=_uptime(system), identified_by=source)
 
 
-def _maybe_ec2(environment: Mapping[str, str], system: Path) -> bool:
-    if environment.get(_DISABLED_VARIABLE, "").lower() == "true":
-        return False
-    if environment.get(_ENDPOINT_VARIABLE) or any(environment.get(name) for name in _AWS_VARIABLES):
-        return True
-    xen = _text(system / "sys/hypervisor/uuid")
-    return "Amazon" in _text(system / "sys/class/dmi/id/sys_vendor") or xen.lower().startswith("ec2")
-
-
-def _metadata(endpoint: str, deadline_seconds: float) -> dict[str, Any]:
+def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, Any]:
     """By IMDSv2: a token first. Raises OSError, ValueError, KeyError or HTTPException, within the deadline."""
     limit = time.monotonic() + deadline_seconds
 
-    def ask(path: str, headers: dict[str, str], method: str = "GET") -> str:
-        address = urlsplit(endpoint)
-        left = limit - time.monotonic()
-        if left <= 0:
+    def left() -> float:
+        if (seconds := limit - time.monotonic()) <= 0:
             raise TimeoutError(f"not within {deadline_seconds:g} s")
-        connection = http.client.HTTPConnection(address.hostname or "", address.port or 80, timeout=left / 2)
-        try:
-            connection.request(method, f"{address.path.rstrip('/')}/latest/{path}", headers=headers)
-            answer = connection.getresponse()
-            text = answer.read(_LARGEST_ANSWER).decode()
-        finally:
-            connection.close()
-        if answer.status != 200:
-            raise ValueError(f"{path}: HTTP {answer.status}")
+        return seconds / 2
+
+    def checked(path: str, answer: tuple[int, str]) -> str:
+        status, text = answer
+        if status != 200:
+            raise ValueError(f"{path}: HTTP {status}")
         return text
 
-    token = ask("api/token", {"X-aws-ec2-metadata-token-ttl-seconds": _TOKEN_SECONDS}, "PUT")
-    own = {"X-aws-ec2-metadata-token": token}
-    document = json.loads(ask("dynamic/instance-identity/document", own))
+    token = checked("api/token", service.token(ttl_seconds=_TOKEN_SECONDS, seconds=left()))
+
+    def ask(path: str) -> str:
+        return checked(path, service.get(path, token, seconds=left()))
+
+    document = json.loads(ask("dynamic/instance-identity/document"))
     found = {
         "instance_id": str(document["instanceId"]),
         "instance_type": str(document["instanceType"]),
@@ -123,7 +107,7 @@ def _metadata(endpoint: str, deadline_seconds: float) -> dict[str, Any]:
     }
     for name, path in (("zone_id", "placement/availability-zone-id"), ("market", "instance-life-cycle")):
         try:
-            found[name] = ask(f"meta-data/{path}", own).strip()
+            found[name] = ask(f"meta-data/{path}")
         except (OSError, ValueError, http.client.HTTPException):
             continue  # an older service does not know it
     return found

@@ -8,6 +8,7 @@
                    commits/<inverted step>/<inverted generation>/<sha256 of the manifest>.json
                    quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
                    pins/<sha256>.json         verified/<sha256>.json     never to be deleted; every byte was read
+                   overrides/<generation>-<rank>-<what>.json  what guards have ordered for the starts to come
                    clock/<random>             put to learn the store's time, and deleted at once
                    plan.json                  the newest plan with all pools
                    report.json  report.html  metrics.prom
@@ -77,6 +78,11 @@ def event_key(generation: int, node: int | str, rank: int | str, segment: str) -
 def log_key(generation: int, node: int, rank: int, segment: str) -> str:
     """Lines of one rank's output (`infra.logs.line`), where the store is not the disk that the agent writes them to."""
     return f"logs/{generation:06d}/{node}-{rank}-{segment}.jsonl"
+
+
+def override_key(generation: int, rank: int, what: str) -> str:
+    """what: makes the record of one order different from that of any other of this rank."""
+    return f"overrides/{generation:06d}-{rank}-{what}.json"
 
 
 def data_key(generation: str, step: int, rank: int) -> str:

@@ -17,6 +17,7 @@ class LedgerClass(StrEnum):
     SHUTDOWN = "shutdown"  # from the last step to the node's end
     HANG = "hang"  # no progress, until it was noticed
     REDONE_STEP = "redone_step"  # a step whose result was thrown away and had to be computed again
+    SKIPPED_STEP = "skipped_step"  # a step whose update a guard left out
     INTERRUPTION = "interruption"  # from a rank's last sign of life to its node's end, in a generation cut short
     UNATTRIBUTED = "unattributed"  # paid, but no interval covers it
     IDLE = "idle"  # between two generations on the same instance, which went on being billed

@@ -9,7 +9,8 @@ import pytest
 
 from cost.ledger.ledger import fold, spent_usd, told_threshold
 from cost.report.report import build_report
-from infra.events import BUDGET, COMMIT, NODE_STARTED, PLAN, STEP, Event, EventLog, Origin, read_events
+from infra.event_log import EventLog
+from infra.events import BUDGET, COMMIT, NODE_STARTED, PLAN, STEP, Event, Origin, read_events
 from infra.layout import job_prefix
 from infra.outcome import Outcome
 from infra.store import Store

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from infra.errors import StoreError
-from infra.events import EndReason, Event, EventLog, Origin, read_events
+from infra.event_log import EventLog
+from infra.events import EndReason, Event, Origin, read_events
 from infra.outcome import Outcome
 from infra.store import Store
 

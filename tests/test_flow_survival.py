@@ -18,6 +18,7 @@ from tests.support.flow import (
     processes_with,
     wait_until,
 )
+from training.launch.watch.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.flow
 
@@ -51,7 +52,22 @@ def test_rehearsed_fault(fault: str, quiet: FlowRun, tmp_path: Path) -> None:
     assert run.report["interruptions"] == 1
     assert run.report["failures"] == 0
     assert run.report["redone_steps"] >= 1
+    # A lost rank is replaced by the agents that are there; a lost node takes a new attempt.
+    assert max(event["attempt"] for event in runner.events()) == int(fault.startswith("node-loss"))
     assert run.report["events"]["counts"]["fault_injected"] == 1
+    assert_ledger_adds_up(run.report)
+
+
+def test_a_rehearsed_notice_loses_nothing(quiet: FlowRun, tmp_path: Path) -> None:
+    runner = FlowRunner(tmp_path)
+    run = runner.run("run", *runner.options(), "--rehearse", "notice@60%:node=1:seconds=60")
+    assert run.exit_code == 0, run.output
+    assert_same_result(run, quiet)
+    assert (run.report["interruptions"], run.report["failures"], run.report["redone_steps"]) == (1, 0, 0)
+    [notice] = [event for event in runner.events() if event["name"] == "notice"]
+    assert (notice["node"], notice["data"]["source"], notice["data"]["does"]) == (1, "rehearsal", "leave")
+    [told] = run.report["events"]["failures"]
+    assert told["culprit"] == "node 1 had a notice by rehearsal: terminate"
     assert_ledger_adds_up(run.report)
 
 
@@ -59,8 +75,7 @@ def test_rank_killed_from_outside(quiet: FlowRun, tmp_path: Path) -> None:
     runner = FlowRunner(tmp_path)
     process = runner.start("run", *runner.options())
     wait_until("a commit", lambda: any(event["name"] == "commit" for event in runner.events()))
-    victim = wait_until("rank 1", lambda: worker_pids(runner, rank=1))[0]
-    os.kill(victim, signal.SIGKILL)
+    os.kill(wait_until("rank 1", lambda: rank_pid(runner, rank=1)), signal.SIGKILL)
     run = runner.finish(process)
     assert run.exit_code == 0, run.output
     assert_same_result(run, quiet)
@@ -120,10 +135,7 @@ def test_a_launcher_killed_alone_takes_everything_along(tmp_path: Path) -> None:
     assert time.monotonic() - killed_at <= 3
 
 
-def worker_pids(runner: FlowRunner, rank: int) -> list[int]:
-    return [
-        pid
-        for pid in processes_with(str(runner.runs))
-        if f"rank-{rank}.spec.json" in Path(f"/proc/{pid}/environ").read_text(errors="replace")
-        and Path(f"/proc/{pid}/cmdline").read_text().split("\0")[1:3] == ["-m", "training"]
-    ]
+def rank_pid(runner: FlowRunner, rank: int) -> int:
+    """Of the newest generation; 0 while it has not said."""
+    heartbeats = sorted((runner.runs / "latest" / "logs").glob(f"0*/rank-{rank}.heartbeat"))
+    return Heartbeat(heartbeats[-1]).read().pid if heartbeats else 0

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from infra.events import COMMIT_SKIPPED, GENERATION_ENDED, read_events
+from infra.events import COMMIT_SKIPPED, FAULT_DETECTED, GENERATION_ENDED, NODE_ENDED, NODE_STARTED, read_events
 from infra.layout import job_prefix
 from infra.process import children, process_state
 from infra.store import Store
 from tests.support.flow import wait_until
 from tests.support.gangs import endless_gang
 from training.checkpoint import reachable_commits
+from training.checkpoint.lineage import CommitRef
 from training.errors import GangError
 from training.launch import GangSpec
 from training.launch.local import LocalGang
+from training.launch.watch.heartbeat import Beat, Heartbeat
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def spec(tmp_path: Path) -> GangSpec:
     return endless_gang(
         tmp_path,
         checkpoint={"interval_steps": 20},
-        cluster={"step_deadline_seconds": 4.0, "start_deadline_seconds": 60.0},
+        cluster={"step_deadline_seconds": 60.0, "start_deadline_seconds": 60.0},
     )
 
 
@@ -39,21 +41,50 @@ def job_store(spec: GangSpec) -> Store:
     return Store.open(spec.store_uri).sub(job_prefix(spec.job))
 
 
+def newest_commit(spec: GangSpec) -> CommitRef:
+    return reachable_commits(job_store(spec), limit=1)[0]
+
+
+def beat(spec: GangSpec, rank: int) -> Beat:
+    """Of the newest generation."""
+    return Heartbeat(max(Path(spec.log_folder).glob(f"0*/rank-{rank}.heartbeat"))).read()
+
+
 def await_commit(spec: GangSpec) -> None:
     wait_until("a commit", lambda: job_store(spec).list("commits"), timeout=60)
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_rank_is_named_and_ended(frozen: int, spec: GangSpec, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGSTOP, "hang"), (signal.SIGKILL, "rank_killed")])
+def test_a_frozen_or_killed_rank_is_named_ended_and_replaced_within_the_attempt(
+    number: int, reason: str, spec: GangSpec, tmp_path: Path
+) -> None:
     gang = start(spec, tmp_path / "gang")
     await_commit(spec)
-    [rank] = children(gang.agents[frozen].pid)
-    os.kill(rank, signal.SIGSTOP)
-    with pytest.raises(GangError, match=rf"^rank {frozen}: no progress .* stopped by a signal"):
-        gang.wait(60)
-    assert not Path(f"/proc/{rank}").exists()
-    [ended] = [event for event in read_events(job_store(spec)) if event.name == GENERATION_ENDED]
-    assert ended.data["reason"] == "hang" and not ended.data["user_code"]
+    victim = beat(spec, rank=1)
+    os.kill(victim.pid, number)
+    wait_until("another commit", lambda: newest_commit(spec).generation == 2, timeout=60)
+    assert process_state(victim.pid) in ("", "Z")
+    assert beat(spec, rank=1).pid != victim.pid and all(agent.poll() is None for agent in gang.agents)
+    for agent in gang.agents:
+        agent.send_signal(signal.SIGTERM)
+    outcome = gang.wait(60)
+    assert (outcome.outcome, outcome.generation) == ("interrupted", 2)
+
+    events = read_events(job_store(spec))
+    first, _ = [event for event in events if event.name == GENERATION_ENDED]
+    assert first.data["reason"] == reason and not first.data["user_code"]
+    assert first.data["culprit"].startswith("rank 1: ")
+    [detected] = [event for event in events if event.name == FAULT_DETECTED]
+    told = detected.data
+    assert (told["rank"], told["node"], told["reason"], told["certainty"]) == (1, 1, reason, "proven")
+    assert detected.t_mono < first.t_mono and told["lost_rank_seconds"] > 0 and told["next_action"]
+    if number == signal.SIGSTOP:
+        assert ".py:" in told["where"] and told["where"].partition(" in ")[2] in Path(told["dump"]).read_text()
+    for node in (0, 1):  # all of an agent's life is paid for once: one generation begins where the other ends
+        ended, _ = [event for event in events if event.name == NODE_ENDED and event.node == node]
+        before, after = [event for event in events if event.name == NODE_STARTED and event.node == node]
+        assert before.t_mono + ended.data["seconds"] == pytest.approx(after.t_mono, abs=1e-6)
+        assert ended.t_mono == after.t_mono
 
 
 @pytest.mark.parametrize(("stop_seconds", "fits"), [(30.0, True), (2.0, False)])
@@ -80,13 +111,14 @@ def test_one_node_told_to_leave_makes_all_save_if_there_is_time(
     assert reason.endswith("and 0.0 s are left; the last commit stands")
 
 
-def test_a_rank_frozen_while_it_starts_does_not_outlive_its_agent(spec: GangSpec, tmp_path: Path) -> None:
+def test_what_is_frozen_does_not_outlive_its_agent(spec: GangSpec, tmp_path: Path) -> None:
     gang = start(spec, tmp_path / "gang")
-    [rank] = wait_until("rank 1", lambda: children(gang.agents[1].pid), timeout=30)
-    wait_until("its first imports", lambda: "torch" in Path(f"/proc/{rank}/maps").read_text(), timeout=30)
-    os.kill(rank, signal.SIGSTOP)
+    [standby] = wait_until("what forks the ranks", lambda: children(gang.agents[1].pid), timeout=30)
+    [rank] = wait_until("rank 1", lambda: children(standby), timeout=60)
+    for pid in (rank, standby):
+        os.kill(pid, signal.SIGSTOP)
     gang.kill()
-    wait_until("the end of the rank", lambda: process_state(rank) in ("", "Z"), timeout=3)
+    wait_until("the end of both", lambda: {process_state(rank), process_state(standby)} <= {"", "Z"}, timeout=3)
 
 
 def test_another_model_than_the_commits_is_refused_and_not_tried_again(spec: GangSpec, tmp_path: Path) -> None:

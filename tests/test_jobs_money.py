@@ -29,7 +29,8 @@ from cost.report.report import RunReport, build_report
 from flows.job import Job
 from flows.reporting import record_prices
 from infra.config.schema import CostConfig, RunConfig
-from infra.events import BUDGET, CONFIGURED, NODE_STARTED, PLAN, PRICES, Event, EventLog, Origin, read_events
+from infra.event_log import EventLog
+from infra.events import BUDGET, CONFIGURED, NODE_STARTED, PLAN, PRICES, Event, Origin, read_events
 from infra.known_jobs import KnownJob
 from infra.layout import event_key
 from infra.store import Store

@@ -14,11 +14,12 @@ import pytest
 
 from tests.support.gangs import free_port
 from training.errors import GangError
-from training.launch.channel import Lobby, join
-from training.launch.heartbeat import Heartbeat
-from training.launch.peers import Lead, Member, Verdict
+from training.launch.channel import Connection, Lobby, join
+from training.launch.peers import Lead, Member
 from training.launch.ports import control_ports
 from training.launch.spec import GangSpec
+from training.launch.verdict import Verdict
+from training.launch.watch.heartbeat import Heartbeat
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,7 +50,7 @@ def test_who_came_to_a_roll_call_that_failed_is_told_of_which_generation(tmp_pat
         job="job", run="run-of-three", attempt=0, node=0, nodes=3, processes_per_node=1, main_address="127.0.0.1",
         config={}, store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path), candidate_ports=ports,
     )  # fmt: skip
-    lead, told = Lead(spec), []
+    lead, told = Lead(spec, "a"), []
 
     def follow() -> None:
         member = Member(replace(spec, node=1), "b", 10, lambda: False)
@@ -130,6 +131,27 @@ def test_messages_cross_and_a_closed_end_is_noticed() -> None:
     lobby.close()
 
 
+def test_evidence_of_any_size_arrives_whole_though_the_peer_reads_late() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        near = Connection(socket.create_connection(door.getsockname()))
+        far = Connection(door.accept()[0])
+    evidence = [{"kind": "failed", "stack": "x" * 300_000, "number": number} for number in range(4)]
+    for message in evidence:
+        near.send(message)
+    heard: list[dict] = []
+    limit = time.monotonic() + 20
+    while len(heard) < len(evidence) and time.monotonic() < limit:
+        heard += far.receive()
+        near.keep_alive()
+        near.receive()
+    assert heard == evidence and not near.closed
+    far.close()
+    while not near.closed and time.monotonic() < limit:
+        near.send(evidence[0])
+    assert near.closed
+    near.close()
+
+
 def test_heartbeat_carries_progress(tmp_path) -> None:
     agent_side = Heartbeat.create(tmp_path / "beat")
     worker_side = Heartbeat(tmp_path / "beat")
@@ -144,7 +166,7 @@ def test_a_heartbeat_is_never_read_half_written(tmp_path) -> None:
     """An agent that reads half a beat sees a rank that has been silent since the machine started, and kills it."""
     agent_side = Heartbeat.create(tmp_path / "beat")
     code = (
-        "import sys, time; from pathlib import Path; from training.launch.heartbeat import Heartbeat\n"
+        "import sys, time; from pathlib import Path; from training.launch.watch.heartbeat import Heartbeat\n"
         "beat = Heartbeat(Path(sys.argv[1])); end = time.monotonic() + 2; step = 0\n"
         "while time.monotonic() < end: step += 1; beat.beat(step, 'forward')"
     )

@@ -81,7 +81,7 @@ def test_what_an_agent_that_was_killed_left_behind_is_read_from_the_raw_log(tmp_
 FOLLOWER = """
 import sys
 from pathlib import Path
-from training.launch.heartbeat import Beat
+from training.launch.watch.heartbeat import Beat
 from training.launch.lines import RankLog
 log = RankLog(Path(sys.argv[1]), job="job", generation=1, node=0, rank=0)
 while True:

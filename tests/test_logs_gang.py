@@ -18,7 +18,6 @@ import pytest
 from infra.layout import job_prefix
 from infra.logs.line import LogLine, utc_text
 from infra.logs.reading import read_logs
-from infra.process import children
 from infra.store import Store
 from tests.support.exposition import values
 from tests.support.flow import ROOT, wait_until
@@ -30,6 +29,7 @@ from training.launch import GangSpec
 from training.launch.echo import Echo
 from training.launch.local import LocalGang
 from training.launch.shipping import LogShipper
+from training.launch.watch.heartbeat import Heartbeat
 
 
 def gang_spec(folder: Path, **metrics: object) -> GangSpec:
@@ -58,11 +58,15 @@ def test_a_gang_is_seen_while_it_trains_and_its_logs_outlive_a_node(tmp_path: Pa
     try:
         wait_until("both nodes' pages", lambda: len(steps_at(range(port, port + 4))) == 2, timeout=60)
         wait_until("both groups", lambda: set(gateway.groups()) == {("job", "0"), ("job", "1")}, timeout=10)
-        [rank] = children(gang.agents[1].pid)
-        os.kill(rank, signal.SIGKILL)
-        with pytest.raises(GangError, match=r"^rank 1: killed by SIGKILL"):
-            gang.wait(60)
-        assert gateway.groups() == {}, "a rank that was killed left its group behind"
+        [heartbeat] = (tmp_path / "runs").rglob("rank-1.heartbeat")
+        os.kill(Heartbeat(heartbeat).read().pid, signal.SIGKILL)
+        again = wait_until("generation 2", lambda: list((tmp_path / "runs").rglob("000002-*/rank-0.log")), timeout=30)[
+            0
+        ]
+        wait_until("its steps", lambda: "step " in again.read_text(), timeout=60)
+        gang.agents[1].send_signal(signal.SIGTERM)
+        assert gang.wait(60).outcome == "interrupted"
+        assert gateway.groups() == {}, "a node left its group behind"
     finally:
         gang.kill()
         gateway.close()
@@ -71,10 +75,12 @@ def test_a_gang_is_seen_while_it_trains_and_its_logs_outlive_a_node(tmp_path: Pa
     assert "rank 1 failed first on this node" in output
     assert re.search(r"-m infra logs job --rank 1 --generation 1 --around step:\d+\n", output)
 
-    raw = {path.stem: path.read_text().splitlines() for path in (tmp_path / "runs").rglob("rank-*.log")}
+    logs = sorted((tmp_path / "runs").rglob("0*/rank-*.log"))
+    raw = {(int(log.parent.name[:6]), int(log.stem[-1])): log.read_text().splitlines() for log in logs}
     here = read_logs([tmp_path / "runs" / "job"], [])
-    assert {f"rank-{r}": [x.text for x in here.lines if x.rank == r] for r in (0, 1)} == raw and not here.notices
-    assert any("Traceback" in line for line in raw["rank-0"]), "the rank that lost its peer has told of it"
+    said = {key: [x.text for x in here.lines if (x.generation, x.rank) == key] for key in raw}
+    assert len(raw) == 4 and said == raw and not here.notices
+    assert any("Traceback" in line for line in raw[1, 0]), "the rank that lost its peer has told of it"
     far = read_logs([], [Store.open(spec.store_uri).sub(job_prefix("job"))])
     assert far.lines == here.lines
 

@@ -21,8 +21,8 @@ from tests.support.exposition import PROMTOOL, lint, parse, values
 from tests.support.flow import wait_until
 from tests.support.gangs import free_port
 from tests.support.gateway import BINARY, SmallGateway, running_gateway
-from training.launch.heartbeat import Heartbeat
 from training.launch.spec import WorkerSpec
+from training.launch.watch.heartbeat import Heartbeat
 from training.metrics import live_metrics
 
 Emit = Callable[..., Any]

@@ -15,6 +15,8 @@ from training.rehearse import Fault, RehearsalError
         ("rank-kill@12.5%", 13, (1, 3)),
         ("rank-kill@99%:rank=1", 99, (0, 1)),
         ("rank-kill@50%:node=0", 50, (0, 0)),
+        ("notice@50%", 50, (1, 2)),
+        ("notice@step:9:node=0:seconds=30", 9, (0, 0)),
     ],
 )
 def test_a_fault_strikes_one_rank_at_one_step(text: str, step: int, target: tuple[int, int]) -> None:
@@ -33,6 +35,8 @@ def test_a_fault_strikes_one_rank_at_one_step(text: str, step: int, target: tupl
         ("node-loss", "not KIND@WHEN"),
         ("meteor@60%", "kinds are node-loss"),
         ("node-loss@60%:rank=1", "takes :node=N"),
+        ("notice@60%:rank=1", "takes :node=N"),
+        ("node-loss@60%:seconds=9", "takes no :seconds"),
         ("rank-kill@100%", "not between 0% and 100%"),
         ("rank-kill@0%", "not between 0% and 100%"),
         ("rank-kill@step:100", "step 100 is not between 1 and training.max_steps - 1 = 99"),

@@ -23,6 +23,7 @@ from cost.report.render_html import render as render_html
 from cost.report.render_text import render as render_text
 from cost.report.report import RunReport, build_report
 from infra.config.schema import RunConfig
+from infra.event_log import EventLog
 from infra.events import (
     EVALUATION,
     FAULT_DETECTED,
@@ -32,7 +33,6 @@ from infra.events import (
     PREPARED,
     RESTORE,
     Event,
-    EventLog,
     Origin,
 )
 from infra.layout import job_prefix
@@ -287,8 +287,7 @@ def test_the_command_rebuilds_the_report_from_the_store(tmp_path: Path):
     for place in (["demo", "--store", str(tmp_path / "store")], [str(tmp_path / "store" / job_prefix("demo"))]):
         command = [sys.executable, "-m", "cost", "report", *place]
         done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["outcome"] == "no_capacity"
+        assert done.returncode == 0 and json.loads(done.stdout)["outcome"] == "no_capacity", done.stderr
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "no_capacity (exit code 5)" in shown.stdout
     missing = subprocess.run([*command[:-1], "nobody"], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -28,9 +28,12 @@ from training.cadence import Cadence
 from training.clock import Clock
 from training.errors import CheckpointError
 from training.gang import Gang
+from training.guards.guards import Guards
 from training.limits import Limits, Stop
+from training.position import Position
 from training.pulse import Pulse, Row
-from training.trainer import Position, Reporter, Trainer
+from training.reporter import Reporter
+from training.trainer import Trainer
 
 
 def test_predicted_and_actual_loss_stand_side_by_side() -> None:
@@ -120,15 +123,17 @@ def trainer_of(saver: Saver, events: list, **checkpoint: Any) -> Trainer:
     def emit(name: str, **data: Any) -> None:
         events.append((name, data))
 
+    gang = Gang(rank=0, world_size=2)
     return Trainer(
         config=config,
-        gang=Gang(rank=0, world_size=2),
+        gang=gang,
         workload=None,
         spread=SimpleNamespace(module=None, committed=lambda: None),
         optimizer=None,
         saver=saver,
         limits=Limits(None, world_size=2, elapsed_seconds=lambda: 0.0),
         reporter=Reporter(Clock(emit, started=0.0), emit),
+        guards=Guards(config=config, gang=gang, copies=1, emit=emit),
         extra={},
         cadence=Cadence(config.checkpoint, GammaHazard.from_prior(0.1)),
     )
@@ -145,14 +150,14 @@ def pulse_of(*rows: dict[str, float]) -> Pulse:
 def test_a_rank_that_is_still_saving_makes_all_wait_or_all_skip(when_busy: str, saved: list) -> None:
     saver, events = Saver(), []
     trainer = trainer_of(saver, events, when_busy=when_busy)
-    trainer.save_if_due(Position(7), pulse_of({"save_due": 1.0}, {"saving": 1.0}), last=False)
+    trainer.saves.if_due(Position(7), pulse_of({"save_due": 1.0}, {"saving": 1.0}), last=False)
     assert saver.asked == saved
     skipped = [data for name, data in events if name == COMMIT_SKIPPED]
     assert bool(skipped) is not bool(saved)
     assert not skipped or (skipped[0]["step"] == 7 and "rank 1" in skipped[0]["reason"])
-    trainer.save_if_due(Position(8), pulse_of({"saving": 1.0}, {"save_due": 1.0}), last=False)
+    trainer.saves.if_due(Position(8), pulse_of({"saving": 1.0}, {"save_due": 1.0}), last=False)
     assert saver.asked == saved, "rank 0 alone decides what is due"
-    trainer.save_if_due(Position(9), pulse_of({}, {"saving": 1.0}), last=True)
+    trainer.saves.if_due(Position(9), pulse_of({}, {"saving": 1.0}), last=True)
     assert saver.asked[-1] == (9, None), "the last step is saved in any case"
 
 
@@ -161,10 +166,10 @@ def test_a_notice_leads_to_a_save_in_time_or_to_none() -> None:
     trainer = trainer_of(saver, events, deadline_seconds=60)
     leaving = {"stop": float(Stop.INTERRUPTED)}
     fits = pulse_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 9.0})
-    trainer.save_if_due(Position(3), fits, last=True)
+    trainer.saves.if_due(Position(3), fits, last=True)
     assert saver.asked == ["hurry", (3, 28.0)]
     late = pulse_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 31.0})
-    trainer.save_if_due(Position(4), late, last=True)
+    trainer.saves.if_due(Position(4), late, last=True)
     assert saver.asked == ["hurry", (3, 28.0), "hurry"]
     (skipped,) = [data for name, data in events if name == COMMIT_SKIPPED]
     assert skipped["reason"] == "a save takes 31.0 s and 28.0 s are left; the last commit stands"
@@ -190,7 +195,7 @@ def test_a_cap_says_nothing_of_a_save_that_is_spared_no_bandwidth(monkeypatch: p
         trainer = replace(
             trainer,
             workload=SimpleNamespace(flops=lambda batch: 1.0),
-            spread=SimpleNamespace(square_sum=lambda gradients: 1.0),
+            spread=SimpleNamespace(module=None, square_sum=lambda gradients: 1.0),
         )
         trainer.exchange_pulse(Position(3), None, SimpleNamespace(sum=1.0, weight=1.0), [])
     assert [row.save_seconds for row in rows] == [40.0, 0.0]

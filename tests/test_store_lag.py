@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from infra.errors import StoreAway
-from infra.events import EventLog, Origin, read_events
+from infra.event_log import EventLog
+from infra.events import Origin, read_events
 from infra.layout import data_key, index_key
 from infra.store import ObjectMeta, Store
 from training.checkpoint import generations

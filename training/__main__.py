@@ -1,7 +1,8 @@
-"""`torchrun -m training CONFIG` trains; `python -m training checkpoints|examine|soak|bench …` looks and measures."""
+"""`torchrun -m training CONFIG` trains; `python -m training checkpoints|examine|certify|soak|bench …` looks closer."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -23,7 +24,18 @@ def main(arguments: list[str]) -> None:
         from training.bench import main as bench
 
         sys.exit(bench(arguments[1:]))
-    _tie_to_parent()
+    if arguments[:1] == ["certify"]:
+        from training.certify import main as certify
+
+        sys.exit(certify(arguments[1:]))
+    if arguments[:1] == ["--standby"]:
+        from training.launch.standby import STANDBY_VARIABLE
+        from training.standby import serve
+
+        serve(int(os.environ[STANDBY_VARIABLE]))
+        arguments = []  # returns in a rank that was forked, with its environment in place
+    else:
+        _tie_to_parent()
     from training.worker import main as work
 
     work(arguments)

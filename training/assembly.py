@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,15 +22,20 @@ from training.checkpoint import Checkpointer, Rejected, Restored, RetentionPolic
 from training.clock import Clock
 from training.errors import DataError
 from training.gang import Gang
-from training.launch.heartbeat import Heartbeat
+from training.guards.assembly import fit_micro_batch, make_guards, overridden
+from training.guards.overrides import Overrides
+from training.launch.control import Control
 from training.launch.spec import WorkerSpec
+from training.launch.watch.heartbeat import Heartbeat
 from training.limits import Limits
 from training.optimizer import make_optimizer
 from training.parallel import spread_model
-from training.peak import measure_flops_per_second
+from training.peak import peak_flops_per_second
+from training.position import Position
 from training.progress import Progress
 from training.rehearse import Fault
-from training.trainer import Position, Rehearsal, Reporter, Trainer
+from training.reporter import Reporter
+from training.trainer import Rehearsal, Trainer
 from training.weights.files import describe_files
 from training.weights.load import load_weights
 from training.workload import Workload
@@ -45,7 +51,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     Raises DataError when that commit was trained on other data, CheckpointError when no candidate can be restored,
     WorkloadError for a workload that cannot be trained as it is.
     """
-    config = RunConfig.model_validate(spec.config)
+    config = overridden(RunConfig.model_validate(spec.config), Overrides.from_json(spec.overrides))
     terms = Terms.from_json(spec.terms) if spec.terms else None
     clock = reporter.clock
     limits = Limits(
@@ -53,6 +59,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
         world_size=gang.world_size,
         elapsed_seconds=lambda: clock.elapsed_seconds,
         stop_seconds=config.checkpoint.stop_seconds,
+        control=Control(Path(spec.control_path)) if spec.control_path else None,
     )
     limits.watch_signals()
     store = Store.open(spec.store_uri)
@@ -60,12 +67,15 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     if config.workload is not None:
         workload = guarded(workload, config.workload)
     spread = spread_model(workload, config, gang)
+    optimizer = _optimizer(workload, spread.module, config)
+    guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)
+    guards.config = config = fit_micro_batch(guards, workload, spread, optimizer)
     trainer = Trainer(
         config=config,
         gang=gang,
         workload=workload,
         spread=spread,
-        optimizer=_optimizer(workload, spread.module, config),
+        optimizer=optimizer,
         saver=saver,
         limits=limits,
         reporter=reporter,
@@ -75,9 +85,10 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
             "batch_size": config.training.batch_size,
             "schedule": config.training.scheduler.model_dump(mode="json"),
         },
-        progress=_progress(gang, config, terms, reporter, unit=_unit(spec)),
+        progress=_progress(gang, config, terms, reporter, unit=_unit(spec), kept=_kept_peak(spec)),
         cadence=_cadence(spec, config, terms) if gang.rank == 0 else None,
         rehearsal=_rehearsal(spec, nodes),
+        guards=guards,
     )
     saver.prepare(spread.module, trainer.optimizer)
     clock.emit_phases()
@@ -145,7 +156,7 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
             rejected=rejected,
         )
     trainer.reporter.clock.emit_phases()
-    return Position(restored.step, restored.extra["cursor"])
+    return trainer.guards.resume(Position(restored.step, restored.extra["cursor"]), restored.extra)
 
 
 def begin(trainer: Trainer) -> Position:
@@ -160,7 +171,7 @@ def begin(trainer: Trainer) -> Position:
             trainer.reporter.emit(INITIAL_WEIGHTS, tensors=tensors, seconds=seconds, files=describe_files(path))
             print(f"initial weights: {tensors} tensors of {path}", flush=True)
         trainer.reporter.clock.emit_phases()
-    return Position()
+    return trainer.guards.resume(Position(), {})
 
 
 def _rejected(rejected: Rejected, restored: Restored) -> dict[str, Any]:
@@ -187,10 +198,18 @@ def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torc
         return own(module)
 
 
-def _progress(gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter, *, unit: str) -> Progress | None:
+def _kept_peak(spec: WorkerSpec) -> Path | None:
+    """What a rank measures holds for the one that takes its place among as many."""
+    name = f"peak-{os.environ.get('LOCAL_RANK', '0')}-of-{spec.colocated_ranks}.json"
+    return Path(spec.kept_path) / name if spec.kept_path else None
+
+
+def _progress(
+    gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter, *, unit: str, kept: Path | None
+) -> Progress | None:
     """Measures the peak on all ranks at once, as they will work. Collective."""
     dtype = torch.bfloat16 if config.fsdp.use_mixed_precision else torch.float32
-    own = measure_flops_per_second(gang.device, dtype)
+    own = peak_flops_per_second(gang.device, dtype, kept)
     reporter.emit(PEAK, flops_per_second=own, dtype=str(dtype).removeprefix("torch."))
     peak = float(gang.gather(torch.tensor([own], dtype=torch.float64, device=gang.device)).sum())
     if gang.rank != 0:
@@ -213,4 +232,10 @@ def _cadence(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> Cadenc
 def _rehearsal(spec: WorkerSpec, nodes: int) -> Rehearsal | None:
     if spec.rehearse is None:
         return None
-    return Rehearsal(fault=Fault.from_json(spec.rehearse), node=spec.node, nodes=nodes, agent_pid=spec.agent_pid)
+    return Rehearsal(
+        fault=Fault.from_json(spec.rehearse),
+        node=spec.node,
+        nodes=nodes,
+        agent_pid=spec.agent_pid,
+        notice_path=spec.notice_path,
+    )

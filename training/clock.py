@@ -25,24 +25,33 @@ class Clock:
         self._started = self._since = process_start_monotonic() if started is None else started
         self._current = LedgerClass.STARTUP
         self._booked: dict[LedgerClass, float] = {}
+        self._own = False
+        self._own_seconds = 0.0
 
     @property
     def elapsed_seconds(self) -> float:
         return self._now() - self._started
 
-    def enter(self, ledger_class: LedgerClass) -> None:
+    def enter(self, ledger_class: LedgerClass, *, own: bool = False) -> None:
+        """own: in what begins now this rank waits for no other."""
         self._book()
-        self._current = ledger_class
+        self._current, self._own = ledger_class, own
 
     def booked_seconds(self, ledger_class: LedgerClass) -> float:
         """In this class since the last `take`, up to now."""
         self._book()
         return self._booked.get(ledger_class, 0.0)
 
+    @property
+    def own_seconds(self) -> float:
+        """Without waiting for other ranks, since the last `take`, up to the last `enter`."""
+        return self._own_seconds
+
     def take(self) -> dict[str, float]:
         """Seconds by class since the last `take`, for a step's event. The running class goes on."""
         self._book()
         booked, self._booked = self._booked, {}
+        self._own_seconds = 0.0
         return {str(name): seconds for name, seconds in booked.items()}
 
     def emit_phases(self) -> None:
@@ -52,7 +61,10 @@ class Clock:
 
     def _book(self) -> None:
         now = self._now()
-        self._booked[self._current] = self._booked.get(self._current, 0.0) + now - self._since
+        spent = now - self._since
+        self._booked[self._current] = self._booked.get(self._current, 0.0) + spent
+        if self._own:
+            self._own_seconds += spent
         self._since = now
 
 

@@ -1,6 +1,6 @@
 """The training loop. It knows nothing of models, prices or stores; those stand behind the names that it calls.
 
-next_batch → split → forward and backward → pulse → clip → step → heartbeat
+next_batch → split → forward and backward → pulse → guards → clip → step → heartbeat
 """
 
 from __future__ import annotations
@@ -8,17 +8,19 @@ from __future__ import annotations
 import torch
 
 from infra.outcome import Outcome
+from training.guards.numbers import Action
 from training.limits import Stop
 from training.optimizer import scale_and_clip, set_learning_rate
+from training.position import Ending
 from training.schedule import learning_rate
-from training.trainer import Ending, Trainer
+from training.trainer import Trainer
 from training.workload import Batch, Loss
 
 
 def train(trainer: Trainer) -> Ending:
     """Take steps until the last one, a limit, or a number that is not finite; all ranks end alike. Collective."""
     training, optimizer, spread = trainer.config.training, trainer.optimizer, trainer.spread
-    at, stop = trainer.start, Stop.NONE
+    at, stop = trainer.start, trainer.stop_before_first_step()
     while at.step < training.max_steps and stop is Stop.NONE:
         step = at.step + 1
         trainer.enter("data", step)
@@ -29,24 +31,27 @@ def train(trainer: Trainer) -> Ending:
 
         gradients = spread.gradient_tensors()
         pulse = trainer.exchange_pulse(at, batch, loss, gradients)
-        if pulse.non_finite:
-            return trainer.end(at, Outcome.NON_FINITE, f"step {step}: {pulse.non_finite}; the last commit stands")
+        judgement = trainer.judge(at, pulse)
+        if judgement.action is Action.STOP:
+            return trainer.end(at, Outcome.NON_FINITE, f"step {step}: {judgement.reason}; the last commit stands")
 
         trainer.enter("optimizer", step)
         rate = learning_rate(training, step)
         set_learning_rate(optimizer, rate)
-        scale_and_clip(gradients, scale=pulse.scale, norm=pulse.gradient_norm, limit=training.gradient_clip_norm)
-        trainer.saver.before_step()
-        optimizer.step()
+        if judgement.action is Action.STEP:
+            scale_and_clip(gradients, scale=pulse.scale, norm=pulse.gradient_norm, limit=training.gradient_clip_norm)
+            trainer.saver.before_step()
+            optimizer.step()
         optimizer.zero_grad()
 
         at, stop = at.next(training.batch_size), pulse.stop
-        trainer.record_step(at, pulse, rate)
+        trainer.record_step(at, pulse, rate, judgement)
         trainer.rehearse_fault(step)
         last = step == training.max_steps or stop is not Stop.NONE
         if not last and step % training.evaluation_interval_steps == 0:
             trainer.evaluate(at)
-        trainer.save_if_due(at, pulse, last=last)
+        trainer.saves.if_due(at, pulse, last=last)
+        trainer.renew_if_due(at, pulse, last=last)
 
     if stop is not Stop.NONE:
         return trainer.end(at, stop.outcome, trainer.limits.describe(stop))
@@ -56,14 +61,19 @@ def train(trainer: Trainer) -> Ending:
 
 def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
     """Add up gradients, loss and weight over the micro-batches; dividing is left to the pulse, which knows them all."""
-    parts = batch.split(trainer.config.training.gradient_accumulation_steps)
+    accumulation = trainer.config.training.gradient_accumulation_steps
+    parts = batch.split(accumulation)
     sums, weight = torch.zeros((), device=trainer.gang.device), 0.0
-    for number, part in enumerate(parts, start=1):
-        with trainer.spread.gradients(last=number == len(parts)):
-            trainer.enter("forward", step)
-            loss = trainer.workload.loss(trainer.spread.model, part)
-            trainer.enter("backward", step)
-            loss.sum.backward()
-        sums += loss.sum.detach()
-        weight += loss.weight
+    try:
+        for number, part in enumerate(parts, start=1):
+            with trainer.spread.gradients(last=number == len(parts)):
+                trainer.enter("forward", step)
+                loss = trainer.workload.loss(trainer.spread.model, part)
+                trainer.enter("backward", step)
+                loss.sum.backward()
+            sums += loss.sum.detach()
+            weight += loss.weight
+    except (RuntimeError, MemoryError) as error:
+        trainer.guards.raise_if_out_of_memory(error, step, accumulation)
+        raise
     return Loss(sums, weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from infra.events import EndReason
 from infra.outcome import Outcome
 
 
@@ -9,10 +10,12 @@ class TrainingError(Exception):
     """Anything training could not do. `outcome` says how a job that dies of it ends.
 
     curable: a new attempt may cure it. Where it is False, the same start would fail in the same way again.
+    end_reason: how a gang that ends by it is recorded.
     """
 
     outcome: Outcome = Outcome.FAILED
     curable: bool = True
+    end_reason: EndReason = EndReason.RANK_FAILED
 
 
 class CheckpointError(TrainingError):
@@ -85,6 +88,41 @@ class RendezvousError(TrainingError):
 
 class DivergenceError(TrainingError):
     """Ranks that should be at the same place are not. Names them and where they are."""
+
+
+class StartAnew(TrainingError):
+    """The gang ends on purpose, and its next start goes on otherwise, by the order that stands in the event log."""
+
+
+class Rewind(StartAnew):
+    """The last steps went wrong: back to an older commit, and past the samples that were read since."""
+
+    end_reason = EndReason.REWIND
+
+
+class MicroBatchTooLarge(StartAnew):
+    """A micro-batch does not fit into memory. Names the rank and the number of micro-batches to go on with."""
+
+    end_reason = EndReason.SPLIT
+
+
+class MemoryGrowth(StartAnew):
+    """Memory would have run out. All is saved, and the processes are replaced."""
+
+    end_reason = EndReason.RENEWAL
+
+
+class BatchCannotBeSplit(TrainingError):
+    """Not even one sample at a time fits into memory. Names the arithmetic and what else saves memory."""
+
+    outcome = Outcome.CONFIG
+    curable = False
+
+
+class TooManyRewinds(TrainingError):
+    """The job has gone back as often as it may, and still goes wrong."""
+
+    curable = False
 
 
 class GangError(TrainingError):

@@ -11,6 +11,7 @@ from enum import IntEnum
 
 from infra.outcome import Outcome
 from infra.terms import BUDGET_THRESHOLDS, Terms
+from training.launch.control import Control
 
 _LEAVING_SECONDS = 2.0  # from the last save to the end of the process
 _STEPS_REMEMBERED = 32
@@ -30,9 +31,10 @@ class Stop(IntEnum):
 
 
 class Limits:
-    """Budget and deadline of the terms, and SIGTERM.
+    """Budget and deadline of the terms, SIGTERM, and what the node's agent says.
 
     elapsed_seconds: since this rank's process started. stop_seconds: from SIGTERM until the process is killed.
+    control: the agent's record, where there is an agent.
     """
 
     def __init__(
@@ -42,10 +44,13 @@ class Limits:
         world_size: int,
         elapsed_seconds: Callable[[], float],
         stop_seconds: float = math.inf,
+        control: Control | None = None,
     ) -> None:
         self.terms = terms
         self._stop_seconds = stop_seconds
         self._killed_at = math.inf  # time.monotonic(), as far as is known
+        self._control = control
+        self._saves_answered = 0
         self.usd_per_second = terms.usd_per_rank_second * world_size if terms else 0.0
         self._elapsed_seconds = elapsed_seconds
         self._asked = False
@@ -63,6 +68,21 @@ class Limits:
         self._killed_at = min(self._killed_at, time.monotonic() + seconds)
 
     @property
+    def asked_to_leave(self) -> bool:
+        """By SIGTERM, or by this node's agent."""
+        if self._control is not None and (leave_at := self._control.leave_at) < math.inf:
+            self._asked = True
+            self._killed_at = min(self._killed_at, leave_at - _LEAVING_SECONDS)
+        return self._asked
+
+    def save_wanted(self) -> bool:
+        """Whether the agent has asked for a save since the last time this was asked."""
+        asked = 0 if self._control is None else self._control.saves
+        wanted = asked > self._saves_answered
+        self._saves_answered = asked
+        return wanted
+
+    @property
     def stop_seconds(self) -> float:
         """Left for a last save; infinite while nobody has asked to leave."""
         return max(self._killed_at - time.monotonic(), 0.0)
@@ -77,7 +97,7 @@ class Limits:
     def stop(self) -> Stop:
         """To be asked once in each step: the time between two askings tells what one more step would cost."""
         self._look()
-        if self._asked:
+        if self.asked_to_leave:
             return Stop.INTERRUPTED
         terms = self.terms
         if terms is None:
@@ -134,4 +154,7 @@ class Limits:
         if stop is Stop.DEADLINE and terms and terms.deadline_utc is not None:
             over = time.time() - terms.deadline_utc
             return f"deadline: now is {over:+.0f} s from it; fix: run the job again with a later cost.deadline_hours"
-        return "asked to leave (SIGTERM)" if stop is Stop.INTERRUPTED else ""
+        if stop is not Stop.INTERRUPTED:
+            return ""
+        cause = self._control.cause if self._control is not None else ""
+        return f"asked to leave ({cause or 'SIGTERM'})"

@@ -22,8 +22,8 @@ from infra.metrics.push import Group, Pusher, delete_group
 from infra.metrics.serve import MetricsServer
 from infra.terms import Terms
 from training.clock import process_start_monotonic
-from training.launch.heartbeat import Heartbeat
 from training.launch.spec import WorkerSpec
+from training.launch.watch.heartbeat import Heartbeat
 from training.limits import Limits
 
 Emit = Callable[..., Any]

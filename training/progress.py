@@ -13,7 +13,10 @@ _INTERVAL_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """Where the job is. tokens and flops: global, of this step. at_risk_usd: spent since the last save."""
+    """Where the job is. tokens and flops: global, of this step. at_risk_usd: spent since the last save.
+
+    drag: what has been holding the steps up.
+    """
 
     step: int
     loss: float
@@ -22,6 +25,7 @@ class Status:
     spent_usd: float
     last_commit_step: int | None
     at_risk_usd: float | None = None
+    drag: str = ""
 
 
 class Progress:
@@ -71,6 +75,7 @@ class Progress:
             self._money(status.spent_usd),
             f"commit {status.last_commit_step}" if status.last_commit_step is not None else "no commit yet",
             f"${status.at_risk_usd:.4f} at risk" if self._terms is not None and status.at_risk_usd is not None else "",
+            status.drag,
         ]
         return " · ".join(part for part in parts if part)
 

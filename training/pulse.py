@@ -19,6 +19,7 @@ from torch import Tensor
 
 from training.errors import DivergenceError
 from training.gang import Gang
+from training.guards.pace import slowest
 from training.limits import Stop
 
 
@@ -40,6 +41,9 @@ class Row:
     saving: float = 0.0  # a save of this rank is still under way
     save_seconds: float = 0.0  # that another would take, as far as it is known
     stop_seconds: float = math.inf  # that are left for it, where this rank was told to leave
+    own_seconds: float = 0.0  # without waiting for other ranks, as far as they can be told apart: data and forward
+    weights_sum: float = 0.0  # of its weights before this step, where they are to be compared
+    renew: float = 0.0  # its memory is about to run out
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,30 @@ class Pulse:
 
     @property
     def slowest(self) -> tuple[int, float]:
-        """(rank, its time over the mean) by the seconds of its own data and compute."""
-        seconds = [row.compute_seconds + row.data_seconds for row in self.rows]
-        rank = max(range(len(seconds)), key=seconds.__getitem__)
-        return rank, seconds[rank] * len(seconds) / max(sum(seconds), 1e-9)
+        """(rank, its own time over the median of the others')."""
+        return slowest(self.own_seconds)
+
+    @property
+    def own_seconds(self) -> list[float]:
+        return [row.own_seconds for row in self.rows]
+
+    @property
+    def data_seconds(self) -> list[float]:
+        return [row.data_seconds for row in self.rows]
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the longest rank, up to the pulse."""
+        return max(row.compute_seconds + row.data_seconds for row in self.rows)
+
+    @property
+    def weights_sums(self) -> list[float]:
+        return [row.weights_sum for row in self.rows]
+
+    @property
+    def renew(self) -> list[int]:
+        """Ranks whose memory is about to run out."""
+        return [rank for rank, row in enumerate(self.rows) if row.renew]
 
     def check(self) -> None:
         """Raises DivergenceError when ranks are at different places; the minority, or the higher ranks, are named."""

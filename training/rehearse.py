@@ -1,9 +1,9 @@
 """Faults that users aim at their own job, to see it survive before paying for it.
 
-    --rehearse KIND@WHEN[:node=N|:rank=N]     for example node-loss@60% or rank-kill@step:120:rank=1
+    --rehearse KIND@WHEN[:node=N|:rank=N][:seconds=S]     node-loss@60%, rank-kill@step:120:rank=1, notice@50%:node=0
 
-A fault strikes after its step was computed and before that step is saved, so that work really is lost. It fires once
-per job: the event it leaves behind keeps it from firing again on resume.
+A fault strikes after its step was computed and before that step is saved, so that work really is lost; with a notice,
+so that nothing is. It fires once per job: the event it leaves behind keeps it from firing again on resume.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ import os
 import re
 import signal
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from infra.errors import InfraError
+from infra.notices import rehearse_notice
 from infra.outcome import Outcome
 
+NOTICE = "notice"
 KINDS = {
     "node-loss": "SIGKILL to a node's agent and all its ranks",
     "rank-kill": "SIGKILL to one rank",
+    NOTICE: "a spot notice to a node, which is killed after :seconds=S, 120 unless told",
 }
+_SPOT_NOTICE_SECONDS = 120.0
 _PATTERN = re.compile(
-    r"(?P<kind>[a-z-]+)@(?:(?P<percent>\d+(?:\.\d+)?)%|step:(?P<step>\d+))(?::(?P<target>node|rank)=(?P<number>\d+))?"
+    r"(?P<kind>[a-z-]+)@(?:(?P<percent>\d+(?:\.\d+)?)%|step:(?P<step>\d+))"
+    r"(?::(?P<target>node|rank)=(?P<number>\d+))?(?::seconds=(?P<seconds>\d+(?:\.\d+)?))?"
 )
 
 
@@ -34,31 +40,40 @@ class RehearsalError(InfraError):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """fraction: of max_steps (0 to 1), or None when `step` is given. node, rank: the target, or None: the last one."""
+    """fraction: of max_steps (0 to 1), or None when `step` is given. node, rank: the target, or None: the last one.
+
+    seconds: of a notice, until its machine is gone.
+    """
 
     kind: str
     fraction: float | None = None
     step: int | None = None
     node: int | None = None
     rank: int | None = None
+    seconds: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Read KIND@WHEN[:node=N|:rank=N]. Raises RehearsalError that shows what would be right."""
+        """Read KIND@WHEN[:node=N|:rank=N][:seconds=S]. Raises RehearsalError that shows what would be right."""
         match = _PATTERN.fullmatch(text)
         if match is None or match["kind"] not in KINDS:
             kinds = ", ".join(f"{kind} ({meaning})" for kind, meaning in KINDS.items())
             raise RehearsalError(
-                f"--rehearse {text}: not KIND@WHEN[:node=N|:rank=N]\n"
+                f"--rehearse {text}: not KIND@WHEN[:node=N|:rank=N][:seconds=S]\n"
                 f"  hint: kinds are {kinds}; WHEN is 60% or step:120; for example --rehearse node-loss@60%"
             )
         fraction = float(match["percent"]) / 100 if match["percent"] else None
         if fraction is not None and not 0 < fraction < 1:
             raise RehearsalError(f"--rehearse {text}: {match['percent']}% is not between 0% and 100%")
-        if match["kind"] == "node-loss" and match["target"] == "rank":
-            raise RehearsalError(f"--rehearse {text}: node-loss takes :node=N, not :rank=N")
-        target = {match["target"]: int(match["number"])} if match["target"] else {}
-        return cls(kind=match["kind"], fraction=fraction, step=int(match["step"]) if match["step"] else None, **target)
+        kind = match["kind"]
+        if kind != "rank-kill" and match["target"] == "rank":
+            raise RehearsalError(f"--rehearse {text}: {kind} takes :node=N, not :rank=N")
+        if kind != NOTICE and match["seconds"]:
+            raise RehearsalError(f"--rehearse {text}: {kind} strikes at once and takes no :seconds=S")
+        more: dict = {match["target"]: int(match["number"])} if match["target"] else {}
+        if kind == NOTICE:
+            more["seconds"] = float(match["seconds"] or _SPOT_NOTICE_SECONDS)
+        return cls(kind=kind, fraction=fraction, step=int(match["step"]) if match["step"] else None, **more)
 
     def check(self, *, max_steps: int, nodes: int, world_size: int) -> None:
         """Refuse a fault that could never fire in this job. Raises RehearsalError."""
@@ -88,8 +103,15 @@ class Fault:
             return rank == world_size - 1
         return node == wanted_node and rank == first_rank_of_node
 
-    def strike(self, agent_pid: int | None) -> None:
-        """Does not return. Killing the agent takes every process of its node along (they die with their parent)."""
+    def strike(self, agent_pid: int | None, notice_path: str | None = None) -> None:
+        """Returns after a notice alone. Killing the agent takes every process of its node along (they die with their
+        parent); a notice is left at `notice_path` for the agent, and without one comes as SIGTERM."""
+        if self.kind == NOTICE:
+            if notice_path is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                rehearse_notice(Path(notice_path), action="terminate", seconds=self.seconds or _SPOT_NOTICE_SECONDS)
+            return
         if self.kind == "node-loss" and agent_pid is not None:
             os.kill(agent_pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -106,4 +128,5 @@ class Fault:
         target = (
             f":node={self.node}" if self.node is not None else f":rank={self.rank}" if self.rank is not None else ""
         )
-        return f"{self.kind}@{when}{target}"
+        seconds = "" if self.seconds is None else f":seconds={self.seconds:g}"
+        return f"{self.kind}@{when}{target}{seconds}"

@@ -18,12 +18,14 @@ import torch.distributed as dist
 from infra.config.load import load_config
 from infra.config.schema import RunConfig
 from infra.config.sources import values_with_sources
-from infra.events import CONFIGURED, PREPARED, EventLog, Origin
+from infra.event_log import EventLog
+from infra.events import CONFIGURED, PREPARED, Origin
 from infra.layout import check_job_name, job_prefix
 from infra.store import Store
 from training.checkpoint.lineage import CANDIDATES, open_generation, reachable_commits
 from training.errors import RendezvousError
 from training.gang import Gang
+from training.guards.overrides import read_overrides, rewind_parent
 from training.launch.spec import WorkerSpec
 from training.workloads.door import prepare_data, workload_context
 from training.workloads.examine import PREPARE_SECONDS
@@ -86,7 +88,8 @@ def _make_spec(request: Request) -> WorkerSpec:
         print(try_workload(config, replace(context, prepared=prepared)).text, flush=True)
     settings = {"path": request.path, "config": config.model_dump(mode="json"), "sources": request.sources}
     job_store.put("config.json", json.dumps(settings, indent=1, sort_keys=True).encode())
-    generation = open_generation(job_store, run=job, attempt=attempt)
+    parent = rewind_parent(job_store)
+    generation = open_generation(job_store, run=job, attempt=attempt, parent=parent)
     print(f"job {job} in {config.store}, generation {generation.name}", flush=True)
     origin = Origin(job=job, run=job, attempt=attempt, generation=generation.number, process="prepare")
     with EventLog(job_store, origin) as events:
@@ -103,6 +106,7 @@ def _make_spec(request: Request) -> WorkerSpec:
         config=config.model_dump(mode="json"),
         store_uri=store.uri,
         prepared=prepared,
+        overrides=read_overrides(job_store).to_json(),
         colocated_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,73 +14,25 @@ from torch import Tensor
 
 from infra.config.schema import RunConfig
 from infra.errors import StoreError
-from infra.events import BUDGET, COMMIT_SKIPPED, EVALUATION, FAULT_INJECTED, INTERVAL, NOTICE, OUTCOME, STEP
+from infra.events import BUDGET, EVALUATION, FAULT_INJECTED, NOTICE, OUTCOME, STEP
 from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
 from training.cadence import Cadence
-from training.clock import Clock
 from training.errors import CheckpointError, GenerationSuperseded
 from training.gang import Gang
+from training.guards.guards import Guards
+from training.guards.numbers import Action, Judgement
 from training.limits import Limits, Stop
 from training.parallel import Spread
+from training.position import Ending, Position
 from training.progress import Progress, Status
 from training.pulse import Pulse, Row, exchange
 from training.rehearse import Fault
+from training.reporter import Reporter
 from training.saver import Saver
+from training.saves import Saves
 from training.weights.digest import weights_sha256
 from training.workload import Batch, Cursor, Loss, Workload, as_numbers
-
-# Where the time of a phase goes. The phases are those of the heartbeat, by which an agent sees progress.
-_CLASS_OF_PHASE = {
-    "init": LedgerClass.STARTUP,
-    "restore": LedgerClass.RESTORE,
-    "data": LedgerClass.DATA_WAIT,
-    "forward": LedgerClass.USEFUL_STEP,
-    "backward": LedgerClass.USEFUL_STEP,
-    "optimizer": LedgerClass.USEFUL_STEP,
-    "checkpoint": LedgerClass.CHECKPOINT_STALL,
-    "evaluation": LedgerClass.EVALUATION,
-    "done": LedgerClass.SHUTDOWN,
-}
-
-
-# What a step without its save is made of.
-_STEP_CLASSES = (str(LedgerClass.USEFUL_STEP), str(LedgerClass.DATA_WAIT))
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where the job is: steps taken, and the global index of the first sample that no step has seen."""
-
-    step: int = 0
-    cursor: int = 0
-
-    def next(self, samples: int) -> Position:
-        return Position(self.step + 1, self.cursor + samples)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How the loop ended, the same on all ranks. step: the last one taken. weights_sha256: None when not computed."""
-
-    outcome: Outcome
-    step: int
-    message: str = ""
-    weights_sha256: str | None = None
-
-
-@dataclass(frozen=True)
-class Reporter:
-    """Phases and events. emit takes (name, step=, flush=, **data); beat takes (step, phase), where an agent watches."""
-
-    clock: Clock
-    emit: Callable[..., object]
-    beat: Callable[[int, str], None] = lambda step, phase: None
-
-    def enter(self, phase: str, step: int) -> None:
-        """From now on this rank is in `phase`; its time is booked in the ledger class of that phase."""
-        self.beat(step, phase)
-        self.clock.enter(_CLASS_OF_PHASE[phase])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +43,7 @@ class Rehearsal:
     node: int
     nodes: int
     agent_pid: int | None
+    notice_path: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +61,27 @@ class Trainer:
     saver: Saver
     limits: Limits
     reporter: Reporter
+    guards: Guards
     extra: dict[str, Any]
-    start: Position = Position()
+    start: Position = field(default_factory=Position)
     progress: Progress | None = None
     cadence: Cadence | None = None
     rehearsal: Rehearsal | None = None
+
+    @cached_property
+    def saves(self) -> Saves:
+        return Saves(
+            config=self.config.checkpoint,
+            rank=self.gang.rank,
+            spread=self.spread,
+            optimizer=self.optimizer,
+            saver=self.saver,
+            limits=self.limits,
+            reporter=self.reporter,
+            extra=self.extra,
+            carried=lambda: self.guards.extra,
+            cadence=self.cadence,
+        )
 
     def enter(self, phase: str, step: int) -> None:
         self.reporter.enter(phase, step)
@@ -123,6 +93,11 @@ class Trainer:
 
     def share(self, at: Position) -> Cursor:
         return Cursor(at.cursor, self.config.training.batch_size).share(self.gang.rank, self.gang.world_size)
+
+    def stop_before_first_step(self) -> Stop:
+        """Who was told to leave while it started takes no step, and the others with it. Collective."""
+        asked = torch.tensor([float(self.limits.asked_to_leave)], dtype=torch.float64, device=self.gang.device)
+        return Stop.INTERRUPTED if bool(self.gang.gather(asked).any()) else Stop.NONE
 
     def exchange_pulse(self, at: Position, batch: Batch, loss: Loss, gradients: Sequence[Tensor]) -> Pulse:
         clock = self.reporter.clock
@@ -136,21 +111,33 @@ class Trainer:
             compute_seconds=clock.booked_seconds(LedgerClass.USEFUL_STEP),
             data_seconds=clock.booked_seconds(LedgerClass.DATA_WAIT),
             stop=self.limits.stop(),
-            save_due=self.cadence is not None and self.cadence.due(at.step + 1),
+            save_due=self.limits.save_wanted() or (self.cadence is not None and self.cadence.due(at.step + 1)),
             saving=self.saver.busy,
-            save_seconds=self._last_save_seconds,
+            save_seconds=self.saves.seconds_before_leaving,
             stop_seconds=self.limits.stop_seconds,
+            own_seconds=clock.own_seconds,
+            weights_sum=self.guards.weights_sum(at.step, self.spread.module),
+            renew=self.guards.memory_runs_out(self._seconds_to_go(at)),
         )
         return exchange(self.gang, row)
 
-    @property
-    def _last_save_seconds(self) -> float:
-        """What the last save before leaving would take, as far as it is known. It will be spared no bandwidth, so that
-        what saves took under a cap says nothing of it; it is then tried, and ends at its deadline."""
-        capped = self.config.checkpoint.upload_mib_per_second is not None
-        return 0.0 if capped else self.saver.expected_seconds or 0.0
+    def _seconds_to_go(self, at: Position) -> float:
+        """Of the job, as fast as this start has been so far."""
+        taken, to_go = at.step - self.start.step, self.config.training.max_steps - at.step
+        return self.reporter.clock.elapsed_seconds / taken * to_go if taken else 0.0
 
-    def record_step(self, at: Position, pulse: Pulse, learning_rate: float) -> None:
+    def judge(self, at: Position, pulse: Pulse) -> Judgement:
+        """Whether the optimizer may take its step, which all ranks decide alike."""
+        judgement = self.guards.judge(at, pulse, lambda: self._settle(at))
+        if judgement.action is Action.SKIP:
+            self.spread.discarded()
+        return judgement
+
+    def _settle(self, at: Position) -> None:
+        self.enter("checkpoint", at.step)
+        self.saver.wait()
+
+    def record_step(self, at: Position, pulse: Pulse, learning_rate: float, judgement: Judgement) -> None:
         """The step's event, with all time since the last one; on rank 0 also what concerns the whole gang."""
         data: dict[str, Any] = {
             "loss": pulse.loss,
@@ -159,8 +146,11 @@ class Trainer:
             "gradient_norm": pulse.gradient_norm,
             "seconds": self.reporter.clock.take(),
         }
-        if self.cadence is not None:
-            data |= self._note_cadence(self.cadence, data["seconds"], saving=bool(pulse.saving))
+        if judgement.action is Action.SKIP:
+            data["skipped"] = judgement.reason
+        if self.gang.rank == 0:
+            self.guards.note_pace(at.step, pulse)
+        data |= self.saves.note_step(data["seconds"], saving=bool(pulse.saving))
         if self.progress is not None:
             slowest, ratio = pulse.slowest
             data |= {"flops": pulse.flops, "slowest_rank": slowest, "slowest_ratio": ratio}
@@ -174,6 +164,7 @@ class Trainer:
                     spent_usd=self.limits.spent_usd,
                     last_commit_step=commit.step if commit else None,
                     at_risk_usd=data.get("at_risk_usd"),
+                    drag=self.guards.pace.now,
                 )
             )
         self.reporter.emit(STEP, step=at.step, **data)
@@ -204,62 +195,12 @@ class Trainer:
             print(message, flush=True)
             self.reporter.emit(NOTICE, step=step, message=message)
             return
-        aim.fault.strike(aim.agent_pid)
+        aim.fault.strike(aim.agent_pid, aim.notice_path)
 
-    def save_if_due(self, at: Position, pulse: Pulse, *, last: bool) -> None:
-        """What all ranks decide alike, from the pulse: save, leave it out, or save while there is time."""
-        if pulse.stop is Stop.INTERRUPTED:
-            self._save_in_time(at, pulse)
-        elif last:
-            self.save(at)
-        elif pulse.save_due and pulse.saving and self.config.checkpoint.when_busy == "skip":
-            self._skip(at, f"the save before is still under way on rank {', '.join(map(str, pulse.saving[:5]))}")
-        elif pulse.save_due:
-            self.save(at)
-
-    def save(self, at: Position, *, deadline_seconds: float | None = None) -> None:
-        """Returns once the state is staged; it becomes durable behind training's back."""
-        self.enter("checkpoint", at.step)
-        extra = self.extra | {"step": at.step, "cursor": at.cursor, "spent_usd": self.limits.spent_usd}
-        if self.cadence is not None:
-            extra["exposed_seconds"] = self.cadence.exposed_seconds
-        module = self.spread.module
-        stall = self.saver.save(at.step, module, self.optimizer, extra, deadline_seconds=deadline_seconds)
-        self.spread.committed()
-        if self.cadence is not None:
-            self.cadence.saved(at.step, stall)
-            self.reporter.emit(INTERVAL, step=at.step, **self.cadence.choice().to_json())
-
-    def _save_in_time(self, at: Position, pulse: Pulse) -> None:
-        """The last save before the machine goes, if what is measured says that it fits; else the last commit stands."""
-        needed, left = pulse.last_save
-        self.saver.hurry()
-        if needed > left:
-            self._skip(at, f"a save takes {needed:.1f} s and {left:.1f} s are left; the last commit stands")
-        else:
-            limit = self.config.checkpoint.deadline_seconds
-            self.save(at, deadline_seconds=max(min(left, limit), 1.0))
-
-    def _left_behind(self, at: Position) -> str:
-        """What a later attempt finds, once nothing is under way any more."""
-        commit = self.saver.last_commit
-        if commit is None:
-            return "there is no commit to be resumed from"
-        if commit.step == at.step:
-            return "saved, to be resumed"
-        return f"step {at.step} is not saved, to be resumed from step {commit.step}"
-
-    def _skip(self, at: Position, reason: str) -> None:
-        if self.gang.rank == 0:
-            self.reporter.emit(COMMIT_SKIPPED, step=at.step, reason=reason)
-            print(f"step {at.step}: not saved: {reason}", flush=True)
-
-    def _note_cadence(self, cadence: Cadence, seconds: dict[str, float], *, saving: bool) -> dict[str, float]:
-        """What a step tells of saves; returns what the step's event has of it."""
-        cadence.stepped(sum(seconds.get(name, 0.0) for name in _STEP_CLASSES), busy=saving)
-        if (durable := self.saver.last_durable) is not None:
-            cadence.committed(*durable)
-        return {"at_risk_usd": cadence.seconds_at_risk * self.limits.usd_per_second}
+    def renew_if_due(self, at: Position, pulse: Pulse, *, last: bool) -> None:
+        """Behind the save. Raises MemoryGrowth where a rank's memory is about to run out."""
+        if pulse.renew and not last:
+            self.guards.renew(at, pulse, self.saver)
 
     def evaluate(self, at: Position) -> None:
         self.enter("evaluation", at.step)
@@ -282,7 +223,7 @@ class Trainer:
                 raise
             message = f"{message}; the last save did not become a commit: {error}"
         if outcome is Outcome.INTERRUPTED:
-            message = f"{message}; {self._left_behind(at)}"
+            message = f"{message}; {self.saves.left_behind(at)}"
         self.enter("done", at.step)
         # Who was told to leave has no time to read all weights; a later attempt will end the job.
         sha256 = None if outcome is Outcome.INTERRUPTED else weights_sha256(self.spread.module)

@@ -15,7 +15,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
-from infra.events import EventLog, Origin
+from infra.event_log import EventLog
+from infra.events import Origin
 from infra.layout import generation_name, job_prefix
 from infra.outcome import Outcome
 from infra.store import Store
@@ -24,9 +25,10 @@ from training.clock import Clock
 from training.engine import train
 from training.gang import Gang, connect, disconnect, leave
 from training.launch.spec import WorkerSpec
+from training.launch.watch.observed import Observed
 from training.metrics import live_metrics
+from training.position import Ending
 from training.standalone import Request, parse_arguments, share_spec
-from training.trainer import Ending
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -36,9 +38,12 @@ def main(arguments: list[str]) -> NoReturn:
     """
     spec = WorkerSpec.from_environment()
     request = None if spec else _request(arguments)
+    observed = Observed(Path(spec.heartbeat_path), spec.agent_pid) if spec and spec.heartbeat_path else None
     try:
         ending = _recorded(spec, request)
     except Exception as error:
+        if observed:
+            observed.keep_records()
         if "TORCHELASTIC_ERROR_FILE" in os.environ:  # without one, @record has printed it
             traceback.print_exc()
         code = getattr(error, "outcome", Outcome.FAILED).exit_code

@@ -14,6 +14,7 @@ from typing import Any
 from cost.ledger.generations import Generation, read_generations
 from infra.events import GENERATION_STARTED, NODE_STARTED, NOTICE, PLAN, STEP, EndReason, Event
 from infra.ledger_classes import LedgerClass
+from infra.notices import RECLAIMS
 
 SCHEMA = 1
 # The first steps of a generation compile kernels and fill caches.
@@ -99,7 +100,7 @@ def _stay(chosen: dict[str, Any], generation: Generation, events: Sequence[Event
     machine = next((event.data for event in events if event.name == NODE_STARTED), {})
     zone = chosen.get("zone")  # an id, or a name where prices have no ids
     market = machine.get("market") or chosen["market"]  # a queue may have fallen back to on-demand
-    noticed = any(event.name == NOTICE for event in events)
+    noticed = any(event.name == NOTICE and event.data.get("action") in RECLAIMS for event in events)
     lost = generation.reason in (EndReason.NODE_LOST, None)
     return Stay(
         instance_type=_type_of(chosen, events),

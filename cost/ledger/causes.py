@@ -20,6 +20,7 @@ _OWN = {
     LedgerClass.UNATTRIBUTED: "unattributed",
     LedgerClass.MINIMUM_CHARGE: "minimum charge",
     LedgerClass.HANG: "interruption: hang",
+    LedgerClass.SKIPPED_STEP: "steps left out",
 }
 # What only a generation's end has made necessary: its own end for the first two, the end before it for the others.
 _OF_ITS_END = (LedgerClass.REDONE_STEP, LedgerClass.INTERRUPTION)

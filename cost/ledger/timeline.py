@@ -23,7 +23,7 @@ MACHINE_KEYS = ("instance_id", "instance_type", "zone", "zone_id", "region", "ma
 TOLERANCE_SHARE = 0.005
 TOLERANCE_SECONDS = 0.05
 
-# What a thrown-away step wasted. Its checkpoint stall stays what it is: the price of saving.
+# What a step wasted that was thrown away, or left out. Its checkpoint stall stays what it is: the price of saving.
 _WASTED = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION)
 
 
@@ -196,9 +196,12 @@ def _clipped(event: Event, node: NodeTime, generation: Generation) -> Mapping[Le
         taken = min(outside, seconds[kind])
         seconds[kind] -= taken
         outside -= taken
-    if event.step is not None and event.name != PHASE and not generation.keeps(event.step):
-        wasted = sum(seconds.pop(kind, 0.0) for kind in _WASTED)
-        seconds[LedgerClass.REDONE_STEP] = seconds.get(LedgerClass.REDONE_STEP, 0.0) + wasted
+    if event.step is not None and event.name != PHASE:
+        thrown_away = not generation.keeps(event.step)
+        if thrown_away or event.data.get("skipped"):
+            wasted = sum(seconds.pop(kind, 0.0) for kind in _WASTED)
+            turned = LedgerClass.REDONE_STEP if thrown_away else LedgerClass.SKIPPED_STEP
+            seconds[turned] = seconds.get(turned, 0.0) + wasted
     return seconds
 
 

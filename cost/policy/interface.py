@@ -83,8 +83,10 @@ class State:
     """Paid hours of one probe at the pool's price; None where probes are forbidden."""
     probe_interval_hours: float = 0.0
     """A pool seen more recently than this is not probed: such a probe is neither paid nor answered."""
-    # Asked many times of one state, by the net and by policies.
+    # Asked many times of one state, by the net and by policies: kept once worked out.
     _fallback: PoolView | None = field(default=None, init=False, repr=False, compare=False)
+    _spots: tuple[PoolView, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    _home: tuple[PoolView, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def slack_hours(self) -> float:
@@ -114,6 +116,20 @@ class State:
         )
         object.__setattr__(self, "_fallback", found)
         return found
+
+    @property
+    def spot_pools(self) -> tuple[PoolView, ...]:
+        if self._spots is None:
+            object.__setattr__(self, "_spots", tuple(pool for pool in self.pools if pool.market is Market.SPOT))
+        return self._spots or ()
+
+    @property
+    def home_pools(self) -> tuple[PoolView, ...]:
+        """Spot pools that a move to costs no transfer; all of them while there is no checkpoint."""
+        if self._home is None:
+            home = (pool for pool in self.spot_pools if self.checkpoint_region in ("", pool.region))
+            object.__setattr__(self, "_home", tuple(home))
+        return self._home or ()
 
     def is_up(self, pool: PoolView) -> bool:
         """Seen available at this very decision (on-demand always is)."""

@@ -17,7 +17,13 @@ from cost.ledger.timeline import MICRO, rank_times
 from infra.events import COMMIT, STEP, Event
 from infra.ledger_classes import LedgerClass
 
-_STEPPING = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION, LedgerClass.REDONE_STEP)
+_STEPPING = (
+    LedgerClass.USEFUL_STEP,
+    LedgerClass.DATA_WAIT,
+    LedgerClass.EVALUATION,
+    LedgerClass.REDONE_STEP,
+    LedgerClass.SKIPPED_STEP,
+)
 _TAIL = (LedgerClass.INTERRUPTION, LedgerClass.HANG)
 
 

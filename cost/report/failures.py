@@ -11,6 +11,7 @@ from infra.events import (
     FAULT_DETECTED,
     FAULT_INJECTED,
     GENERATION_ENDED,
+    GUARD,
     NOTICE,
     OUTCOME,
     PLAN,
@@ -19,7 +20,7 @@ from infra.events import (
     Event,
 )
 
-_NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, NOTICE, OUTCOME}
+_NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, GUARD, NOTICE, OUTCOME}
 
 
 def failures(events: Sequence[Event], generations: dict[int, Generation]) -> list[dict[str, Any]]:
@@ -59,12 +60,16 @@ def _cut_short(events: Sequence[Event], generation: Generation) -> dict[str, Any
     ended = next((event for event in mine if event.name == GENERATION_ENDED), None)
     sign = detected or ended
     culprit = str(detected.data.get("culprit") or "") if detected is not None else ""
+    notice = next((event for event in mine if event.name == NOTICE and event.data.get("does") == "leave"), None)
+    told = (
+        "" if notice is None else f"node {notice.node} had a notice by {notice.data['source']}: {notice.data['action']}"
+    )
     what = generation.reason or "no end recorded: killed or lost"
     return _failure(
         generation.ended_wall if sign is None else sign.t_wall,
         generation.number,
         f"generation {generation.number}: {what}",
-        culprit or generation.culprit,
+        culprit or generation.culprit or told,
     )
 
 

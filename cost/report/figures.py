@@ -76,6 +76,7 @@ def key_figures(report: RunReport) -> dict[str, str]:
         "goodput": percent(actual.get("goodput")),
         "unattributed": percent(actual.get("unattributed_share"), 2),
         "weights": report.weights_sha256 or NONE,
+        **_certificate(report),
     }
 
 
@@ -99,6 +100,16 @@ def _quality(report: RunReport) -> dict[str, str]:
             "loss / entropy": number(actual.get("held_out_ratio"), 3),
         }
     return {plain(name).replace("_", " "): number(value) for name, value in (actual.get("metrics") or {}).items()}
+
+
+def _certificate(report: RunReport) -> dict[str, str]:
+    """Whether resuming was proven before the job began; nothing where nobody asked."""
+    found = report.events.get("certificate")
+    if not found:
+        return {}
+    verdict = "holds" if found.get("holds") else "DOES NOT HOLD"
+    tried = count(len(found.get("interruptions") or []), "interruption")
+    return {"certificate": f"resume {verdict}: {tried} of {count(found.get('steps') or 0, 'step')}, bit for bit"}
 
 
 def _saves(found: dict[str, Any]) -> str:

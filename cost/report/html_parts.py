@@ -21,6 +21,7 @@ COLOURS = {
     LedgerClass.SHUTDOWN: "#9fa8b8",
     LedgerClass.HANG: "#b5443a",
     LedgerClass.REDONE_STEP: "#e0813a",
+    LedgerClass.SKIPPED_STEP: "#f0b04f",
     LedgerClass.INTERRUPTION: "#d9534f",
     LedgerClass.UNATTRIBUTED: "#757575",
     LedgerClass.IDLE: "#a1887f",

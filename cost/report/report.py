@@ -20,7 +20,7 @@ from cost.money import USD_DECIMALS, rounded
 from cost.report.actual import actual_figures
 from cost.report.failures import failures, notable
 from cost.report.money_figures import money_figures
-from infra.events import CONFIGURED, PLAN, PREFLIGHT, STEP, Event
+from infra.events import CERTIFICATE, CONFIGURED, PLAN, PREFLIGHT, STEP, Event
 from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
 
@@ -146,6 +146,7 @@ def build_report(events: Sequence[Event], *, running: bool = False) -> RunReport
             "generations": _generation_lines(ordered, generations, ledger),
             "run": ordered[-1].run,
             "message": None if outcome_event is None else outcome_event.data.get("message"),
+            "certificate": next((event.data for event in reversed(ordered) if event.name == CERTIFICATE), None),
         },
         configuration=next((event.data["settings"] for event in reversed(ordered) if event.name == CONFIGURED), []),
         money=money_figures(ordered, generations, ledger),

@@ -48,6 +48,10 @@ class TrainingConfig(Section):
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per step and rank")
     max_steps: int = Field(300, ge=1, description="optimizer steps of the job")
     seed: int = Field(1234, ge=0, description="initial weights and data order")
+    micro_batch: Literal["fixed", "auto"] = Field(
+        "fixed",
+        description="auto: the fewest micro-batches that fit into memory, from gradient_accumulation_steps on",
+    )
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay on matrices")
     initial_weights: str | None = Field(
         None, description="safetensors file, or folder of them (Hugging Face layout), to start from; null: by the seed"
@@ -110,6 +114,9 @@ class ClusterConfig(Section):
 
     nodes: Count | Literal["auto"] = Field(2, description="nodes, or auto: as the plan says")
     processes_per_node: Count | Literal["auto"] = Field(1, description="ranks per node, or auto: one per GPU")
+    min_nodes: Count | None = Field(
+        None, description="go on with so many when nodes are lost, node 0 not among them; null: only with all of them"
+    )
     instance_types: list[str] = Field([], description="candidates by name or prefix (g5, p4d); empty: all")
     market: Literal["auto", "spot", "on_demand"] = Field("auto", description="which markets the plan may choose")
     backend: Literal["local", "batch", "kubernetes"] = Field(
@@ -167,6 +174,51 @@ class CostConfig(Section):
     volume_gib_per_node: float = Field(100.0, ge=0, description="EBS gp3 of each node, for what storage costs")
 
 
+class SurvivalConfig(Section):
+    """When a gang is watched closely, and what is done when a part of it fails."""
+
+    hang_floor_seconds: float = Field(
+        60.0, ge=3, description="a rank that is only slow is ended after this, or 10 × the p99 of its phase if longer"
+    )
+    standby: bool = Field(
+        True, description="each node keeps a process that has imported everything: ranks start from it in no time"
+    )
+    on_rebalance: Literal["save", "leave", "nothing"] = Field(
+        "save", description="what EC2's recommendation to rebalance leads to, which is no notice yet"
+    )
+    notice_margin_seconds: float = Field(
+        10.0, ge=0, description="kept back from a spot notice's time: the save must be durable before the machine goes"
+    )
+    notice_file: str = Field(
+        "/tmp/spot_termination_notice", description="where Metaflow's spot monitor writes the time of termination"
+    )
+
+
+class GuardsConfig(Section):
+    """What is done when numbers, weights or memory go wrong (docs/survival.md)."""
+
+    non_finite: Literal["stop", "skip", "rewind"] = Field(
+        "stop", description="a loss or gradient that is not finite: end the job, leave the step out, or go back"
+    )
+    spike: Literal["off", "skip", "rewind"] = Field(
+        "off", description="a loss or gradient norm far above those before: leave the step out, or go back"
+    )
+    spike_z: float = Field(8.0, gt=0, description="how far: in robust standard deviations (median, MAD)")
+    spike_window_steps: int = Field(100, ge=10, description="steps that are compared with; none is judged before half")
+    skips_in_a_row: int = Field(3, ge=1, description="steps left out one after the other before going back")
+    rewind_margin_steps: int = Field(0, ge=0, description="at least so far before the first bad step")
+    max_rewinds: int = Field(3, ge=0, description="of the whole job; then it ends")
+    hash_interval_steps: int | None = Field(
+        100, ge=1, description="steps between comparisons of the weights of equal ranks; null: never"
+    )
+    out_of_memory: Literal["split", "stop"] = Field(
+        "split", description="a micro-batch that does not fit: start again with smaller ones, or end"
+    )
+    memory_growth: Literal["renew", "off"] = Field(
+        "renew", description="memory that will run out within minutes: save, and go on in new processes"
+    )
+
+
 class MetricsConfig(Section):
     """Prometheus metrics. metrics.prom is written with every report in any case."""
 
@@ -197,6 +249,8 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     cost: CostConfig = CostConfig()
     metrics: MetricsConfig = MetricsConfig()
+    survival: SurvivalConfig = SurvivalConfig()
+    guards: GuardsConfig = GuardsConfig()
 
     @property
     def tokens_per_step(self) -> int:

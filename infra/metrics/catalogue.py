@@ -97,7 +97,7 @@ NODE_METRICS = (
     ),
     _counter("ebbflow_phase_seconds_total", "Time of this rank by ledger class, in seconds.", "class"),
     _gauge("ebbflow_slowest_rank", "The rank that took longest in the newest step; node 0 only."),
-    _gauge("ebbflow_slowest_rank_ratio", "Its time over the ranks' mean; node 0 only."),
+    _gauge("ebbflow_slowest_rank_ratio", "Its own time over the median of the others'; node 0 only."),
     _gauge("ebbflow_rank_step", "The step that a rank of this node is in, by its heartbeat.", "rank"),
     _gauge("ebbflow_rank_heartbeat_timestamp_seconds", "When a rank of this node last moved on, in Unix time.", "rank"),
     _gauge("ebbflow_last_commit_step", "Step of the newest durable checkpoint; node 0 only."),

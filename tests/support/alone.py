@@ -7,8 +7,8 @@ from pathlib import Path
 
 from infra.config.schema import RunConfig
 from training.gang import Gang
+from training.position import Ending
 from training.standalone import parse_arguments, share_spec
-from training.trainer import Ending
 from training.worker import run_rank
 
 

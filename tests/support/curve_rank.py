@@ -22,8 +22,9 @@ from training.clock import Clock
 from training.engine import train
 from training.gang import Gang, connect, disconnect, leave
 from training.launch.spec import WorkerSpec
+from training.reporter import Reporter
 from training.saver import NoSaver
-from training.trainer import Reporter, Trainer
+from training.trainer import Trainer
 from training.workload import Cursor
 
 

@@ -24,12 +24,15 @@ from training.cadence import Cadence, believed_hazard
 from training.clock import Clock
 from training.engine import train
 from training.gang import Gang, connect, disconnect, leave
+from training.guards.guards import Guards
 from training.limits import Limits
 from training.optimizer import make_optimizer
 from training.parallel import spread_model
+from training.position import Position
 from training.rehearse import Fault
+from training.reporter import Reporter
 from training.saver import NoSaver
-from training.trainer import Position, Rehearsal, Reporter, Trainer
+from training.trainer import Rehearsal, Trainer
 from training.workload import Cursor, Loss
 from training.workloads.door import workload_context
 from training.workloads.text import TextBatch, TextWorkload
@@ -119,6 +122,7 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
         cadence=Cadence(config.checkpoint, believed_hazard(None, interruptions=0, seconds=0))
         if gang.rank == 0
         else None,
+        guards=Guards(config=config, gang=gang, copies=spread.copies, emit=log.emit),
         extra={},
         start=Position(),
         rehearsal=_rehearsal(scenario.get("rehearse")),

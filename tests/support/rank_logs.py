@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from infra.logs.reading import read_logs
-from training.launch.heartbeat import Beat
 from training.launch.lines import RankLog
+from training.launch.watch.heartbeat import Beat
 
 
 def beat(step: int, phase: str = "forward") -> Beat:

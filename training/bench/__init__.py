@@ -16,6 +16,14 @@ def main(arguments: list[str]) -> int:
         from training.bench.mutations import main as mutations
 
         return mutations(arguments[1:])
+    if arguments[:1] == ["notice"]:
+        from training.bench.notice import main as notice
+
+        return notice(arguments[1:])
+    if arguments[:1] == ["survival"]:
+        from training.bench.survival import main as survival
+
+        return survival(arguments[1:])
     from training.bench.commands import main as run
 
     return run(arguments)

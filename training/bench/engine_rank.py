@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from infra.config.schema import RunConfig
-from infra.events import STEP, Event, EventLog, Origin
+from infra.event_log import EventLog
+from infra.events import STEP, Event, Origin
 from infra.layout import job_prefix
 from infra.store import Store
 from infra.terms import Terms
@@ -23,10 +24,10 @@ from training.data import SampleOrder, open_tokens
 from training.engine import train
 from training.errors import TrainingError
 from training.gang import Gang
-from training.launch.heartbeat import Heartbeat
 from training.launch.spec import WorkerSpec
+from training.launch.watch.heartbeat import Heartbeat
+from training.position import Position
 from training.saver import NoSaver
-from training.trainer import Position
 
 _UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
 

@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 
-from infra.events import STEP, EventLog, Origin
+from infra.config.schema import RunConfig
+from infra.event_log import EventLog
+from infra.events import STEP, Origin
 from infra.store import Store
 from training.bench.laps import await_all
 from training.data import SampleOrder
 from training.gang import Gang
-from training.launch.heartbeat import Heartbeat
-from training.pulse import Row, exchange
+from training.guards.guards import Guards
+from training.launch.watch.heartbeat import Heartbeat
+from training.position import Position
+from training.pulse import Pulse, Row, exchange
 
 _WINDOWS = 100_000
 _STEP_DATA = {
@@ -42,11 +46,17 @@ def measure_parts(task: dict[str, Any], gang: Gang) -> dict[str, list[float]]:
         compute_seconds=0.05,
         data_seconds=0.0005,
         stop=0.0,
+        own_seconds=0.02,
     )
+    config = RunConfig.model_validate(task["config"])
+    watchful = config.model_copy(update={"guards": config.guards.model_copy(update={"spike": "skip"})})
     order, share = SampleOrder(_WINDOWS, seed=1), max(1, task["config"]["training"]["batch_size"] // gang.world_size)
     values = torch.tensor(astuple(row), dtype=torch.float64, device=gang.device)
     with EventLog(Store.open(task["store_uri"]).sub("jobs/parts"), Origin(job="parts", rank=gang.rank)) as log:
+        pulse = exchange(gang, row)
         parts: dict[str, Callable[[], object]] = {
+            "guards": _judged(config, gang, pulse),
+            "guards_with_spikes": _judged(watchful, gang, pulse),
             "heartbeat_beat": lambda: heartbeat.beat(1, "forward"),
             "sample_order": lambda: order.window(10_000, share),
             "event_emit": lambda: log.emit(STEP, step=1, **_STEP_DATA),
@@ -54,6 +64,18 @@ def measure_parts(task: dict[str, Any], gang: Gang) -> dict[str, list[float]]:
             "pulse_all_gather": lambda: gang.gather(values),
         }
         return {name: _microseconds(call, task["rounds"], task["calls"]) for name, call in parts.items()}
+
+
+def _judged(config: RunConfig, gang: Gang, pulse: Pulse) -> Callable[[], object]:
+    """What guards do with the pulse of a step in which nothing is wrong, on rank 0."""
+    guards, at = Guards(config=config, gang=gang, copies=1, emit=lambda *_, **__: None), Position(1)
+
+    def judge() -> None:
+        guards.judge(at, pulse, lambda: None)
+        guards.memory_runs_out(0.0)
+        guards.note_pace(1, pulse)
+
+    return judge
 
 
 def _microseconds(call: Callable[[], object], rounds: int, calls: int) -> list[float]:

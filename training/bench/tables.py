@@ -16,6 +16,8 @@ _PARTS = {
     "event_emit": ("event emit", "1"),
     "pulse": ("pulse: row, all-gather, checks", "1"),
     "pulse_all_gather": ("  of which the all-gather", ""),
+    "guards": ("guards: numbers, pace, memory", "1"),
+    "guards_with_spikes": ("  with spikes looked for", ""),
 }
 _SAVERS = {
     "engine": "Ebbflow's save",

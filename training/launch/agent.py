@@ -1,64 +1,55 @@
 """One agent per node owns its ranks; node 0's agent leads. `run_gang` is all that anybody else needs.
 
 An agent imports no torch and never waits without a deadline. It ends its gang as soon as one rank or node is gone, and
-says which one came first: that is the culprit, the others only followed.
+says which one came first: that is the culprit, the others only followed. What the agents that are there can cure, they
+cure at once: the next generation of the gang begins where this one ends, with the newest commit, in the same attempt.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from infra.config.schema import ClusterConfig
+from infra.config.schema import ClusterConfig, SurvivalConfig
 from infra.errors import InfraError
 from infra.events import (
     FAULT_DETECTED,
-    FAULT_INJECTED,
     GENERATION_ENDED,
     GENERATION_STARTED,
-    NODE_ENDED,
-    NODE_HEARTBEAT,
-    NODE_STARTED,
     OUTCOME,
     EndReason,
-    EventLog,
-    Origin,
-    read_events,
 )
-from infra.instance import identify
-from infra.layout import generation_name, job_prefix
+from infra.layout import job_prefix
 from infra.outcome import Outcome
 from infra.store import Store
-from infra.terms import Terms
 from training.checkpoint.generations import Generation
-from training.checkpoint.lineage import CANDIDATES, open_generation, reachable_commits
 from training.errors import GangError, TrainingError
-from training.launch.echo import say, show_last_lines
-from training.launch.output import GangOutput
-from training.launch.peers import Lead, Member, Peers, Start, Verdict, unaffordable
-from training.launch.ports import rendezvous_port
-from training.launch.spec import GangOutcome, GangSpec, WorkerSpec
-from training.launch.workers import WorkerFailure, WorkerGroup
-from training.rehearse import Fault
+from training.launch.drain import Drain
+from training.launch.echo import say
+from training.launch.generation import NodeGeneration
+from training.launch.leader import Leader, failed_to_open
+from training.launch.node_log import NodeLog
+from training.launch.patience import do_meanwhile, try_again
+from training.launch.peers import Lead, Member, Peers
+from training.launch.spec import GangOutcome, GangSpec
+from training.launch.standby import Standby
+from training.launch.verdict import Start, Verdict, told_to_leave, unaffordable
 
-_POLL_SECONDS = 0.05
-_BEAT_SECONDS = 1.0
-_END_GRACE_SECONDS = 3.0
-_START_MARGIN_SECONDS = 10.0
+# For all nodes to have ended their ranks and closed their logs, after a verdict that the gang goes on.
+REGROUP_SECONDS = 30.0
 
 
 def run_gang(spec: GangSpec) -> GangOutcome:
     """Run this node's ranks as part of a gang, from roll-call to the end. Call it on every node, in the main thread.
 
     Returns the outcome that all ranks agreed on, the same on every node. Raises GangError, naming the culprit, for
-    everything else; its `curable` says whether a new attempt may end better (a rank or node that died, hung or never
-    came) or not (another model than the commit's). No process that it started is alive when it returns or raises.
+    everything that no further generation with these agents can cure; its `curable` says whether a new attempt may end
+    better (a node that died or never came) or not (another model than the commit's, a crash loop). No process that it
+    started is alive when it returns or raises.
     """
     return _Agent(spec).run()
 
@@ -66,171 +57,174 @@ def run_gang(spec: GangSpec) -> GangOutcome:
 class _Agent:
     def __init__(self, spec: GangSpec) -> None:
         self._spec = spec
-        self._born = (time.time(), time.monotonic())
         self._cluster = ClusterConfig(**spec.config["cluster"])
         self._job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
         self._host = socket.gethostname()
-        self._log: EventLog | None = None
-        self._last_beat = 0.0
-        self._asked_to_stop = False
+        self._log = NodeLog(self._job_store, self._host)
+        self._drain = Drain(spec)
+        self._standby: Standby | None = None
+        self._kept: Path | None = None  # folder of the first generation
+        self._pushed: set[int] = set()  # numbers that this node has had: its metrics stand under each
 
     def run(self) -> GangOutcome:
-        with self._signals():
-            if self._spec.node == 0:
-                return self._lead()
-            return self._follow()
-
-    def _lead(self) -> GangOutcome:
-        lead = Lead(self._spec)
         try:
-            generation = open_generation(self._job_store, run=self._spec.run, attempt=self._spec.attempt)
-            self._open_log(generation.number)
-            verdict = self._lead_generation(lead, generation)
+            with self._signals(), self._warm():
+                verdict = self._lead() if self._spec.node == 0 else self._follow()
         finally:
-            lead.close()
+            self._drain.close()
+            self._withdraw_metrics()
         return self._conclude(verdict)
 
-    def _lead_generation(self, lead: Lead, generation: Generation) -> Verdict:
-        """From the roll-call to the verdict; however it ends, the log says how."""
-        self._emit(
+    def _lead(self) -> Verdict:
+        """Generation after generation, until one ends with the gang's last word."""
+        lead, leader = Lead(self._spec, self._host), Leader(self._spec, self._job_store, born=self._log.since)
+        spec, nodes, last = self._spec, list(range(self._spec.nodes)), self._stopped()
+        try:
+            generation = leader.open()
+            while True:
+                self._log.open(spec, generation.number, left_for=last.reason)
+                ended = last = self._stopped()
+                try:
+                    ended = self._lead_generation(lead, leader, generation, spec, nodes)
+                    following = self._after(lead, leader, ended, generation.number, spec.world_size)
+                    last = ended if isinstance(following, tuple) else following
+                finally:
+                    self._tell_end(ended, last)
+                if isinstance(following, Verdict):
+                    return following
+                generation, nodes = following
+                spec = self._in_place(nodes)
+        finally:
+            lead.close()
+            self._drain.record(self._log.emit)
+            self._log.close(last.reason)
+
+    def _lead_generation(
+        self, lead: Lead, leader: Leader, generation: Generation, spec: GangSpec, nodes: list[int]
+    ) -> Verdict:
+        """From the roll-call, or from the generation before, to the verdict."""
+        self._log.emit(
             GENERATION_STARTED,
             parent=generation.parent,
             parent_step=generation.parent_step,
-            nodes=self._spec.nodes,
-            processes_per_node=self._spec.processes_per_node,
+            nodes=spec.nodes,
+            processes_per_node=spec.processes_per_node,
         )
-        verdict = self._stopped_verdict()
         try:
-            lead.roll_call(self._cluster.start_deadline_seconds, lambda: self._asked_to_stop)
-            start = self._plan_start(lead, generation)
+            lead.roll_call(self._cluster.start_deadline_seconds, lambda: self._drain.leaving)
+            start = do_meanwhile(lambda: leader.plan(generation, nodes, lead.hosts(nodes)), lead.hold)
             if broke := unaffordable(start, generation.parent_step):
                 say(broke.outcome.message)
-                self._emit(OUTCOME, **asdict(broke.outcome))
-                verdict = lead.give_up(replace(broke, generation=generation.number))
-            else:
-                lead.start(start)
-                verdict = self._run_ranks(start, lead)
+                self._log.emit(OUTCOME, **asdict(broke.outcome))
+                return lead.give_up(replace(broke, generation=generation.number))
+            lead.start(start)
+            verdict = self._run_ranks(spec, start, lead)
         except (TrainingError, InfraError) as error:
             reason = EndReason.ROLL_CALL if isinstance(error, GangError) else EndReason.STORE
-            verdict = lead.give_up(Verdict(culprit=str(error), reason=reason, generation=generation.number))
-        finally:
-            if verdict.culprit:
-                self._emit(FAULT_DETECTED, culprit=verdict.culprit)
-            self._emit(GENERATION_ENDED, reason=verdict.reason, culprit=verdict.culprit, user_code=verdict.user_code)
-            self._close_log(verdict)
+            verdict = Verdict(culprit=str(error), reason=reason)
+            verdict = told_to_leave(self._drain.cause) if self._drain.leaving else verdict
+            verdict = lead.give_up(replace(verdict, generation=generation.number))
+        if verdict.culprit:
+            self._log.emit(
+                FAULT_DETECTED,
+                at=tuple(verdict.at) or None,
+                **verdict.details
+                | {"culprit": verdict.culprit, "reason": verdict.reason, "fingerprint": verdict.fingerprint},
+                **do_meanwhile(lambda: leader.lost(self._log.since, spec.world_size), lead.hold),
+            )
         return verdict
 
-    def _follow(self) -> GangOutcome:
-        deadline = self._cluster.start_deadline_seconds
-        member = Member(self._spec, self._host, deadline, lambda: self._asked_to_stop)
-        try:
-            start = member.await_start(deadline)
-            if isinstance(start, Verdict):
-                if start.generation:  # it has waited for a gang that was never started, and is paid for
-                    self._open_log(start.generation)
-                    self._close_log(start)
-                return self._conclude(start)
-            self._open_log(start.generation)
-            verdict = self._stopped_verdict()
+    def _after(
+        self, lead: Lead, leader: Leader, ended: Verdict, number: int, world_size: int
+    ) -> tuple[Generation, list[int]] | Verdict:
+        """The generation to go on with and its nodes, or the gang's last word."""
+        if not ended.again:
+            return ended
+        last = nodes = lead.regroup(REGROUP_SECONDS, lambda: self._drain.leaving)
+        if isinstance(nodes, list):
+
+            def open_next() -> Generation | Verdict:
+                return leader.loop_after(ended, number, self._log.seconds * world_size) or leader.open()
+
+            def patiently() -> Generation | Verdict:
+                return try_again(open_next, self._cluster.start_deadline_seconds, lambda: self._drain.leaving)
+
             try:
-                verdict = self._run_ranks(start, member)
-            finally:
-                self._close_log(verdict)
+                last = do_meanwhile(patiently, lead.hold)
+            except (TrainingError, InfraError) as error:
+                last = failed_to_open(error, EndReason.STORE)
+        if isinstance(last, Verdict):
+            return lead.give_up(last)
+        return last, nodes
+
+    def _tell_end(self, ended: Verdict, last: Verdict) -> None:
+        self._log.emit(
+            GENERATION_ENDED,
+            reason=ended.reason,
+            culprit=ended.culprit,
+            user_code=ended.user_code,
+            fingerprint=ended.fingerprint,
+        )
+        if last.failed_as == Outcome.CRASH_LOOP:
+            say(last.culprit)
+            self._log.emit(OUTCOME, outcome=last.failed_as, message=last.culprit)
+
+    def _follow(self) -> Verdict:
+        deadline = self._cluster.start_deadline_seconds
+        member = Member(self._spec, self._host, deadline, lambda: self._drain.leaving)
+        last = self._stopped()
+        try:
+            word = member.await_start(deadline)
+            while isinstance(word, Start):
+                spec = self._in_place(word.nodes)
+                self._log.open(spec, word.generation, left_for=last.reason)
+                last = self._stopped()
+                last = self._run_ranks(spec, word, member)
+                if not last.again:
+                    return last
+                member.ready()
+                word = member.await_start(deadline + REGROUP_SECONDS)
+            if word.generation and not self._log.is_open:  # it waited for a gang that never started, and is paid for
+                self._log.open(self._spec, word.generation)
+            last = word
+            return word
         finally:
             member.close()
-        return self._conclude(verdict)
+            self._drain.record(self._log.emit)
+            self._log.close(last.reason)
 
-    def _stopped_verdict(self) -> Verdict:
+    def _run_ranks(self, spec: GangSpec, start: Start, peers: Peers) -> Verdict:
+        self._pushed.add(spec.node)
+        if self._standby is not None and self._standby.lost:
+            self._standby.close()
+            self._standby = self._new_standby()
+        generation = NodeGeneration(spec, start, peers, self._drain, self._log, self._job_store)
+        self._kept = self._kept or generation.folder
+        return generation.run(self._standby, self._kept)
+
+    def _in_place(self, nodes: list[int]) -> GangSpec:
+        """This node's spec among the nodes that take part, which get their ranks in this order."""
+        return replace(self._spec, node=nodes.index(self._spec.node), nodes=len(nodes))
+
+    def _stopped(self) -> Verdict:
         culprit = f"node {self._spec.node} ({self._host}): the agent was stopped"
         return Verdict(culprit=culprit, reason=EndReason.AGENT_STOPPED)
 
-    def _plan_start(self, lead: Lead, generation: Generation) -> Start:
+    def _new_standby(self) -> Standby:
         spec = self._spec
-        address = "127.0.0.1" if spec.main_address == "127.0.0.1" else ""
-        return Start(
-            generation=generation.number,
-            generation_id=generation.id,
-            candidates=[commit.key for commit in reachable_commits(self._job_store, limit=CANDIDATES)],
-            rendezvous_port=rendezvous_port(address, spec.run, spec.attempt),
-            terms=self._terms_now(),
-            rehearse=self._fault_still_due(),
-            hosts=lead.hosts(self._host),
-        )
+        here = spec.world_size if spec.main_address == "127.0.0.1" else spec.processes_per_node
+        return Standby(Path(spec.log_folder) / f"standby-node-{spec.node}.log", colocated_ranks=here)
 
-    def _terms_now(self) -> dict | None:
-        """The ranks count their own time only; what this gang has already cost by waiting for its nodes is added."""
-        if self._spec.terms is None:
-            return None
-        terms = Terms.from_json(self._spec.terms)
-        waited_usd = self._seconds() * terms.usd_per_rank_second * self._spec.world_size
-        return replace(terms, spent_usd=terms.spent_usd + waited_usd).to_json()
-
-    def _fault_still_due(self) -> dict | None:
-        """A rehearsed fault fires once per job, whatever the number of attempts."""
-        if self._spec.rehearse is None:
-            return None
-        if any(event.name == FAULT_INJECTED for event in read_events(self._job_store)):
-            return None
-        return Fault.parse(self._spec.rehearse).to_json()
-
-    def _run_ranks(self, start: Start, peers: Peers) -> Verdict:
-        spec = self._spec
-        name = generation_name(start.generation, start.generation_id)
-        folder = Path(spec.log_folder) / name
-        folder.mkdir(parents=True, exist_ok=True)
-        worker_spec = WorkerSpec(
-            job=spec.job,
-            run=spec.run,
-            attempt=spec.attempt,
-            node=spec.node,
-            generation=start.generation,
-            generation_id=start.generation_id,
-            candidates=start.candidates,
-            config=spec.config,
-            store_uri=spec.store_uri,
-            prepared=spec.prepared,
-            terms=start.terms,
-            rehearse=start.rehearse,
-            colocated_ranks=start.colocated_nodes(spec.node) * spec.processes_per_node,
-            agent_pid=os.getpid(),
-        )
-        group = WorkerGroup(
-            spec.ranks, spec.world_size, folder, worker_spec, (spec.main_address, start.rendezvous_port)
-        )
-        output = GangOutput(group, spec, start.generation, self._job_store)
+    @contextmanager
+    def _warm(self) -> Iterator[None]:
+        """The standby imports what ranks need while the nodes still find each other, and is gone with the agent."""
+        if SurvivalConfig(**self._spec.config.get("survival", {})).standby:
+            self._standby = self._new_standby()
         try:
-            return self._watch(group, peers, output, start.generation)
+            yield
         finally:
-            group.end(_END_GRACE_SECONDS)
-            output.close()
-            self._withdraw_metrics()
-
-    def _watch(self, group: WorkerGroup, peers: Peers, output: GangOutput, generation: int) -> Verdict:
-        """Until the gang's verdict: report this node's news, hear the others'."""
-        reported: dict[int, WorkerFailure] = {}
-        finished = stopping = False
-        # The ranks have the same deadline to find each other, and name the missing; the agent speaks after them.
-        start_seconds = self._cluster.start_deadline_seconds + _START_MARGIN_SECONDS
-        limits = {"init": start_seconds, "restore": start_seconds}
-        while (verdict := peers.poll()) is None:
-            failures = group.failures() + group.silent(limits, self._cluster.step_deadline_seconds)
-            for failure in failures:
-                if failure.rank not in reported:
-                    reported[failure.rank] = failure
-                    say(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
-                    peers.report(failure)
-            if not finished and not failures and group.all_exited():
-                finished = True
-                peers.finished(group.results())
-            if self._asked_to_stop and not stopping:
-                stopping = True
-                group.terminate()
-            self._beat()
-            output.follow()
-            time.sleep(_POLL_SECONDS)
-        if verdict.culprit:
-            show_last_lines(group, list(reported.values()), job=self._spec.job, generation=generation)
-        return verdict
+            if self._standby is not None:
+                self._standby.close()
 
     def _withdraw_metrics(self) -> None:
         """A pushed group never expires, and a rank that was killed cannot delete its own."""
@@ -238,7 +232,8 @@ class _Agent:
         if url is not None:
             from infra.metrics.push import Group, delete_group
 
-            delete_group(Group(url, self._spec.job, self._spec.node), say=say)
+            for node in self._pushed:
+                delete_group(Group(url, self._spec.job, node), say=say)
 
     def _conclude(self, verdict: Verdict) -> GangOutcome:
         if verdict.outcome is None:
@@ -250,46 +245,17 @@ class _Agent:
             )
         return verdict.outcome
 
-    def _open_log(self, generation: int) -> None:
-        spec = self._spec
-        origin = Origin(
-            job=spec.job, run=spec.run, attempt=spec.attempt, generation=generation, node=spec.node, process="agent"
-        )
-        self._log = EventLog(self._job_store, origin)
-        # The node is paid for from the agent's first moment, not from when the generation had its number.
-        machine = identify()
-        if machine.problem:
-            say(f"node {spec.node}: which instance this is stays unknown: {machine.problem}")
-        known = machine.to_json()
-        self._log.emit(NODE_STARTED, at=self._born, ranks=list(spec.ranks), host=self._host, **known)
-
-    def _close_log(self, verdict: Verdict) -> None:
-        self._emit(NODE_ENDED, seconds=self._seconds(), reason=verdict.reason)
-        if self._log:
-            self._log.close()
-
-    def _emit(self, name: str, **data: object) -> None:
-        if self._log:
-            self._log.emit(name, **data)
-
-    def _beat(self) -> None:
-        now = time.monotonic()
-        if now - self._last_beat >= _BEAT_SECONDS:
-            self._last_beat = now
-            self._emit(NODE_HEARTBEAT, seconds=self._seconds())
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._born[1]
-
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """SIGTERM and Ctrl-C mean: save, leave, and let the job go on elsewhere. A second Ctrl-C means: now."""
 
         def ask(number: int, frame: object) -> None:
-            if self._asked_to_stop and number == signal.SIGINT:
+            if asked and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self._asked_to_stop = True
+            asked.append(number)
+            self._drain.signalled()
 
+        asked: list[int] = []
         before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from training.errors import GangError
 Message = dict[str, Any]
 PING_SECONDS = 1.0
 SILENCE_SECONDS = 20.0
+_UNREAD_BYTES = 16 * 2**20
+_CLOSE_SECONDS = 1.0
 
 
 class Connection:
@@ -28,20 +31,23 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
         self._buffer = b""
+        self._unsent = bytearray()
         self._heard = time.monotonic()
         self._pinged = 0.0
         self.closed = ""
 
     def send(self, message: Message) -> None:
-        """Messages are a few hundred bytes: if the kernel's buffer cannot take one, the peer is not reading."""
-        try:
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError as error:
-            self.closed = self.closed or f"connection lost: {error.strerror or error}"
+        """What the kernel does not take at once goes out with the next call of any kind. A peer that reads nothing for
+        as long as silence is borne, or leaves 16 MiB unread, is gone."""
+        self._unsent += json.dumps(message).encode() + b"\n"
+        self._write()
+        if len(self._unsent) > _UNREAD_BYTES:
+            self.closed = self.closed or "it does not read what it is told"
 
     def receive(self) -> list[Message]:
         """All whole messages that have arrived, pings left out."""
         self._read()
+        self._write()
         *lines, self._buffer = self._buffer.split(b"\n")
         messages = [self._parse(line) for line in lines if line]
         return [message for message in messages if message.get("kind") != "ping"]
@@ -65,8 +71,29 @@ class Connection:
         if now - self._heard > SILENCE_SECONDS and not self.closed:
             self.closed = f"silent for {now - self._heard:.0f} s"
 
+    def hold(self) -> None:
+        """Stay in touch while nobody here listens: what arrives is kept for `receive`."""
+        self._read()
+        self.keep_alive()
+
     def close(self) -> None:
+        """What is still unsent, such as a last word, has a moment to go out."""
+        limit = time.monotonic() + _CLOSE_SECONDS
+        while self._unsent and not self.closed and time.monotonic() < limit:
+            select.select([], [self._socket], [], _CLOSE_SECONDS)
+            self._write()
         self._socket.close()
+
+    def _write(self) -> None:
+        while self._unsent and not self.closed:
+            try:
+                sent = self._socket.send(self._unsent)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.closed = f"connection lost: {error.strerror or error}"
+                return
+            del self._unsent[:sent]
 
     def _read(self) -> None:
         while not self.closed:
@@ -113,6 +140,8 @@ class Lobby:
                     f"roll-call: {len(joined) + 1} of {nodes} nodes joined within {deadline_seconds:g} s on port "
                     f"{self.port}; missing: {', '.join(f'node {node}' for node in missing)}"
                 )
+            for connection, _ in joined.values():
+                connection.hold()  # who came first must not take the wait for the last one for silence
             strangers += self._accept()
             strangers = [peer for peer in strangers if not self._admit(peer, nodes, joined) and not peer.closed]
             time.sleep(0.02)

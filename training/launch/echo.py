@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.logs.line import split_lines, visible
-from training.launch.workers import PROJECT_ROOT, Worker, WorkerFailure, WorkerGroup
+from training.launch.watch.failure import WorkerFailure
+from training.launch.workers import PROJECT_ROOT, Worker, WorkerGroup
 
 _TRACEBACK = "Traceback (most recent call last)"
 METRICS_PREFIX = "metrics: "

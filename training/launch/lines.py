@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infra.logs.line import LogLine, split_lines, utc_text
-from training.launch.heartbeat import Beat
+from training.launch.watch.heartbeat import Beat
 from training.launch.workers import Worker, WorkerGroup
 
 # A rank that prints without end must not fill the disk twice, nor hold up the watching.

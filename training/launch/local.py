@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,23 +21,34 @@ from training.launch.workers import PROJECT_ROOT
 class LocalGang:
     """One start of a gang. `spec` is node 0's; the other nodes' differ only by `node`.
 
-    output: where all agents' output goes (rank 0's lines among it).
+    output: where all agents' output goes (rank 0's lines among it). alter: changes a node's spec, to see what a gang
+    makes of a node that is not like the others; None instead of a spec: that node never comes.
     """
 
-    def __init__(self, spec: GangSpec, folder: Path, output: Path) -> None:
+    def __init__(
+        self, spec: GangSpec, folder: Path, output: Path, *, alter: Callable[[GangSpec], GangSpec | None] | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         ports = control_ports(f"{spec.job}/{spec.run}", spec.attempt)
         paths = [str(PROJECT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
         self._results = [folder / f"node-{node}.result.json" for node in range(spec.nodes)]
-        self.agents = []
+        self.agents_by_node: dict[int, subprocess.Popen[bytes]] = {}
         for node, result in enumerate(self._results):
             result.unlink(missing_ok=True)
+            own_spec = replace(spec, node=node, candidate_ports=ports)
+            if alter is not None and (own_spec := alter(own_spec)) is None:
+                continue
             own = folder / f"node-{node}.spec.json"
-            own.write_text(json.dumps(asdict(replace(spec, node=node, candidate_ports=ports))))
+            own.write_text(json.dumps(asdict(own_spec)))
             with open(output, "ab") as log:
                 command = [sys.executable, "-m", "training.launch.node", str(own), str(result)]
-                self.agents.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+                process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            self.agents_by_node[node] = process
+
+    @property
+    def agents(self) -> list[subprocess.Popen[bytes]]:
+        return list(self.agents_by_node.values())
 
     def wait(self, timeout_seconds: float) -> GangOutcome:
         """The outcome that node 0 tells. Raises GangError when the gang died, or did not end in time."""

@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Protocol
 
 from infra.events import EndReason
-from infra.outcome import Outcome
-from infra.terms import Terms
-from training import errors
 from training.launch.channel import Connection, Lobby, Message, join
-from training.launch.spec import GangOutcome, GangSpec
-from training.launch.workers import WorkerFailure
+from training.launch.control import Order
+from training.launch.spec import GangSpec
+from training.launch.verdict import Start, Verdict, agreed, guilty, told_to_leave
+from training.launch.watch import WorkerFailure, mismatch_of, settle_seconds
 
-# After the first sign of trouble the others' news is awaited this long, so that a cascade is not taken for the cause.
-SETTLE_SECONDS = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """What node 0 tells everybody: the generation, what to restore, where torch's store will listen, which fault."""
-
-    generation: int
-    generation_id: str
-    candidates: list[str]
-    rendezvous_port: int
-    terms: dict | None
-    rehearse: dict | None
-    hosts: list[str]
-
-    def colocated_nodes(self, node: int) -> int:
-        return self.hosts.count(self.hosts[node])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The end of a generation: an `outcome` that the ranks agreed on, or a `culprit` that ended it.
-
-    curable: a new attempt may end better. failed_as: the job's outcome when it does not. generation: of a gang that was
-    never started, which its nodes waited for, and are paid for.
-    """
-
-    outcome: GangOutcome | None = None
-    culprit: str = ""
-    reason: str = ""
-    user_code: bool = False
-    curable: bool = True
-    failed_as: str = Outcome.FAILED.value
-    generation: int = 0
+_WITNESS_SECONDS = 10.0  # where a rank stood longer ago says nothing of what happens now
 
 
 class Peers(Protocol):
@@ -57,25 +23,52 @@ class Peers(Protocol):
 
     def report(self, failure: WorkerFailure) -> None: ...
     def finished(self, results: dict[int, dict]) -> None: ...
+    def order(self, order: Order) -> None:
+        """Have all nodes told to leave, or to save, this one among them."""
+
+    def orders(self) -> list[Order]:
+        """What the lead has told all nodes since the last call."""
+
+    def witnesses_wanted(self) -> bool:
+        """Whether the lead has asked, since the last call, where the ranks of this node stand."""
+
     def poll(self) -> Verdict | None: ...
     def close(self) -> None: ...
 
 
 class Lead:
-    """Node 0's view: everybody's news, and the verdict."""
+    """Node 0's view: everybody's news, and the verdict. One for all generations of an attempt."""
 
-    def __init__(self, spec: GangSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: GangSpec, host: str) -> None:
+        self._spec, self._host = spec, host
         self._lobby = Lobby(spec.main_address, spec.candidate_ports, token(spec)) if spec.nodes > 1 else None
         self._members: dict[int, Connection] = {}
         self._hellos: dict[int, Message] = {}
         self._failures: list[WorkerFailure] = []
-        self._first_failure: float | None = None
+        self._witnesses: dict[int, tuple[float, WorkerFailure]] = {}
+        self._first_failure = float("inf")
+        self._witnesses_wanted = False
         self._finished: dict[int, dict[int, dict]] = {}
+        self._ready: set[int] = set()
         self._start: Start | None = None
+        self._orders: list[Order] = []
+
+    @property
+    def nodes(self) -> list[int]:
+        """Whose agents are there, by the numbers that they joined with."""
+        return [0, *sorted(node for node, connection in self._members.items() if not connection.closed)]
+
+    def hold(self) -> None:
+        """Stay in touch with the others while this node is busy otherwise."""
+        for connection in self._members.values():
+            connection.hold()
+
+    def hosts(self, nodes: Sequence[int]) -> list[str]:
+        return [self._host if node == 0 else self._hellos[node]["host"] for node in nodes]
 
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
-        if self._lobby is None:
+        """Once: those who joined stay for all generations."""
+        if self._lobby is None or self._members:
             return
         try:
             self._lobby.roll_call(self._spec.nodes, deadline_seconds, stopped)
@@ -83,31 +76,72 @@ class Lead:
             self._members = {node: connection for node, (connection, _) in self._lobby.joined.items()}
             self._hellos = {node: hello for node, (_, hello) in self._lobby.joined.items()}
 
-    def hosts(self, own: str) -> list[str]:
-        return [own, *(self._hellos[node]["host"] for node in range(1, self._spec.nodes))]
-
     def start(self, start: Start) -> None:
         self._start = start
+        self._failures, self._witnesses, self._finished, self._ready = [], {}, {}, set()
+        self._first_failure, self._witnesses_wanted = float("inf"), False
         self._broadcast({"kind": "start", **asdict(start)})
+
+    def regroup(self, deadline_seconds: float, stopped: Callable[[], bool]) -> list[int] | Verdict:
+        """Wait until every node has ended its ranks: the nodes that go on, or the last word when too few are left."""
+        limit = time.monotonic() + deadline_seconds
+        while (late := set(self.nodes) - self._ready - {0}) and time.monotonic() < limit and not stopped():
+            for node in late:
+                self._hear(node, self._members[node])
+            time.sleep(0.01)
+        for node in late:
+            connection = self._members[node]
+            connection.closed = connection.closed or f"its ranks did not end within {deadline_seconds:g} s"
+            connection.close()
+        if stopped():
+            return told_to_leave("this node")
+        if cause := next((order.cause for order in self._orders if order.leave), ""):
+            return told_to_leave(cause)
+        there = self.nodes
+        lost = [node for node in self._start.nodes if node not in there]
+        if lost and not self._enough():
+            return Verdict(culprit="; ".join(self._lost(node) for node in lost), reason=EndReason.NODE_LOST)
+        return there
 
     def give_up(self, verdict: Verdict) -> Verdict:
         """There will be no start, or no further word: everybody is told why."""
         return self._announce(verdict)
 
     def report(self, failure: WorkerFailure) -> None:
-        self._failures.append(failure)
-        self._first_failure = self._first_failure or time.monotonic()
+        now = time.monotonic()
+        if failure.witness:
+            self._witnesses[failure.rank] = (now, failure)
+            trouble = mismatch_of(self._evidence()) is not None  # proof enough, though nobody has failed yet
+        else:
+            self._failures.append(failure)
+            trouble = True
+        if trouble and self._first_failure == float("inf"):
+            self._first_failure, self._witnesses_wanted = now, True
+            self._broadcast({"kind": "witnesses"})
 
     def finished(self, results: dict[int, dict]) -> None:
         self._finished[0] = results
 
+    def order(self, order: Order) -> None:
+        self._orders.append(order)
+        self._broadcast({"kind": "order", **order.to_json()})
+
+    def orders(self) -> list[Order]:
+        orders, self._orders = self._orders, []
+        return orders
+
+    def witnesses_wanted(self) -> bool:
+        wanted, self._witnesses_wanted = self._witnesses_wanted, False
+        return wanted
+
     def poll(self) -> Verdict | None:
-        for node, connection in self._members.items():
-            self._hear(node, connection)
-        if self._first_failure and time.monotonic() - self._first_failure >= SETTLE_SECONDS:
+        for node in self._start.nodes[1:]:
+            self._hear(node, self._members[node])
+            self._notice_loss(node)
+        if self._first_failure < float("inf") and self._settled():
             return self._announce(self._guilty())
-        if len(self._finished) == self._spec.nodes:
-            return self._announce(self._agreed())
+        if len(self._finished) == len(self._start.nodes):
+            return self._announce(agreed(self._finished, self._start.generation))
         return None
 
     def close(self) -> None:
@@ -119,56 +153,48 @@ class Lead:
     def _hear(self, node: int, connection: Connection) -> None:
         connection.keep_alive()
         for message in connection.receive():
-            if message["kind"] == "failed":
+            kind = message["kind"]
+            if kind == "order":
+                self.order(Order.from_json(message))
+            elif self._start is None or message["generation"] != self._start.generation:
+                continue  # of a generation that has ended: its end is known
+            elif kind == "failed":
                 self.report(WorkerFailure(**message["failure"]))
-            elif message["kind"] == "finished":
+            elif kind == "finished":
                 self._finished[node] = {int(rank): result for rank, result in message["results"].items()}
-        lost = connection.closed and node not in self._finished
+            elif kind == "ready":
+                self._ready.add(node)
+
+    def _notice_loss(self, node: int) -> None:
+        lost = self._members[node].closed and node not in self._finished
         if lost and not any(failure.killed_by == f"node {node}" for failure in self._failures):
-            first = node * self._spec.processes_per_node
-            text = f"node {node} ({self._hellos[node]['host']}) was lost: {connection.closed}"
+            first = self._start.nodes.index(node) * self._spec.processes_per_node
             # A lost node takes its ranks along, so it is guiltier than any rank: timestamp 0 puts it first.
-            self.report(WorkerFailure(rank=first, message=text, killed_by=f"node {node}"))
+            self.report(WorkerFailure(rank=first, node=node, message=self._lost(node), killed_by=f"node {node}"))
+
+    def _lost(self, node: int) -> str:
+        return f"node {node} ({self._hellos[node]['host']}) was lost: {self._members[node].closed}"
 
     def _guilty(self) -> Verdict:
-        worst = min(self._failures, key=lambda failure: failure.priority)
-        lost_node = (worst.killed_by or "").startswith("node ")
-        kind = getattr(errors, worst.error, errors.GangError)
-        if lost_node:
-            reason = EndReason.NODE_LOST
-        elif worst.killed_by:
-            reason = EndReason.RANK_KILLED
-        elif worst.hung:
-            reason = EndReason.HANG
-        elif kind is errors.GenerationSuperseded:
-            reason = EndReason.SUPERSEDED
-        else:
-            reason = EndReason.RANK_FAILED
-        return Verdict(
-            culprit=worst.message if lost_node else f"rank {worst.rank}: {worst.message}",
-            reason=reason,
-            user_code=reason is EndReason.RANK_FAILED and not worst.cascade,
-            curable=kind.curable,
-            failed_as=kind.outcome.value,
-        )
+        verdict = guilty(self._evidence())
+        if verdict.reason == EndReason.NODE_LOST and self._enough():
+            return replace(verdict, again=True)
+        return verdict
 
-    def _agreed(self) -> Verdict:
-        results = {rank: result for node in self._finished.values() for rank, result in node.items()}
-        first = results[0]
-        strays = [rank for rank, result in sorted(results.items()) if _ending(result) != _ending(first)]
-        if strays:
-            culprit = (
-                f"ranks did not end alike: rank 0 {_ending(first)}, rank {strays[0]} {_ending(results[strays[0]])}"
-            )
-            return Verdict(culprit=culprit, reason=EndReason.RANK_FAILED)
-        outcome = GangOutcome(
-            outcome=Outcome(first["outcome"]).value,
-            step=int(first["step"]),
-            generation=self._start.generation if self._start else 0,
-            weights_sha256=first.get("weights_sha256"),
-            message=first.get("message", ""),
-        )
-        return Verdict(outcome=outcome, reason=outcome.outcome)
+    def _settled(self) -> bool:
+        heard = {one.rank for one in self._evidence()}
+        all_heard = len(heard) == len(self._start.nodes) * self._spec.processes_per_node
+        return time.monotonic() >= self._first_failure + settle_seconds(self._failures, all_heard=all_heard)
+
+    def _evidence(self) -> list[WorkerFailure]:
+        """What failed, and where the others stand, as far as that is news."""
+        oldest = time.monotonic() - _WITNESS_SECONDS
+        return self._failures + [witness for at, witness in self._witnesses.values() if at >= oldest]
+
+    def _enough(self) -> bool:
+        """Whether the nodes that are left may go on without the lost ones."""
+        least = self._spec.config["cluster"].get("min_nodes")
+        return least is not None and len(self.nodes) >= least
 
     def _announce(self, verdict: Verdict) -> Verdict:
         self._broadcast({"kind": "verdict", **asdict(verdict)})
@@ -185,35 +211,55 @@ class Member:
     def __init__(self, spec: GangSpec, host: str, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         hello: Message = {"node": spec.node, "host": host}
         self._lead = join(spec.main_address, spec.candidate_ports, token(spec), hello, deadline_seconds, stopped)
+        self._stopped = stopped
+        self._generation = 0
+        self._inbox: deque[Message] = deque()
+        self._orders: list[Order] = []
+        self._witnesses_wanted = False
 
     def await_start(self, deadline_seconds: float) -> Start | Verdict:
         """The start, or the verdict that there will be none."""
         limit = time.monotonic() + deadline_seconds
         while time.monotonic() < limit:
-            for message in self._lead.receive():
-                kind = message.pop("kind")
-                if kind == "start":
-                    return Start(**message)
-                if kind == "verdict":
-                    return _verdict(message)
-            if self._lead.closed:
+            if (message := self._next("start", "verdict")) is not None:
+                if message.pop("kind") == "verdict":
+                    return Verdict.from_message(message)
+                start = Start(**message)
+                self._generation, self._witnesses_wanted = start.generation, False
+                return start
+            if self._lead.closed or self._stopped():
                 break
-            self._lead.keep_alive()
-            time.sleep(0.02)
+            time.sleep(0.01)
+        if self._stopped():
+            return told_to_leave("this node")
         cause = self._lead.closed or f"no start within {deadline_seconds:g} s"
         return Verdict(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
 
+    def ready(self) -> None:
+        """This node's ranks of the generation that failed are gone."""
+        self._send("ready")
+
     def report(self, failure: WorkerFailure) -> None:
-        self._lead.send({"kind": "failed", "failure": asdict(failure)})
+        self._send("failed", failure=asdict(failure))
 
     def finished(self, results: dict[int, dict]) -> None:
-        self._lead.send({"kind": "finished", "results": results})
+        self._send("finished", results=results)
+
+    def order(self, order: Order) -> None:
+        self._lead.send({"kind": "order", **order.to_json()})
+
+    def orders(self) -> list[Order]:
+        orders, self._orders = self._orders, []
+        return orders
+
+    def witnesses_wanted(self) -> bool:
+        wanted, self._witnesses_wanted = self._witnesses_wanted, False
+        return wanted
 
     def poll(self) -> Verdict | None:
-        self._lead.keep_alive()
-        for message in self._lead.receive():
-            if message.pop("kind") == "verdict":
-                return _verdict(message)
+        if (message := self._next("verdict")) is not None:
+            del message["kind"]
+            return Verdict.from_message(message)
         if self._lead.closed:
             return Verdict(culprit=f"node 0 was lost: {self._lead.closed}", reason=EndReason.NODE_LOST)
         return None
@@ -221,28 +267,24 @@ class Member:
     def close(self) -> None:
         self._lead.close()
 
-
-def unaffordable(start: Start, step: int) -> Verdict | None:
-    """The end of a gang whose ranks must not start, since nothing is left but the price of a last save; None: they may.
-
-    step: of the commit that stands.
-    """
-    message = "" if start.terms is None else Terms.from_json(start.terms).out_of_money()
-    if not message:
+    def _next(self, *kinds: str) -> Message | None:
+        """The next message of these kinds; orders are put aside, what comes after it is left for later."""
+        self._lead.keep_alive()
+        self._inbox.extend(self._lead.receive())
+        while self._inbox:
+            message = self._inbox.popleft()
+            if message["kind"] == "order":
+                self._orders.append(Order.from_json(message))
+            elif message["kind"] == "witnesses":
+                self._witnesses_wanted = True
+            elif message["kind"] in kinds:
+                return message
         return None
-    outcome = GangOutcome(outcome=Outcome.BUDGET.value, step=step, generation=start.generation, message=message)
-    return Verdict(outcome=outcome, reason=outcome.outcome)
+
+    def _send(self, kind: str, **content: object) -> None:
+        self._lead.send({"kind": kind, "generation": self._generation, **content})
 
 
 def token(spec: GangSpec) -> str:
     """Tells agents of this start from anybody else who happens to listen on the same port."""
     return f"{spec.job}/{spec.run}/{spec.attempt}/{spec.nodes}x{spec.processes_per_node}"
-
-
-def _ending(result: dict) -> tuple[str, int, str | None]:
-    return result["outcome"], int(result["step"]), result.get("weights_sha256")
-
-
-def _verdict(message: dict[str, Any]) -> Verdict:
-    outcome = message.pop("outcome", None)
-    return Verdict(outcome=GangOutcome(**outcome) if outcome else None, **message)

@@ -54,7 +54,10 @@ class WorkerSpec:
     candidates: commit keys to restore from, newest of the lineage first; empty: start afresh.
     config: `RunConfig.model_dump(mode="json")`. prepared: what the workload's `prepare` returned, with its fingerprint.
     rehearse: a fault to inject (`training.rehearse.Fault.to_json`), already known never to have fired.
+    overrides: what is to be done otherwise than config says (`training.guards.overrides.Overrides.to_json`).
     colocated_ranks: ranks that share this machine's cores.
+    kept_path: folder for what ranks need not measure again in the agent's later generations.
+    control_path: where the node's agent tells its ranks to leave. notice_path: where a rehearsed notice is left for it.
     """
 
     job: str
@@ -69,7 +72,11 @@ class WorkerSpec:
     prepared: dict
     terms: dict | None = None
     rehearse: dict | None = None
+    overrides: dict = field(default_factory=dict)
     colocated_ranks: int = 1
+    control_path: str | None = None
+    kept_path: str | None = None
+    notice_path: str | None = None
     heartbeat_path: str | None = None
     result_path: str | None = None
     agent_pid: int | None = None

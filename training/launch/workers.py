@@ -9,57 +9,27 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from infra.process import process_state
-from training.launch.heartbeat import Beat, Heartbeat
 from training.launch.spec import SPEC_VARIABLE, WorkerSpec
+from training.launch.standby import PROJECT_ROOT as PROJECT_ROOT
+from training.launch.standby import Process, Standby, start_cold, threads_of, with_project_path
+from training.launch.watch.failure import WorkerFailure, is_collective_error
+from training.launch.watch.heartbeat import Beat, Heartbeat
+from training.launch.watch.recorder import BUFFER_RECORDS, BUFFER_VARIABLE
 
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerFailure:
-    """Why a rank ended, or must be.
-
-    killed_by: signal name when it died of one. cascade: it only followed a peer's death. hung: alive, without progress;
-    stopped: and not even scheduled (SIGSTOP, a debugger). error: name of its exception's class.
-    timestamp: Unix time of the death, or of the last progress of a hung rank.
-    """
-
-    rank: int
-    message: str
-    killed_by: str | None = None
-    cascade: bool = False
-    hung: bool = False
-    stopped: bool = False
-    error: str = ""
-    timestamp: float = 0.0
-
-    @property
-    def headline(self) -> str:
-        """One line for the terminal."""
-        first = self.message.splitlines()[0] if self.message else "no message"
-        return f"followed a lost peer ({first[:60]}…)" if self.cascade else first[:300]
-
-    @property
-    def priority(self) -> tuple[int, float]:
-        """Smaller is guiltier: what is proven (killed, stopped), then an own exception, then who is only silent, then
-        what a lost peer caused; among equals the first by time."""
-        proven = self.killed_by or self.stopped
-        return (0 if proven else 3 if self.cascade else 2 if self.hung else 1, self.timestamp)
+_EXIT_SECONDS = 1.0
+Start = Callable[[str, Path, Mapping[str, str]], Process]
 
 
 class Worker:
     """One rank's process, its log, heartbeat and result, all in `folder`."""
 
     def __init__(
-        self, rank: int, local_rank: int, folder: Path, spec: WorkerSpec, environment: Mapping[str, str]
+        self, rank: int, local_rank: int, folder: Path, spec: WorkerSpec, environment: Mapping[str, str], start: Start
     ) -> None:
         self.rank = rank
         self.log_path = folder / f"rank-{rank}.log"
@@ -77,16 +47,8 @@ class Worker:
             TORCHELASTIC_ERROR_FILE=str(self._error_path),
             **{SPEC_VARIABLE: str(spec_path)},
         )
-        with open(self.log_path, "wb") as log:
-            # A session of its own: Ctrl-C reaches the agent alone, which then decides how its ranks end.
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "training"],
-                env=own_environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.log_path.write_bytes(b"")
+        self.process = start(f"rank {rank}", self.log_path, own_environment)
 
     @property
     def beat(self) -> Beat:
@@ -103,32 +65,17 @@ class Worker:
         code = self.process.poll()
         if code is None or self.result() is not None:
             return None
+        place = {"rank": self.rank, "step": self.beat.step, "phase": self.beat.phase}
         if code < 0:
             name = signal.Signals(-code).name
-            return WorkerFailure(rank=self.rank, message=f"killed by {name}", killed_by=name, timestamp=time.time())
+            return WorkerFailure(**place, message=f"killed by {name}", killed_by=name, timestamp=time.time())
         message, timestamp = self._error()
         return WorkerFailure(
-            rank=self.rank,
+            **place,
             message=message,
-            cascade=_is_cascade(message),
+            cascade=is_collective_error(message),
             error=message.partition(":")[0],
             timestamp=timestamp,
-        )
-
-    def silence(self, limit_seconds: float) -> WorkerFailure | None:
-        """That it is alive and has made no progress for longer than the limit, or None."""
-        beat, now = self.beat, time.monotonic()
-        if self.process.poll() is not None or now - beat.t_mono <= limit_seconds:
-            return None
-        stopped = process_state(self.process.pid) in ("T", "t")
-        silent_seconds = now - beat.t_mono
-        text = f"no progress for {silent_seconds:.0f} s (limit {limit_seconds:g} s) at step {beat.step} in {beat.phase}"
-        return WorkerFailure(
-            rank=self.rank,
-            message=text + (", stopped by a signal" if stopped else ""),
-            hung=True,
-            stopped=stopped,
-            timestamp=time.time() - silent_seconds,
         )
 
     def _error(self) -> tuple[str, float]:
@@ -143,67 +90,68 @@ class Worker:
 
 
 class WorkerGroup:
-    """All ranks of a node."""
+    """All ranks of a node. standby: forks them, where there is one that can."""
 
     def __init__(
-        self, ranks: range, world_size: int, folder: Path, spec: WorkerSpec, rendezvous: tuple[str, int]
+        self,
+        ranks: range,
+        world_size: int,
+        folder: Path,
+        spec: WorkerSpec,
+        rendezvous: tuple[str, int],
+        standby: Standby | None = None,
     ) -> None:
         environment = _environment(rendezvous, world_size, len(ranks), spec.colocated_ranks)
-        self.workers = [Worker(rank, local_rank, folder, spec, environment) for local_rank, rank in enumerate(ranks)]
 
-    def failures(self) -> list[WorkerFailure]:
-        return [failure for worker in self.workers if (failure := worker.failure())]
+        def start(name: str, log: Path, environment: Mapping[str, str]) -> Process:
+            forked = standby.fork(name, log, environment) if standby and standby.ready and not standby.lost else None
+            return forked or start_cold(log, environment)
+
+        self.workers = [
+            Worker(rank, local_rank, folder, spec, environment, start) for local_rank, rank in enumerate(ranks)
+        ]
 
     def all_exited(self) -> bool:
         return all(worker.process.poll() is not None for worker in self.workers)
 
+    def all_ended_well(self) -> bool:
+        return self.all_exited() and len(self.results()) == len(self.workers)
+
     def results(self) -> dict[int, dict]:
         return {worker.rank: result for worker in self.workers if (result := worker.result())}
 
-    def silent(self, limits: Mapping[str, float], default_seconds: float) -> list[WorkerFailure]:
-        """Every rank that has been without progress for longer than its phase allows."""
-        found = (worker.silence(limits.get(worker.beat.phase, default_seconds)) for worker in self.workers)
-        return [failure for failure in found if failure]
+    def end(self, culprits: Sequence[int] = (), *, grace_seconds: float = _EXIT_SECONDS) -> None:
+        """Every rank is gone when this returns.
 
-    def terminate(self) -> None:
-        """Ask every rank to save and leave."""
+        culprits: ranks to be killed at once (SIGKILL works on stopped ones too). A rank that was waiting for one of
+        them in a collective hears of it, writes its last events and leaves; it has the grace for that, and then is
+        killed: it could not save any more, since a save is collective too.
+        """
         for worker in self.workers:
-            if worker.process.poll() is None:
-                worker.process.send_signal(signal.SIGTERM)
-
-    def end(self, grace_seconds: float) -> None:
-        """Every rank is gone when this returns: SIGTERM, then SIGKILL after the grace (works on frozen ranks too)."""
-        self.terminate()
+            if worker.rank in culprits:
+                worker.process.kill()
         limit = time.monotonic() + grace_seconds
         while not self.all_exited() and time.monotonic() < limit:
-            time.sleep(0.02)
+            time.sleep(0.01)
         for worker in self.workers:
-            if worker.process.poll() is None:
-                worker.process.kill()
+            worker.process.kill()
+        for worker in self.workers:
             worker.process.wait()
 
 
 def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size: int, colocated: int) -> dict[str, str]:
     address, port = rendezvous
-    threads = max(1, len(os.sched_getaffinity(0)) // max(1, colocated))
-    paths = [str(PROJECT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = dict(
-        os.environ,
+        with_project_path(os.environ),
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(local_world_size),
-        OMP_NUM_THREADS=str(threads),
-        PYTHONPATH=os.pathsep.join(paths),
+        OMP_NUM_THREADS=str(threads_of(colocated)),
         PYTHONUNBUFFERED="1",
     )
+    environment.setdefault(BUFFER_VARIABLE, BUFFER_RECORDS)
     if address == "127.0.0.1":
         # Otherwise gloo resolves the host name, which may not resolve, or resolve to an interface that is down.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
-
-
-def _is_cascade(message: str) -> bool:
-    """gloo and the TCP store report a dead peer as one of these; the cause is to be found at the peer."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "connection was closed", "Broken pipe")
-    return any(sign.lower() in message.lower() for sign in signs)

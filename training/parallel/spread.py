@@ -88,6 +88,11 @@ class Spread:
         # Each copy of the model has the same gradient, and its ranks a part of it each.
         return norms.double().square().sum() / self.copies
 
+    def discarded(self) -> None:
+        """To be called after a step whose gradients are thrown away: what was kept of them goes too."""
+        if self.compression is not None:
+            self.compression.begin_anew()
+
     def committed(self) -> None:
         """To be called after every save: what a commit does not hold must not outlive it."""
         if self.compression is not None:

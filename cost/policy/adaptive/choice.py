@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost.policy.interface import Market, PoolView, State
+from cost.policy.interface import PoolView, State
 
 PRIOR_STAY_HOURS = 4.0
 PRIOR_STAYS = 2.0
@@ -24,18 +24,9 @@ class Stays:
         return (PRIOR_STAYS * PRIOR_STAY_HOURS + self.hours) / (PRIOR_STAYS + self.losses)
 
 
-def spot_pools(state: State) -> list[PoolView]:
-    return [pool for pool in state.pools if pool.market is Market.SPOT]
-
-
-def home_pools(state: State) -> list[PoolView]:
-    """Spot pools that a move to costs no transfer; all of them while there is no checkpoint."""
-    return [pool for pool in spot_pools(state) if state.checkpoint_region in ("", pool.region)]
-
-
 def reference_usd_per_hour(state: State) -> float:
     """The price that the value tables reckon with: of the cheapest pool at home, else of the cheapest."""
-    return min(pool.usd_per_hour for pool in home_pools(state) or spot_pools(state))
+    return min(pool.usd_per_hour for pool in state.home_pools or state.spot_pools)
 
 
 class Chooser:

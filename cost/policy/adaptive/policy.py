@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from cost.policy.adaptive.choice import Chooser, home_pools, reference_usd_per_hour, spot_pools
+from cost.policy.adaptive.choice import Chooser, reference_usd_per_hour
 from cost.policy.adaptive.spells import AGE_AT_FIRST_SIGHT_HOURS, SETTLED_END_PER_HOUR, Spells, fresh_share
 from cost.policy.adaptive.value import (
     AWAY_OR_IDLE,
@@ -47,6 +47,8 @@ class Adaptive:
         self._before: PoolView | None = None
         self._asked: str | None = None
         self._at_hours = 0.0
+        # Of the present decision: all pools of a kind ask the same.
+        self._told: dict[tuple[int, float], float] = {}
         self._probed_hours = -math.inf
         self._seen_hours = 0.0
         self._table_key: Question | None = None
@@ -56,8 +58,9 @@ class Adaptive:
 
     def decide(self, state: State) -> Action:
         self._observe(state)
+        self._told.clear()
         current = state.current_pool
-        if not spot_pools(state):
+        if not state.spot_pools:
             action: Action = Run(state.on_demand.id)
         elif current is None:
             action = self._from_idle(state)
@@ -71,7 +74,7 @@ class Adaptive:
 
     def expected_usd(self, state: State) -> float:
         """Expected dollars to finish from idle at home, spot being up if it was last seen so. No probes, one pool."""
-        up = any(pool.available is True for pool in home_pools(state))
+        up = any(pool.available is True for pool in state.home_pools)
         left, slack = self._clock(state)
         return self._solved(state).expected_cost(left, slack, up, self._models()) * state.on_demand.usd_per_hour
 
@@ -98,7 +101,7 @@ class Adaptive:
         current = state.current_pool
         if current is not None and current.market is Market.SPOT:
             return True
-        home = home_pools(state)
+        home = state.home_pools
         if any(state.is_up(pool) for pool in home):
             return True
         if any(pool.seen_at_hours == state.now_hours for pool in home):
@@ -110,7 +113,7 @@ class Adaptive:
     # What is answered
 
     def _from_spot(self, state: State, current: PoolView) -> Action:
-        others = [pool for pool in spot_pools(state) if pool.id != current.id]
+        others = [pool for pool in state.spot_pools if pool.id != current.id]
         if not others or state.probe_hours is None or not state.may_switch:
             return Run(current.id)
         better = [pool for pool in others if self.chooser.saving_usd(pool, current, state) > 0]
@@ -158,7 +161,7 @@ class Adaptive:
 
     def _startable(self, state: State) -> list[PoolView]:
         """Pools not seen down at this decision, best first; where one start can be tried, the longest unseen first."""
-        pools = [p for p in spot_pools(state) if state.is_up(p) or p.seen_at_hours != state.now_hours]
+        pools = [p for p in state.spot_pools if state.is_up(p) or p.seen_at_hours != state.now_hours]
         pools.sort(key=lambda pool: self.chooser.rank(pool, state))
         if state.attempts == 1:
             pools.sort(key=lambda pool: (not state.is_up(pool), pool.seen_at_hours or -1.0))
@@ -182,9 +185,11 @@ class Adaptive:
         return self._advantage(state, kind, fresh_share(age)) + extra
 
     def _advantage(self, state: State, kind: int, fresh: float) -> float:
-        left, slack = self._clock(state)
-        table, models = self._asks(state)
-        return table.advantage(kind, left, slack, fresh, models)
+        if (kind, fresh) not in self._told:
+            left, slack = self._clock(state)
+            table, models = self._asks(state)
+            self._told[kind, fresh] = table.advantage(kind, left, slack, fresh, models)
+        return self._told[kind, fresh]
 
     def _models(self) -> Array:
         return np.outer(self.spells.weights(up=True), self.spells.weights(up=False)).ravel()
@@ -202,7 +207,7 @@ class Adaptive:
     @staticmethod
     def _blind(state: State) -> bool:
         """On-demand shows nothing of spot where one start at a time may be tried."""
-        return state.attempts == 1 and not any(pool.seen_at_hours == state.now_hours for pool in spot_pools(state))
+        return state.attempts == 1 and not any(pool.seen_at_hours == state.now_hours for pool in state.spot_pools)
 
     def _solved(self, state: State) -> Table:
         key = self._question(state)
@@ -225,7 +230,7 @@ class Adaptive:
             on_demand_delay_hours=_up_to_two_digits(state.on_demand_delay_hours),
             drain_hours=_up_to_two_digits(state.drain_hours),
             reserve_hours=_up_to_two_digits(max(redone, state.drain_hours)),
-            again=_HAS_CAPACITY if len(home_pools(state)) > 1 else 0.0,
+            again=_HAS_CAPACITY if len(state.home_pools) > 1 else 0.0,
             blind=state.attempts == 1,
             away_cost_hours=self._away_cost_hours(state),
             away_chance=self._away_chance(state),
@@ -235,7 +240,7 @@ class Adaptive:
         """Spot pools of other regions, where they can be tried without letting go of what there is."""
         if state.attempts == 1 or not state.checkpoint_region:
             return []
-        return [pool for pool in spot_pools(state) if pool.region != state.checkpoint_region]
+        return [pool for pool in state.spot_pools if pool.region != state.checkpoint_region]
 
     def _away_chance(self, state: State) -> float:
         """Chance that one of them has capacity when tried; of many it is taken as of two."""

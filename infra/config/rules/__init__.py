@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from infra.config.rules import derived, model, names, parallel
+from infra.config.rules import derived, model, names, parallel, survival
 from infra.config.rules.rule import Violation
 from infra.config.schema import RunConfig
 
 __all__ = ["Violation", "violations"]
 
-_RULES = (*model.RULES, *derived.RULES, *parallel.RULES, *names.RULES)
+_RULES = (*model.RULES, *derived.RULES, *parallel.RULES, *names.RULES, *survival.RULES)
 
 
 def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Violation]:

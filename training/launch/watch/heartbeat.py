@@ -11,46 +11,61 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-PHASES = ("init", "data", "forward", "backward", "optimizer", "checkpoint", "evaluation", "restore", "done")
+PHASES = (
+    "init",
+    "restore",
+    "compile",
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "checkpoint",
+    "evaluation",
+    "done",
+)
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASES)}
-_PID, _STEP, _PHASE, _NANOSECONDS = range(4)
+_PID, _STEP, _PHASE, _NANOSECONDS, _ENTERED = range(5)
+_FIELDS = _ENTERED + len(PHASES)
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The last beat: t_mono is the monotonic clock of this machine, in seconds."""
+    """The last beat: t_mono is the monotonic clock of this machine, in seconds. entered: how often that phase was."""
 
     pid: int
     step: int
     phase: str
     t_mono: float
+    entered: int = 0
 
 
 class Heartbeat:
     """Created by the agent, opened by the worker: one writer, one reader, no lock.
 
-    Four aligned 8-byte integers, each stored whole: a reader may see a mix of two neighbouring beats, never half a
-    number. (`struct.pack_into` would not do: it clears the buffer first, and a reader that comes then sees zeros.)
+    Aligned 8-byte integers, each stored whole: a reader may see a mix of two neighbouring beats, never half a number.
+    (`struct.pack_into` would not do: it clears the buffer first, and a reader that comes then sees zeros.)
     """
 
     def __init__(self, path: Path) -> None:
         with open(path, "r+b") as file:
-            self._record = memoryview(mmap.mmap(file.fileno(), 4 * 8)).cast("q")
+            self._record = memoryview(mmap.mmap(file.fileno(), _FIELDS * 8)).cast("q")
 
     @classmethod
     def create(cls, path: Path) -> Heartbeat:
-        path.write_bytes(bytes(4 * 8))
+        path.write_bytes(bytes(_FIELDS * 8))
         heartbeat = cls(path)
         heartbeat._record[_NANOSECONDS] = time.monotonic_ns()
         return heartbeat
 
     def beat(self, step: int, phase: str) -> None:
-        record = self._record
+        record, number = self._record, _PHASE_NUMBER[phase]
         record[_PID] = os.getpid()
         record[_STEP] = step
-        record[_PHASE] = _PHASE_NUMBER[phase]
+        record[_PHASE] = number
+        record[_ENTERED + number] += 1
         record[_NANOSECONDS] = time.monotonic_ns()
 
     def read(self) -> Beat:
         record = self._record
-        return Beat(record[_PID], record[_STEP], PHASES[record[_PHASE]], record[_NANOSECONDS] / 1e9)
+        number = record[_PHASE]
+        return Beat(record[_PID], record[_STEP], PHASES[number], record[_NANOSECONDS] / 1e9, record[_ENTERED + number])

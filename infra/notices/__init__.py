@@ -1,0 +1,21 @@
+"""Notices that a machine or process is about to go: who gives them (`Source`), one thread that watches (`Watcher`)."""
+
+from infra.notices.files import METAFLOW_FILE, MetaflowSource, RehearsalSource, rehearse_notice
+from infra.notices.metadata import MetadataSource
+from infra.notices.notice import LEAVE, REBALANCE, RECLAIMS, Notice, NoticeSource, Source
+from infra.notices.watcher import Watcher
+
+__all__ = [
+    "LEAVE",
+    "METAFLOW_FILE",
+    "REBALANCE",
+    "RECLAIMS",
+    "MetadataSource",
+    "MetaflowSource",
+    "Notice",
+    "NoticeSource",
+    "RehearsalSource",
+    "Source",
+    "Watcher",
+    "rehearse_notice",
+]

@@ -1,0 +1,132 @@
+"""Spot interruptions and rebalance recommendations, as the metadata service of EC2 tells them.
+
+AWS: "Spot Instance interruption notices" (instance-action: two minutes before terminate or stop; hibernation begins at
+once) and "EC2 instance rebalance recommendations". Both answer 404 until there is one.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+
+from infra.metadata import HOP_LIMIT_FIX, MetadataService, endpoint, why_not_asked
+from infra.notices.notice import REBALANCE, RECLAIMS, Notice, NoticeSource
+
+_INSTANCE_ACTION = "meta-data/spot/instance-action"
+_REBALANCE = "meta-data/events/recommendations/rebalance"
+_FIRST_ANSWERS_SECONDS = 0.9
+_ANSWER_SECONDS = 1.0
+_TOKEN_TTL_SECONDS = 6 * 3600
+_UNSAID_SECONDS = 30.0  # for an action whose time cannot be read: what the shortest notices of clouds leave
+
+
+class MetadataSource:
+    """What EC2 says of this instance. environment, system: where to look for the service (`infra.metadata`)."""
+
+    name = NoticeSource.METADATA
+
+    def __init__(
+        self,
+        environment: Mapping[str, str] = os.environ,
+        *,
+        system: Path = Path("/"),
+        poll_seconds: float = 2.0,
+    ) -> None:
+        self.poll_seconds = poll_seconds
+        self._absent = why_not_asked(environment, system)
+        self._service = MetadataService(endpoint(environment))
+        self._token = ""
+        self._token_until = 0.0
+        self._version_1 = False
+
+    def begin(self) -> str:
+        if self._absent:
+            return self._absent
+        limit = time.monotonic() + _FIRST_ANSWERS_SECONDS
+        try:
+            return self._renew(0.6 * _FIRST_ANSWERS_SECONDS)
+        except TimeoutError:
+            return self._without_token(limit - time.monotonic())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            return f"{self._service.endpoint} cannot be asked: {error or type(error).__name__}"
+
+    def look(self) -> list[Notice]:
+        try:
+            return [notice for find in (self._interruption, self._recommendation) if (notice := find()) is not None]
+        except (http.client.HTTPException, ValueError) as error:
+            raise OSError(f"{self._service.endpoint}: {error!r}") from error
+
+    def _without_token(self, seconds: float) -> str:
+        """The token's answer may not travel as far as a container; other answers may, where version 1 is allowed."""
+        said = f"{self._service.endpoint} gives no token in time"
+        try:
+            status, _ = self._service.get(_INSTANCE_ACTION, "", seconds=seconds)
+        except (OSError, http.client.HTTPException, ValueError):
+            return f"{said}, nor any other answer"
+        if status in (200, 404):
+            self._version_1 = True  # not as safe, and better than to be taken by surprise
+            return ""
+        return f"{said}, while it answers {status} without one: the hop limit is too small; fix: {HOP_LIMIT_FIX}"
+
+    def _renew(self, seconds: float) -> str:
+        status, token = self._service.token(ttl_seconds=_TOKEN_TTL_SECONDS, seconds=seconds)
+        if status == 403:
+            return f"{self._service.endpoint} is turned off (403)"
+        if status != 200 or not token:
+            return f"{self._service.endpoint} gives no token: status {status}"
+        self._token, self._token_until = token, time.monotonic() + _TOKEN_TTL_SECONDS / 2
+        return ""
+
+    def _get(self, path: str) -> str | None:
+        """None: nothing is said. A token that is refused is replaced once."""
+        if not self._version_1 and time.monotonic() >= self._token_until and (problem := self._renew(_ANSWER_SECONDS)):
+            raise OSError(problem)
+        status, text = self._service.get(path, self._token, seconds=_ANSWER_SECONDS)
+        if status == 401 and not self._version_1:
+            if problem := self._renew(_ANSWER_SECONDS):
+                raise OSError(problem)
+            status, text = self._service.get(path, self._token, seconds=_ANSWER_SECONDS)
+        if status not in (200, 404):
+            raise OSError(f"{self._service.endpoint}: {path} answers {status}")
+        return text if status == 200 else None
+
+    def _interruption(self) -> Notice | None:
+        text = self._get(_INSTANCE_ACTION)
+        if text is None:
+            return None
+        said = _object(text)
+        action = str(said.get("action") or "terminate")
+        return Notice(
+            source=self.name,
+            action=action if action in RECLAIMS else "terminate",
+            ends_at=time.monotonic() + seconds_until(said.get("time")),
+            detail=text[:200],
+        )
+
+    def _recommendation(self) -> Notice | None:
+        text = self._get(_REBALANCE)
+        return None if text is None else Notice(
+            source=self.name, action=REBALANCE, ends_at=float("inf"), detail=text[:200]
+        )  # fmt: skip
+
+
+def seconds_until(moment: object) -> float:
+    """From now to an ISO 8601 time in UTC by this machine's clock; 30 s where it is none."""
+    try:
+        return datetime.fromisoformat(str(moment).replace("Z", "+00:00")).timestamp() - time.time()
+    except ValueError:
+        return _UNSAID_SECONDS
+
+
+def _object(text: str) -> dict:
+    """A notice counts even where its words cannot be read."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}

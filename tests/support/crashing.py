@@ -1,0 +1,24 @@
+"""A workload with a bug that strikes one rank, again and again at the same step."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from training.workload import Cursor, WorkloadContext
+from training.workloads.text import TextBatch, TextWorkload
+
+CRASHES_AT_STEP = 5
+
+
+class Crashing(TextWorkload):
+    """The text model; its rank 1 raises at `CRASHES_AT_STEP`."""
+
+    def __init__(self, context: WorkloadContext) -> None:
+        super().__init__(context)
+        self._rank = context.rank
+        self._first = (CRASHES_AT_STEP - 1) * context.config.training.batch_size
+
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> TextBatch:
+        if self._rank == 1 and cursor.first >= self._first:
+            raise ValueError(f"a bug at sample {cursor.first}")
+        return super().next_batch(model, cursor)

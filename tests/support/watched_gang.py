@@ -1,0 +1,98 @@
+"""A gang of ranks in trouble, watched as their agents watch them, down to the culprit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.support.gangs import PROJECT_ROOT, free_port
+from training.launch.spec import WorkerSpec
+from training.launch.watch import Culprit, Deadlines, Watch, WorkerFailure, blame, mismatch_of, settle_seconds
+from training.launch.workers import Worker
+
+WORLD_SIZE = 2
+_POLL_SECONDS = 0.05
+_SPEC = {"job": "job", "run": "run", "attempt": 0, "node": 0, "generation": 0, "generation_id": "0"}
+
+
+class WatchedGang:
+    """Rank `guilty` has the trouble. Each rank is a node of its own, with its own watch, as in a gang of agents."""
+
+    def __init__(self, folder: Path, trouble: str, *, guilty: int, floor_seconds: float = 3.0) -> None:
+        environment = dict(
+            os.environ,
+            WORLD_SIZE=str(WORLD_SIZE),
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(free_port()),
+            GLOO_SOCKET_IFNAME="lo",
+            OMP_NUM_THREADS="1",
+            PYTHONPATH=str(PROJECT_ROOT),
+        )
+        spec = WorkerSpec(**_SPEC, candidates=[], config={}, store_uri=str(folder), prepared={}, agent_pid=os.getpid())
+
+        def starter(rank: int):
+            def start(name: str, log: Path, environment: Mapping[str, str]) -> subprocess.Popen:
+                paths = [str(folder / f"rank-{rank}.heartbeat"), str(folder / f"rank-{rank}.result.json")]
+                command = [sys.executable, "-m", "tests.support.watched_rank", *paths]
+                return subprocess.Popen(
+                    [*command, trouble if rank == guilty else "none"],
+                    env=dict(environment),
+                    cwd=PROJECT_ROOT,
+                    stdout=open(log, "wb"),
+                    stderr=subprocess.STDOUT,
+                )
+
+            return start
+
+        self.workers = [Worker(rank, 0, folder, spec, environment, starter(rank)) for rank in range(WORLD_SIZE)]
+        deadlines = Deadlines(floor_seconds=floor_seconds, start_seconds=60.0, longest_seconds=60.0)
+        self.watches = [
+            Watch([worker], deadlines, folder / f"node-{worker.rank}", node=worker.rank) for worker in self.workers
+        ]
+
+    def look(self) -> list[WorkerFailure]:
+        return [found for watch in self.watches for found in watch.look()]
+
+    def run_until_step(self, step: int) -> None:
+        """Watch while nothing is wrong."""
+        limit = time.monotonic() + 150  # importing torch on a loaded machine
+        while min(worker.beat.step for worker in self.workers) < step:
+            assert time.monotonic() < limit and not self.look(), self.logs()
+            time.sleep(_POLL_SECONDS)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.workers[rank].process.pid, number)
+
+    def culprit(self, *, seconds: float = 20.0) -> Culprit:
+        """As a lead finds it: the first failure, everybody's evidence, some time for it to come."""
+        evidence: list[WorkerFailure] = []
+        first: float | None = None
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit:
+            fresh = self.look()
+            evidence += fresh
+            failures = [one for one in evidence if not one.witness]
+            if first is None and (failures or mismatch_of(evidence)):
+                first = time.monotonic()
+                for watch in self.watches:
+                    watch.want_witnesses()
+            if first is not None and time.monotonic() - first >= settle_seconds(failures):
+                return blame(evidence)
+            time.sleep(_POLL_SECONDS)
+        raise AssertionError(f"no verdict within {seconds:g} s: {evidence}\n{self.logs()}")
+
+    def logs(self) -> str:
+        return "\n".join(worker.log_path.read_text()[-2000:] for worker in self.workers)
+
+    def close(self) -> None:
+        for watch in self.watches:
+            watch.close()
+        for worker in self.workers:
+            worker.process.kill()
+            worker.process.wait()

@@ -1,0 +1,179 @@
+"""Who is to blame, by evidence alone; how long a phase may take; what flight recorders and stacks say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from training.launch.watch import Deadlines, WorkerFailure, blame, mismatch_of, settle_seconds
+from training.launch.watch.heartbeat import Beat
+from training.launch.watch.limits import Durations, PhaseLimits
+from training.launch.watch.recorder import find_mismatch, furthest_behind
+from training.launch.watch.stacks import parse_faulthandler, parse_spy, parse_traceback
+
+LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer"
+STEP = ["all_reduce [[100]]", "all_gather [[8]]"]
+
+
+def failed(rank: int, **known: Any) -> WorkerFailure:
+    return WorkerFailure(rank=rank, **{"message": "it failed", "timestamp": 100.0 + rank, **known})
+
+
+def hung(rank: int, *, waiting: bool = True, **known: Any) -> WorkerFailure:
+    where = "training/gang.py:40 in gather" if waiting else "user/data.py:7 in read"
+    return failed(rank, **{"hung": True, "certainty": "slow", "waiting": waiting, "where": where, **known})
+
+
+def calls(*operations: str, start: int = 1) -> list[list]:
+    return [["0", number, operation] for number, operation in enumerate(operations, start)]
+
+
+echo, killed = failed(0, message=LOST, cascade=True), failed(2, killed_by="SIGKILL")
+CASES = {
+    "echo seen first": ([echo, killed], 2, "killed by SIGKILL"),
+    "exception, then kill": (
+        [failed(1, error="ValueError"), failed(0, killed_by="SIGSEGV", timestamp=103.0)],
+        1,
+        "ValueError",
+    ),
+    "kill, then its echo": ([failed(1, error="OSError", timestamp=101.95), killed], 2, "killed by SIGKILL"),
+    "memory": ([failed(0, killed_by="SIGKILL", memory_kill=True), hung(1)], 0, "killed for memory"),
+    "stopped among the hung": ([hung(0), hung(1, stopped=True)], 1, "stopped"),
+    "an abort after another's end": (
+        [failed(0, killed_by="SIGABRT", timestamp=90.0), failed(1, error="ValueError")],
+        1,
+        "ValueError",
+    ),
+    "a lost node takes its ranks along": ([killed, failed(4, killed_by="node 2")], 4, "killed by node 2"),
+    "outside of a collective": (
+        [hung(0, step=5, phase="backward"), hung(1, waiting=False, step=5, phase="data")],
+        1,
+        "hang",
+    ),
+    "a witness outside of it": ([hung(0), hung(1, waiting=False, hung=False, witness=True)], 1, "hang"),
+    "all wait, one is behind": ([hung(0, step=5, phase="backward"), hung(1, step=5, phase="forward")], 1, "hang"),
+    "fewer collectives": ([hung(0, calls=calls(*STEP, "x")), hung(1, calls=calls(*STEP))], 1, "hang"),
+    "left too early": ([echo, failed(1, left=True, witness=True)], 1, "left early"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_culprit(name: str) -> None:
+    evidence, rank, kind = CASES[name]
+    for order in (evidence, evidence[::-1]):  # who is heard first does not matter
+        culprit = blame(order)
+        assert (culprit.rank, culprit.kind) == (rank, kind), culprit
+        assert rank not in culprit.cascades and culprit.next_action and culprit.because
+
+
+def test_recorders_that_differ_prove_it_before_anybody_has_failed() -> None:
+    history = STEP * 5
+    evidence = [
+        hung(0, witness=True, hung=False, calls=calls(*history, "all_reduce [[100]]")),
+        hung(1, witness=True, hung=False, calls=calls(*history, "broadcast [[3]]"), where="user/loss.py:9 in log"),
+    ]
+    for order in (evidence, evidence[::-1]):
+        culprit = blame(order)
+        assert mismatch_of(order) and (culprit.rank, culprit.certainty) == (1, "proven")
+        assert (
+            "collective 11 of group 0 is broadcast [[3]] on rank 1 and all_reduce [[100]] on rank 0" in culprit.message
+        )
+        assert "user/loss.py:9" in culprit.next_action
+
+
+def test_the_minority_of_ranks_is_the_odd_one_whoever_is_usual() -> None:
+    ranks = {rank: calls("barrier" if rank != 2 else "all_reduce [[1]]") for rank in range(4)}
+    assert find_mismatch(ranks).ranks == [2]
+    assert find_mismatch({0: calls(*STEP), 1: calls(*STEP, start=3)}) is None
+    coalesced = [["0", 1, "all_gather [[4]]"], ["0", 1, "all_gather [[8]]"]]
+    assert find_mismatch({0: coalesced, 1: coalesced[:1]}) is None
+    assert furthest_behind({0: calls(*STEP), 1: calls(*STEP[:1]), 2: calls(*STEP)}) == [1]
+
+
+def test_of_ranks_that_wait_in_a_chain_the_last_is_furthest_behind() -> None:
+    """Shards {0, 1} and {2, 3}, copies {0, 2} and {1, 3}: 2 waits for 3, and 0 for 2."""
+    last = {0: {"a": 5, "c": 3}, 1: {"a": 5, "d": 3}, 2: {"b": 5, "c": 2}, 3: {"b": 4, "d": 2}}
+    records = {rank: [[group, number, "x"] for group, number in own.items()] for rank, own in last.items()}
+    assert furthest_behind(records) == [3]
+
+
+def test_a_network_that_breaks_is_nobodys_fault() -> None:
+    culprit = blame([failed(rank, message=LOST, cascade=True) for rank in (1, 0)])
+    assert culprit.certainty == "slow" and "network" in culprit.message and culprit.cascades == [1]
+
+
+def test_echoes_are_given_time_for_their_cause() -> None:
+    echo, cause = failed(0, cascade=True), failed(1, killed_by="SIGKILL")
+    assert settle_seconds([hung(0)]) > settle_seconds([hung(0)], all_heard=True) > 0
+    assert settle_seconds([echo]) > settle_seconds([hung(0)]) > settle_seconds([echo, cause])
+
+
+def test_fingerprints_hold_no_number_that_varies() -> None:
+    first, again = (hung(1, waiting=False, step=step, message=f"no progress at step {step}") for step in (5, 9))
+    assert blame([first]).fingerprint == blame([again]).fingerprint == "hang at user/data.py:7 in read"
+
+
+def limits(**known: float) -> PhaseLimits:
+    return PhaseLimits(Deadlines(**{"floor_seconds": 3.0, "start_seconds": 100.0, "longest_seconds": 300.0, **known}))
+
+
+def test_a_phase_may_take_ten_times_its_p99_once_it_is_known() -> None:
+    learned, now = limits(), 0.0
+    for step in range(1, 300):
+        for phase, seconds in (("data", 0.2), ("backward", 2.0)):
+            learned.observe(Beat(1, step, phase, now, step), now + 0.01)
+            now += seconds
+            learned.observe(Beat(1, step, phase, now - seconds, step), now - 0.01)
+    assert learned.limit(Beat(1, 300, "data", now, 300)) == 3.0  # the floor
+    assert 20.0 <= learned.limit(Beat(1, 300, "backward", now, 300)) <= 24.0
+    assert learned.limit(Beat(1, 300, "forward", now, 300)) == 3.0  # over before anybody could look
+    patient = {"init": 100.0, "restore": 100.0, "evaluation": 300.0, "checkpoint": 300.0}
+    assert {phase: learned.limit(Beat(1, 300, phase, now, 1)) for phase in patient} == patient
+    assert learned.limit(Beat(1, 300, "checkpoint", now, 2)) == 3.0
+
+
+def test_the_first_step_has_time_and_nothing_has_more_than_the_longest() -> None:
+    learned = limits(floor_seconds=60.0, longest_seconds=40.0)
+    learned.observe(Beat(1, 7, "forward", 0.0, 1), 0.1)
+    assert learned.limit(Beat(1, 7, "forward", 0.0, 1)) == 40.0
+    assert (learned.limit(Beat(1, 8, "forward", 0.0, 2)), learned.ordinary(Beat(1, 8, "forward", 0.0, 2))) == (
+        40.0,
+        3.0,
+    )
+
+
+def test_quantiles_are_never_too_low_and_at_most_a_fifth_too_high() -> None:
+    durations = Durations()
+    for number in range(1, 1001):
+        durations.add(number / 100)
+    assert all(share * 10 <= durations.quantile(share) <= share * 12 for share in (0.1, 0.5, 0.99))
+
+
+def test_stacks_in_every_form_name_the_users_line() -> None:
+    library = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+    frames = [
+        {"filename": library, "line": 1, "name": "wait"},
+        {"filename": "/a/user/loss.py", "line": 9, "name": "log"},
+    ]
+    spied = f'[{{"thread_name": "MainThread", "active": false, "owns_gil": false, "frames": {frames}}}]'.replace(
+        "'", '"'
+    )
+    assert (parse_spy(spied).where, parse_spy(spied).waiting) == ("user/loss.py:9 in log", True)
+    told = (
+        f'Thread 0x1 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 3 in run\n\n'
+        f'Current thread 0x2 (most recent call first):\n'
+        f'  File "{library}", line 1 in wait\n  File "/a/user/loss.py", line 9 in log\n'
+    )  # fmt: skip
+    assert (parse_faulthandler(told).where, parse_faulthandler(told).waiting) == ("user/loss.py:9 in log", True)
+    raised = f'  File "/a/user/loss.py", line 9, in log\n    x()\n  File "{library}", line 1, in wait\n'
+    assert parse_traceback(raised) == "user/loss.py:9 in log"
+
+
+def test_one_stall_is_no_habit() -> None:
+    durations = Durations()
+    for seconds in [0.1] * 30 + [20.0]:
+        durations.add(seconds)
+    assert durations.quantile(0.99) < 0.2
+    durations.add(20.0)
+    assert durations.quantile(0.99) > 19

@@ -1,0 +1,109 @@
+"""The resume certificate: it holds for a job that resumes exactly, and says what differs for one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cost.report.figures import key_figures
+from cost.report.report import build_report
+from infra.config.schema import RunConfig
+from infra.events import CERTIFICATE
+from tests.support.timelines import event
+from tests.test_report import interrupted_job
+from training.certify.certificate import certificate, config_sha256, told
+from training.certify.commands import certify
+from training.certify.recorded import content_sha256
+from training.certify.runs import Run
+from training.certify.small import gang_size, small_config
+from training.launch.spec import GangOutcome
+from training.workloads.text import TextBatch
+
+OUTCOME = GangOutcome(outcome="completed", step=3, generation=2, weights_sha256="feed")
+
+
+def run_of(steps: tuple[int, ...], *, generations: int) -> Run:
+    """Two ranks with a batch of two samples each."""
+    return Run(
+        interruption="a rank is killed" if generations > 1 else "none",
+        outcome=OUTCOME,
+        steps=[(step, {"loss": 1.0 / step}) for step in steps],
+        samples=[(rank, 4 * step + 2 * rank, f"{step}{rank}") for step in steps for rank in (0, 1)],
+        starts=1,
+        generations=generations,
+        resumed=[1] if generations > 1 else [],
+    )
+
+
+QUIET, KILLED = run_of((1, 2, 3), generations=1), run_of((1, 2, 2, 3), generations=2)
+
+
+def certified(run: Run) -> dict:
+    config = RunConfig()
+    return certificate(config, small_config(config, store=Path("store"), steps=12), [QUIET, run], {})
+
+
+def test_equal_runs_make_a_certificate_that_stands_in_the_report() -> None:
+    found = certified(KILLED)
+    assert found["holds"] and found["interruptions"][0]["redone_steps"] == 1
+    assert "holds" in told(found) and "bit for bit" in told(found)
+    report = build_report([*interrupted_job(), event(CERTIFICATE, 0.0, **found)])
+    assert key_figures(report)["certificate"] == "resume holds: 1 interruption of 3 steps, bit for bit"
+    assert "certificate" not in key_figures(build_report(interrupted_job()))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda run: replace(run, steps=[*run.steps, (2, {"loss": 0.5000001})]), "step 2: "),
+        (lambda run: replace(run, steps=run.steps[:-1]), "1 steps have no record, the first is 3"),
+        (lambda run: replace(run, samples=[*run.samples, (1, 10, "other")]), "rank 1: the batch from sample 10 on"),
+        (lambda run: replace(run, samples=run.samples[:-1]), "rank 1 never read sample 14"),
+        (lambda run: replace(run, outcome=replace(OUTCOME, weights_sha256="beef")), "weights_sha256: feed in peace"),
+        (lambda run: replace(run, outcome=replace(OUTCOME, weights_sha256=None)), "weights_sha256: feed in peace"),
+        (lambda run: replace(run, generations=1), "never interrupted"),
+    ],
+)
+def test_whatever_differs_is_said_and_the_certificate_does_not_hold(spoil: Callable[[Run], Run], says: str) -> None:
+    found = certified(spoil(KILLED))
+    assert not found["holds"] and says in told(found) and "DOES NOT HOLD" in told(found)
+
+
+def test_a_batch_is_known_by_what_it_holds() -> None:
+    tokens = torch.arange(12).view(2, 6)
+    same, other = TextBatch(tokens.clone(), tokens), TextBatch(tokens, tokens.clone())
+    assert content_sha256(same) == content_sha256(other)
+    other.targets[1, 5] = 0
+    assert content_sha256(same) != content_sha256(other)
+    assert content_sha256(TextBatch(tokens.view(6, 2), tokens)) != content_sha256(same)
+
+
+def test_a_small_job_keeps_all_that_decides_its_numbers() -> None:
+    config = RunConfig(training={"batch_size": 6, "seed": 5, "max_steps": 10_000}, cluster={"nodes": 16})
+    small = small_config(config, store=Path("store"), steps=24)
+    assert (small.training.batch_size, small.training.seed, small.training.max_steps) == (6, 5, 24)
+    assert small.model == config.model and small.parallel == config.parallel
+    assert gang_size(config)[0] == 2
+    assert config_sha256(small) != config_sha256(config)
+
+
+def test_a_job_that_is_killed_resumes_exactly_and_has_it_in_writing(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for number in range(12):
+        lines = (f"{number * line} is {number} times {line}.\n" for line in range(80))
+        (tmp_path / "text" / f"{number}.py").write_text("".join(lines))
+    config = RunConfig(
+        model={"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 32},
+        training={"batch_size": 4},
+        data={"path": str(tmp_path / "text"), "held_out_fraction": 0.3, "held_out_samples": 4},
+        cluster={"nodes": 1},
+    )
+    found = certify(config, steps=12, parent=tmp_path, interruptions=["a rank is killed"])
+    assert found["holds"], told(found)
+    [killed] = found["interruptions"]
+    assert killed["generations"] == 2 and killed["redone_steps"] >= 1 and killed["resumed_from"][-1] >= 2
+    assert found["workload"] == "text" and found["weights_sha256"] and found["config_sha256"] == config_sha256(config)

@@ -1,0 +1,163 @@
+"""Faults on purpose, and the judge of what is said about them. That the judge can find fault is the point."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.events import FAULT_DETECTED, GENERATION_ENDED, STEP, Event
+from training.bench import main
+from training.bench.survival.figures import survival_figures
+from training.bench.survival.judge import judge
+from training.chaos.fault import Aim, Symptom
+from training.chaos.hooks import HOOKS
+from training.chaos.kinds import FAULTS
+from training.chaos.orders import Order, Orders, Strike
+from training.chaos.proxy import Conduct, FaultProxy
+from training.chaos.trial import Injection, Trial
+
+SLEEPER = Aim(node=1, rank=1, number=0)
+
+
+def test_an_order_is_carried_out_once_and_by_its_rank_alone(tmp_path: Path) -> None:
+    outside, inside = Orders(tmp_path), Orders(tmp_path)
+    outside.give(1, Order(hook="slow", number=7, settings={"seconds": 1.5}))
+    assert inside.take(0) is None
+    order = inside.take(1)
+    assert order == Order(hook="slow", number=7, settings={"seconds": 1.5})
+    assert inside.take(1) is None and outside.struck(7) is None
+    inside.strike(order, step=3)
+    struck = outside.struck(7)
+    assert struck is not None and struck.step == 3
+    outside.give(0, order)
+    assert outside.withdraw(0) and inside.take(0) is None
+
+
+def test_every_kind_says_what_must_come_of_it() -> None:
+    assert len(FAULTS) >= 15
+    for fault in FAULTS.values():
+        assert fault.what and fault.action and fault.limit_seconds > 0
+        assert fault.reasons or fault.symptom in (Symptom.NOTHING, Symptom.EITHER)
+        if fault.where:
+            assert fault.where.removeprefix("in ") in HOOKS
+
+
+@pytest.fixture
+def echo() -> Iterator[int]:
+    """A server that says back what it is told."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = server.accept()
+                    while data := peer.recv(1024):
+                        peer.sendall(data)
+                except OSError:
+                    return
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("conduct", [Conduct.PASS, Conduct.DELAY, Conduct.BLACKHOLE, Conduct.DROP, Conduct.RESET])
+def test_the_proxy_does_to_a_connection_what_it_is_told(conduct: Conduct, echo: int) -> None:
+    proxy = FaultProxy([("127.0.0.1", 9), ("127.0.0.1", echo)], delay_seconds=0.05)
+    try:
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as peer:
+            peer.sendall(b"before")
+            assert peer.recv(1024) == b"before"
+            proxy.conduct = conduct
+            if conduct in (Conduct.PASS, Conduct.DELAY):
+                peer.sendall(b"after")
+                assert peer.recv(1024) == b"after"
+            elif conduct is Conduct.BLACKHOLE:
+                peer.sendall(b"after")
+                peer.settimeout(0.5)
+                with pytest.raises(TimeoutError):
+                    peer.recv(1024)
+            elif conduct is Conduct.DROP:
+                assert peer.recv(1024) == b""
+            else:
+                with pytest.raises(ConnectionResetError):
+                    peer.recv(1024)
+    finally:
+        proxy.close()
+
+
+def told(name: str, seconds: float, *, generation: int, step: int | None = None, **data: object) -> Event:
+    return Event(
+        name=name,
+        job="job",
+        run="run",
+        attempt=0,
+        generation=generation,
+        node=0,
+        rank=0,
+        step=step,
+        t_wall=seconds,
+        t_mono=seconds,
+        data=dict(data),
+    )
+
+
+def story(culprit: str, **verdict: object) -> tuple[Trial, list[Event]]:
+    """Rank 1 falls asleep at 10 s, after step 20; the verdict comes at 14 s, step 19 is done again at 16 s."""
+    injection = Injection(fault=FAULTS["sleep"], aim=SLEEPER, strike=Strike(t_wall=10.0, t_mono=10.0, step=21))
+    events = [
+        told(STEP, 9.9, generation=1, step=20),
+        told(FAULT_DETECTED, 14.0, generation=1, culprit=culprit, **verdict),
+        told(GENERATION_ENDED, 14.1, generation=1, reason="hang"),
+        *(told(STEP, seconds, generation=2, step=step) for step, seconds in ((19, 16.0), (20, 16.1), (21, 16.2))),
+    ]
+    return Trial(injections=[injection]), events
+
+
+def test_a_verdict_is_judged_by_rank_place_reason_and_time() -> None:
+    trial, events = story("rank 1: no progress", where="training/chaos/hooks.py:9 in asleep", rank=1)
+    [found] = judge(trial, events)
+    assert (found.guilty, found.place, found.reason, found.in_time) == (True, True, True, True)
+    assert (found.verdict_seconds, found.back_seconds) == (4.0, 6.0)
+    assert found.caught_up_seconds == pytest.approx(6.2)
+    assert survival_figures([found])["all"]["guilty"] == {"right": 1, "of": 1}
+
+
+@pytest.mark.parametrize(
+    ("culprit", "verdict", "wrong"),
+    [
+        ("rank 0: no progress", {}, {"guilty", "place"}),
+        ("rank 1: no progress", {"where": "training/pulse.py:9 in exchange"}, {"place"}),
+        ("rank 1: no progress", {"where": "training/chaos/hooks.py:9 in asleep", "reason": "rank_failed"}, {"reason"}),
+    ],
+)
+def test_a_wrong_verdict_is_found_out(culprit: str, verdict: dict[str, str], wrong: set[str]) -> None:
+    trial, events = story(culprit, **verdict)
+    [found] = judge(trial, events)
+    assert {name for name in ("guilty", "place", "reason", "in_time") if not getattr(found, name)} == wrong
+
+
+def test_silence_is_neither_right_nor_in_time_and_a_verdict_on_the_innocent_is_a_false_kill() -> None:
+    trial, events = story("rank 1: no progress")
+    [found] = judge(trial, [event for event in events if event.name == STEP])
+    assert (found.guilty, found.in_time, found.verdict_seconds) == (False, False, None)
+    patient = replace(trial.injections[0], fault=FAULTS["slow-step"])
+    [found] = judge(Trial(injections=[patient]), events)
+    assert found.false_kill and found.guilty is None
+
+
+def test_gangs_under_faults_name_the_guilty_and_end_with_the_weights_of_the_quiet_one(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    kinds = "rank-kill,extra-collective"
+    arguments = ["survival", "--injections", "2", "--kinds", kinds, "--step-seconds", "0.02"]
+    assert main([*arguments, "--json", str(path), "--folder", str(tmp_path)]) == 0
+    figures = json.loads(path.read_text())
+    assert figures["kind"] == "measured" and figures["different_weights"] == []
+    assert sorted(figures["kinds"]) == sorted(kinds.split(","))
+    assert figures["all"]["guilty"] == figures["all"]["reason"] == {"right": 2, "of": 2}
+    assert figures["all"]["place"] == {"right": 1, "of": 1} and figures["all"]["back_seconds"]["count"] == 2

@@ -1,0 +1,155 @@
+"""From a notice to ranks that leave: what is ordered, what the record of the ranks says, and what they make of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.config.schema import RunConfig
+from infra.events import NOTICE
+from infra.metadata import ENDPOINT_VARIABLE
+from infra.notices import rehearse_notice
+from tests.support.flow import wait_until
+from training.chaos.imds import FakeMetadata
+from training.launch.control import CAUSES, Control, Order
+from training.launch.drain import Drain
+from training.launch.spec import GangSpec
+from training.limits import Limits, Stop
+
+MakeDrain = Callable[..., Drain]
+
+
+class Post:
+    """Other nodes that say back what they are told, as a lead does."""
+
+    def __init__(self) -> None:
+        self.told: list[Order] = []
+        self._waiting: list[Order] = []
+
+    def order(self, order: Order) -> None:
+        self.told.append(order)
+        self._waiting.append(Order.from_json(json.loads(json.dumps(order.to_json()))))
+
+    def orders(self) -> list[Order]:
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+
+@pytest.fixture
+def make_drain(tmp_path: Path) -> Iterator[MakeDrain]:
+    made: list[Drain] = []
+
+    def make(**sections: dict[str, Any]) -> Drain:
+        config = RunConfig.model_validate({"survival": {"notice_file": str(tmp_path / "metaflow")}, **sections})
+        spec = GangSpec(
+            job="job", run="run", attempt=0, node=1, nodes=2, processes_per_node=1, main_address="127.0.0.1",
+            config=config.model_dump(mode="json"), store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path),
+        )  # fmt: skip
+        made.append(Drain(spec))
+        return made[-1]
+
+    yield make
+    for drain in made:
+        drain.close()
+
+
+def attend(drain: Drain, post: Post, events: list[dict[str, Any]]) -> list[Order]:
+    drain.attend(post, lambda name, **data: events.append({"name": name, **data}) if name == NOTICE else None)
+    return post.told
+
+
+def limits_of(control: Control) -> Limits:
+    return Limits(None, world_size=1, elapsed_seconds=lambda: 0.0, control=control)
+
+
+def test_of_several_times_the_shortest_counts_and_a_rank_knows_why(make_drain: MakeDrain, tmp_path: Path) -> None:
+    drain, post, events = make_drain(checkpoint={"stop_seconds": 30.0}), Post(), []
+    limits = limits_of(Control(drain.open_record(tmp_path)))
+    attend(drain, post, events)
+    assert (limits.stop(), limits.stop_seconds, drain.leaving) == (Stop.NONE, math.inf, False)
+
+    rehearse_notice(drain.rehearsal_path, action="terminate", seconds=120)
+    wait_until("the order", lambda: attend(drain, post, events), timeout=5)
+    assert limits.stop() is Stop.INTERRUPTED and drain.leaving
+    assert 105 < limits.stop_seconds <= 108  # 10 s are kept back of the notice, and 2 s to end the process
+    drain.signalled()
+    attend(drain, post, events)
+    assert limits.stop() is Stop.INTERRUPTED and 27 < limits.stop_seconds <= 28
+    drain.signalled()
+    attend(drain, post, events)
+    assert len(post.told) == 2, "a signal that comes again says nothing new"
+    assert limits.describe(Stop.INTERRUPTED) == "asked to leave (rehearsed notice to node 1)"
+    assert [(event["source"], event["action"], event["does"]) for event in events] == [
+        ("rehearsal", "terminate", "leave"),
+        ("signal", "leave", "leave"),
+    ]
+    assert events[0]["seconds_left"] == pytest.approx(120, abs=2)
+    assert events[0]["save_seconds"] == pytest.approx(110, abs=2)
+
+
+def test_a_rehearsal_takes_the_machine_when_its_notice_said_so(
+    make_drain: MakeDrain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its ranks are doing then."""
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *what: killed.append(what))
+    drain, post, events = make_drain(), Post(), []
+    rehearse_notice(drain.rehearsal_path, action="terminate", seconds=0.5)
+    wait_until("the order", lambda: attend(drain, post, events), timeout=5)
+    assert post.told[0].seconds == 0.0
+    wait_until("the end", lambda: attend(drain, post, events) and killed, timeout=5)
+    assert killed[0] == (os.getpid(), signal.SIGKILL)
+
+
+def test_a_lead_that_does_not_answer_costs_no_save(make_drain: MakeDrain, tmp_path: Path) -> None:
+    drain, post = make_drain(checkpoint={"stop_seconds": 30.0}), Post()
+    post.orders = list  # type: ignore[method-assign]
+    limits = limits_of(Control(drain.open_record(tmp_path)))
+    drain.signalled()
+    attend(drain, post, [])
+    assert not limits.asked_to_leave, "the lead has a moment to tell all nodes alike"
+    wait_until("the word", lambda: attend(drain, post, []) and limits.asked_to_leave, timeout=5)
+    assert 26 < limits.stop_seconds <= 28 and limits.describe(Stop.INTERRUPTED) == "asked to leave (SIGTERM)"
+
+
+def test_what_was_ordered_holds_for_ranks_that_start_later(make_drain: MakeDrain, tmp_path: Path) -> None:
+    drain, post = make_drain(checkpoint={"stop_seconds": 30.0}), Post()
+    drain.signalled()
+    assert drain.leaving and drain.cause == "SIGTERM"
+    attend(drain, post, [])
+    time.sleep(0.2)
+    later = limits_of(Control(drain.open_record(tmp_path)))
+    assert later.asked_to_leave and later.stop_seconds <= 27.8
+
+
+@pytest.mark.parametrize(("setting", "does"), [("save", "save"), ("leave", "leave"), ("nothing", "nothing")])
+def test_a_recommendation_alone_saves_unless_set_otherwise(
+    setting: str, does: str, make_drain: MakeDrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeMetadata() as service:
+        service.recommend_rebalance()
+        monkeypatch.setenv(ENDPOINT_VARIABLE, service.address)
+        drain, post, events = make_drain(survival={"on_rebalance": setting}), Post(), []
+        limits = limits_of(Control(drain.open_record(tmp_path)))
+        wait_until("the notice", lambda: attend(drain, post, events) or events, timeout=10)
+    assert [event["does"] for event in events] == [does]
+    assert (limits.stop() is Stop.INTERRUPTED) == (does == "leave") == drain.leaving
+    assert [limits.save_wanted(), limits.save_wanted()] == [does == "save", False]
+
+
+def test_a_record_keeps_what_came_first_as_the_cause(tmp_path: Path) -> None:
+    control = Control.create(tmp_path / "record")
+    control.tell(Order(seconds=100.0, cause=CAUSES[2], node=3))
+    control.tell(Order(seconds=50.0, cause=CAUSES[1], node=0))
+    control.tell(Order(seconds=70.0, cause=CAUSES[1], node=0))
+    seen = Control(tmp_path / "record")
+    assert seen.cause == "spot interruption notice to node 3"
+    assert 48 < seen.leave_at - time.monotonic() <= 50

@@ -1,0 +1,196 @@
+"""What guards decide, from numbers alone: spikes, odd replicas, slow ranks, growing memory, smaller micro-batches."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from infra.config.schema import GuardsConfig, RunConfig
+from infra.events import GuardAction
+from infra.store import Store
+from training.checkpoint.lineage import open_generation
+from training.errors import BatchCannotBeSplit
+from training.gang import Gang
+from training.guards.growth import GrowthWatch
+from training.guards.micro_batch import fitting_accumulation, is_out_of_memory, more_micro_batches
+from training.guards.numbers import Action, NumberGuard
+from training.guards.overrides import Overrides, read_overrides, record_rewind, record_split, rewind_parent
+from training.guards.pace import STEPS_IN_A_ROW, PaceWatch
+from training.guards.replicas import odd_ranks, weights_sum
+from training.guards.spikes import RobustWindow
+
+
+def test_the_window_is_median_and_mad_of_the_last_values() -> None:
+    drawn, size = random.Random(1), 30
+    window, values = RobustWindow(size), []
+    for _ in range(200):
+        value = drawn.gauss(5.0, 1.0) * (40.0 if drawn.random() < 0.05 else 1.0)
+        if 2 * len(values[-size:]) >= size:
+            median = statistics.median(values[-size:])
+            mad = statistics.median(abs(other - median) for other in values[-size:])
+            assert window.z_score(value) == pytest.approx(max(0.0, (value - median) / (1.4826 * mad)))
+        else:
+            assert window.z_score(value) == 0.0, "too little is known"
+        window.add(value)
+        values.append(value)
+    assert window.values == values[-size:]
+
+
+def test_equal_values_make_no_spike_of_the_next_rounding() -> None:
+    window = RobustWindow(10, [2.0] * 10)
+    assert window.z_score(2.0001) < 1 < 8 < window.z_score(2.1)
+
+
+def judged(guard: NumberGuard, losses: list[float]) -> list[str]:
+    return [
+        guard.judge(
+            loss=loss, gradient_norm=1.0, non_finite="" if math.isfinite(loss) else "loss is not finite on rank 0"
+        ).action.value
+        for loss in losses
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("stop", ["stop"]), ("skip", ["skip", "skip", "step", "skip", "skip", "rewind"]), ("rewind", ["rewind"])],
+)
+def test_what_is_not_finite_stops_is_left_out_or_goes_back(policy: str, expected: list[str]) -> None:
+    guard = NumberGuard(GuardsConfig(non_finite=policy, skips_in_a_row=2))
+    assert judged(guard, [1.0] * 5) == ["step"] * 5
+    assert judged(guard, [math.nan, math.inf, 1.0, math.nan, math.nan, math.nan][: len(expected)]) == expected
+
+
+def test_a_spike_is_left_out_and_not_remembered_and_a_fall_is_no_spike() -> None:
+    guard = NumberGuard(GuardsConfig(spike="skip", spike_window_steps=20))
+    drawn = random.Random(2)
+    assert set(judged(guard, [drawn.gauss(3.0, 0.1) for _ in range(20)])) == {"step"}
+    assert judged(guard, [9.0, 0.1, 9.0, 3.0]) == ["skip", "step", "skip", "step"]
+    assert 9.0 not in guard.to_json()["losses"]
+    judgement = guard.judge(loss=3.0, gradient_norm=50.0, non_finite="")
+    assert judgement.action is Action.SKIP and "gradient norm 50 is" in judgement.reason
+    assert NumberGuard(GuardsConfig()).judge(loss=1e9, gradient_norm=1.0, non_finite="").action is Action.STEP
+
+
+def test_a_guard_that_was_kept_with_a_commit_goes_on_as_one_that_was_not() -> None:
+    drawn = random.Random(3)
+    losses = [drawn.choice([drawn.gauss(3.0, 0.2), math.nan, 9.0]) for _ in range(300)]
+    config = GuardsConfig(spike="skip", non_finite="skip", spike_window_steps=12, skips_in_a_row=2)
+    straight = NumberGuard(config)
+    whole = judged(straight, losses)
+    assert {"step", "skip", "rewind"} == set(whole)
+    for cut in (1, 7, 100, 255):
+        first, second = NumberGuard(config), NumberGuard(config)
+        begun = judged(first, losses[:cut])
+        second.restore(json.loads(json.dumps(first.to_json())))
+        assert begun + judged(second, losses[cut:]) == whole
+
+
+@pytest.mark.parametrize(
+    ("sums", "copies", "odd", "certain"),
+    [
+        ([5, 5, 5, 5], 4, [], True),
+        ([5, 5, 6, 5], 4, [2], True),
+        ([5, 6], 2, [0, 1], False),
+        ([1, 2, 1, 2, 1, 3], 3, [5], True),  # two ranks hold a copy: only every second rank is compared
+        ([1, 2, 3, 4], 1, [], True),
+    ],
+)
+def test_the_odd_rank_is_named_by_majority(sums: list[int], copies: int, odd: list[int], certain: bool) -> None:
+    assert odd_ranks(sums, copies) == (odd, certain)
+
+
+def test_every_single_changed_bit_changes_the_sum() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2, dtype=torch.bfloat16))
+    before = weights_sum(model)
+    assert before == weights_sum(model) and 0 < before < 2**53
+    for parameter in model.parameters():
+        bits = parameter.data.view(-1).view(torch.int32 if parameter.element_size() == 4 else torch.int16)
+        for place in range(bits.numel()):
+            for bit in (0, 7, 14):
+                bits[place] ^= 1 << bit
+                assert weights_sum(model) != before
+                bits[place] ^= 1 << bit
+    assert weights_sum(model) == before
+
+
+def test_a_slow_rank_and_waiting_for_data_are_told_once_with_their_share() -> None:
+    watch, told = PaceWatch(), []
+    for step in range(3 * STEPS_IN_A_ROW):
+        slow = 0.4 if 5 <= step < 2 * STEPS_IN_A_ROW + 10 else 0.1
+        told += [(step, drag) for drag in watch.note([0.1, slow, 0.1], [0.0, 0.0, 0.05], 1.0)]
+    ((step, drag),) = told
+    assert (step, drag.action, drag.rank) == (5 + STEPS_IN_A_ROW - 1, GuardAction.SLOW_RANK, 1)
+    assert drag.ratio == pytest.approx(4.0) and drag.share == pytest.approx(0.3)
+    told = [watch.note([0.3, 0.3], [0.2, 0.1], 0.8) for _ in range(STEPS_IN_A_ROW)]
+    assert [len(drags) for drags in told] == [0] * (STEPS_IN_A_ROW - 1) + [1]
+    assert "rank 0 waits for data in 25% of the step" in watch.now
+    watch.note([0.3, 0.3], [0.0, 0.0], 0.8)
+    assert watch.now == ""
+
+
+@pytest.mark.parametrize(
+    ("held", "left", "needed", "warns"),
+    [
+        (lambda t: 1e9 + 1e6 * t, 2e8, 1e6, True),  # 1 MB/s of 200 MB
+        (lambda t: 1e9 + 1e6 * t, 2e8, 50.0, False),  # the job ends before
+        (lambda t: 1e9 + 1e6 * t, 2e9, 1e6, False),  # far away
+        (lambda t: 1e9 + (5e8 if t > 30 else 0), 2e8, 1e6, False),  # one leap
+        (lambda t: 1e9 + 1e8 * (t % 10), 2e8, 1e6, False),  # up and down
+    ],
+)
+def test_memory_that_runs_out_soon_is_seen_coming(
+    held: Callable[[float], float], left: float, needed: float, warns: bool
+) -> None:
+    now = 0.0
+    watch = GrowthWatch("memory", held=lambda: held(now), left=lambda: left, sharers=1, now=lambda: now)
+    reasons = []
+    for tick in range(1000):
+        now = tick / 8
+        reasons.append(watch.look(needed))
+    found = [reason for reason in reasons if reason]
+    assert bool(found) is warns
+    assert not any(reasons[: 8 * 55]), "a minute is watched first"
+    if warns:
+        assert found[0].startswith("memory grows by 1.0 MiB/s and 0.19 GiB are left: full in 2")
+
+
+def test_a_step_is_split_into_the_fewest_micro_batches_that_fit() -> None:
+    config = RunConfig(training={"batch_size": 48}, cluster={"nodes": 1, "processes_per_node": 2})
+    assert fitting_accumulation(config, Gang(), lambda parts: 48 / parts <= 9) == 6
+    assert fitting_accumulation(config, Gang(), lambda parts: True) == 1
+    assert more_micro_batches(config, 2, 1) == 2
+    assert more_micro_batches(config, 2, 3) == 6
+    assert more_micro_batches(config, 2, 8) == 24  # 16 would leave micro-batches of different size
+    with pytest.raises(BatchCannotBeSplit, match=r"batch_size 48 / 2 ranks = 24 samples per rank, in 24 micro-batches"):
+        more_micro_batches(config, 2, 24)
+
+
+def test_memory_that_ran_out_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as real:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(real.value) and is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
+
+
+def test_orders_hold_for_every_later_start_and_a_rewind_for_the_next_alone(tmp_path: Path) -> None:
+    store = Store.open(str(tmp_path))
+    assert read_overrides(store) == Overrides() and rewind_parent(store) is None
+    first = open_generation(store, run="run", attempt=0)
+    for rank in (0, 1):
+        record_split(store, generation=first.number, rank=rank, accumulation=4)
+    record_rewind(store, generation=first.number, rank=0, limit=6, first_sample=80, sound=True)
+    ordered = Overrides(gradient_accumulation_steps=4, first_sample=80, rewinds=1)
+    assert read_overrides(store) == ordered == Overrides.from_json({**ordered.to_json(), "of_others": 1})
+    assert rewind_parent(store) is None, "there is no commit to go back to"
+    second = open_generation(store, run="run", attempt=1)
+    record_rewind(store, generation=second.number, rank=0, limit=3, first_sample=0, sound=False)
+    assert read_overrides(store) == ordered, "unequal weights are no rewind of the data"

@@ -1,0 +1,97 @@
+"""What node 0 decides between two generations: what the next one may still spend, and whether there is a next one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.config.schema import RunConfig
+from infra.event_log import EventLog
+from infra.events import GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Origin
+from infra.layout import job_prefix
+from infra.store import Store
+from infra.terms import Terms
+from training.launch import GangSpec
+from training.launch.crash_loop import Failed, crash_loop
+from training.launch.leader import Leader
+from training.launch.verdict import Verdict
+
+A, B = "ValueError at model.py:12 in loss", "killed by SIGSEGV"
+
+
+@pytest.mark.parametrize(
+    ("failed", "commit_of", "loop"),
+    [
+        ([(1, A), (2, A)], 0, []),
+        ([(1, A), (2, A), (3, A)], 0, [1, 2, 3]),
+        ([(1, A), (2, B), (3, A), (4, B), (5, A)], 0, [1, 3, 5]),
+        ([(1, A), (2, A), (3, A)], 1, [1, 2, 3]),  # the commit came before the first of them
+        ([(1, A), (2, A), (3, A)], 2, []),
+        ([(1, A), (2, A), (3, A), (4, A)], 2, [2, 3, 4]),
+        ([(number, f"ValueError at {number}") for number in range(1, 10)], 0, []),
+        ([(number, f"ValueError at {number}") for number in range(1, 11)], 0, list(range(1, 11))),
+    ],
+)
+def test_a_loop_is_the_same_failure_three_times_without_a_commit_or_any_ten(
+    failed: list[tuple[int, str]], commit_of: int, loop: list[int]
+) -> None:
+    failures = [Failed(generation=number, fingerprint=mark, rank_seconds=1.0) for number, mark in failed]
+    assert [failure.generation for failure in crash_loop(failures, commit_of)] == loop
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> GangSpec:
+    return GangSpec(
+        job="job",
+        run="run",
+        attempt=1,
+        node=0,
+        nodes=3,
+        processes_per_node=2,
+        main_address="127.0.0.1",
+        config=RunConfig(store=str(tmp_path)).model_dump(mode="json"),
+        store_uri=str(tmp_path),
+        prepared={},
+        log_folder=str(tmp_path / "logs"),
+    )
+
+
+def job_store(spec: GangSpec) -> Store:
+    return Store.open(spec.store_uri).sub(job_prefix(spec.job))
+
+
+def test_each_generation_has_less_to_spend_and_fewer_nodes_cost_less(spec: GangSpec) -> None:
+    """100 s to find each other and 100 s of training with 6 ranks, then 50 s with 4, at a cent per rank-second, on top
+    of the $5 of earlier attempts."""
+    terms = Terms(usd_per_rank_second=0.01, spent_usd=5.0, budget_usd=20.0, reserve_usd=1.0).to_json()
+    now = iter((100.0, 200.0, 250.0))
+    leader = Leader(replace(spec, terms=terms), job_store(spec), born=0.0, now=lambda: next(now))
+    first = leader.plan(leader.open(), [0, 1, 2], ["a", "a", "b"])
+    assert (first.terms["spent_usd"], first.terms["told_threshold"]) == (11.0, 0.0)
+    second = leader.plan(leader.open(), [0, 2], ["a", "b"])
+    assert (second.terms["spent_usd"], second.terms["told_threshold"]) == (17.0, 0.8), "its ranks have told of 80 %"
+    third = leader.plan(leader.open(), [0, 2], ["a", "b"])
+    assert third.terms["spent_usd"] == 19.0
+    assert (first.generation, second.generation, third.generation) == (1, 2, 3)
+    assert (first.colocated_nodes(0), second.colocated_nodes(1)) == (2, 1)
+
+
+def test_failures_of_earlier_attempts_count(spec: GangSpec) -> None:
+    store = job_store(spec)
+    leader = Leader(spec, store, born=time.monotonic())
+    for number in (1, 2):
+        generation = leader.open()
+        with EventLog(store, Origin(job="job", run="run", attempt=0, generation=number, process="agent")) as log:
+            log.emit(NODE_STARTED, ranks=[0, 1])
+            log.emit(GENERATION_ENDED, reason="rank_failed", fingerprint=A)
+            log.emit(NODE_ENDED, seconds=7.0)
+    terms = Terms(usd_per_rank_second=0.5).to_json()
+    later = Leader(replace(spec, attempt=2, terms=terms), store, born=time.monotonic())
+    generation = later.open()
+    assert later.loop_after(Verdict(culprit="rank 3: other", fingerprint=B), generation.number, 10.0) is None
+    last = later.loop_after(Verdict(culprit="rank 1: ValueError: x", fingerprint=A), generation.number, 10.0)
+    assert last is not None and last.failed_as == "crash_loop" and not last.curable and not last.again
+    assert "38 rank-seconds, $19.0000 at the planned price; the last one: rank 1: ValueError: x" in last.culprit

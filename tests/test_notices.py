@@ -1,0 +1,175 @@
+"""Notices that a machine is about to go: each source, healthy and broken, and the one thread that watches them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.notices import MetadataSource, MetaflowSource, Notice, RehearsalSource, Source, Watcher, rehearse_notice
+from tests.support.flow import wait_until
+from training.chaos.imds import FakeMetadata
+
+SOON = 0.05
+Watching = Callable[..., Watcher]
+
+
+@pytest.fixture
+def service() -> Iterator[FakeMetadata]:
+    with FakeMetadata() as fake:
+        yield fake
+
+
+def source_of(service: FakeMetadata) -> MetadataSource:
+    return MetadataSource({"AWS_EC2_METADATA_SERVICE_ENDPOINT": service.address}, poll_seconds=SOON)
+
+
+def first(watcher: Watcher) -> Notice:
+    return wait_until("a notice", watcher.news, timeout=10)[0]
+
+
+@pytest.fixture
+def watching() -> Iterator[Watching]:
+    started: list[Watcher] = []
+
+    def start(*sources: Source) -> Watcher:
+        started.append(watcher := Watcher(sources))
+        wait_until("the decision", lambda: watcher.decided() is not None, timeout=5)
+        return watcher
+
+    yield start
+    for watcher in started:
+        watcher.close()
+
+
+@pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
+def test_an_interruption_is_heard_with_its_time(service: FakeMetadata, action: str, watching: Watching) -> None:
+    watcher = watching(source_of(service))
+    assert watcher.decided() == {"metadata": ""}
+    service.interrupt(120, action)
+    notice = first(watcher)
+    assert (notice.source, notice.action, notice.reclaims) == ("metadata", action, True)
+    assert 118 < notice.seconds_left < 122
+    time.sleep(4 * SOON)
+    assert watcher.news() == [], "the same notice is no news"
+    service.interrupt(60, action)
+    assert first(watcher).seconds_left < 62, "one that comes sooner is"
+
+
+def test_words_that_cannot_be_read_are_a_notice_all_the_same(service: FakeMetadata, watching: Watching) -> None:
+    service.answers["/latest/meta-data/spot/instance-action"] = "<html>"
+    [notice] = wait_until("a notice", watching(source_of(service)).news, timeout=10)
+    assert notice.action == "terminate" and 0 < notice.seconds_left <= 30
+
+
+def test_a_recommendation_has_no_time_and_takes_no_machine(service: FakeMetadata, watching: Watching) -> None:
+    service.recommend_rebalance()
+    notice = first(watching(source_of(service)))
+    assert (notice.action, notice.reclaims, notice.ends_at) == ("rebalance", False, math.inf)
+
+
+def test_a_token_that_is_refused_is_replaced(service: FakeMetadata, watching: Watching) -> None:
+    watcher = watching(source_of(service))
+    service.token = "another"
+    service.interrupt(120)
+    assert first(watcher).action == "terminate"
+    assert sum(method == "PUT" for method, _ in service.asked) == 2
+
+
+def test_a_hop_limit_is_recognised_and_the_service_asked_no_more(service: FakeMetadata, watching: Watching) -> None:
+    service.hop_limit = True
+    began = time.monotonic()
+    watcher = watching(source_of(service))
+    assert time.monotonic() - began < 3
+    [why] = (watcher.decided() or {}).values()
+    assert "hop limit is too small" in why and "answers 401" in why and "--http-put-response-hop-limit 2" in why
+    asked = len(service.asked)
+    time.sleep(6 * SOON)
+    assert len(service.asked) == asked
+
+
+def test_without_a_token_version_1_is_watched_where_it_answers(service: FakeMetadata, watching: Watching) -> None:
+    service.hop_limit = service.version_1 = True
+    watcher = watching(source_of(service))
+    assert watcher.decided() == {"metadata": ""}
+    service.interrupt(120)
+    assert first(watcher).action == "terminate"
+
+
+@pytest.mark.parametrize("kind", ["silent", "gone", "off", "elsewhere"])
+def test_a_service_that_is_not_there_costs_one_question(
+    service: FakeMetadata, kind: str, tmp_path: Path, watching: Watching
+) -> None:
+    source: Source = source_of(service)
+    service.silent = kind == "silent"
+    service.token_status = 403 if kind == "off" else 200
+    if kind == "gone":
+        service.close()
+    if kind == "elsewhere":
+        source = MetadataSource({}, system=tmp_path)
+    began = time.monotonic()
+    [why] = (watching(source).decided() or {}).values()
+    assert time.monotonic() - began < 3
+    said = {
+        "silent": "no token in time, nor",
+        "gone": "cannot be asked",
+        "off": "turned off",
+        "elsewhere": "not on EC2",
+    }
+    assert said[kind] in why
+    assert len(service.asked) <= 2
+
+
+def test_one_that_falls_silent_is_said_once_and_heard_again(service: FakeMetadata, watching: Watching) -> None:
+    watcher = watching(source_of(service))
+    service.token_status, service.token = 500, "another"
+    [problem] = wait_until("the problem", watcher.problems, timeout=10)
+    assert "metadata: 5 requests in a row failed" in problem
+    service.token_status = 200
+    service.interrupt(120)
+    assert first(watcher).action == "terminate"
+    assert watcher.problems() == []
+
+
+def moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds))
+
+
+def test_metaflows_file_counts_when_it_is_whole_and_not_past(tmp_path: Path, watching: Watching) -> None:
+    file = tmp_path / "spot_termination_notice"
+    file.write_text(moment(-3600))
+    watcher = watching(MetaflowSource(file))
+    file.write_text("")
+    time.sleep(1.2)
+    assert watcher.news() == []
+    file.write_text(moment(100))
+    notice = first(watcher)
+    assert notice.source == "metaflow" and 97 < notice.seconds_left < 101
+    assert MetaflowSource(tmp_path / "nowhere" / "file").begin().startswith("there is no folder")
+
+
+def test_a_rehearsed_notice_is_heard_once_and_one_left_over_never(tmp_path: Path, watching: Watching) -> None:
+    path = tmp_path / "notice.json"
+    rehearse_notice(path, action="terminate", seconds=50)
+    watcher = watching(RehearsalSource(path))
+    assert watcher.news() == [] and not path.exists()
+    rehearse_notice(path, action="terminate", seconds=50)
+    assert 48 < first(watcher).seconds_left <= 50
+    wait_until("that it is taken away", lambda: not path.exists(), timeout=5)
+
+
+def test_a_source_that_breaks_does_not_silence_the_others(tmp_path: Path, watching: Watching) -> None:
+    class Broken(RehearsalSource):
+        name = "broken"  # type: ignore[assignment]
+
+        def look(self) -> list[Notice]:
+            raise RuntimeError("out of order")
+
+    path = tmp_path / "notice.json"
+    watcher = watching(Broken(tmp_path / "other"), RehearsalSource(path))
+    rehearse_notice(path, action="terminate", seconds=50)
+    assert first(watcher).source == "rehearsal"
+    assert wait_until("the problem", watcher.problems, timeout=10)[0].endswith("out of order")

@@ -1,0 +1,136 @@
+"""One process and its watch: what is remarkable and what is given up, and what the kernel says of its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.flow import wait_until
+from training.launch.watch import Deadlines, Watch, WorkerFailure
+from training.launch.watch.heartbeat import Beat, Heartbeat
+
+CHILD = "import sys; sys.stdin.readline(); memory = bytearray(300_000_000); sys.stdin.readline()"
+LIMIT_BYTES = 100_000_000
+
+
+class Rank(SimpleNamespace):
+    """A rank as its agent has it; the test beats for it."""
+
+    def __init__(self, folder: Path) -> None:
+        process = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        super().__init__(rank=3, log_path=folder / "rank-3.log", process=process)
+        self.heartbeat = Heartbeat.create(folder / "rank-3.heartbeat")
+        self.offset = 0.0  # of the watch's clock from that of the machine
+
+    @property
+    def beat(self) -> Beat:
+        return self.heartbeat.read()
+
+    def now(self) -> float:
+        return time.monotonic() + self.offset
+
+    def result(self) -> None:
+        return None
+
+    def failure(self) -> WorkerFailure | None:
+        if self.process.poll() is None:
+            return None
+        return WorkerFailure(rank=3, message="killed by SIGKILL", killed_by="SIGKILL")
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    rank = Rank(tmp_path)
+    yield rank
+    rank.process.kill()
+    rank.process.wait()
+
+
+def watch_of(rank: Rank, folder: Path, *, floor_seconds: float) -> Watch:
+    deadlines = Deadlines(floor_seconds=floor_seconds, start_seconds=100.0, longest_seconds=300.0)
+    watch = Watch([rank], deadlines, folder, node=1, now=rank.now)
+    for step in (1, 2):
+        rank.heartbeat.beat(step, "forward")
+        assert watch.look() == []
+    return watch
+
+
+def pass_time(watch: Watch, rank: Rank, seconds: float) -> list[WorkerFailure]:
+    """Look twice a second, by the watch's own clock."""
+    found = []
+    for _ in range(int(2 * seconds)):
+        rank.offset += 0.5
+        found += watch.look()
+    return found
+
+
+def test_what_is_only_remarkable_is_dumped_and_left_alone_until_the_floor(rank: Rank, tmp_path: Path) -> None:
+    watch = watch_of(rank, tmp_path, floor_seconds=20.0)
+    assert pass_time(watch, rank, 2.5) == []
+    [witness] = wait_until("the dump", lambda: pass_time(watch, rank, 1.0), timeout=20)
+    assert witness.witness and Path(witness.dump).is_file() and rank.offset < 20
+    rank.offset += 30.0  # nobody looked: this is no silence of the rank's
+    assert all(one.witness for one in pass_time(watch, rank, 3.0))
+    [failure] = wait_until(
+        "the verdict", lambda: [one for one in pass_time(watch, rank, 1.0) if not one.witness], timeout=20
+    )
+    assert (failure.rank, failure.node, failure.step, failure.phase, failure.certainty) == (3, 1, 2, "forward", "slow")
+    assert "(limit 20 s)" in failure.message and rank.offset >= 50.0
+    watch.close()
+
+
+def test_a_rank_that_goes_on_is_nobodys_concern(rank: Rank, tmp_path: Path) -> None:
+    watch = watch_of(rank, tmp_path, floor_seconds=3.0)
+    for step in range(3, 30):
+        rank.heartbeat.beat(step, "forward")
+        rank.offset = 0.0
+        assert pass_time(watch, rank, 2.5) == []
+    watch.close()
+
+
+def test_a_kill_for_memory_is_told_from_any_other(rank: Rank, tmp_path: Path) -> None:
+    with small_cgroup(rank.process.pid) as limited:
+        if not limited:
+            pytest.skip("no memory cgroup can be made here (needs root and cgroup v1)")
+        watch = watch_of(rank, tmp_path, floor_seconds=3.0)
+        assert watch.sample()["resident_bytes"] > 1e6
+        rank.process.stdin.write(b"go\n")
+        rank.process.stdin.flush()
+        [failure] = wait_until("its end", watch.look, timeout=20)
+    assert failure.memory_kill and failure.kind == "killed for memory"
+    assert "by the kernel for want of memory, 0.0" in failure.message
+    if os.access("/dev/kmsg", os.R_OK):
+        assert f"Killed process {rank.process.pid} (" in failure.message
+    watch.close()
+
+
+class small_cgroup:  # noqa: N801 - reads as a phrase: with small_cgroup(pid)
+    """A memory cgroup of its own for a process; False where that is not to be had."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        paths = [line.split(":", 2)[2] for line in lines if ":memory:" in line]
+        self._folder = Path(f"/sys/fs/cgroup/memory{paths[0]}") / f"small-{os.getpid()}" if paths else None
+
+    def __enter__(self) -> bool:
+        if self._folder is None:
+            return False
+        try:
+            self._folder.mkdir()
+            (self._folder / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
+            (self._folder / "cgroup.procs").write_text(str(self._pid))
+        except OSError:
+            return False
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None and self._folder.exists():
+            self._folder.rmdir()

@@ -1,0 +1,69 @@
+"""The job that is tormented: two nodes of one rank, a tiny model, small steps, a commit every half second or so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from infra.config.schema import RunConfig
+from infra.layout import workload_prefix
+from infra.store import Store
+from training.chaos.orders import Orders
+from training.chaos.scene import Scene
+from training.data import prepare_tokens
+from training.launch.spec import GangSpec
+from training.launch.workers import PROJECT_ROOT
+
+WORKLOAD = "training.chaos.workload:Tormented"
+STEPS_PER_INJECTION = 30  # what passes between two injections, with a commit among them
+_SPARE_STEPS = 60
+_COMMIT_STEPS = 10
+
+
+def survival_config(folder: Path, *, injections: int, floor_seconds: float, step_seconds: float) -> RunConfig:
+    """injections: that its steps are to outlast. step_seconds: the least that a step takes."""
+    return RunConfig(
+        store=str(folder / "store"),
+        workload=WORKLOAD,
+        workload_options={"orders": "", "step_seconds": step_seconds},
+        model={"hidden_size": 32, "num_layers": 2, "num_heads": 2, "sequence_length": 32},
+        training={
+            "batch_size": 4,
+            "max_steps": _SPARE_STEPS + STEPS_PER_INJECTION * injections,
+            "evaluation_interval_steps": 50,
+            "scheduler": {"type": "constant", "warmup_steps": 0},
+        },
+        data={"held_out_samples": 8},
+        cluster={"nodes": 2, "processes_per_node": 1, "start_deadline_seconds": 60.0, "step_deadline_seconds": 60.0},
+        checkpoint={"interval_steps": _COMMIT_STEPS},
+        survival={"hang_floor_seconds": floor_seconds},
+    )
+
+
+def survival_spec(config: RunConfig, folder: Path, job: str) -> GangSpec:
+    """Node 0's, of the job named `job`, with orders of its own."""
+    store = Store.open(config.store).sub(workload_prefix(WORKLOAD))
+    tokens = prepare_tokens(config.data, store, project_root=PROJECT_ROOT)
+    options = {**config.workload_options, "orders": str(folder / job / "orders")}
+    return GangSpec(
+        job=job,
+        run=job,
+        attempt=0,
+        node=0,
+        nodes=2,
+        processes_per_node=1,
+        main_address="127.0.0.1",
+        config=config.model_copy(update={"workload_options": options}).model_dump(mode="json"),
+        store_uri=config.store,
+        prepared=tokens.to_json(),
+        log_folder=str(folder / job / "logs"),
+    )
+
+
+def make_scene(config: RunConfig, folder: Path, job: str, *, store: Path | None = None) -> Scene:
+    """store: a place of its own for this job's store, where it is not that of the configuration."""
+    if store is not None:
+        config = config.model_copy(update={"store": str(store)})
+    spec = survival_spec(config, folder, job)
+    orders = Orders(folder / job / "orders")
+    return Scene(replace(spec), folder / job, orders)

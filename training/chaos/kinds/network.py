@@ -1,0 +1,69 @@
+"""Faults of the network between two agents, by the proxy between them. The ranks' own traffic is not touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from infra.events import EndReason
+from training.chaos.fault import Aim, Fault, Means, Symptom
+from training.chaos.orders import Strike
+from training.chaos.proxy import Conduct
+from training.chaos.scene import Scene
+from training.errors import GangError
+from training.launch.channel import SILENCE_SECONDS
+
+_ACTION = "the node counts as lost: a new attempt"
+
+
+def _turn(conduct: Conduct) -> Callable[[Scene, Aim], Strike | None]:
+    def inject(scene: Scene, aim: Aim) -> Strike:
+        if scene.proxy is None:
+            raise GangError("a gang of one node has no network between its agents")
+        scene.proxy.conduct = conduct
+        return Strike.now()
+
+    return inject
+
+
+def _heal(scene: Scene, aim: Aim) -> None:
+    if scene.proxy is not None:
+        scene.proxy.conduct = Conduct.PASS
+
+
+def _lost(kind: str, what: str, conduct: Conduct, *, limit_seconds: float = 8.0) -> Fault:
+    return Fault(
+        kind=kind,
+        means=Means.NETWORK,
+        what=what,
+        inject=_turn(conduct),
+        heal=_heal,
+        action=_ACTION,
+        reasons=(EndReason.NODE_LOST,),
+        node_is_guilty=True,
+        limit_seconds=limit_seconds,
+        nodes=(1,),
+        bare=False,
+    )
+
+
+NETWORK = (
+    _lost("connection-reset", "the agents' connection is reset", Conduct.RESET),
+    _lost("connection-closed", "the agents' connection is closed", Conduct.DROP),
+    _lost(
+        "blackhole",
+        "the agents' packets are swallowed",
+        Conduct.BLACKHOLE,
+        limit_seconds=SILENCE_SECONDS + 4.0,
+    ),
+    Fault(
+        kind="delay",
+        means=Means.NETWORK,
+        what="the agents' packets arrive 0.2 s late, for 3 s",
+        inject=_turn(Conduct.DELAY),
+        heal=_heal,
+        action="none: the agents are patient",
+        symptom=Symptom.NOTHING,
+        nodes=(1,),
+        bare=False,
+    ),
+)

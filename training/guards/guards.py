@@ -1,0 +1,192 @@
+"""One rank's guards, as the trainer calls them. What they do is an event, and an order where a start must follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from infra.config.schema import RunConfig
+from infra.events import GUARD, GuardAction
+from infra.store import Store
+from training.errors import (
+    BatchCannotBeSplit,
+    CheckpointError,
+    DivergenceError,
+    GenerationSuperseded,
+    MemoryGrowth,
+    MicroBatchTooLarge,
+    Rewind,
+    TooManyRewinds,
+)
+from training.gang import Gang
+from training.guards.growth import GrowthWatch
+from training.guards.micro_batch import is_out_of_memory, more_micro_batches
+from training.guards.numbers import Action, Judgement, NumberGuard
+from training.guards.overrides import Overrides, record_rewind, record_split
+from training.guards.pace import PaceWatch
+from training.guards.replicas import odd_ranks, weights_sum
+from training.position import Position
+from training.pulse import Pulse
+from training.saver import Saver
+
+
+@dataclass(kw_only=True)
+class Guards:
+    """store: the job's, for orders to the next start; None: there is nobody to start again, and none is left.
+
+    emit: takes (name, step=, flush=, **data). agreed_step: the last one after which equal ranks had equal weights;
+    None before the first comparison of this start.
+    """
+
+    config: RunConfig
+    gang: Gang
+    copies: int
+    emit: Callable[..., object]
+    store: Store | None = None
+    generation: int = 0
+    overrides: Overrides = field(default_factory=Overrides)
+    growth: tuple[GrowthWatch, ...] = ()
+    pace: PaceWatch = field(default_factory=PaceWatch)
+    agreed_step: int | None = None
+
+    def __post_init__(self) -> None:
+        self.numbers = NumberGuard(self.config.guards)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What a commit carries of them."""
+        return {"guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample}}
+
+    def resume(self, at: Position, extra: Mapping[str, Any]) -> Position:
+        """Where a start goes on that restored a commit at `at` which carried `extra`: past what is not to be read."""
+        self.numbers.restore(extra.get("guards", {}))
+        first = self.overrides.first_sample
+        if at.cursor >= first:
+            return at
+        self.numbers.skipped_in_a_row = 0
+        if self.gang.rank == 0:
+            print(f"samples {at.cursor} to {first - 1} are left out: a rewind passed over them", flush=True)
+        return Position(at.step, first)
+
+    def weights_sum(self, step: int, module: torch.nn.Module) -> int:
+        """Of the weights after `step`, where they are to be compared; else 0."""
+        interval = self.config.guards.hash_interval_steps
+        if interval is None or self.copies == 1 or (self.agreed_step is not None and step % interval):
+            return 0
+        return weights_sum(module)
+
+    def judge(self, at: Position, pulse: Pulse, settle: Callable[[], object]) -> Judgement:
+        """What is to be done about the step after `at`, the same on all ranks.
+
+        settle: returns when no save is under way; raises CheckpointError where the last became no commit. Raises
+        Rewind, TooManyRewinds, and DivergenceError when weights differ that should be equal.
+        """
+        self._compare(at, pulse)
+        finite = not (reason := pulse.non_finite)
+        loss, norm = (pulse.loss, pulse.gradient_norm) if finite else (0.0, 0.0)
+        before = self.numbers.skipped_in_a_row
+        judgement = self.numbers.judge(loss=loss, gradient_norm=norm, non_finite=reason)
+        if judgement.action is Action.REWIND:
+            return self._rewind(at, judgement, first_bad=at.step + 1 - before, settle=settle)
+        if judgement.action is Action.SKIP and self.gang.rank == 0:
+            samples = [at.cursor, at.cursor + self.config.training.batch_size]
+            self.emit(GUARD, step=at.step + 1, action=GuardAction.SKIP, reason=judgement.reason, samples=samples)
+            print(f"step {at.step + 1}: left out: {judgement.reason}", flush=True)
+        return judgement
+
+    def note_pace(self, step: int, pulse: Pulse) -> None:
+        """To be called on rank 0."""
+        if self.gang.alone and not pulse.data_seconds[0]:
+            return
+        for drag in self.pace.note(pulse.own_seconds, pulse.data_seconds, pulse.step_seconds):
+            self.emit(GUARD, step=step, action=drag.action, rank=drag.rank, share=drag.share, reason=drag.reason)
+
+    def memory_runs_out(self, needed_seconds: float) -> bool:
+        """Whether this rank's memory grows towards its limit; said once, with its arithmetic."""
+        for watch in self.growth:
+            reason = watch.look(needed_seconds)
+            if reason:
+                self.emit(GUARD, action=GuardAction.RENEW, rank=self.gang.rank, reason=reason)
+                print(f"rank {self.gang.rank}: {reason}; saved, to go on in new processes", flush=True)
+                return True
+        return False
+
+    def renew(self, at: Position, pulse: Pulse, saver: Saver) -> None:
+        """To be called after the save of a step whose pulse says so. Raises MemoryGrowth once that is a commit."""
+        saver.wait()
+        ranks = ", ".join(map(str, pulse.renew))
+        raise MemoryGrowth(f"memory of rank {ranks} would have run out; saved at step {at.step}, to go on anew")
+
+    def raise_if_out_of_memory(self, error: BaseException, step: int, accumulation: int) -> None:
+        """For an error of forward or backward. Raises MicroBatchTooLarge or BatchCannotBeSplit where memory ran out."""
+        if not is_out_of_memory(error) or self.config.guards.out_of_memory == "stop":
+            return
+        first, rank = " ".join(str(error).split())[:200], self.gang.rank
+        try:
+            more = more_micro_batches(self.config, self.gang.world_size, accumulation)
+        except BatchCannotBeSplit as refusal:
+            raise BatchCannotBeSplit(f"rank {rank}, step {step}: out of memory: {refusal}; {first}") from error
+        reason = (
+            f"rank {rank}, step {step}: out of memory in one of {accumulation} micro-batches; from the last commit on "
+            f"with {more}"
+        )
+        if self.store is not None:
+            record_split(self.store, generation=self.generation, rank=rank, accumulation=more)
+        self.emit(GUARD, step=step, flush=True, action=GuardAction.SPLIT, rank=rank, accumulation=more, reason=reason)
+        raise MicroBatchTooLarge(f"{reason}: {first}") from error
+
+    def _compare(self, at: Position, pulse: Pulse) -> None:
+        if not pulse.weights_sums[0]:
+            return
+        odd, certain = odd_ranks(pulse.weights_sums, self.copies)
+        if not odd:
+            self.agreed_step = at.step
+            return
+        names = ", ".join(map(str, odd))
+        found = f"weights of rank {names} differ from those of {'their' if odd[1:] else 'its'} replicas"
+        if not certain:
+            found = f"weights of ranks {names} differ, and with no majority nobody can say whose are right"
+        if self.agreed_step is None:
+            found += f" at the start, step {at.step}"
+            self._tell(at, GuardAction.DIVERGED, ranks=odd, reason=found)
+        else:
+            found += f" after step {at.step}; they were equal after step {self.agreed_step}, to where the job goes back"
+            self._order_rewind(limit=self.agreed_step, first_sample=0, sound=False)
+            self._tell(at, GuardAction.DIVERGED, ranks=odd, reason=found)
+        raise DivergenceError(found)
+
+    def _rewind(self, at: Position, judgement: Judgement, *, first_bad: int, settle: Callable[[], object]) -> Judgement:
+        guards, gone = self.config.guards, self.overrides.rewinds
+        if gone >= guards.max_rewinds:
+            reason = f"{judgement.reason}; gone back {gone} times, which guards.max_rewinds allows no more"
+            if not judgement.finite:
+                return Judgement(Action.STOP, reason, finite=False)
+            raise TooManyRewinds(f"step {at.step + 1}: {reason}")
+        try:
+            settle()  # what is under way may be the commit to go back to
+        except GenerationSuperseded:
+            raise
+        except CheckpointError as error:
+            print(f"step {at.step}: the last save did not become a commit: {error}", flush=True)
+        limit = max(0, first_bad - 1 - guards.rewind_margin_steps)
+        first_sample = at.cursor + self.config.training.batch_size
+        reason = (
+            f"step {at.step + 1}: {judgement.reason}; back to the newest commit up to step {limit}, and on from sample "
+            f"{first_sample}"
+        )
+        self._order_rewind(limit=limit, first_sample=first_sample, sound=True)
+        self._tell(at, GuardAction.REWIND, reason=reason, limit=limit, first_sample=first_sample)
+        raise Rewind(reason)
+
+    def _order_rewind(self, **order: int) -> None:
+        if self.gang.rank == 0 and self.store is not None:
+            record_rewind(self.store, generation=self.generation, rank=0, **order)
+
+    def _tell(self, at: Position, action: GuardAction, **data: Any) -> None:
+        """Before all ranks end. Nobody ends before the order and the event are durable. Collective."""
+        if self.gang.rank == 0:
+            self.emit(GUARD, step=at.step + 1, flush=True, action=action, **data)
+        self.gang.gather(torch.zeros(1, dtype=torch.float64, device=self.gang.device))

@@ -1,0 +1,102 @@
+"""What guards leave behind for the next start of the gang: small records in the job's store. Torch-free.
+
+A record is durable before its gang ends, and is never changed. So it holds over attempts, over launchers and over a
+start that died before its first commit: every later start of the job reckons the same from the records.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from infra.events import GuardAction
+from infra.layout import override_key, quarantine_key
+from infra.store import Store
+from training.checkpoint.checksum import seal
+from training.checkpoint.generations import newest_number
+from training.checkpoint.lineage import reachable_commits
+from training.checkpoint.manifest import VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """What a start is to do otherwise than the configuration says.
+
+    gradient_accumulation_steps: None: as configured. first_sample: no sample below this one is read any more; a start
+    from a commit that has not come so far jumps to it. rewinds: of the job so far, for
+    numbers that went wrong.
+    """
+
+    gradient_accumulation_steps: int | None = None
+    first_sample: int = 0
+    rewinds: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Overrides:
+        """Names that are not its own are left to others."""
+        return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
+
+
+def record_split(job_store: Store, *, generation: int, rank: int, accumulation: int) -> None:
+    """From the next start on so many micro-batches make a step. Raises StoreError."""
+    _put(job_store, GuardAction.SPLIT, generation, rank, accumulation=accumulation)
+
+
+def record_rewind(job_store: Store, *, generation: int, rank: int, limit: int, first_sample: int, sound: bool) -> None:
+    """The next start goes back to the newest commit not above step `limit`, and on from sample `first_sample`.
+
+    sound: where there is none, a later one will do; else those are never to be read again. Raises StoreError.
+    """
+    order = {"limit": limit, "first_sample": first_sample, "sound": int(sound)}
+    _put(job_store, GuardAction.REWIND, generation, rank, **order)
+
+
+def read_overrides(job_store: Store) -> Overrides:
+    """Of the job's next start. Raises StoreError."""
+    records = _records(job_store)
+    splits = [record["accumulation"] for record in records if record["action"] == GuardAction.SPLIT]
+    rewinds = [record for record in records if record["action"] == GuardAction.REWIND]
+    return Overrides(
+        gradient_accumulation_steps=max(splits, default=None),
+        first_sample=max((record["first_sample"] for record in rewinds), default=0),
+        rewinds=sum(record["first_sample"] > 0 for record in rewinds),
+    )
+
+
+def rewind_parent(job_store: Store) -> str | None:
+    """The commit that the next generation is to start from, where a rewind waits for it; None: the newest.
+
+    The newest that is not above the rewind's limit. Where all are above it, the oldest that there is; unless they may
+    be unsound, then they are quarantined. To be asked before the generation is opened.
+    """
+    rewinds = [record for record in _records(job_store) if record["action"] == GuardAction.REWIND]
+    newest = max(rewinds, key=lambda record: record["generation"], default=None)
+    if newest is None or newest_number(job_store, near=newest["generation"]) > newest["generation"]:
+        return None  # some start has followed it already
+    commits = reachable_commits(job_store)
+    fitting = [commit.key for commit in commits if commit.step <= newest["limit"]]
+    if fitting or not commits:
+        return fitting[0] if fitting else None
+    if newest["sound"]:
+        return commits[-1].key
+    for commit in commits:
+        reason = f"saved after step {newest['limit']}, from where on weights of equal ranks may have differed"
+        record = {"version": VERSION, "key": commit.key, "reason": reason, "t_wall": time.time()}
+        job_store.put(quarantine_key(commit.sha256), seal(record))
+    return None
+
+
+def _put(job_store: Store, action: GuardAction, generation: int, rank: int, **order: int) -> None:
+    record = {"action": str(action), "generation": generation, "rank": rank, **order}
+    name = "-".join(map(str, (action, *order.values())))
+    job_store.put(override_key(generation, rank, name), json.dumps(record, sort_keys=True).encode())
+
+
+def _records(job_store: Store) -> list[dict[str, Any]]:
+    return [json.loads(job_store.get(meta.key)) for meta in job_store.list("overrides")]

@@ -1,0 +1,205 @@
+"""A node's notices on their way: from the watcher to the lead, and from the lead's orders to the ranks of this node.
+
+Whoever hears that a machine goes tells the lead, and the lead tells all nodes. Each agent writes the order into the
+record of its ranks (`training.launch.control`), and through the pulse all ranks leave after the same step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from infra.config.schema import CheckpointConfig, SurvivalConfig
+from infra.events import NOTICE, NOTICE_SOURCES
+from infra.notices import (
+    LEAVE,
+    REBALANCE,
+    MetadataSource,
+    MetaflowSource,
+    Notice,
+    NoticeSource,
+    RehearsalSource,
+    Watcher,
+)
+from training.launch.control import Control, Order
+from training.launch.echo import say
+from training.launch.spec import GangSpec
+from training.launch.watch.failure import SLOW, WorkerFailure
+from training.launch.workers import WorkerGroup
+
+_CAUSES = {
+    NoticeSource.SIGNAL: "SIGTERM",
+    NoticeSource.METADATA: "spot interruption notice",
+    NoticeSource.METAFLOW: "Metaflow's notice of a spot interruption",
+    NoticeSource.REHEARSAL: "rehearsed notice",
+}
+# Past the time that was given the machine is gone, or whoever sent SIGTERM has killed the process; where neither
+# happens the agent does not wait for its ranks without end.
+_GRACE_SECONDS = 30.0
+_ECHO_SECONDS = 1.0  # for the lead to order what it was told; then this node's ranks are told all the same
+
+
+class Post(Protocol):
+    """Of the other nodes, what concerns orders (`training.launch.peers`)."""
+
+    def order(self, order: Order) -> None: ...
+    def orders(self) -> list[Order]: ...
+
+
+class Drain:
+    """One per agent, over all its generations. To be used by the agent's main thread."""
+
+    def __init__(self, spec: GangSpec) -> None:
+        self._node = spec.node
+        self._stop_seconds = CheckpointConfig(**spec.config["checkpoint"]).stop_seconds
+        self._save_seconds = CheckpointConfig(**spec.config["checkpoint"]).deadline_seconds
+        self._config = SurvivalConfig(**spec.config.get("survival", {}))
+        folder = Path(spec.log_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.rehearsal_path = folder / f"notice-node-{spec.node}.json"
+        self._watcher = Watcher(
+            [MetadataSource(), MetaflowSource(Path(self._config.notice_file)), RehearsalSource(self.rehearsal_path)]
+        )
+        self._signalled_at: float | None = None
+        self._sources_told = False
+        self._unsent: list[Notice] = []  # heard, and neither recorded as an event nor sent yet
+        self._standing: list[tuple[float, Order]] = []  # (time.monotonic() when it came, what the lead has ordered)
+        self._own: Order | None = None  # the first that came of a notice to this node
+        self._leave_at = self._machine_ends_at = self._echo_by = float("inf")
+        self._control: Control | None = None
+
+    def signalled(self) -> None:
+        """SIGTERM or Ctrl-C came. Does nothing that a signal handler may not."""
+        if self._signalled_at is None:
+            self._signalled_at = time.monotonic()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this node, or by the lead's order the whole gang, is to leave: nothing new is to be begun."""
+        self._hear()
+        return self._leave_at < float("inf")
+
+    def overstaying(self, group: WorkerGroup) -> list[WorkerFailure]:
+        """Ranks of this node that were told to leave and are still there long after their time: that wait ends too."""
+        if time.monotonic() <= self._leave_at + _GRACE_SECONDS:
+            return []
+        text = f"told to leave ({self.cause}) and still here {_GRACE_SECONDS:g} s after its time"
+        return [
+            WorkerFailure(rank=worker.rank, message=text, hung=True, certainty=SLOW, node=self._node,
+                          step=worker.beat.step, phase=worker.beat.phase, timestamp=time.time())
+            for worker in group.workers
+            if worker.process.poll() is None
+        ]  # fmt: skip
+
+    @property
+    def cause(self) -> str:
+        """Why, for people."""
+        first = next((order for _, order in self._standing if order.leave), self._own)
+        if first is None or first.cause == "SIGTERM":
+            return "" if first is None else first.cause
+        return f"{first.cause} to node {first.node}"
+
+    def open_record(self, folder: Path) -> Path:
+        """The record of the ranks that are about to be started; what was ordered before holds for them too."""
+        path = folder / f"node-{self._node}.control"
+        self._control = Control.create(path)
+        for came_at, order in self._standing:
+            if order.leave:
+                self._control.tell(replace(order, seconds=came_at + order.seconds - time.monotonic()))
+        return path
+
+    def attend(self, post: Post, emit: Callable[..., object]) -> None:
+        """What the agent's loop calls: tell the lead what was heard here, and the ranks what the lead has ordered."""
+        self._hear()
+        self._tell_sources(emit)
+        for order in self.record(emit):
+            post.order(order)
+        for order in post.orders():
+            now = time.monotonic()
+            self._standing.append((now, order))
+            if order.leave:
+                self._leave_at = min(self._leave_at, now + order.seconds)
+            if self._control is not None:
+                self._control.tell(order)
+        self._go_without_lead()
+        if time.monotonic() >= self._machine_ends_at:  # a rehearsal takes the machine when it said so
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def record(self, emit: Callable[..., object]) -> list[Order]:
+        """Write down what was heard and not yet told; what is to be done about it."""
+        orders = []
+        for notice in self._unsent:
+            order = self._order(notice)
+            self._write(notice, order, emit)
+            orders += [] if order is None else [order]
+        self._unsent.clear()
+        return orders
+
+    def close(self) -> None:
+        self._watcher.close()
+
+    def _hear(self) -> None:
+        """Also where there is nobody yet to be told."""
+        news = self._watcher.news()
+        if self._signalled_at is not None and self._signalled_at >= 0:
+            at, self._signalled_at = self._signalled_at, -1.0
+            news.append(Notice(source=NoticeSource.SIGNAL, action=LEAVE, heard_at=at, ends_at=at + self._stop_seconds))
+        for notice in news:
+            self._unsent.append(notice)
+            order = self._order(notice)
+            if order is not None and order.leave:
+                now = time.monotonic()
+                self._leave_at = min(self._leave_at, now + order.seconds)
+                self._own, self._echo_by = self._own or order, min(self._echo_by, now + _ECHO_SECONDS)
+            if notice.source is NoticeSource.REHEARSAL:
+                self._machine_ends_at = min(self._machine_ends_at, notice.ends_at)
+
+    def _go_without_lead(self) -> None:
+        """A lead that is frozen or gone must not cost the last save: the pulse tells the other nodes' ranks."""
+        now = time.monotonic()
+        if self._own is not None and self._control is not None and now >= self._echo_by:
+            self._control.tell(replace(self._own, seconds=self._leave_at - now))
+
+    def _order(self, notice: Notice) -> Order | None:
+        """What is to be done about it, now; None: nothing."""
+        if notice.action == REBALANCE:
+            seconds = {"save": float("inf"), "leave": self._save_seconds}.get(self._config.on_rebalance)
+            cause = "rebalance recommendation"
+            return None if seconds is None else Order(seconds=seconds, cause=cause, node=self._node)
+        margin = 0.0 if notice.source is NoticeSource.SIGNAL else self._config.notice_margin_seconds
+        seconds = max(notice.seconds_left - margin, 0.0)
+        return Order(seconds=seconds, cause=_CAUSES[notice.source], node=self._node)
+
+    def _write(self, notice: Notice, order: Order | None, emit: Callable[..., object]) -> None:
+        left = None if notice.ends_at == float("inf") else round(notice.seconds_left, 3)
+        does = "nothing" if order is None else "leave" if order.leave else "save"
+        now = time.monotonic()
+        emit(
+            NOTICE,
+            at=(time.time() - (now - notice.heard_at), notice.heard_at),
+            source=notice.source.value,
+            action=notice.action,
+            seconds_left=left,
+            save_seconds=round(order.seconds, 3) if order is not None and order.leave else None,
+            does=does,
+            detail=notice.detail,
+        )
+        time_left = "" if left is None else f", {left:.0f} s left"
+        say(f"node {self._node}: notice by {notice.source.value}: {notice.action}{time_left}; the gang is to {does}")
+
+    def _tell_sources(self, emit: Callable[..., object]) -> None:
+        for problem in self._watcher.problems():
+            emit(NOTICE_SOURCES, problem=problem)
+            say(f"node {self._node}: notices may be missed: {problem}")
+        if not self._sources_told and (decided := self._watcher.decided()) is not None:
+            self._sources_told = True
+            emit(NOTICE_SOURCES, watched=[name for name, absent in decided.items() if not absent], absent={
+                name: absent for name, absent in decided.items() if absent
+            })  # fmt: skip
+            if "hop limit" in (absent := decided.get(NoticeSource.METADATA, "")):
+                say(f"node {self._node}: spot notices will not be heard: {absent}")

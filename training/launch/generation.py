@@ -1,0 +1,120 @@
+"""One node's part of one generation: its ranks, from their start to the gang's verdict."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from infra.config.schema import ClusterConfig, RunConfig
+from infra.layout import generation_name
+from infra.store import Store
+from training.launch.drain import Drain
+from training.launch.echo import say, show_last_lines
+from training.launch.node_log import NodeLog
+from training.launch.output import GangOutput
+from training.launch.peers import Peers
+from training.launch.spec import GangSpec, WorkerSpec
+from training.launch.standby import Standby
+from training.launch.verdict import Start, Verdict
+from training.launch.watch import Deadlines, Watch, WorkerFailure
+from training.launch.workers import WorkerGroup
+
+_POLL_SECONDS = 0.05
+
+
+class NodeGeneration:
+    """spec: of this node, with the number that it has in this generation. None of its ranks is left when it returns."""
+
+    def __init__(
+        self, spec: GangSpec, start: Start, peers: Peers, drain: Drain, log: NodeLog, job_store: Store
+    ) -> None:
+        self._spec, self._start, self._peers, self._drain, self._log = spec, start, peers, drain, log
+        self._job_store = job_store
+        self._cluster = ClusterConfig(**spec.config["cluster"])
+        self.folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
+
+    def run(self, standby: Standby | None, kept: Path) -> Verdict:
+        """standby: forks the ranks, as soon as it can; without one, or when it is lost, they are started cold.
+
+        kept: the folder of the agent's first generation, for what need not be measured again.
+        """
+        if (verdict := self._await(standby)) is not None:
+            return verdict
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rendezvous = (self._spec.main_address, self._start.rendezvous_port)
+        group = WorkerGroup(
+            self._spec.ranks, self._spec.world_size, self.folder, self._worker_spec(kept), rendezvous, standby
+        )
+        output = GangOutput(group, self._spec, self._start.generation, self._job_store)
+        verdict = None
+        try:
+            verdict = self._watch(group, output)
+            return verdict
+        finally:
+            group.end(verdict.ranks if verdict is not None else ())
+            output.close()
+
+    def _await(self, standby: Standby | None) -> Verdict | None:
+        """Its imports take seconds at the first start, and none later."""
+        limit = time.monotonic() + self._cluster.start_deadline_seconds
+        while standby is not None and not standby.settled and time.monotonic() < limit:
+            if (verdict := self._peers.poll()) is not None:
+                return verdict
+            self._drain.attend(self._peers, self._log.emit)
+            self._log.beat()
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _worker_spec(self, kept: Path) -> WorkerSpec:
+        spec, start = self._spec, self._start
+        return WorkerSpec(
+            job=spec.job,
+            run=spec.run,
+            attempt=spec.attempt,
+            node=spec.node,
+            generation=start.generation,
+            generation_id=start.generation_id,
+            candidates=start.candidates,
+            config=spec.config,
+            store_uri=spec.store_uri,
+            prepared=spec.prepared,
+            terms=start.terms,
+            rehearse=start.rehearse,
+            overrides=start.overrides,
+            colocated_ranks=start.colocated_nodes(spec.node) * spec.processes_per_node,
+            kept_path=str(kept),
+            control_path=str(self._drain.open_record(self.folder)),
+            notice_path=str(self._drain.rehearsal_path),
+            agent_pid=os.getpid(),
+        )
+
+    def _watch(self, group: WorkerGroup, output: GangOutput) -> Verdict:
+        """Until the gang's verdict: report this node's news, hear the others'."""
+        reported: dict[int, WorkerFailure] = {}
+        finished = False
+        deadlines = Deadlines.of(RunConfig.model_validate(self._spec.config))
+        watch = Watch(group.workers, deadlines, self.folder, node=self._spec.node)
+        try:
+            while (verdict := self._peers.poll()) is None:
+                if self._peers.witnesses_wanted():
+                    watch.want_witnesses()
+                for failure in watch.look() + self._drain.overstaying(group):
+                    if failure.witness:
+                        self._peers.report(failure)
+                    elif failure.rank not in reported:
+                        reported[failure.rank] = failure
+                        say(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
+                        self._peers.report(failure)
+                if not finished and not reported and group.all_ended_well():
+                    finished = True
+                    self._peers.finished(group.results())
+                self._drain.attend(self._peers, self._log.emit)
+                self._log.beat(watch.sample)
+                output.follow()
+                time.sleep(_POLL_SECONDS)
+        finally:
+            watch.close()
+        if verdict.culprit:
+            show_last_lines(group, list(reported.values()), job=self._spec.job, generation=self._start.generation)
+        return verdict

@@ -1,0 +1,189 @@
+"""The agent's side of a warm start: one process per node that has imported everything and forks ranks when asked.
+
+Without it, or when it died, each rank is a new interpreter: slower by all of its imports, otherwise the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+_FORK_DEADLINE_SECONDS = 10.0
+_END_DEADLINE_SECONDS = 10.0
+STANDBY_VARIABLE = "EBBFLOW_STANDBY_OF"
+
+
+class Process(Protocol):
+    """What of a rank's process an agent needs: `subprocess.Popen`, or `Forked`."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def send_signal(self, number: int) -> None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+class Standby:
+    """The process that forks. log: what it has to say for itself, when it fails. colocated_ranks: that will share this
+    machine's cores. To be made in the main thread, which its life is tied to."""
+
+    def __init__(self, log: Path, *, colocated_ranks: int) -> None:
+        environment = dict(with_project_path(os.environ), PYTHONUNBUFFERED="1")
+        environment["OMP_NUM_THREADS"] = str(threads_of(colocated_ranks))  # libraries read it when they are loaded
+        environment[STANDBY_VARIABLE] = str(os.getpid())
+        with open(log, "wb") as errors:
+            # A session of its own: a signal for the agent's whole group must not take the ranks' parent away.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "training", "--standby"],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._heard = b""
+        self._number = 0
+        self._started: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+        self.ready = False
+        self.lost = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def settled(self) -> bool:
+        """Ready to fork, or lost: nothing to wait for."""
+        self._hear()
+        return self.ready or self.lost
+
+    def fork(self, name: str, log: Path, environment: Mapping[str, str]) -> Forked | None:
+        """A rank as a new process, or None when there is none to be had; this standby is of no use any more then."""
+        self._number += 1
+        request = {"start": self._number, "environment": dict(environment), "log": str(log), "name": name}
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            self._lose()
+            return None
+        limit = time.monotonic() + _FORK_DEADLINE_SECONDS
+        while self._number not in self._started and not self.lost:
+            left = limit - time.monotonic()
+            if left <= 0:
+                self._lose()
+                break
+            select.select([self._process.stdout], [], [], left)
+            self._hear()
+        pid = self._started.pop(self._number, None)
+        return None if pid is None or self.lost else Forked(pid, self)
+
+    def ended(self, pid: int) -> int | None:
+        """Exit status of a rank that has ended, negative for a signal's number; None while it lives."""
+        self._hear()
+        return self._ended.get(pid, -signal.SIGKILL if self.lost else None)
+
+    def close(self) -> None:
+        """Gone when this returns, and every rank that is still there with it."""
+        self._lose()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def _lose(self) -> None:
+        """The kernel ends its ranks with it, so that none can go on unseen."""
+        self.lost = True
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_DEADLINE_SECONDS)
+
+    def _hear(self) -> None:
+        while not self.lost:
+            try:
+                data = os.read(self._process.stdout.fileno(), 65536)
+            except BlockingIOError:
+                return
+            if not data:
+                self._lose()
+                return
+            *lines, self._heard = (self._heard + data).split(b"\n")
+            for line in lines:
+                self._note(json.loads(line))
+
+    def _note(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self.ready = True
+        elif "started" in message:
+            self._started[message["started"]] = message["pid"]
+        else:
+            self._ended[message["ended"]] = message["status"]
+
+
+class Forked:
+    """A rank that a standby forked; it is the standby's child, which tells how it ended."""
+
+    def __init__(self, pid: int, parent: Standby) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._parent = parent
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._parent.ended(self.pid)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Its exit status. A standby that does not tell of a killed rank is ended itself."""
+        limit = time.monotonic() + _END_DEADLINE_SECONDS
+        while self.poll() is None:
+            if time.monotonic() > limit:
+                self._parent.close()
+            time.sleep(0.005)
+        return self.returncode
+
+
+def start_cold(log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A rank as an interpreter of its own."""
+    with open(log, "ab") as output:
+        # A session of its own: Ctrl-C reaches the agent alone, which then decides how its ranks end.
+        return subprocess.Popen(
+            [sys.executable, "-m", "training"],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def threads_of(colocated_ranks: int) -> int:
+    """Of each rank: its share of the cores."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, colocated_ranks))
+
+
+def with_project_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same, for a process that is to find the project's packages."""
+    paths = [str(PROJECT_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    return dict(environment, PYTHONPATH=os.pathsep.join(paths))

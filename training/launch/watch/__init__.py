@@ -1,0 +1,12 @@
+"""Watching a node's ranks: signs of life, limits learned from the run, evidence, and who is to blame.
+
+`Watch` looks and dumps, on each node; `blame` reads the evidence of all nodes. A rank lets itself be watched by
+`Observed`. Nothing here imports torch but what runs inside a rank.
+"""
+
+from training.launch.watch.blame import Culprit, blame, mismatch_of, settle_seconds
+from training.launch.watch.failure import WorkerFailure
+from training.launch.watch.limits import Deadlines
+from training.launch.watch.watch import Watch
+
+__all__ = ["Culprit", "Deadlines", "Watch", "WorkerFailure", "blame", "mismatch_of", "settle_seconds"]

@@ -1,0 +1,241 @@
+"""Who is to blame: pure, from the evidence of all nodes.
+
+exit or kill for memory → process state → flight recorders that differ → a frame outside any collective → furthest
+behind → network. The first failure is the cause; what its loss did to the others is marked as such.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from training.launch.watch.failure import PROVEN, SLOW, WorkerFailure
+from training.launch.watch.heartbeat import PHASES
+from training.launch.watch.recorder import Mismatch, find_mismatch, furthest_behind, is_unusual
+from training.launch.watch.stacks import in_engine
+
+DIFFERENT_CALLS = "different collectives"
+LEFT_EARLY = "left early"
+HANG = "hang"
+_KILL_SECONDS = 1.0  # an exception is the cause of a kill, and not its echo, if it came that much earlier
+
+
+@dataclass(frozen=True, kw_only=True)
+class Culprit:
+    """The rank that the trouble comes from; of the network between ranks, the first that told of it.
+
+    kind: what happened, in a word or two. because: by which of the rules. cascades: ranks that only followed.
+    next_action: what a human, or the agents, do. failure: what was reported of it.
+    """
+
+    rank: int
+    node: int
+    kind: str
+    because: str
+    message: str
+    where: str
+    step: int
+    phase: str
+    certainty: str
+    fingerprint: str
+    cascades: Sequence[int]
+    next_action: str
+    dump: str
+    failure: WorkerFailure
+
+    def details(self) -> dict:
+        """For the event: all but the message, which stands in the culprit's text, and what only this module needs."""
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in ("message", "failure") and value not in ("", None)
+        }
+
+
+def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
+    """Name the culprit. evidence: failures, at least one or a mismatch among the witnesses, and witnesses."""
+    failures = [one for one in evidence if not one.witness]
+    for rule in (_died, _stopped):
+        if (found := rule(failures)) is not None:
+            return _culprit(found[0], found[1], evidence)
+    if (mismatch := mismatch_of(evidence)) is not None:
+        return _mismatched(mismatch, evidence)
+    for rule in (_elsewhere, _left, _odd_call, _behind):
+        if (found := rule(evidence)) is not None:
+            return _culprit(found[0], found[1], evidence)
+    return _network(evidence)
+
+
+def mismatch_of(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
+    """That ranks called different collectives at the same place: proof, before anybody's time is up."""
+    return find_mismatch({one.rank: one.calls for one in _latest(evidence) if one.calls})
+
+
+def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:
+    """How long the others' news is awaited after the first failure, so that an echo is not taken for the cause.
+
+    all_heard: there is evidence of every rank, so that of a hang nothing more is to come.
+    """
+    if any(one.killed_by or one.stopped for one in failures):
+        return 1.0 if all(one.cascade for one in failures if not one.hung) else 0.3
+    if any(not one.cascade and not one.hung for one in failures):
+        return 0.5
+    if all(one.cascade for one in failures):
+        return 3.0
+    return 0.2 if all_heard else 1.5
+
+
+def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+    """A lost node takes its ranks along, so it comes first; an abort is what torch does when others were first."""
+    dead = [one for one in failures if not one.hung and not one.cascade]
+    if not dead:
+        return None
+
+    def order(one: WorkerFailure) -> tuple[bool, bool, float]:
+        lost_node = (one.killed_by or "").startswith("node ")
+        return not lost_node, one.killed_by == "SIGABRT", one.timestamp - (_KILL_SECONDS if one.killed_by else 0.0)
+
+    return min(dead, key=order), "it ended first"
+
+
+def _stopped(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+    stopped = [one for one in failures if one.stopped]
+    return (min(stopped, key=_first), "its process is stopped") if stopped else None
+
+
+def _elsewhere(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+    """Hung ranks and witnesses that are not waiting for anybody; a witness that was never stuck is not suspect."""
+    alive = [one for one in _latest(evidence) if not one.cascade and not one.left and one.where]
+    outside = [one for one in alive if not one.waiting]
+    if not outside or (len(outside) == len(alive) > 1 and len({_place(one) for one in alive}) == 1):
+        return None
+    return min(outside, key=_place_and_time), "it stands outside of any collective"
+
+
+def _left(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+    """A rank that took fewer steps than the others and went."""
+    gone = [one for one in evidence if one.left]
+    return (min(gone, key=lambda one: one.step), "it left while the others went on") if gone else None
+
+
+def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+    """Collectives broke although nobody was gone. Who called what it never called there before, else who could not keep
+    its records, else who stands where the fewest are, and not in the engine's own call, to which all come."""
+    broken = [one for one in evidence if one.cascade and one.where]
+    places = Counter(one.where for one in broken)
+    if len(places) < 2:
+        return None
+
+    def order(one: WorkerFailure) -> tuple[int, int, bool, float]:
+        unusual = is_unusual(one.calls)
+        surprise = 0 if unusual else 1 if unusual is None else 2
+        return surprise, places[one.where], in_engine(one.where), one.timestamp
+
+    return min(broken, key=order), "its collective was called from another place than the others'"
+
+
+def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+    ranks = [one for one in _latest(evidence) if not one.left]
+    behind = furthest_behind({one.rank: one.calls for one in ranks if one.calls})
+    if behind:
+        return min((one for one in ranks if one.rank in behind), key=_first), "it has called the fewest collectives"
+    hung = [one for one in ranks if one.hung or (one.witness and not one.cascade)]
+    if len({_place(one) for one in hung}) > 1:
+        return min(hung, key=_place_and_time), "it is furthest behind"
+    return None
+
+
+def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
+    """All wait in the same place, or connections broke and no process did: who said so first is only a witness."""
+    failures = [one for one in evidence if not one.witness] or list(evidence)
+    first = min(failures, key=_first)
+    because = "all ranks wait alike" if all(one.waiting for one in failures) else "no rank stands out"
+    if len(evidence) == 1 or not (first.cascade or first.waiting):
+        return _culprit(first, because, evidence)
+    text = f"{first.message}; {because}, and no process has ended: the network between them, or a storage that hangs"
+    return _culprit(first, because, evidence, message=text, certainty=SLOW)
+
+
+def _mismatched(mismatch: Mismatch, evidence: Sequence[WorkerFailure]) -> Culprit:
+    latest = {one.rank: one for one in _latest(evidence)}
+    odd = latest[mismatch.ranks[0]]
+    place = f" ({odd.where})" if odd.where else ""
+    return _culprit(odd, "flight recorders differ", evidence, message=f"{mismatch}{place}", certainty=PROVEN)
+
+
+def _culprit(
+    one: WorkerFailure,
+    because: str,
+    evidence: Sequence[WorkerFailure],
+    *,
+    message: str = "",
+    certainty: str = "",
+) -> Culprit:
+    kind = _kind(one, because)
+    return Culprit(
+        rank=one.rank,
+        node=one.node,
+        kind=kind,
+        because=because,
+        message=message or (f"no progress {one.message}" if kind == HANG and one.witness else one.message),
+        where=one.where,
+        step=one.step,
+        phase=one.phase,
+        certainty=certainty or (SLOW if kind == HANG and one.witness else one.certainty),
+        fingerprint=f"{kind} at {one.where}" if one.where else kind,
+        cascades=sorted({other.rank for other in evidence if other.rank != one.rank and not other.left}),
+        next_action=_next_action(one, kind),
+        dump=one.dump,
+        failure=one,
+    )
+
+
+def _kind(one: WorkerFailure, because: str) -> str:
+    if because == "flight recorders differ" or (one.cascade and "another place" in because):
+        return DIFFERENT_CALLS
+    if one.left:
+        return LEFT_EARLY
+    return HANG if one.witness else one.kind
+
+
+def _next_action(one: WorkerFailure, kind: str) -> str:
+    if (one.killed_by or "").startswith("node "):
+        return "a new attempt on another machine, from the newest commit"
+    if one.memory_kill:
+        return (
+            "restart from the newest commit; if it comes again: more gradient_accumulation_steps, fewer loader workers"
+        )
+    if one.killed_by == "SIGBUS":
+        return "restart from the newest commit; SIGBUS is often a full /dev/shm: give the container more shared memory"
+    if one.killed_by:
+        return "restart from the newest commit"
+    if one.stopped:
+        return "continue and end the stopped process, restart from the newest commit"
+    if kind in (DIFFERENT_CALLS, LEFT_EARLY):
+        return f"every rank must call the same collectives in the same order: correct the code at {one.where or 'it'}"
+    if kind == HANG:
+        place = f"look at {one.where}, " if one.where else ""
+        return f"end it and restart from the newest commit; if it comes again: {place}stacks are in the dump"
+    return "restart from the newest commit; the same exception three times without a new commit ends the job"
+
+
+def _latest(evidence: Sequence[WorkerFailure]) -> list[WorkerFailure]:
+    """One record per rank: its failure, else the last that was witnessed, each with what only the other one shows."""
+    ranks: dict[int, WorkerFailure] = {}
+    for one in sorted(evidence, key=lambda one: not one.witness):
+        before = ranks.get(one.rank, one)
+        ranks[one.rank] = replace(one, where=one.where or before.where, calls=one.calls or before.calls)
+    return list(ranks.values())
+
+
+def _first(one: WorkerFailure) -> float:
+    return one.timestamp
+
+
+def _place(one: WorkerFailure) -> tuple[int, int]:
+    return one.step, PHASES.index(one.phase) if one.phase in PHASES else 0
+
+
+def _place_and_time(one: WorkerFailure) -> tuple[int, int, float]:
+    return (*_place(one), one.timestamp)

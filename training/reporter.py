@@ -1,0 +1,40 @@
+"""What a rank tells of itself: its phase to the agent that watches it, its time to the ledger, and events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from infra.ledger_classes import LedgerClass
+from training.clock import Clock
+
+# Where the time of a phase goes. The phases are those of the heartbeat, by which an agent sees progress.
+_CLASS_OF_PHASE = {
+    "init": LedgerClass.STARTUP,
+    "restore": LedgerClass.RESTORE,
+    "data": LedgerClass.DATA_WAIT,
+    "forward": LedgerClass.USEFUL_STEP,
+    "backward": LedgerClass.USEFUL_STEP,
+    "optimizer": LedgerClass.USEFUL_STEP,
+    "checkpoint": LedgerClass.CHECKPOINT_STALL,
+    "evaluation": LedgerClass.EVALUATION,
+    "done": LedgerClass.SHUTDOWN,
+}
+
+
+# In which a rank works on its own; sharded models gather weights in forward, so that there ranks look more alike.
+_OWN_PHASES = frozenset({"data", "forward"})
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """Phases and events. emit takes (name, step=, flush=, **data); beat takes (step, phase), where an agent watches."""
+
+    clock: Clock
+    emit: Callable[..., object]
+    beat: Callable[[int, str], None] = lambda step, phase: None
+
+    def enter(self, phase: str, step: int) -> None:
+        """From now on this rank is in `phase`; its time is booked in the ledger class of that phase."""
+        self.beat(step, phase)
+        self.clock.enter(_CLASS_OF_PHASE[phase], own=phase in _OWN_PHASES)
