@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from infra.config.schema import ClusterConfig, RunConfig
 from infra.layout import generation_name
 from infra.store import Store
+from infra.terms import Terms
 from training.launch.drain import Drain
 from training.launch.echo import say, show_last_lines
 from training.launch.node_log import NodeLog
@@ -31,6 +33,7 @@ class NodeGeneration:
     ) -> None:
         self._spec, self._start, self._peers, self._drain, self._log = spec, start, peers, drain, log
         self._job_store = job_store
+        self._told = time.monotonic()
         self._cluster = ClusterConfig(**spec.config["cluster"])
         self.folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
 
@@ -79,7 +82,7 @@ class NodeGeneration:
             config=spec.config,
             store_uri=spec.store_uri,
             prepared=spec.prepared,
-            terms=start.terms,
+            terms=self._terms_now(),
             rehearse=start.rehearse,
             overrides=start.overrides,
             colocated_ranks=start.colocated_nodes(spec.node) * spec.processes_per_node,
@@ -88,6 +91,14 @@ class NodeGeneration:
             notice_path=str(self._drain.rehearsal_path),
             agent_pid=os.getpid(),
         )
+
+    def _terms_now(self) -> dict | None:
+        """The lead's count, and what the gang has cost since: the ranks count from their own beginning."""
+        if self._start.terms is None:
+            return None
+        terms = Terms.from_json(self._start.terms)
+        waited_usd = (time.monotonic() - self._told) * terms.usd_per_rank_second * self._spec.world_size
+        return replace(terms, spent_usd=terms.spent_usd + waited_usd).to_json()
 
     def _watch(self, group: WorkerGroup, output: GangOutput) -> Verdict:
         """Until the gang's verdict: report this node's news, hear the others'."""
