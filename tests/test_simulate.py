@@ -58,6 +58,7 @@ def test_both_polarities_say_the_same_when_named(tmp_path: Path, named: str) -> 
         path.write_text(json.dumps({"metadata": metadata, "data": data}))
         trace = read_trace(path, values=None if named == "metadata" else name)
         assert (trace.available.tolist(), trace.zone, trace.region) == ([0, 1, 1], "us-east-1a", "us-east-1")
+        assert trace.polarity_named
 
 
 @pytest.mark.parametrize(
@@ -67,9 +68,8 @@ def test_both_polarities_say_the_same_when_named(tmp_path: Path, named: str) -> 
         ({"gap_seconds": 60, "values": "up"}, [0, 1], None, "metadata.values.*'up'.*preempted"),
         ({"gap_seconds": 60, "values": "preempted"}, [0, 1], "available_count", "says 'preempted'"),
         ({"gap_seconds": 0}, [0, 1], None, "gap_seconds"),
-        ({"gap_seconds": 60}, [0, 0.5], "preempted", r"data\[1\] is 0.5"),
-        ({"gap_seconds": 60}, [], "preempted", "key data"),
-        ({"gap_seconds": 60}, [0, 1], None, "metadata.values.*nothing says what 1 means"),
+        ({"gap_seconds": 60}, [0, 0.5], None, r"data\[1\] is 0.5"),
+        ({"gap_seconds": 60}, [], None, "key data"),
     ],
 )
 def test_what_cannot_be_read_one_way_is_refused(
@@ -195,23 +195,18 @@ class _Instant(Distances):
         return 0.0
 
 
-def test_the_command_wants_the_polarity_named_and_says_what_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_it_assumed_and_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = {"metadata": {"gap_seconds": 3600}, "data": [1] * 12 + [0] * 12}
     (tmp_path / "us-east-1a_v100_1.json").write_text(json.dumps(trace))
     command = ["simulate", "--traces", str(tmp_path), "--policy", "greedy", "--work-hours", "3"]
     command += ["--deadline-hours", "8", "--changeover-hours", "0.5", "--starts", "3"]
-    assert main([*command, "--json"]) == 2
-    assert "nothing says what 1 means; fix: set it, or --values" in capsys.readouterr().err
-    turned = [*command, "--values", "preempted", "--json"]
-    command += ["--values", "available_count"]
     assert main([*command, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["values"] == "available_count"
+    assert document["values"] == "available_count (assumed: not named)"
     assert [row["missed"] for row in document["rows"]] == [False] * 3
-    assert main(turned) == 0
-    assert json.loads(capsys.readouterr().out)["rows"][0]["on_demand_usd"] > 0 == document["rows"][0]["on_demand_usd"]
+    assert main([*command, "--values", "preempted", "--json"]) == 0
+    turned = json.loads(capsys.readouterr().out)["rows"]
+    assert turned[0]["on_demand_usd"] > 0 == document["rows"][0]["on_demand_usd"]
     assert main([*command[:4], "no_such", *command[5:]]) == 2
     assert "no policy 'no_such'; there are " in capsys.readouterr().err
     assert document["prices"] == "spot constant (list price of a V100, 2023), on-demand list price of a V100, 2023"
@@ -228,7 +223,7 @@ def test_the_command_wants_the_polarity_named_and_says_what_is_wrong(
 
 
 def test_a_gang_needs_traces_that_count() -> None:
-    trace = Trace("us-east-1a", "us-east-1", "us-east-1a", 60.0, np.array([1, 1]), "preempted")
+    trace = Trace("us-east-1a", "us-east-1", "us-east-1a", 60.0, np.array([1, 1]), "preempted", True)
     for nodes, told in ((4, "needs counts of machines; us-east-1a: 'preempted'"), (0, "expected at least 1")):
         with pytest.raises(SimulationError, match=told):
             world_of([trace], nodes=nodes)

@@ -27,10 +27,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = commands.add_parser("simulate", help="run a policy over recorded availability, beside the optimum")
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="one JSON file per zone")
     parser.add_argument(
-        "--values",
-        default=None,
-        metavar="POLARITY",
-        help="available_count or preempted, where the files do not name it",
+        "--values", default=None, metavar="POLARITY", help="available_count or preempted, where unnamed"
     )
     parser.add_argument("--prices", type=Path, default=None, metavar="FILE", help="spot prices per trace and tick")
     parser.add_argument("--policy", required=True, metavar="NAME")
@@ -160,7 +157,7 @@ def _document(
     arguments: argparse.Namespace, traces: list[Trace], world: World, rules: str, rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
     done = [row for row in rows if "usd" in row]
-    polarity = sorted({trace.polarity for trace in traces})
+    polarity = sorted({trace.polarity + ("" if trace.polarity_named else " (assumed: not named)") for trace in traces})
     return {
         "kind": "simulated",
         "policy": arguments.policy,

@@ -3,9 +3,9 @@
 A trace is one zone's JSON file: `{"metadata": {"gap_seconds": 195, "values": "available_count"}, "data": [1, 0, …]}`,
 one value per tick of `gap_seconds`. What the values mean is named by `metadata.values`:
 
-- `available_count`: how many machines could be had (0: none).
+- `available_count`: how many machines could be had (0: none). The default of this shape.
 - `preempted`: 1 where a machine would have been preempted, 0 where it could run. Public copies of the same recordings
-  exist in both polarities, and nothing in the numbers tells them apart: a file that names neither is refused.
+  exist in both polarities, so a file that names neither is read as `available_count` and the reading says so.
 
 Prices are one JSON file, plain or gzip, `{"<name of the trace>": [usd_per_hour, …]}`, on the same ticks.
 """
@@ -39,6 +39,7 @@ class Trace:
     gap_seconds: float
     available: NDArray[np.int64]
     polarity: str
+    polarity_named: bool
 
     @property
     def hours(self) -> float:
@@ -69,7 +70,7 @@ def read_trace(path: Path, *, values: str | None = None) -> Trace:
     gap = metadata.get("gap_seconds")
     if isinstance(gap, bool) or not isinstance(gap, int | float) or not 0 < gap < math.inf:
         raise TraceError(f"{path}: key metadata.gap_seconds: expected seconds above 0, found {gap!r}")
-    polarity = _polarity(path, metadata, values)
+    polarity, named = _polarity(path, metadata, values)
     counts = _counts(path, document.get("data"))
     if polarity == "preempted":
         if counts.max() > 1:
@@ -80,7 +81,7 @@ def read_trace(path: Path, *, values: str | None = None) -> Trace:
             )
         counts = 1 - counts
     region, zone = _place(path, metadata)
-    return Trace(path.name.removesuffix(".json"), region, zone, float(gap), counts, polarity)
+    return Trace(path.name.removesuffix(".json"), region, zone, float(gap), counts, polarity, named)
 
 
 def read_prices(path: Path) -> dict[str, NDArray[np.float64]]:
@@ -116,20 +117,14 @@ def _document(path: Path) -> dict[str, Any]:
     return document
 
 
-def _polarity(path: Path, metadata: dict[str, Any], values: str | None) -> str:
+def _polarity(path: Path, metadata: dict[str, Any], values: str | None) -> tuple[str, bool]:
     found = metadata.get("values")
     for source, name in (("key metadata.values", found), ("--values", values)):
         if name is not None and name not in POLARITIES:
             raise TraceError(f"{path}: {source}: {name!r} names no polarity; expected {' or '.join(POLARITIES)}")
     if found is not None and values is not None and found != values:
         raise TraceError(f"{path}: key metadata.values says {found!r}, --values says {values!r}; leave one out")
-    named = found or values
-    if named is None:
-        raise TraceError(
-            f"{path}: key metadata.values: nothing says what 1 means; fix: set it, or --values, to available_count "
-            "(machines that could be had) or to preempted (1 where one would have been lost)"
-        )
-    return named
+    return found or values or POLARITIES[0], bool(found or values)
 
 
 def _counts(path: Path, data: object) -> NDArray[np.int64]:
