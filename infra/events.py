@@ -89,7 +89,7 @@ class EndReason(StrEnum):
 
 
 class GuardAction(StrEnum):
-    """What a guard can do. `training.guards.orders` hands rewind and split to the next start of the gang."""
+    """What a guard can do. `training.guards.overrides` hands rewind and split to the next start of the gang."""
 
     SKIP = "skip"
     REWIND = "rewind"

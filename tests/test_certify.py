@@ -83,11 +83,14 @@ def test_a_batch_is_known_by_what_it_holds() -> None:
 
 
 def test_a_small_job_keeps_all_that_decides_its_numbers() -> None:
-    config = RunConfig(training={"batch_size": 6, "seed": 5, "max_steps": 10_000}, cluster={"nodes": 16})
+    config = RunConfig(
+        training={"batch_size": 6, "seed": 5, "max_steps": 10_000}, cluster={"nodes": 16, "min_nodes": 1}
+    )
     small = small_config(config, store=Path("store"), steps=24)
     assert (small.training.batch_size, small.training.seed, small.training.max_steps) == (6, 5, 24)
     assert small.model == config.model and small.parallel == config.parallel
     assert gang_size(config)[0] == 2
+    assert small.cluster.min_nodes is None, "after a loss as many ranks add up as before"
     assert config_sha256(small) != config_sha256(config)
 
 

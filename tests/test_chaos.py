@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -20,7 +22,8 @@ from training.chaos.hooks import HOOKS
 from training.chaos.kinds import FAULTS
 from training.chaos.orders import Order, Orders, Strike
 from training.chaos.proxy import Conduct, FaultProxy
-from training.chaos.trial import Injection, Trial
+from training.chaos.scene import Scene
+from training.chaos.trial import Injection, Trial, run_trial
 
 SLEEPER = Aim(node=1, rank=1, number=0)
 
@@ -46,6 +49,16 @@ def test_every_kind_says_what_must_come_of_it() -> None:
         assert fault.reasons or fault.symptom in (Symptom.NOTHING, Symptom.EITHER)
         if fault.where:
             assert fault.where.removeprefix("in ") in HOOKS
+
+
+def test_a_gang_that_does_not_come_back_ends_its_trial_and_no_other() -> None:
+    scene = SimpleNamespace(
+        spec=SimpleNamespace(job="job-1"), gang=None, running=False, starts=99, newest_commit=str, close=lambda: None
+    )
+    faults = [(FAULTS["rank-kill"], SLEEPER)]
+    trial = run_trial(cast(Scene, scene), faults, lambda line: None)
+    assert trial.outcome is None and trial.left == faults and trial.starts == 99
+    assert "started 99 times without an end" in trial.errors[-1]
 
 
 @pytest.fixture

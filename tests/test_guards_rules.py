@@ -9,17 +9,21 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from infra.config.schema import GuardsConfig, RunConfig
 from infra.events import GuardAction
+from infra.layout import commit_key
 from infra.store import Store
 from training.checkpoint.lineage import open_generation
 from training.errors import BatchCannotBeSplit
 from training.gang import Gang
-from training.guards.growth import GrowthWatch
+from training.guards import growth
+from training.guards.assembly import overridden
+from training.guards.growth import GrowthWatch, host_bytes_left, resident_bytes
 from training.guards.micro_batch import fitting_accumulation, is_out_of_memory, more_micro_batches
 from training.guards.numbers import Action, NumberGuard
 from training.guards.overrides import Overrides, read_overrides, record_rewind, record_split, rewind_parent
@@ -122,6 +126,13 @@ def test_every_single_changed_bit_changes_the_sum() -> None:
     assert weights_sum(model) == before
 
 
+def test_the_sum_takes_little_room_beside_a_large_tensor() -> None:
+    model = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        weights_sum(model)
+    assert max(abs(event.self_cpu_memory_usage) for event in profile.events()) <= 32 * 2**20 + 64
+
+
 def test_a_slow_rank_and_waiting_for_data_are_told_once_with_their_share() -> None:
     watch, told = PaceWatch(), []
     for step in range(3 * STEPS_IN_A_ROW):
@@ -145,6 +156,7 @@ def test_a_slow_rank_and_waiting_for_data_are_told_once_with_their_share() -> No
         (lambda t: 1e9 + 1e6 * t, 2e9, 1e6, False),  # far away
         (lambda t: 1e9 + (5e8 if t > 30 else 0), 2e8, 1e6, False),  # one leap
         (lambda t: 1e9 + 1e8 * (t % 10), 2e8, 1e6, False),  # up and down
+        (lambda t: 1e9 + 1e6 * min(t, 100.0), 2e8, 1e6, False),  # settling down: full after longer than it has lived
     ],
 )
 def test_memory_that_runs_out_soon_is_seen_coming(
@@ -153,7 +165,7 @@ def test_memory_that_runs_out_soon_is_seen_coming(
     now = 0.0
     watch = GrowthWatch("memory", held=lambda: held(now), left=lambda: left, sharers=1, now=lambda: now)
     reasons = []
-    for tick in range(1000):
+    for tick in range(2000):
         now = tick / 8
         reasons.append(watch.look(needed))
     found = [reason for reason in reasons if reason]
@@ -161,6 +173,22 @@ def test_memory_that_runs_out_soon_is_seen_coming(
     assert not any(reasons[: 8 * 55]), "a minute is watched first"
     if warns:
         assert found[0].startswith("memory grows by 1.0 MiB/s and 0.19 GiB are left: full in 2")
+
+
+def test_files_that_are_mapped_or_cached_are_no_memory_that_runs_out(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(64 * 2**20))
+    before = resident_bytes()
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    assert int(data[::4096].sum()) == 0 and resident_bytes() - before < 16 * 2**20
+    held = np.ones(64 * 2**20, dtype=np.uint8)
+    assert resident_bytes() - before > 0.9 * held.nbytes
+    for name, text in (("max", "1000"), ("current", "900"), ("stat", "anon 300\ninactive_file 200\nactive_file 400\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    paths = str(tmp_path / "memory.max"), str(tmp_path / "memory.current")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training.guards.growth._CGROUP_FILES", [(*paths, growth._CGROUP_FILES[0][2])])
+        assert host_bytes_left() == 700
 
 
 def test_a_step_is_split_into_the_fewest_micro_batches_that_fit() -> None:
@@ -194,3 +222,20 @@ def test_orders_hold_for_every_later_start_and_a_rewind_for_the_next_alone(tmp_p
     second = open_generation(store, run="run", attempt=1)
     record_rewind(store, generation=second.number, rank=0, limit=3, first_sample=0, sound=False)
     assert read_overrides(store) == ordered, "unequal weights are no rewind of the data"
+
+
+def test_a_rewind_passes_over_commits_that_nobody_can_read(tmp_path: Path) -> None:
+    store = Store.open(str(tmp_path))
+    first = open_generation(store, run="run", attempt=0)
+    for step in (4, 8):
+        store.put(commit_key(step, first.number, f"{step:064x}"), b"torn")
+    record_rewind(store, generation=first.number, rank=0, limit=6, first_sample=80, sound=True)
+    assert rewind_parent(store) is None
+    assert open_generation(store, run="run", attempt=1).parent is None
+
+
+def test_a_job_is_never_given_fewer_micro_batches_than_it_asks_for() -> None:
+    config = RunConfig(training={"batch_size": 48, "gradient_accumulation_steps": 8})
+    for ordered, taken in ((None, 8), (4, 8), (24, 24)):
+        found = overridden(config, Overrides(gradient_accumulation_steps=ordered))
+        assert found.training.gradient_accumulation_steps == taken

@@ -58,11 +58,12 @@ def test_two_nodes_on_one_instance_pay_for_it_once() -> None:
 
 
 def test_a_simulated_run_is_priced_as_if_each_node_had_the_planned_machine() -> None:
-    known = {"instance_id": "i-1", "uptime_seconds": 5.0, **SPOT}
+    known = {"instance_id": "i-1", "uptime_seconds": 5.0, "zone_id": "use1-az4", **SPOT}
     first, second = gang([known, known], seconds=30.0), gang([known, known], number=2, start=50.0, seconds=30.0)
-    ledger = fold([plan_event(3.6, simulated=True), *first.events, *second.events])
+    elsewhere = prices_event([(-1.0, 36.0)], zone="use1-az4")
+    ledger = fold([plan_event(3.6, simulated=True), *first.events, *second.events, elsewhere])
     assert ledger.total_usd == Decimal("0.12"), (
-        "4 × 30 s: this machine's sharing, pauses and minimum are not the plan's"
+        "4 × 30 s: this machine's zone, sharing, pauses and minimum are not the plan's"
     )
     assert {line.ledger_class for line in ledger.lines}.isdisjoint({"idle", "minimum_charge"})
 
@@ -167,6 +168,25 @@ def test_without_recorded_changes_it_pays_what_the_plan_quoted_of_its_type() -> 
     on_demand = {**OTHER, "market": "on_demand"}
     usd, kind = usd_and_kind(on_demand, real_plan(ranked=ranked, on_demand={"g6.4xlarge": "72.0"}))
     assert usd == Decimal("2") and kind.startswith("recorded: on-demand, of g6.4xlarge")
+
+
+def test_another_zone_than_planned_pays_what_the_plan_quoted_there_or_says_that_it_does_not() -> None:
+    plan = real_plan()
+    plan.data["chosen"] |= {"region": "us-east-1", "zone": "use1-az1"}
+    there = {
+        **plan.data["chosen"],
+        "zone": "use1-az2",
+        "quoted_usd_per_hour": "36.00",
+        "price_kind": "recorded 2026-07",
+    }
+    plan.data["ranked"] = [plan.data["chosen"], there]
+    known = {"instance_id": "i-1", "uptime_seconds": 90.0, **SPOT, "zone": "us-east-1b"}
+    usd, kind = usd_and_kind({**known, "zone_id": "use1-az2"}, plan)
+    assert usd == Decimal("1") and kind.startswith("recorded 2026-07; of g5.xlarge spot in use1-az2")
+    usd, kind = usd_and_kind({**known, "zone_id": "use1-az4"}, plan)
+    assert usd == Decimal("0.1") and "of the planned g5.xlarge spot in use1-az1: the machine is in use1-az4" in kind
+    for machine in (known, {**known, "zone_id": "use1-az1"}):  # a name alone says nothing against an id
+        assert usd_and_kind(machine, plan) == (Decimal("0.1"), "recorded 2026-07-20")
 
 
 def test_a_price_that_is_not_on_record_is_the_planned_types_and_says_so() -> None:

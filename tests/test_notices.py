@@ -45,6 +45,31 @@ def watching() -> Iterator[Watching]:
         watcher.close()
 
 
+def test_a_source_that_cannot_be_begun_silences_no_other(tmp_path: Path, watching: Watching) -> None:
+    class Refused(MetaflowSource):
+        def begin(self) -> str:
+            raise PermissionError("no entry")  # what a folder of somebody else's gives
+
+    path = tmp_path / "rehearsed.json"
+    watcher = watching(Refused(tmp_path / "metaflow"), RehearsalSource(path))
+    assert watcher.decided() == {"metaflow": "it cannot be watched: no entry", "rehearsal": ""}
+    rehearse_notice(path, action="terminate", seconds=60)
+    assert first(watcher).source == "rehearsal"
+
+
+def test_a_time_without_a_zone_is_utc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metaflow"
+    path.write_text(time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() + 60)))
+    monkeypatch.setenv("TZ", "UTC-5")
+    time.tzset()
+    try:
+        [notice] = MetaflowSource(path).look()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert 55 < notice.seconds_left <= 60
+
+
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
 def test_an_interruption_is_heard_with_its_time(service: FakeMetadata, action: str, watching: Watching) -> None:
     watcher = watching(source_of(service))

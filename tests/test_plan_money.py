@@ -22,7 +22,7 @@ from cost.prices.history import SpotRecord
 from cost.rates.table import load_rates
 from cost.tracker import get_accumulated_cost, get_cheapest_suitable_instance
 from infra.config.schema import RunConfig
-from infra.events import NODE_STARTED, NOTICE, PLAN, Event
+from infra.events import FAULT_INJECTED, NODE_STARTED, NOTICE, PLAN, Event
 from infra.model_shape import causal_lm_shape
 from infra.reliability import GammaHazard
 from infra.store import Store
@@ -189,6 +189,9 @@ def test_a_local_run_teaches_nothing_of_any_pool_and_a_users_stop_is_no_reclaim(
     gang.ended("agent_stopped", gang.now - 10.0)
     found = remember(store, [planned, *gang.events])
     assert [stay.reclaimed for stay in found.stays] == [False]
+    rehearsed = job(plan(), steps=40, speed=0.5, reclaimed=True)
+    rehearsed.insert(-1, event(FAULT_INJECTED, 20.0, generation=1, rank=0, step=40, kind="node-loss"))
+    assert [stay.reclaimed for stay in experience_of(rehearsed).stays] == [False]
     (tmp_path / "experience" / "20990101-other.json").write_text("{}")
     assert len(recall(store).stays) == 1, "what cannot be read is left out"
 

@@ -13,6 +13,7 @@ from cost.policy.adaptive.spells import (
     FRESH_SETTLE_PER_HOUR,
     PRIOR,
     SETTLED_END_PER_HOUR,
+    SETTLED_MEAN_HOURS,
     RateEvidence,
     Spells,
 )
@@ -119,6 +120,17 @@ def test_a_rate_is_learnt_and_forgotten(which: int) -> None:
     assert sum(learnt) == pytest.approx(1.0) and learnt[which] > 0.6, learnt
     assert PRIOR[which] < evidence.weights(now + 5 * 24)[which] < learnt[which]
     assert evidence.weights(now + 100 * 24) == pytest.approx(PRIOR, rel=0.01)
+
+
+def test_a_spell_of_months_is_one_of_the_longest() -> None:
+    spells = Spells()
+    for hours in (0.0, 500.0, 1500.0, 100_000.0):
+        spells.see(True, hours)
+        weights = spells.weights(up=True)
+        assert sum(weights) == pytest.approx(1.0)
+    assert weights[-1] > 0.99 and SETTLED_MEAN_HOURS[-1] == max(SETTLED_MEAN_HOURS)
+    spells.see(False, 100_000.1)
+    assert sum(spells.weights(up=True)) == pytest.approx(1.0)
 
 
 def test_a_spell_counts_while_it_lasts_when_it_ends_and_when_it_is_lost_sight_of() -> None:

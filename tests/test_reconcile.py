@@ -284,3 +284,14 @@ def test_deliveries_that_differ_are_refused_or_named(tmp_path: Path) -> None:
     )
     doubled = explain(compare(events, [*read_bill(first), *read_bill(other, delivery=1)]))
     assert not doubled.agrees and ("billed twice", "i-one") in kinds(doubled)
+
+
+def test_a_delivery_that_corrects_a_part_of_an_hour_is_named(tmp_path: Path) -> None:
+    events, files = [plan_event(3.6), *node(1, 0.0, 900.0, "i-one")], []
+    for number, end in enumerate((WALL + 150.0, WALL + 900.0)):  # the newest hour of a delivery may be cut short
+        one = Instance(instance_id="i-one", start=WALL - BOOT, end=end, usd_per_hour=lambda at: 3.6, tags=TAG)
+        rows = [{**row, "identity/LineItemId": f"{number}"} for row in rows_of(one)]
+        files.append(write_report(tmp_path / f"{number}.csv", rows))
+    assert explain(compare(events, read_bill(files[1]))).agrees
+    both = explain(compare(events, [line for n, path in enumerate(files) for line in read_bill(path, delivery=n)]))
+    assert kinds(both) == [("billed twice", "i-one")] and "in two files that differ" in both.findings[0].words

@@ -5,8 +5,10 @@ from __future__ import annotations
 import html
 import json
 import math
+import threading
 from dataclasses import replace
 from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,17 +25,20 @@ from infra.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL
 from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
 from infra.reliability import GammaHazard
+from tests.support.flow import wait_until
 from tests.support.timelines import GangLog, event, plan_event
 from training.cadence import Cadence
 from training.clock import Clock
 from training.errors import CheckpointError
 from training.gang import Gang
 from training.guards.guards import Guards
+from training.launch.control import CAUSES, Control, Order
 from training.limits import Limits, Stop
 from training.position import Position
 from training.pulse import Pulse, Row
+from training.rehearse import Fault
 from training.reporter import Reporter
-from training.trainer import Trainer
+from training.trainer import Rehearsal, Trainer
 
 
 def test_predicted_and_actual_loss_stand_side_by_side() -> None:
@@ -159,6 +164,37 @@ def test_a_rank_that_is_still_saving_makes_all_wait_or_all_skip(when_busy: str, 
     assert saver.asked == saved, "rank 0 alone decides what is due"
     trainer.saves.if_due(Position(9), pulse_of({}, {"saving": 1.0}), last=True)
     assert saver.asked[-1] == (9, None), "the last step is saved in any case"
+
+
+def test_a_save_that_is_asked_for_waits_for_the_one_under_way(tmp_path: Path) -> None:
+    saver, control = Saver(), Control.create(tmp_path / "record")
+    limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
+    saves = replace(trainer_of(saver, [], interval="steps", interval_steps=100), limits=limits).saves
+    control.tell(Order(seconds=math.inf, cause=CAUSES[5], node=0))
+    saver.busy = True
+    assert not saves.due(7)
+    saver.busy = False
+    assert [saves.due(8), saves.due(9), saves.due(100)] == [True, False, True]
+
+
+def test_a_rehearsed_notice_is_heard_at_its_step(tmp_path: Path) -> None:
+    """However short the steps are: a job that is over before its agent has looked would prove nothing."""
+    control, notice = Control.create(tmp_path / "record"), tmp_path / "notice.json"
+
+    def agent() -> None:
+        wait_until("the notice", notice.exists, timeout=10)
+        control.tell(Order(seconds=60.0, cause=CAUSES[4], node=0))
+
+    thread = threading.Thread(target=agent)
+    thread.start()
+    aim = Rehearsal(fault=Fault.parse("notice@step:5:node=0"), node=0, nodes=2, agent_pid=None, notice_path=str(notice))
+    limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
+    trainer = replace(trainer_of(Saver(), []), limits=limits, rehearsal=aim)
+    trainer.rehearse_fault(4)
+    assert not notice.exists()
+    trainer.rehearse_fault(5)
+    assert limits.stop() is Stop.INTERRUPTED
+    thread.join()
 
 
 def test_a_notice_leads_to_a_save_in_time_or_to_none() -> None:

@@ -86,6 +86,14 @@ def test_what_is_only_remarkable_is_dumped_and_left_alone_until_the_floor(rank: 
     watch.close()
 
 
+def test_a_disk_that_takes_no_dump_does_not_end_the_watch(rank: Rank, tmp_path: Path) -> None:
+    watch = watch_of(rank, tmp_path, floor_seconds=20.0)
+    (tmp_path / "dump-1").touch()  # where its folder would be
+    [witness] = wait_until("the dump", lambda: pass_time(watch, rank, 1.0), timeout=20)
+    assert witness.witness and witness.dump == ""
+    watch.close()
+
+
 def test_a_rank_that_goes_on_is_nobodys_concern(rank: Rank, tmp_path: Path) -> None:
     watch = watch_of(rank, tmp_path, floor_seconds=3.0)
     for step in range(3, 30):

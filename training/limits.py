@@ -15,6 +15,7 @@ from training.launch.control import Control
 
 _LEAVING_SECONDS = 2.0  # from the last save to the end of the process
 _STEPS_REMEMBERED = 32
+_LOOK_SECONDS = 0.01
 
 
 class Stop(IntEnum):
@@ -74,6 +75,12 @@ class Limits:
             self._asked = True
             self._killed_at = min(self._killed_at, leave_at - _LEAVING_SECONDS)
         return self._asked
+
+    def await_word(self, seconds: float) -> None:
+        """Until this rank has been asked to leave, at most so long."""
+        limit = time.monotonic() + seconds
+        while not self.asked_to_leave and time.monotonic() < limit:
+            time.sleep(_LOOK_SECONDS)
 
     def save_wanted(self) -> bool:
         """Whether the agent has asked for a save since the last time this was asked."""

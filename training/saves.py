@@ -38,8 +38,14 @@ class Saves:
     limits: Limits
     reporter: Reporter
     extra: dict[str, Any]
-    carried: Callable[[], dict[str, Any]] = dict
+    carried: Callable[[int], dict[str, Any]] = lambda step: {}
     cadence: Cadence | None = None
+
+    def due(self, step: int) -> bool:
+        """What this rank has to say of it, rank 0's word counts. What the agent asks for waits for the save before it,
+        so that it is never left out for that."""
+        asked = not self.saver.busy and self.limits.save_wanted()
+        return asked or (self.cadence is not None and self.cadence.due(step))
 
     def if_due(self, at: Position, pulse: Pulse, *, last: bool) -> None:
         """What all ranks decide alike, from the pulse: save, leave it out, or save while there is time."""
@@ -55,7 +61,8 @@ class Saves:
     def save(self, at: Position, *, deadline_seconds: float | None = None) -> None:
         """Returns once the state is staged; it becomes durable behind training's back."""
         self.reporter.enter("checkpoint", at.step)
-        extra = self.extra | self.carried() | {"step": at.step, "cursor": at.cursor, "spent_usd": self.limits.spent_usd}
+        extra = self.extra | self.carried(at.step)
+        extra |= {"step": at.step, "cursor": at.cursor, "spent_usd": self.limits.spent_usd}
         if self.cadence is not None:
             extra["exposed_seconds"] = self.cadence.exposed_seconds
         module = self.spread.module

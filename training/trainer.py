@@ -34,6 +34,8 @@ from training.saves import Saves
 from training.weights.digest import weights_sha256
 from training.workload import Batch, Cursor, Loss, Workload, as_numbers
 
+_WORD_SECONDS = 2.0  # less than any silence that is remarkable
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
@@ -79,7 +81,7 @@ class Trainer:
             limits=self.limits,
             reporter=self.reporter,
             extra=self.extra,
-            carried=lambda: self.guards.extra,
+            carried=self.guards.at_save,
             cadence=self.cadence,
         )
 
@@ -111,7 +113,7 @@ class Trainer:
             compute_seconds=clock.booked_seconds(LedgerClass.USEFUL_STEP),
             data_seconds=clock.booked_seconds(LedgerClass.DATA_WAIT),
             stop=self.limits.stop(),
-            save_due=self.limits.save_wanted() or (self.cadence is not None and self.cadence.due(at.step + 1)),
+            save_due=self.saves.due(at.step + 1),
             saving=self.saver.busy,
             save_seconds=self.saves.seconds_before_leaving,
             stop_seconds=self.limits.stop_seconds,
@@ -196,6 +198,8 @@ class Trainer:
             self.reporter.emit(NOTICE, step=step, message=message)
             return
         aim.fault.strike(aim.agent_pid, aim.notice_path)
+        self.enter("checkpoint", step)
+        self.limits.await_word(_WORD_SECONDS)  # of the notice: short steps would be over before the agent has heard it
 
     def renew_if_due(self, at: Position, pulse: Pulse, *, last: bool) -> None:
         """Behind the save. Raises MemoryGrowth where a rank's memory is about to run out."""
@@ -224,6 +228,8 @@ class Trainer:
             message = f"{message}; the last save did not become a commit: {error}"
         if outcome is Outcome.INTERRUPTED:
             message = f"{message}; {self.saves.left_behind(at)}"
+        if outcome in (Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE):
+            self.guards.compare_at_end(at, self.spread.module)  # the last commit is made of them
         self.enter("done", at.step)
         # Who was told to leave has no time to read all weights; a later attempt will end the job.
         sha256 = None if outcome is Outcome.INTERRUPTED else weights_sha256(self.spread.module)

@@ -12,7 +12,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from cost.ledger.generations import Generation, read_generations
-from infra.events import GENERATION_STARTED, NODE_STARTED, NOTICE, PLAN, STEP, EndReason, Event
+from infra.events import FAULT_INJECTED, GENERATION_STARTED, NODE_STARTED, NOTICE, PLAN, STEP, EndReason, Event
 from infra.ledger_classes import LedgerClass
 from infra.notices import RECLAIMS
 
@@ -96,12 +96,14 @@ def experience_of(events: Sequence[Event]) -> JobExperience:
 
 
 def _stay(chosen: dict[str, Any], generation: Generation, events: Sequence[Event]) -> Stay:
-    """A notice, or a node that was gone without a word, is the pool's doing; a rank's death or a user's stop is not."""
+    """A notice, or a node that was gone without a word, is the pool's doing; a rank's death, a user's stop or what was
+    rehearsed is not."""
     machine = next((event.data for event in events if event.name == NODE_STARTED), {})
     zone = chosen.get("zone")  # an id, or a name where prices have no ids
     market = machine.get("market") or chosen["market"]  # a queue may have fallen back to on-demand
     noticed = any(event.name == NOTICE and event.data.get("action") in RECLAIMS for event in events)
     lost = generation.reason in (EndReason.NODE_LOST, None)
+    rehearsed = any(event.name == FAULT_INJECTED for event in events)
     return Stay(
         instance_type=_type_of(chosen, events),
         nodes=_started(events, "nodes", chosen["nodes"]),
@@ -110,7 +112,7 @@ def _stay(chosen: dict[str, Any], generation: Generation, events: Sequence[Event
         zone=zone if zone and zone == machine.get("zone") else machine.get("zone_id") or zone,
         ended_utc=generation.ended_wall,
         hours=(generation.ended_wall - generation.started_wall) / 3600,
-        reclaimed=market == "spot" and generation.unplanned and (noticed or lost),
+        reclaimed=market == "spot" and generation.unplanned and (noticed or lost) and not rehearsed,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
@@ -70,11 +71,13 @@ class Pricing:
         chosen: dict[str, Any] = plan["chosen"]
         planned, simulated = pool_of(chosen), bool(plan.get("simulated"))
         kind = SIMULATED if simulated else str(chosen.get("price_kind", "recorded"))
-        first, pool = quote_of(chosen), self._recorded_pool(node.machine, planned)
-        if pool != planned:
-            first = min(self.history[pool])[1]
-        elif not simulated:
-            first, pool, kind = _unrecorded(node.machine, plan, kind)
+        first, pool = quote_of(chosen), planned
+        if not simulated:
+            pool = self._recorded_pool(node.machine, planned)
+            if pool != planned:
+                first = min(self.history[pool])[1]
+            else:
+                first, pool, kind = _unrecorded(node.machine, plan, kind)
         return NodePrice(
             curve=PriceCurve.of(first, self.history.get(pool, ())),
             on_demand_usd_per_hour=on_demand_usd(plan, pool.instance_type),
@@ -103,21 +106,38 @@ def _unrecorded(machine: Mapping[str, Any], plan: Mapping[str, Any], kind: str) 
     """
     planned = pool_of(plan["chosen"])
     real, quoted = _real(machine, planned, planned.place), quote_of(plan["chosen"])
+    alike = [candidate for candidate in plan.get("ranked") or [] if _is_like(candidate, real, plan)]
     if (real.instance_type, real.market) == (planned.instance_type, planned.market):
-        return quoted, planned, kind
+        zone = _other_zone(machine, plan["chosen"])
+        if zone is None:
+            return quoted, planned, kind
+        there = next((candidate for candidate in alike if pool_of(candidate).place == zone), None)
+        if there is None:
+            lacking = f"the machine is in {zone}, of which no price is on record"
+            return quoted, planned, f"{kind}, of the planned {planned}: {lacking}"
+        return quote_of(there), pool_of(there), _as_told(there)
     if real.market == "on_demand":
         usd = on_demand_usd(plan, real.instance_type)
         if usd is not None:
             return usd, real, f"recorded: on-demand, of {real.instance_type}, as the machine says that it is"
     places = {machine.get("zone_id"), machine.get("zone")} - {None} or {planned.place}
-    alike = [candidate for candidate in plan.get("ranked") or [] if _is_like(candidate, real, plan)]
     for candidate in sorted(alike, key=lambda one: pool_of(one).place not in places):
-        other = pool_of(candidate)
-        return quote_of(candidate), other, f"{candidate['price_kind']}; of {other}, as the machine says that it is"
+        return quote_of(candidate), pool_of(candidate), _as_told(candidate)
     usual = on_demand_usd(plan, planned.instance_type) if real.market == "on_demand" else None
     stands = replace(planned, market=real.market) if usual is not None else planned
     lacking = f"the machine is {real.instance_type} {real.market.replace('_', '-')}, of which no price is on record"
     return quoted if usual is None else usual, real, f"{kind}, of the planned {stands}: {lacking}"
+
+
+def _as_told(candidate: Mapping[str, Any]) -> str:
+    return f"{candidate['price_kind']}; of {pool_of(candidate)}, as the machine says that it is"
+
+
+def _other_zone(machine: Mapping[str, Any], chosen: Mapping[str, Any]) -> str | None:
+    """The machine's zone if it is not the planned one; None: it is, or nobody knows. Ids are held against ids."""
+    planned = chosen.get("zone") or ""
+    told = machine.get("zone_id" if re.search(r"-az\d+$", planned) else "zone")
+    return told if planned and told and told != planned else None
 
 
 def _is_like(candidate: Mapping[str, Any], real: PoolName, plan: Mapping[str, Any]) -> bool:

@@ -47,7 +47,9 @@ class Metered:
 
 @dataclass(kw_only=True)
 class Billed:
-    """One instance in the bill: the lines of the hours in which it was the job's. spans: seconds by hour."""
+    """One instance in the bill: the lines of the hours in which it was the job's. spans: seconds by hour; deliveries:
+    which of the files have lines of the same use in the same hour.
+    """
 
     instance_id: str
     seconds: float = 0.0
@@ -58,14 +60,21 @@ class Billed:
     tags: set[str] = field(default_factory=set)
     elsewhere_usd: Decimal = Decimal(0)
     spans: dict[tuple[float, float], float] = field(default_factory=dict)
+    deliveries: dict[tuple[float, float, str, str], set[int]] = field(default_factory=dict)
 
     @property
     def too_long_seconds(self) -> float:
         """Billed beyond the length of the hours that they were billed for: nothing lives that long."""
         return sum(max(0.0, seconds - (end - start)) for (start, end), seconds in self.spans.items())
 
+    @property
+    def told_differently(self) -> int:
+        """Uses in an hour that several files have lines of, which are not the same lines again (`Repeats`)."""
+        return sum(len(files) > 1 for files in self.deliveries.values())
+
     def add(self, line: BillLine, job_tag: str) -> None:
         self.seconds += line.seconds
+        self.deliveries.setdefault((line.start, line.end, line.usage_type, line.line_type), set()).add(line.delivery)
         self.spans[line.start, line.end] = self.spans.get((line.start, line.end), 0.0) + line.seconds
         self.usd += line.usd
         self.zones |= {line.zone} - {""}

@@ -169,15 +169,23 @@ def _findings(account: Account) -> Iterator[Finding]:
         contradictions = list(_contradictions(metered, billed))
         # Nobody was to pay the prices of a simulated run, so that none of them is wrong.
         yield from contradictions or (() if account.simulated else _wrong_price(metered, billed))
-        if billed.too_long_seconds > 1.0:
-            words = (
-                f"{billed.too_long_seconds:,.0f} s billed beyond the length of their hours: two deliveries together?"
-            )
-            yield Finding(kind="billed twice", resource=instance_id, usd=billed.usd, words=words)
+        yield from _twice(billed)
         if account.job not in billed.tags:
             found = f"the value {', '.join(sorted(billed.tags))}" if billed.tags else "no value"
             words = f"its tag {account.job_tag} has {found}: cost allocation by tag misses it"
             yield Finding(kind="missed tag", resource=instance_id, usd=billed.usd, words=words)
+
+
+def _twice(billed: Billed) -> Iterator[Finding]:
+    """Deliveries have ids of their own, so that one that corrects another is told by its times alone."""
+    reasons = []
+    if billed.told_differently:
+        reasons.append(f"{billed.told_differently} of its hours are in two files that differ")
+    if billed.too_long_seconds > 1.0:
+        reasons.append(f"{billed.too_long_seconds:,.0f} s billed beyond the length of their hours")
+    if reasons:
+        words = f"{', '.join(reasons)}: two deliveries together? fix: give the newest one alone"
+        yield Finding(kind="billed twice", resource=billed.instance_id, usd=billed.usd, words=words)
 
 
 def _contradictions(metered: Metered, billed: Billed) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from infra.metadata import HOP_LIMIT_FIX, MetadataService, endpoint, why_not_asked
@@ -116,9 +116,10 @@ class MetadataSource:
 
 
 def seconds_until(moment: object) -> float:
-    """From now to an ISO 8601 time in UTC by this machine's clock; 30 s where it is none."""
+    """From now to an ISO 8601 time, in UTC unless it says otherwise, by this machine's clock; 30 s where it is none."""
     try:
-        return datetime.fromisoformat(str(moment).replace("Z", "+00:00")).timestamp() - time.time()
+        told = datetime.fromisoformat(str(moment).replace("Z", "+00:00"))
+        return (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp() - time.time()
     except ValueError:
         return _UNSAID_SECONDS
 

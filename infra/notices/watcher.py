@@ -48,7 +48,7 @@ class Watcher:
         self._thread.join(_CLOSE_SECONDS)
 
     def _watch(self) -> None:
-        self._absent = {source.name: source.begin() for source in self._sources}
+        self._absent = {source.name: _begun(source) for source in self._sources}
         self._decided.set()
         watched = [source for source in self._sources if not self._absent[source.name]]
         due = {source.name: 0.0 for source in watched}
@@ -74,6 +74,14 @@ class Watcher:
                 self._told[key] = notice.ends_at
                 self._notices.put(notice)
         return True
+
+
+def _begun(source: Source) -> str:
+    """Why there is nothing to watch, or "". One that cannot even be asked takes no other source along."""
+    try:
+        return source.begin()
+    except Exception as error:
+        return f"it cannot be watched: {error or type(error).__name__}"
 
 
 def _all(waiting: queue.SimpleQueue) -> list:

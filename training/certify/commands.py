@@ -95,6 +95,7 @@ def certify_in_child(config: RunConfig) -> dict[str, Any]:
         given.write_text(config.model_dump_json())
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(PROJECT_ROOT)]))
         command = [sys.executable, "-m", "training", "certify", "--resolved", str(given), "--json", str(found)]
+        command += ["--folder", folder]  # which goes with this one, also when the child is killed
         try:
             done = subprocess.run(
                 command, env=dict(os.environ, PYTHONPATH=path), stdin=subprocess.DEVNULL, timeout=_CHILD_SECONDS

@@ -17,8 +17,8 @@ _SAVES = 6
 def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
     """The same model, data, batch, optimizer and mode; fewer steps, with a commit after each sixth of them.
 
-    Ranks: as configured, as far as this machine has cores for them; two nodes where there are several. Figures that
-    would reach others (metrics) are off.
+    Ranks: as configured, as far as this machine has cores for them; two nodes where there are several, and never fewer
+    after a loss, since other ranks add up otherwise. Figures that would reach others (metrics) are off.
     """
     nodes, processes = gang_size(config)
     sections = {
@@ -29,7 +29,7 @@ def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
             "when_busy": "wait",
             "upload_mib_per_second": None,
         },
-        "cluster": {"nodes": nodes, "processes_per_node": processes},
+        "cluster": {"nodes": nodes, "processes_per_node": processes, "min_nodes": None},
         "metrics": {"port": None, "push_url": None},
     }
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}

@@ -46,11 +46,13 @@ class Trial:
 
 
 def run_trial(scene: Scene, faults: list[tuple[Fault, Aim]], tell: Callable[[str], None]) -> Trial:
-    """Inject all of `faults` one after the other, then let the job end. Nothing of it is alive on return."""
-    trial, left = (
-        Trial(most_starts=2 * len(faults) + _SPARE_STARTS),
-        sorted(faults, key=lambda one: one[0].means is not Means.LAUNCH),
-    )
+    """Inject all of `faults` one after the other, then let the job end. Nothing of it is alive on return.
+
+    A gang that does not come to steady steps, or a fault that is not carried out, ends the trial: it has no outcome,
+    and its errors say why. What was found before still counts.
+    """
+    trial = Trial(most_starts=2 * len(faults) + _SPARE_STARTS)
+    left = sorted(faults, key=lambda one: one[0].means is not Means.LAUNCH)
     try:
         while left:
             fault, aim = left[0]
@@ -61,10 +63,12 @@ def run_trial(scene: Scene, faults: list[tuple[Fault, Aim]], tell: Callable[[str
             if injection is not None:
                 trial.injections.append(injection)
                 tell(f"{scene.spec.job}: {fault.kind} on {f'node {aim.node}' if fault.node_is_guilty else aim.rank}")
-        trial.left = left
         if trial.outcome is None:
             _to_the_end(scene, trial)
+    except GangError as error:
+        trial.errors.append(str(error))
     finally:
+        trial.left = left
         scene.close()
         trial.starts = scene.starts
     return trial

@@ -165,14 +165,18 @@ def _names(job_store: Store, prefix: str) -> set[str]:
     return {meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(prefix)}
 
 
+def reads_well(job_store: Store, ref: CommitRef) -> bool:
+    """Whether a generation can be opened from this commit; says so where it cannot."""
+    try:
+        fetched(job_store, ref.key, Manifest.from_bytes)
+    except (CorruptCommit, ObjectNotFound) as error:
+        print(f"checkpoint: WARNING: passed over as a parent: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
 def _sound_parent(job_store: Store) -> CommitRef | None:
-    for ref in newest_commits(job_store):
-        try:
-            fetched(job_store, ref.key, Manifest.from_bytes)
-            return ref
-        except (CorruptCommit, ObjectNotFound) as error:
-            print(f"checkpoint: WARNING: passed over as a parent: {error}", file=sys.stderr, flush=True)
-    return None
+    return next((ref for ref in newest_commits(job_store) if reads_well(job_store, ref)), None)
 
 
 def _given_parent(job_store: Store, key: str) -> CommitRef:

@@ -24,9 +24,9 @@ _REPLICATED = "ddp"
 
 
 def overridden(config: RunConfig, overrides: Overrides) -> RunConfig:
-    """What the job was configured with, as far as no guard has changed it since."""
+    """What the job was configured with, as far as no guard has changed it since: never fewer micro-batches."""
     accumulation = overrides.gradient_accumulation_steps
-    if accumulation is None:
+    if accumulation is None or accumulation <= config.training.gradient_accumulation_steps:
         return config
     training = config.training.model_copy(update={"gradient_accumulation_steps": accumulation})
     return config.model_copy(update={"training": training})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +19,8 @@ class GrowthWatch:
     """Samples once a second what this process holds, and warns when its growth meets the limit within the horizon.
 
     The slope is that of Theil and Sen, the median over all pairs of samples: a single leap, such as a first save or
-    evaluation, moves it little. Three quarters of the pairs must rise as well: what goes up and down is no leak.
+    evaluation, moves it little. Three quarters of the pairs must rise as well: what goes up and down is no leak. And
+    the limit must be nearer than the beginning: a process that only settles down does not end for it, again and again.
 
     held: bytes that this process holds. left: bytes that it and `sharers` processes like it may still take.
     """
@@ -31,6 +31,7 @@ class GrowthWatch:
         self._what = what
         self._held, self._left, self._sharers, self._now = held, left, sharers, now
         self._next = 0.0
+        self._first: float | None = None
         self._count = 0
         self._taken: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
 
@@ -40,6 +41,7 @@ class GrowthWatch:
         if now < self._next:
             return ""
         self._next = now + _SAMPLE_SECONDS
+        self._first = now if self._first is None else self._first
         self._taken.append((now, self._held()))
         self._count += 1
         if len(self._taken) < _SAMPLES or self._count % _SAMPLES_PER_LOOK:
@@ -49,7 +51,7 @@ class GrowthWatch:
             return ""
         left = self._left()
         seconds = left / (slope * self._sharers)
-        if seconds > min(HORIZON_SECONDS, needed_seconds):
+        if seconds > min(HORIZON_SECONDS, needed_seconds, now - self._first):
             return ""
         per_second = f"{slope * self._sharers / 2**20:.1f} MiB/s"
         return f"{self._what} grows by {per_second} and {left / _GIB:.2f} GiB are left: full in {seconds:.0f} s"
@@ -64,11 +66,13 @@ def _slope(taken: deque[tuple[float, float]]) -> float:
 
 
 def resident_bytes() -> float:
-    """Of this process (proc(5), /proc/pid/statm, second field); 0 where there is no /proc."""
+    """Of this process, less what it has mapped of files, which the kernel drops when memory gets short: data that is
+    read through a map would look like a leak (proc(5), /proc/pid/status). 0 where there is no /proc."""
     try:
-        return float(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
+        lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    except OSError:
         return 0.0
+    return sum(1024.0 * int(line[1]) for line in lines if line and line[0] in ("RssAnon:", "RssShmem:"))
 
 
 def host_bytes_left() -> float:
@@ -77,13 +81,14 @@ def host_bytes_left() -> float:
     return min(left)
 
 
-# Limit, use, and the line of memory.stat with what can be dropped at once: of cgroup v2, then v1.
+# Limit, use, and the lines of memory.stat with the page cache, which is dropped before anybody is killed: of cgroup v2,
+# then v1. Data that was read more than once is in its active part.
 _CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", ("inactive_file", "active_file")),
     (
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
         "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "total_inactive_file",
+        ("total_inactive_file", "total_active_file"),
     ),
 )
 
@@ -96,11 +101,12 @@ def _meminfo_available() -> float:
         return float("inf")
 
 
-def _cgroup_left(limit: str, use: str, droppable: str) -> float:
+def _cgroup_left(limit: str, use: str, droppable: tuple[str, ...]) -> float:
     """As the container sees itself: its own group is mounted as the root."""
     try:
         stat = Path(use).with_name("memory.stat").read_text()
         fields = dict(line.split() for line in stat.splitlines())
-        return float(Path(limit).read_text()) - float(Path(use).read_text()) + float(fields.get(droppable, 0))
+        dropped = sum(float(fields.get(name, 0)) for name in droppable)
+        return float(Path(limit).read_text()) - float(Path(use).read_text()) + dropped
     except (OSError, ValueError):  # no such file, or "max"
         return float("inf")

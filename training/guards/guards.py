@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class Guards:
     """store: the job's, for orders to the next start; None: there is nobody to start again, and none is left.
 
     emit: takes (name, step=, flush=, **data). agreed_step: the last one after which equal ranks had equal weights;
-    None before the first comparison of this start.
+    None before the first comparison of this start. saved_step: the last one of this start that was saved.
     """
 
     config: RunConfig
@@ -51,13 +51,15 @@ class Guards:
     growth: tuple[GrowthWatch, ...] = ()
     pace: PaceWatch = field(default_factory=PaceWatch)
     agreed_step: int | None = None
+    saved_step: int | None = None
 
     def __post_init__(self) -> None:
         self.numbers = NumberGuard(self.config.guards)
 
-    @property
-    def extra(self) -> dict[str, Any]:
-        """What a commit carries of them."""
+    def at_save(self, step: int) -> dict[str, Any]:
+        """What the commit of `step` carries of them. The next step compares the weights that it holds: what is kept of
+        commits must reach back to weights that were equal."""
+        self.saved_step = step
         return {"guards": self.numbers.to_json() | {"first_sample": self.overrides.first_sample}}
 
     def resume(self, at: Position, extra: Mapping[str, Any]) -> Position:
@@ -74,9 +76,17 @@ class Guards:
     def weights_sum(self, step: int, module: torch.nn.Module) -> int:
         """Of the weights after `step`, where they are to be compared; else 0."""
         interval = self.config.guards.hash_interval_steps
-        if interval is None or self.copies == 1 or (self.agreed_step is not None and step % interval):
+        if interval is None or self.copies == 1:
             return 0
-        return weights_sum(module)
+        due = self.agreed_step is None or step == self.saved_step or step % interval == 0
+        return weights_sum(module) if due else 0
+
+    def compare_at_end(self, at: Position, module: torch.nn.Module) -> None:
+        """The weights that no later pulse carries. Collective. Raises DivergenceError."""
+        if self.config.guards.hash_interval_steps is None or self.copies == 1:
+            return
+        own = torch.tensor([float(weights_sum(module))], dtype=torch.float64, device=self.gang.device)
+        self._compare(at, self.gang.gather(own).flatten().tolist(), seen_at=at.step)
 
     def judge(self, at: Position, pulse: Pulse, settle: Callable[[], object]) -> Judgement:
         """What is to be done about the step after `at`, the same on all ranks.
@@ -84,7 +94,7 @@ class Guards:
         settle: returns when no save is under way; raises CheckpointError where the last became no commit. Raises
         Rewind, TooManyRewinds, and DivergenceError when weights differ that should be equal.
         """
-        self._compare(at, pulse)
+        self._compare(at, pulse.weights_sums, seen_at=at.step + 1)
         finite = not (reason := pulse.non_finite)
         loss, norm = (pulse.loss, pulse.gradient_norm) if finite else (0.0, 0.0)
         before = self.numbers.skipped_in_a_row
@@ -138,10 +148,10 @@ class Guards:
         self.emit(GUARD, step=step, flush=True, action=GuardAction.SPLIT, rank=rank, accumulation=more, reason=reason)
         raise MicroBatchTooLarge(f"{reason}: {first}") from error
 
-    def _compare(self, at: Position, pulse: Pulse) -> None:
-        if not pulse.weights_sums[0]:
+    def _compare(self, at: Position, sums: Sequence[float], *, seen_at: int) -> None:
+        if not sums[0]:
             return
-        odd, certain = odd_ranks(pulse.weights_sums, self.copies)
+        odd, certain = odd_ranks(sums, self.copies)
         if not odd:
             self.agreed_step = at.step
             return
@@ -151,11 +161,11 @@ class Guards:
             found = f"weights of ranks {names} differ, and with no majority nobody can say whose are right"
         if self.agreed_step is None:
             found += f" at the start, step {at.step}"
-            self._tell(at, GuardAction.DIVERGED, ranks=odd, reason=found)
+            self._tell(seen_at, GuardAction.DIVERGED, ranks=odd, reason=found)
         else:
             found += f" after step {at.step}; they were equal after step {self.agreed_step}, to where the job goes back"
             self._order_rewind(limit=self.agreed_step, first_sample=0, sound=False)
-            self._tell(at, GuardAction.DIVERGED, ranks=odd, reason=found)
+            self._tell(seen_at, GuardAction.DIVERGED, ranks=odd, reason=found)
         raise DivergenceError(found)
 
     def _rewind(self, at: Position, judgement: Judgement, *, first_bad: int, settle: Callable[[], object]) -> Judgement:
@@ -178,15 +188,15 @@ class Guards:
             f"{first_sample}"
         )
         self._order_rewind(limit=limit, first_sample=first_sample, sound=True)
-        self._tell(at, GuardAction.REWIND, reason=reason, limit=limit, first_sample=first_sample)
+        self._tell(at.step + 1, GuardAction.REWIND, reason=reason, limit=limit, first_sample=first_sample)
         raise Rewind(reason)
 
     def _order_rewind(self, **order: int) -> None:
         if self.gang.rank == 0 and self.store is not None:
             record_rewind(self.store, generation=self.generation, rank=0, **order)
 
-    def _tell(self, at: Position, action: GuardAction, **data: Any) -> None:
+    def _tell(self, step: int, action: GuardAction, **data: Any) -> None:
         """Before all ranks end. Nobody ends before the order and the event are durable. Collective."""
         if self.gang.rank == 0:
-            self.emit(GUARD, step=at.step + 1, flush=True, action=action, **data)
+            self.emit(GUARD, step=step, flush=True, action=action, **data)
         self.gang.gather(torch.zeros(1, dtype=torch.float64, device=self.gang.device))

@@ -17,7 +17,7 @@ from infra.layout import override_key, quarantine_key
 from infra.store import Store
 from training.checkpoint.checksum import seal
 from training.checkpoint.generations import newest_number
-from training.checkpoint.lineage import reachable_commits
+from training.checkpoint.lineage import reachable_commits, reads_well
 from training.checkpoint.manifest import VERSION
 
 
@@ -72,20 +72,20 @@ def read_overrides(job_store: Store) -> Overrides:
 def rewind_parent(job_store: Store) -> str | None:
     """The commit that the next generation is to start from, where a rewind waits for it; None: the newest.
 
-    The newest that is not above the rewind's limit. Where all are above it, the oldest that there is; unless they may
-    be unsound, then they are quarantined. To be asked before the generation is opened.
+    The newest that is not above the rewind's limit and reads well. Where there is none, the oldest above it; unless
+    those may be unsound, then they are quarantined. To be asked before the generation is opened.
     """
     rewinds = [record for record in _records(job_store) if record["action"] == GuardAction.REWIND]
     newest = max(rewinds, key=lambda record: record["generation"], default=None)
     if newest is None or newest_number(job_store, near=newest["generation"]) > newest["generation"]:
         return None  # some start has followed it already
     commits = reachable_commits(job_store)
-    fitting = [commit.key for commit in commits if commit.step <= newest["limit"]]
-    if fitting or not commits:
-        return fitting[0] if fitting else None
-    if newest["sound"]:
-        return commits[-1].key
-    for commit in commits:
+    above = [commit for commit in commits if commit.step > newest["limit"]]
+    below = [commit for commit in commits if commit.step <= newest["limit"]]
+    for commit in below + (above[::-1] if newest["sound"] else []):
+        if reads_well(job_store, commit):
+            return commit.key
+    for commit in above:
         reason = f"saved after step {newest['limit']}, from where on weights of equal ranks may have differed"
         record = {"version": VERSION, "key": commit.key, "reason": reason, "t_wall": time.time()}
         job_store.put(quarantine_key(commit.sha256), seal(record))

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 # The pulse carries float64, which holds integers up to 2**53 exactly. A prime, so that no factor is lost to it.
 _MODULUS = 2**47 - 115
 _MULTIPLIER = 1_000_003
+# Summed at once: adding up as int64 first makes a copy of up to eight times the size, for which there may be no room.
+_CHUNK = 2**22
 
 
 def weights_sum(module: nn.Module) -> int:
@@ -24,7 +26,7 @@ def weights_sum(module: nn.Module) -> int:
     for parameter in module.parameters():
         local = parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
         if local.numel():
-            sums.append(_bits(local).sum(dtype=torch.int64))
+            sums.append(torch.stack([part.sum(dtype=torch.int64) for part in _bits(local).split(_CHUNK)]).sum())
     total = 0
     for value in torch.stack(sums).tolist() if sums else []:
         total = (total * _MULTIPLIER + value) % _MODULUS

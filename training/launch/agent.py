@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -111,8 +111,8 @@ class _Agent:
             processes_per_node=spec.processes_per_node,
         )
         try:
-            lead.roll_call(self._cluster.start_deadline_seconds, lambda: self._drain.leaving)
-            start = do_meanwhile(lambda: leader.plan(generation, nodes, lead.hosts(nodes)), lead.hold)
+            lead.roll_call(self._cluster.start_deadline_seconds, self._told_to_leave)
+            start = do_meanwhile(lambda: leader.plan(generation, nodes, lead.hosts(nodes)), self._wait(lead))
             if broke := unaffordable(start, generation.parent_step):
                 say(broke.outcome.message)
                 self._log.emit(OUTCOME, **asdict(broke.outcome))
@@ -122,7 +122,8 @@ class _Agent:
         except (TrainingError, InfraError) as error:
             reason = EndReason.ROLL_CALL if isinstance(error, GangError) else EndReason.STORE
             verdict = Verdict(culprit=str(error), reason=reason)
-            verdict = told_to_leave(self._drain.cause) if self._drain.leaving else verdict
+            if cause := self._drain.cause if self._drain.leaving else lead.left_for:
+                verdict = told_to_leave(cause)
             verdict = lead.give_up(replace(verdict, generation=generation.number))
         if verdict.culprit:
             self._log.emit(
@@ -130,7 +131,7 @@ class _Agent:
                 at=tuple(verdict.at) or None,
                 **verdict.details
                 | {"culprit": verdict.culprit, "reason": verdict.reason, "fingerprint": verdict.fingerprint},
-                **do_meanwhile(lambda: leader.lost(self._log.since, spec.world_size), lead.hold),
+                **do_meanwhile(lambda: leader.lost(self._log.since, spec.world_size), self._wait(lead)),
             )
         return verdict
 
@@ -140,7 +141,7 @@ class _Agent:
         """The generation to go on with and its nodes, or the gang's last word."""
         if not ended.again:
             return ended
-        last = nodes = lead.regroup(REGROUP_SECONDS, lambda: self._drain.leaving)
+        last = nodes = lead.regroup(REGROUP_SECONDS, self._told_to_leave)
         if isinstance(nodes, list):
 
             def open_next() -> Generation | Verdict:
@@ -150,9 +151,10 @@ class _Agent:
                 return try_again(open_next, self._cluster.start_deadline_seconds, lambda: self._drain.leaving)
 
             try:
-                last = do_meanwhile(patiently, lead.hold)
+                last = do_meanwhile(patiently, self._wait(lead))
             except (TrainingError, InfraError) as error:
-                last = failed_to_open(error, EndReason.STORE)
+                leaving = self._drain.leaving
+                last = told_to_leave(self._drain.cause) if leaving else failed_to_open(error, EndReason.STORE)
         if isinstance(last, Verdict):
             return lead.give_up(last)
         return last, nodes
@@ -171,7 +173,12 @@ class _Agent:
 
     def _follow(self) -> Verdict:
         deadline = self._cluster.start_deadline_seconds
-        member = Member(self._spec, self._host, deadline, lambda: self._drain.leaving)
+        try:
+            member = Member(self._spec, self._host, deadline, self._told_to_leave)
+        except GangError:
+            if self._drain.leaving:
+                return told_to_leave(self._drain.cause)
+            raise
         last = self._stopped()
         try:
             word = member.await_start(deadline)
@@ -189,8 +196,9 @@ class _Agent:
             last = word
             return word
         finally:
+            for order in self._drain.record(self._log.emit):  # heard while it waited for the lead, which must know why
+                member.order(order)
             member.close()
-            self._drain.record(self._log.emit)
             self._log.close(last.reason)
 
     def _run_ranks(self, spec: GangSpec, start: Start, peers: Peers) -> Verdict:
@@ -205,6 +213,20 @@ class _Agent:
     def _in_place(self, nodes: list[int]) -> GangSpec:
         """This node's spec among the nodes that take part, which get their ranks in this order."""
         return replace(self._spec, node=nodes.index(self._spec.node), nodes=len(nodes))
+
+    def _told_to_leave(self) -> bool:
+        """What is asked all along while this node waits for others, in which time it is paid for as well."""
+        self._log.beat()
+        return self._drain.leaving
+
+    def _wait(self, lead: Lead) -> Callable[[], None]:
+        """What goes on while the store is asked."""
+
+        def meanwhile() -> None:
+            lead.hold()
+            self._log.beat()
+
+        return meanwhile
 
     def _stopped(self) -> Verdict:
         culprit = f"node {self._spec.node} ({self._host}): the agent was stopped"

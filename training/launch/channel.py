@@ -91,7 +91,8 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError as error:
-                self.closed = f"connection lost: {error.strerror or error}"
+                self._read()  # a last word that was sent before it went still counts
+                self.closed = self.closed or f"connection lost: {error.strerror or error}"
                 return
             del self._unsent[:sent]
 
@@ -160,7 +161,7 @@ class Lobby:
     def _admit(self, peer: Connection, nodes: int, joined: dict[int, tuple[Connection, Message]]) -> bool:
         """Whether this peer has been answered, one way or the other."""
         hello = next(iter(peer.receive()), None)
-        if hello is None:
+        if hello is None or peer.closed:  # one that has gone tries again, and is then to be told from this one
             return False
         if hello.get("token") != self._token or hello.get("node") not in range(1, nodes):
             peer.send({"kind": "stranger"})

@@ -49,14 +49,16 @@ class NodeGeneration:
         group = WorkerGroup(
             self._spec.ranks, self._spec.world_size, self.folder, self._worker_spec(kept), rendezvous, standby
         )
-        output = GangOutput(group, self._spec, self._start.generation, self._job_store)
-        verdict = None
+        verdict = output = None
         try:
+            output = GangOutput(group, self._spec, self._start.generation, self._job_store)
             verdict = self._watch(group, output)
             return verdict
         finally:
-            group.end(verdict.ranks if verdict is not None else ())
-            output.close()
+            for rank in group.end(verdict.ranks if verdict is not None else ()):
+                say(f"node {self._spec.node}: rank {rank}: killed, and not let go by the kernel (state D)")
+            if output is not None:
+                output.close()
 
     def _await(self, standby: Standby | None) -> Verdict | None:
         """Its imports take seconds at the first start, and none later."""

@@ -52,6 +52,7 @@ class Lead:
         self._ready: set[int] = set()
         self._start: Start | None = None
         self._orders: list[Order] = []
+        self.left_for = ""  # why all were told to leave first, by whichever node
 
     @property
     def nodes(self) -> list[int]:
@@ -68,13 +69,19 @@ class Lead:
 
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         """Once: those who joined stay for all generations."""
-        if self._lobby is None or self._members:
+        if (lobby := self._lobby) is None or self._members:
             return
+
+        def told() -> bool:
+            for node, (connection, _) in lobby.joined.items():
+                self._hear(node, connection)
+            return stopped() or bool(self.left_for)
+
         try:
-            self._lobby.roll_call(self._spec.nodes, deadline_seconds, stopped)
+            lobby.roll_call(self._spec.nodes, deadline_seconds, told)
         finally:  # who came is told, also when others did not
-            self._members = {node: connection for node, (connection, _) in self._lobby.joined.items()}
-            self._hellos = {node: hello for node, (_, hello) in self._lobby.joined.items()}
+            self._members = {node: connection for node, (connection, _) in lobby.joined.items()}
+            self._hellos = {node: hello for node, (_, hello) in lobby.joined.items()}
 
     def start(self, start: Start) -> None:
         self._start = start
@@ -85,18 +92,19 @@ class Lead:
     def regroup(self, deadline_seconds: float, stopped: Callable[[], bool]) -> list[int] | Verdict:
         """Wait until every node has ended its ranks: the nodes that go on, or the last word when too few are left."""
         limit = time.monotonic() + deadline_seconds
-        while (late := set(self.nodes) - self._ready - {0}) and time.monotonic() < limit and not stopped():
-            for node in late:
+        while True:
+            for node in self.nodes[1:]:
                 self._hear(node, self._members[node])
+            if stopped() or self.left_for:  # who is not ready is not cut off: it finds the last word when it is
+                return told_to_leave(self.left_for or "this node")
+            late = set(self.nodes) - self._ready - {0}
+            if not late or time.monotonic() >= limit:
+                break
             time.sleep(0.01)
         for node in late:
             connection = self._members[node]
             connection.closed = connection.closed or f"its ranks did not end within {deadline_seconds:g} s"
             connection.close()
-        if stopped():
-            return told_to_leave("this node")
-        if cause := next((order.cause for order in self._orders if order.leave), ""):
-            return told_to_leave(cause)
         there = self.nodes
         lost = [node for node in self._start.nodes if node not in there]
         if lost and not self._enough():
@@ -124,6 +132,7 @@ class Lead:
 
     def order(self, order: Order) -> None:
         self._orders.append(order)
+        self.left_for = self.left_for or (order.cause if order.leave else "")
         self._broadcast({"kind": "order", **order.to_json()})
 
     def orders(self) -> list[Order]:
@@ -177,8 +186,8 @@ class Lead:
 
     def _guilty(self) -> Verdict:
         verdict = guilty(self._evidence())
-        if verdict.reason == EndReason.NODE_LOST and self._enough():
-            return replace(verdict, again=True)
+        if verdict.reason == EndReason.NODE_LOST and (self._enough() or self.left_for):
+            return replace(verdict, again=True)  # when all are to leave, the regrouping says that it ends
         return verdict
 
     def _settled(self) -> bool:

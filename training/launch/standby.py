@@ -32,7 +32,7 @@ class Process(Protocol):
     def poll(self) -> int | None: ...
     def send_signal(self, number: int) -> None: ...
     def kill(self) -> None: ...
-    def wait(self) -> int: ...
+    def wait(self, timeout: float) -> int: ...
 
 
 class Standby:
@@ -53,7 +53,8 @@ class Standby:
                 stderr=errors,
                 start_new_session=True,
             )
-        os.set_blocking(self._process.stdout.fileno(), False)
+        for pipe in (self._process.stdin, self._process.stdout):
+            os.set_blocking(pipe.fileno(), False)
         self._heard = b""
         self._number = 0
         self._started: dict[int, int] = {}
@@ -75,13 +76,10 @@ class Standby:
         """A rank as a new process, or None when there is none to be had; this standby is of no use any more then."""
         self._number += 1
         request = {"start": self._number, "environment": dict(environment), "log": str(log), "name": name}
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
+        limit = time.monotonic() + _FORK_DEADLINE_SECONDS
+        if not self._ask(json.dumps(request).encode() + b"\n", limit):
             self._lose()
             return None
-        limit = time.monotonic() + _FORK_DEADLINE_SECONDS
         while self._number not in self._started and not self.lost:
             left = limit - time.monotonic()
             if left <= 0:
@@ -103,6 +101,19 @@ class Standby:
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
+
+    def _ask(self, request: bytes, limit: float) -> bool:
+        """Whether it was taken in time: a frozen process reads nothing, and a pipe holds 64 KiB at most."""
+        pipe, unsent = self._process.stdin.fileno(), memoryview(request)
+        while unsent and (left := limit - time.monotonic()) > 0:
+            select.select([], [pipe], [], left)
+            try:
+                unsent = unsent[os.write(pipe, unsent) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                return False
+        return not unsent
 
     def _lose(self) -> None:
         """The kernel ends its ranks with it, so that none can go on unseen."""
@@ -154,9 +165,9 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def wait(self) -> int:
+    def wait(self, timeout: float) -> int:
         """Its exit status. A standby that does not tell of a killed rank is ended itself."""
-        limit = time.monotonic() + _END_DEADLINE_SECONDS
+        limit = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > limit:
                 self._parent.close()

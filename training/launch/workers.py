@@ -6,9 +6,11 @@ before it starts anything, does not recover from a killed worker on gloo, and wa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +24,7 @@ from training.launch.watch.heartbeat import Beat, Heartbeat
 from training.launch.watch.recorder import BUFFER_RECORDS, BUFFER_VARIABLE
 
 _EXIT_SECONDS = 1.0
+_KILLED_SECONDS = 10.0
 Start = Callable[[str, Path, Mapping[str, str]], Process]
 
 
@@ -107,9 +110,13 @@ class WorkerGroup:
             forked = standby.fork(name, log, environment) if standby and standby.ready and not standby.lost else None
             return forked or start_cold(log, environment)
 
-        self.workers = [
-            Worker(rank, local_rank, folder, spec, environment, start) for local_rank, rank in enumerate(ranks)
-        ]
+        self.workers: list[Worker] = []
+        try:
+            for local_rank, rank in enumerate(ranks):
+                self.workers.append(Worker(rank, local_rank, folder, spec, environment, start))
+        except BaseException:  # a full disk, no more processes: those that were started are nobody's otherwise
+            self.end(ranks)
+            raise
 
     def all_exited(self) -> bool:
         return all(worker.process.poll() is not None for worker in self.workers)
@@ -120,8 +127,8 @@ class WorkerGroup:
     def results(self) -> dict[int, dict]:
         return {worker.rank: result for worker in self.workers if (result := worker.result())}
 
-    def end(self, culprits: Sequence[int] = (), *, grace_seconds: float = _EXIT_SECONDS) -> None:
-        """Every rank is gone when this returns.
+    def end(self, culprits: Sequence[int] = (), *, grace_seconds: float = _EXIT_SECONDS) -> list[int]:
+        """Every rank is gone when this returns, but those that it returns: killed, and in the kernel's hands (state D).
 
         culprits: ranks to be killed at once (SIGKILL works on stopped ones too). A rank that was waiting for one of
         them in a collective hears of it, writes its last events and leaves; it has the grace for that, and then is
@@ -135,8 +142,11 @@ class WorkerGroup:
             time.sleep(0.01)
         for worker in self.workers:
             worker.process.kill()
+        limit = time.monotonic() + _KILLED_SECONDS
         for worker in self.workers:
-            worker.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(limit - time.monotonic(), 0.0))
+        return [worker.rank for worker in self.workers if worker.process.poll() is None]
 
 
 def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size: int, colocated: int) -> dict[str, str]:

@@ -77,9 +77,11 @@ class RateEvidence:
     def _of_spell(began_hours: float, age_hours: float, *, ended: bool) -> list[float]:
         found = []
         for rate in SETTLED_END_PER_HOUR:
-            fresh, settled = phases(age_hours, rate)
+            # Over exp(−rate·age): a spell of months is too unlikely at a short mean to be told from 0.
+            fresh = math.exp(-(_OUT - rate) * age_hours)
+            settled = FRESH_SETTLE_PER_HOUR * (1 - fresh) / (_OUT - rate)
             seen = FRESH_END_PER_HOUR * fresh + rate * settled if ended else fresh + settled
-            found.append(math.log(seen / sum(phases(began_hours, rate))))
+            found.append(math.log(seen / sum(phases(began_hours, rate))) - rate * age_hours)
         return found
 
 

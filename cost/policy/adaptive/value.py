@@ -124,7 +124,8 @@ class Table:
         found = self.advantages[kind, rows, :, :, columns]
         by_model = np.einsum("nmpk,nk->mp", found, weights)
         cost = self.cost_up if kind in (SPOT_OR_STAY, SPOT_OR_ON_DEMAND) else self.cost_down
-        feared = models * np.exp(RISK_AVERSION_PER_HOUR * np.einsum("nmk,nk->m", cost[rows, :, columns], weights))
+        dear = RISK_AVERSION_PER_HOUR * np.einsum("nmk,nk->m", cost[rows, :, columns], weights)
+        feared = models * np.exp(dear - dear.max())
         return float(feared @ (by_model @ np.array([fresh, 1 - fresh]))) / float(feared.sum())
 
     def expected_cost(self, left_hours: float, slack_hours: float, up: bool, models: Array) -> float:

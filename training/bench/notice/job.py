@@ -26,7 +26,6 @@ from training.launch.workers import PROJECT_ROOT
 SOURCES = ("rehearsal", "metadata", "metaflow", "signal")
 _POLL_SECONDS = 0.005
 _START_SECONDS = 180.0
-_LEAVE_SECONDS = 60.0
 
 
 class NoticeJob:

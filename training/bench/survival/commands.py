@@ -109,7 +109,8 @@ def _torment(plan: Planned, given: argparse.Namespace, folder: Path) -> tuple[li
     per_job = min(given.per_job, len(plan))
     config = survival_config(folder, injections=per_job, floor_seconds=given.floor, step_seconds=given.step_seconds)
     quiet = run_trial(make_scene(config, folder, "quiet"), [], _tell)
-    assert quiet.outcome is not None
+    if quiet.outcome is None:
+        raise TrainingError(f"the quiet job did not come to its end: {quiet.errors[-1:]}")
     _tell(f"quiet job: step {quiet.outcome.step}, weights {quiet.outcome.weights_sha256}")
     findings: list[Finding] = []
     different: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from training.launch.watch.stacks import take_stack
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands, as `WorkerFailure` has it. path: the file with all that was seen of it."""
+    """Where a rank stands, as `WorkerFailure` has it. path: the file with all that was seen of it, where the disk
+    took it."""
 
     where: str = ""
     waiting: bool = False
@@ -30,7 +32,8 @@ class Dump:
     def __init__(
         self, pool: ThreadPoolExecutor, folder: Path, heartbeats: Mapping[int, tuple[int, Path]], at: float
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # a full disk takes the files, not the watch nor what is seen
+            folder.mkdir(parents=True, exist_ok=True)
         self.at = at
         self._futures: dict[int, Future[Standing]] = {
             rank: pool.submit(_look_at, pid, heartbeat, folder / f"rank-{rank}.txt")
@@ -50,12 +53,15 @@ class Dump:
 def _look_at(pid: int, heartbeat: Path, path: Path) -> Standing:
     stack = take_stack(pid, stacks_path(heartbeat))
     raw = b"" if process_state(pid) == "T" else fetch_records(recorder_door(heartbeat))
-    path.write_text(stack.text if stack else "no stack: py-spy and faulthandler were both refused\n")
-    if raw:
-        path.with_suffix(".recorder.json").write_bytes(raw)
+    kept = ""
+    with contextlib.suppress(OSError):
+        path.write_text(stack.text if stack else "no stack: py-spy and faulthandler were both refused\n")
+        kept = str(path)
+        if raw:
+            path.with_suffix(".recorder.json").write_bytes(raw)
     return Standing(
         where=stack.where if stack else "",
         waiting=stack.waiting if stack else False,
         calls=tuple(parse_records(raw)),
-        path=str(path),
+        path=kept,
     )

@@ -1,0 +1,177 @@
+"""Agents that leave while others wait for them: everybody hears why, and an interruption is no failure."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.events import NODE_HEARTBEAT, EndReason, read_events
+from infra.layout import job_prefix
+from infra.store import Store
+from tests.support.flow import wait_until
+from tests.support.gangs import endless_gang
+from training.errors import GangError
+from training.launch.channel import Connection, Lobby, join
+from training.launch.control import Order
+from training.launch.local import LocalGang
+from training.launch.peers import Lead, Member
+from training.launch.ports import control_ports
+from training.launch.spec import GangSpec
+from training.launch.verdict import Start, Verdict
+
+START = Start(
+    generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None, hosts=["a", "b"],
+    nodes=[0, 1],
+)  # fmt: skip
+NOTICE = Order(seconds=30.0, cause="spot interruption notice", node=1)
+
+
+def never() -> bool:
+    return False
+
+
+def spec_of(folder: Path, *, nodes: int) -> GangSpec:
+    run = f"run-of-{nodes}-{folder.name}"
+    return GangSpec(
+        job="job", run=run, attempt=0, node=0, nodes=nodes, processes_per_node=1, main_address="127.0.0.1",
+        config={"cluster": {}}, store_uri=str(folder), prepared={}, log_folder=str(folder),
+        candidate_ports=control_ports(run, 0),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Lead, Member]]:
+    """Two agents in a generation that has begun."""
+    spec = spec_of(tmp_path, nodes=2)
+    lead, members = Lead(spec, "a"), []
+    thread = threading.Thread(target=lambda: members.append(Member(replace(spec, node=1), "b", 10, never)))
+    thread.start()
+    lead.roll_call(10, never)
+    thread.join()
+    lead.start(START)
+    assert members[0].await_start(10) == START
+    yield lead, members[0]
+    members[0].close()
+    lead.close()
+
+
+def test_who_is_still_busy_when_the_lead_leaves_hears_why(pair: tuple[Lead, Member]) -> None:
+    lead, member = pair
+    last = lead.regroup(10, lambda: True)
+    assert isinstance(last, Verdict)
+    lead.give_up(last)
+    lead.close()
+    for _ in range(3):  # what it says now is refused, and must not cost it what it has not read yet
+        member.ready()
+        time.sleep(0.05)
+    word = member.await_start(5)
+    assert isinstance(word, Verdict) and (word.reason, word.failed_as) == (EndReason.AGENT_STOPPED, "interrupted")
+
+
+def test_a_node_that_leaves_between_two_generations_says_so_though_it_was_ready(pair: tuple[Lead, Member]) -> None:
+    lead, member = pair
+    member.ready()
+    wait_until("the regrouping", lambda: lead.regroup(10, never) == [0, 1], timeout=10)
+    member.order(NOTICE)
+    member.close()
+    time.sleep(0.1)
+    last = lead.regroup(10, never)
+    assert isinstance(last, Verdict) and last.failed_as == "interrupted" and NOTICE.cause in last.culprit
+
+
+def test_a_machine_that_goes_after_its_notice_is_an_interruption(pair: tuple[Lead, Member]) -> None:
+    lead, member = pair
+    member.order(NOTICE)
+    member.close()
+    verdict = wait_until("the verdict", lead.poll, timeout=10)
+    assert verdict.reason == EndReason.NODE_LOST and verdict.again
+    last = lead.regroup(10, never)
+    assert isinstance(last, Verdict) and last.failed_as == "interrupted"
+
+
+def test_a_machine_that_goes_without_one_is_a_failure(pair: tuple[Lead, Member]) -> None:
+    lead, member = pair
+    member.close()
+    verdict = wait_until("the verdict", lead.poll, timeout=10)
+    assert (verdict.reason, verdict.again, verdict.failed_as) == (EndReason.NODE_LOST, False, "failed")
+
+
+def test_who_hung_up_before_it_was_greeted_has_not_joined() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        ports = [probe.getsockname()[1]]
+    lobby = Lobby("127.0.0.1", ports, "token")
+    with socket.create_connection(("127.0.0.1", ports[0])) as gone:  # a lead that is busy greets nobody
+        gone.sendall(json.dumps({"kind": "hello", "token": "token", "node": 1, "host": "b"}).encode() + b"\n")
+    came: list[Connection] = []
+    hello = {"node": 1, "host": "b"}
+    thread = threading.Timer(0.5, lambda: came.append(join("127.0.0.1", ports, "token", hello, 10)))
+    thread.start()
+    connection, _ = lobby.roll_call(2, 10)[1]
+    connection.receive()
+    thread.join()
+    assert not connection.closed and came
+    lobby.close()
+
+
+def test_a_roll_call_ends_when_one_that_came_is_told_to_leave(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, nodes=3)
+    lead = Lead(spec, "a")
+
+    def come_and_go() -> None:
+        member = Member(replace(spec, node=1), "b", 10, never)
+        member.order(NOTICE)
+        member.close()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    with pytest.raises(GangError, match="told to leave"):
+        lead.roll_call(20, never)
+    assert lead.left_for == NOTICE.cause
+    thread.join()
+    lead.close()
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_an_agent_told_to_leave_before_the_start_is_interrupted_and_tells_the_lead(
+    joined: bool, tmp_path: Path
+) -> None:
+    spec = endless_gang(tmp_path, survival={"standby": False})
+    spec = replace(spec, candidate_ports=control_ports(f"{spec.job}/{spec.run}", spec.attempt))
+    lead = Lead(spec, "a") if joined else None
+    gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log", alter=lambda own: own if own.node == 1 else None)
+    [agent], told = gang.agents, tmp_path / "gang" / "node-1.result.json"
+    if lead is not None:
+        lead.roll_call(30, never)
+    wait_until("its readiness", lambda: _catches(agent.pid, signal.SIGTERM), timeout=30)
+    agent.send_signal(signal.SIGTERM)
+    if lead is not None:
+        last = lead.regroup(20, never)
+        assert isinstance(last, Verdict) and last.failed_as == "interrupted" and "SIGTERM" in last.culprit
+        lead.close()
+    agent.wait(30)
+    assert json.loads(told.read_text())["outcome"] == "interrupted"
+
+
+def test_a_node_that_waits_for_others_is_paid_for_until_its_last_sign(tmp_path: Path) -> None:
+    """Of an agent that is killed nothing but its heartbeats tells how long it has cost money."""
+    spec = endless_gang(tmp_path, survival={"standby": False})
+    gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log", alter=lambda own: own if own.node == 0 else None)
+    store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
+    beats = wait_until("signs", lambda: [e for e in read_events(store) if e.name == NODE_HEARTBEAT], timeout=30)
+    gang.kill()
+    assert beats[-1].data["seconds"] > 0
+
+
+def _catches(pid: int, number: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)

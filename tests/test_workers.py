@@ -1,0 +1,72 @@
+"""A node's ranks when starting or ending them goes wrong: none is left behind, and nobody waits without end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from infra.process import children
+from training.launch import standby as standby_module
+from training.launch import workers as workers_module
+from training.launch.spec import WorkerSpec
+from training.launch.standby import Standby
+from training.launch.workers import WorkerGroup
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> WorkerSpec:
+    return WorkerSpec(
+        job="job", run="run", attempt=0, node=0, generation=1, generation_id="x", candidates=[], config={},
+        store_uri=str(tmp_path), prepared={}, agent_pid=os.getpid(),
+    )  # fmt: skip
+
+
+class InTheKernel(SimpleNamespace):
+    """A process that even SIGKILL does not end, as one that waits for a file system that is gone."""
+
+    pid, returncode = 1, None
+
+    def poll(self) -> None:
+        return None
+
+    def kill(self) -> None:
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "without a deadline"
+        raise subprocess.TimeoutExpired("rank", timeout)
+
+
+def test_of_ranks_that_cannot_all_be_started_none_is_left(spec: WorkerSpec, tmp_path: Path) -> None:
+    before = set(children(os.getpid()))
+    (tmp_path / "rank-1.spec.json").mkdir()  # stands for a disk that takes no more
+    with pytest.raises(OSError, match=r"rank-1\.spec\.json"):
+        WorkerGroup(range(2), 2, tmp_path, spec, ("127.0.0.1", 1))
+    assert set(children(os.getpid())) == before
+
+
+def test_a_rank_that_the_kernel_does_not_let_go_is_not_waited_for_without_end(
+    spec: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_module, "_KILLED_SECONDS", 0.2)
+    stuck = SimpleNamespace(ready=True, lost=False, fork=lambda *_: InTheKernel())
+    group = WorkerGroup(range(2), 2, tmp_path, spec, ("127.0.0.1", 1), stuck)
+    assert group.end(grace_seconds=0.0) == [0, 1]
+
+
+def test_a_frozen_standby_is_given_up_though_it_does_not_read_what_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby_module, "_FORK_DEADLINE_SECONDS", 0.5)
+    standby, began = Standby(tmp_path / "standby.log", colocated_ranks=1), time.monotonic()
+    os.kill(standby.pid, signal.SIGSTOP)
+    request = {"LONG": "x" * 200_000}  # a pipe holds 64 KiB
+    assert standby.fork("rank 0", tmp_path / "rank-0.log", request) is None
+    assert standby.lost and time.monotonic() - began < 5
+    standby.close()
