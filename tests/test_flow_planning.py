@@ -12,7 +12,8 @@ from flows import planning, reporting
 from flows.job import Job
 from infra.config.schema import CostConfig, RunConfig
 from infra.errors import StoreAway
-from infra.events import NODE_STARTED, OUTCOME, PLAN, PRICES, EventLog, Origin, read_events
+from infra.event_log import EventLog
+from infra.events import NODE_STARTED, OUTCOME, PLAN, PRICES, Origin, read_events
 from infra.store import Store
 
 
