@@ -106,6 +106,27 @@ def test_a_parent_is_a_commit_that_reads_well(job: Store, capfd: pytest.CaptureF
     assert f"passed over as a parent: {newer}" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("hurt", "found", "readings"), [(3, True, 4), (99, False, 6)])
+def test_a_parent_that_is_hurt_on_the_way_is_read_again(
+    job: Store, monkeypatch: pytest.MonkeyPatch, hurt: int, found: bool, readings: int
+) -> None:
+    """Each reading of a commit's manifest is hurt elsewhere; alike twice, it would lie there like that."""
+    key = put_commit(job, open_generation(job, run="r", attempt=0), 10)
+    read: list[int] = []
+    get = Store.get
+
+    def unlucky(store: Store, name: str) -> bytes:
+        data = get(store, name)
+        if name != key:
+            return data
+        read.append(len(read))
+        return data if len(read) > hurt else data[: read[-1]] + b"?" + data[read[-1] + 1 :]
+
+    monkeypatch.setattr(Store, "get", unlucky)
+    assert open_generation(job, run="r", attempt=1).parent == (key if found else None)
+    assert len(read) == readings
+
+
 def test_a_gang_commits_with_the_parent_on_record_and_not_with_the_first_candidate(tmp_path: Path) -> None:
     job = Store.open(str(tmp_path)).sub(job_prefix("test"))
     first = open_generation(job, run="r", attempt=0)

@@ -1,4 +1,4 @@
-"""Small objects, for certain: what was put is read back; what does not fit its own checksum is fetched once more."""
+"""Small objects, for certain: what was put is read back; what does not fit its own checksum is fetched again."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ from infra.store import Store
 from training.errors import CorruptCommit
 
 T = TypeVar("T")
+_READINGS = 6
 
 
 def fetched(store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None) -> T:
-    """`parse(bytes, what)` of an object. It may have been hurt on the way only, so CorruptCommit has a second try.
+    """`parse(bytes, what)` of an object that may be hurt where it lies, or on the way only.
+
+    Harm on the way is not the same twice: CorruptCommit is believed when two readings running are alike. A start that
+    passes over a commit for two unlucky readings would lose its work.
 
     what: the name that errors give it, else the key. Raises ObjectNotFound, StoreError, and what `parse` raises.
     """
-    try:
-        return parse(store.get(key), what or key)
-    except CorruptCommit:
-        return parse(store.get(key), what or key)
+    before, readings = None, 0
+    while True:
+        data, readings = store.get(key), readings + 1
+        try:
+            return parse(data, what or key)
+        except CorruptCommit:
+            if data == before or readings == _READINGS:
+                raise
+        before = data
 
 
 def put_settled(store: Store, key: str, data: bytes) -> None:
