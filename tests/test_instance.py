@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from infra.instance import identify
+from training.chaos.imds import FakeMetadata
 
-TOKEN = "a-token"
 IDENTITY = {
     "instanceId": "i-0abc",
     "instanceType": "g5.xlarge",
@@ -29,38 +25,6 @@ ANSWERS = {
 }
 
 
-@contextmanager
-def metadata_service(answers: dict[str, str]) -> Iterator[str]:
-    """IMDSv2 as an instance sees it: nothing without a token, which only a PUT gives."""
-
-    class Service(BaseHTTPRequestHandler):
-        def do_PUT(self) -> None:
-            asked = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
-            self.answer(TOKEN if self.path == "/latest/api/token" and asked else None)
-
-        def do_GET(self) -> None:
-            trusted = self.headers.get("X-aws-ec2-metadata-token") == TOKEN
-            self.answer(answers.get(self.path) if trusted else None, 404 if trusted else 401)
-
-        def answer(self, text: str | None, otherwise: int = 400) -> None:
-            self.send_response(otherwise if text is None else 200)
-            self.end_headers()
-            self.wfile.write((text or "").encode())
-
-        def log_message(self, *words: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
-
-
 def system(folder: Path, **files: str) -> Path:
     """A root with /proc/uptime and what else is named."""
     for name, text in {"proc/uptime": "321.5 99.0", **files}.items():
@@ -70,8 +34,8 @@ def system(folder: Path, **files: str) -> Path:
 
 
 def test_the_metadata_service_tells_all(tmp_path: Path) -> None:
-    with metadata_service(ANSWERS) as endpoint:
-        machine = identify({"AWS_EC2_METADATA_SERVICE_ENDPOINT": endpoint}, system=system(tmp_path))
+    with FakeMetadata(ANSWERS) as service:
+        machine = identify({"AWS_EC2_METADATA_SERVICE_ENDPOINT": service.address}, system=system(tmp_path))
     assert machine.to_json() == {
         "instance_id": "i-0abc", "instance_type": "g5.xlarge", "zone": "us-east-1a", "zone_id": "use1-az4",
         "region": "us-east-1", "market": "spot", "uptime_seconds": 321.5, "identified_by": "metadata",
@@ -80,8 +44,8 @@ def test_the_metadata_service_tells_all(tmp_path: Path) -> None:
 
 def test_an_older_service_leaves_out_what_it_does_not_know(tmp_path: Path) -> None:
     older = {path: text for path, text in ANSWERS.items() if "meta-data" not in path}
-    with metadata_service(older) as endpoint:
-        machine = identify({"AWS_EC2_METADATA_SERVICE_ENDPOINT": endpoint}, system=system(tmp_path))
+    with FakeMetadata(older) as service:
+        machine = identify({"AWS_EC2_METADATA_SERVICE_ENDPOINT": service.address}, system=system(tmp_path))
     assert (machine.instance_id, machine.zone_id, machine.market) == ("i-0abc", None, None)
 
 

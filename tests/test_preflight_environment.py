@@ -6,14 +6,17 @@ import json
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infra.checks.gpu import has_kernels_for
 from infra.preflight import blocking
 from tests.support.checks import failed, passed, skipped
-from tests.support.metadata import Behaviour, metadata_service
+from training.chaos.imds import INTERRUPTION_PATH, FakeMetadata
 
+INSTANCE = {"/latest/meta-data/instance-id": "i-0123456789abcdef0"}
+TAKEN = {**INSTANCE, INTERRUPTION_PATH: '{"action": "terminate"}'}
 ENDPOINT = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 
 
@@ -26,18 +29,24 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "detail", "fix"),
     [
-        (Behaviour(version_1=True), "version 1 of the metadata service answers without a token", "--http-tokens req"),
-        (Behaviour(silent=True), "its answer may not leave the host", "--http-put-response-hop-limit 2"),
-        (Behaviour(token_status=403), "turned off (403)", "--http-endpoint enabled"),
-        (Behaviour(token_status=404), "gives no token: status 404", ENDPOINT),
-        (Behaviour(notice='{"action": "terminate"}'), "about to be taken away", "another instance"),
+        ({"version_1": True}, "version 1 of the metadata service answers without a token", "--http-tokens req"),
+        ({"hop_limit": True}, "its answer may not leave the host", "--http-put-response-hop-limit 2"),
+        ({"token_status": 403}, "turned off (403)", "--http-endpoint enabled"),
+        ({"token_status": 404}, "gives no token: status 404", ENDPOINT),
+        (
+            {"answers": TAKEN},
+            "about to be taken away",
+            "another instance",
+        ),
     ],
 )
 def test_a_metadata_service_that_will_not_do(
-    monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour, detail: str, fix: str
+    monkeypatch: pytest.MonkeyPatch, behaviour: dict[str, Any], detail: str, fix: str
 ) -> None:
-    with metadata_service(behaviour) as address:
-        monkeypatch.setenv(ENDPOINT, address)
+    with FakeMetadata(INSTANCE) as service:
+        for name, value in behaviour.items():
+            setattr(service, name, value)
+        monkeypatch.setenv(ENDPOINT, service.address)
         result = failed("imds")
     assert detail in result.detail
     assert fix in result.fix
@@ -45,8 +54,8 @@ def test_a_metadata_service_that_will_not_do(
 
 
 def test_a_metadata_service_that_is_well_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with metadata_service(Behaviour()) as address:
-        monkeypatch.setenv(ENDPOINT, address)
+    with FakeMetadata(INSTANCE) as service:
+        monkeypatch.setenv(ENDPOINT, service.address)
         assert passed("imds").detail.startswith("i-0123456789abcdef0: tokens work, version 1 is refused (401)")
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         assert "AWS_EC2_METADATA_DISABLED" in skipped("imds").detail

@@ -91,7 +91,8 @@ class DivergenceError(TrainingError):
 
 
 class StartAnew(TrainingError):
-    """The gang ends on purpose, and its next start goes on otherwise, by the order that stands in the event log."""
+    """The gang ends on purpose, and its next start goes on otherwise, by the order in the job's store
+    (`training/guards/overrides.py`)."""
 
 
 class Rewind(StartAnew):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 _TOKEN_PATH = "/latest/api/token"
-_INTERRUPTION = "/latest/meta-data/spot/instance-action"
+INTERRUPTION_PATH = "/latest/meta-data/spot/instance-action"
 _REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 _RELEASE_SECONDS = 30.0
 
@@ -20,8 +21,8 @@ class FakeMetadata:
     asked: every request's method and path, in order.
     """
 
-    def __init__(self) -> None:
-        self.answers: dict[str, str] = {}
+    def __init__(self, answers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.answers = dict(answers)
         self.token, self.token_status = "a-token", 200
         self.hop_limit = self.version_1 = self.silent = False
         self.asked: list[tuple[str, str]] = []
@@ -39,7 +40,7 @@ class FakeMetadata:
     def interrupt(self, seconds: float, action: str = "terminate") -> None:
         """The instance is to go in so many seconds, rounded up to whole ones as the service tells them."""
         moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds + 0.999))
-        self.answers[_INTERRUPTION] = json.dumps({"action": action, "time": moment})
+        self.answers[INTERRUPTION_PATH] = json.dumps({"action": action, "time": moment})
 
     def recommend_rebalance(self) -> None:
         self.answers[_REBALANCE] = json.dumps({"noticeTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})

@@ -1,7 +1,8 @@
 """The worker processes of one node: start them, watch them, end them.
 
 Workers are started directly, with torchrun's environment contract, and not through torchrun: its agent imports torch
-before it starts anything, does not recover from a killed worker on gloo, and waits up to 1,801 s for a frozen one.
+before it starts anything, comes back from a killed worker several times later than ours (docs/benchmarks.md, Injected
+faults), and waits up to 1,801 s for a frozen one.
 """
 
 from __future__ import annotations
