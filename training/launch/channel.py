@@ -18,16 +18,17 @@ from training.errors import GangError
 
 Message = dict[str, Any]
 PING_SECONDS = 1.0
-SILENCE_SECONDS = 20.0
+SILENCE_SECONDS = 20.0  # where nothing else is said
 _UNREAD_BYTES = 16 * 2**20
 _CLOSE_SECONDS = 1.0
 
 
 class Connection:
-    """One peer. `receive` never blocks; `closed` is set when the peer went away or fell silent."""
+    """One peer. `receive` never blocks; `closed` is set when the peer went away or fell silent for so many seconds."""
 
-    def __init__(self, peer: socket.socket) -> None:
+    def __init__(self, peer: socket.socket, silence_seconds: float = SILENCE_SECONDS) -> None:
         self._socket = peer
+        self._silence_seconds = silence_seconds
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
         self._buffer = b""
@@ -68,7 +69,7 @@ class Connection:
         if now - self._pinged >= PING_SECONDS:
             self._pinged = now
             self.send({"kind": "ping"})
-        if now - self._heard > SILENCE_SECONDS and not self.closed:
+        if now - self._heard > self._silence_seconds and not self.closed:
             self.closed = f"silent for {now - self._heard:.0f} s"
 
     def hold(self) -> None:
@@ -115,8 +116,14 @@ class Connection:
 class Lobby:
     """Node 0's side of the roll-call: collects one connection for each other node."""
 
-    def __init__(self, address: str, ports: Sequence[int], token: str) -> None:
-        self._token = token
+    def __init__(
+        self,
+        address: str,
+        ports: Sequence[int],
+        token: str,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        self._token, self._silence_seconds = token, silence_seconds
         # A gang on one machine is nobody else's business.
         self._listener = _listen("127.0.0.1" if address == "127.0.0.1" else "", ports)
         self.port = self._listener.getsockname()[1]
@@ -155,7 +162,7 @@ class Lobby:
         accepted = []
         with contextlib.suppress(BlockingIOError):
             while True:
-                accepted.append(Connection(self._listener.accept()[0]))
+                accepted.append(Connection(self._listener.accept()[0], self._silence_seconds))
         return accepted
 
     def _admit(self, peer: Connection, nodes: int, joined: dict[int, tuple[Connection, Message]]) -> bool:
@@ -179,6 +186,7 @@ def join(
     hello: Message,
     deadline_seconds: float,
     stopped: Callable[[], bool] = lambda: False,
+    silence_seconds: float = SILENCE_SECONDS,
 ) -> Connection:
     """Another node's side of the roll-call. Raises GangError when node 0 cannot be found in time."""
     limit = time.monotonic() + deadline_seconds
@@ -190,7 +198,7 @@ def join(
             except OSError as error:
                 last = f"{address}:{port}: {error}"
                 continue
-            connection = Connection(peer)
+            connection = Connection(peer, silence_seconds)
             connection.send({"kind": "hello", "token": token, **hello})
             if _welcomed(connection, seconds=5.0):
                 return connection

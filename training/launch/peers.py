@@ -41,7 +41,9 @@ class Lead:
 
     def __init__(self, spec: GangSpec, host: str) -> None:
         self._spec, self._host = spec, host
-        self._lobby = Lobby(spec.main_address, spec.candidate_ports, token(spec)) if spec.nodes > 1 else None
+        self._lobby: Lobby | None = None
+        if spec.nodes > 1:
+            self._lobby = Lobby(spec.main_address, spec.candidate_ports, spec.token, spec.silence_seconds)
         self._members: dict[int, Connection] = {}
         self._hellos: dict[int, Message] = {}
         self._failures: list[WorkerFailure] = []
@@ -219,7 +221,8 @@ class Member:
 
     def __init__(self, spec: GangSpec, host: str, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
         hello: Message = {"node": spec.node, "host": host}
-        self._lead = join(spec.main_address, spec.candidate_ports, token(spec), hello, deadline_seconds, stopped)
+        door = (spec.main_address, spec.candidate_ports, spec.token)
+        self._lead = join(*door, hello, deadline_seconds, stopped, spec.silence_seconds)
         self._stopped = stopped
         self._generation = 0
         self._inbox: deque[Message] = deque()
@@ -292,8 +295,3 @@ class Member:
 
     def _send(self, kind: str, **content: object) -> None:
         self._lead.send({"kind": kind, "generation": self._generation, **content})
-
-
-def token(spec: GangSpec) -> str:
-    """Tells agents of this start from anybody else who happens to listen on the same port."""
-    return f"{spec.job}/{spec.run}/{spec.attempt}/{spec.nodes}x{spec.processes_per_node}"

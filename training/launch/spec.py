@@ -7,7 +7,11 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from infra.config.schema import SurvivalConfig
+
 SPEC_VARIABLE = "EBBFLOW_SPEC"
+_LONGEST_SILENCE_SECONDS = 20.0
+_SHORTEST_SILENCE_SECONDS = 4.0  # agents say something each second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,18 @@ class GangSpec:
         """The ranks of this node."""
         first = self.node * self.processes_per_node
         return range(first, first + self.processes_per_node)
+
+    @property
+    def token(self) -> str:
+        """Tells agents of this start from anybody else who happens to listen on the same port."""
+        return f"{self.job}/{self.run}/{self.attempt}/{self.nodes}x{self.processes_per_node}"
+
+    @property
+    def silence_seconds(self) -> float:
+        """How long another node's agent may say nothing: as long as a rank without progress is left alone, but not so
+        short that a busy machine is taken for a lost one, nor so long that a lost one is paid for."""
+        floor_seconds = SurvivalConfig(**self.config.get("survival", {})).hang_floor_seconds
+        return min(_LONGEST_SILENCE_SECONDS, max(_SHORTEST_SILENCE_SECONDS, floor_seconds))
 
 
 @dataclass(frozen=True, kw_only=True)

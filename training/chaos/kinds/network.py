@@ -10,7 +10,6 @@ from training.chaos.orders import Strike
 from training.chaos.proxy import Conduct
 from training.chaos.scene import Scene
 from training.errors import GangError
-from training.launch.channel import SILENCE_SECONDS
 
 _ACTION = "the node counts as lost: a new attempt"
 
@@ -49,12 +48,7 @@ def _lost(kind: str, what: str, conduct: Conduct, *, limit_seconds: float = 8.0)
 NETWORK = (
     _lost("connection-reset", "the agents' connection is reset", Conduct.RESET),
     _lost("connection-closed", "the agents' connection is closed", Conduct.DROP),
-    _lost(
-        "blackhole",
-        "the agents' packets are swallowed",
-        Conduct.BLACKHOLE,
-        limit_seconds=SILENCE_SECONDS + 4.0,
-    ),
+    _lost("blackhole", "the agents' packets are swallowed", Conduct.BLACKHOLE),
     Fault(
         kind="delay",
         means=Means.NETWORK,
