@@ -19,6 +19,7 @@ from infra.event_log import EventLog
 from infra.events import Origin
 from infra.layout import generation_name, job_prefix
 from infra.outcome import Outcome
+from infra.process import tie_forked_children
 from infra.store import Store
 from training.assembly import build_trainer, make_reporter, open_saver, restore
 from training.clock import Clock
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> NoReturn:
     """
     spec = WorkerSpec.from_environment()
     request = None if spec else _request(arguments)
+    tie_forked_children()
     observed = Observed(Path(spec.heartbeat_path), spec.agent_pid) if spec and spec.heartbeat_path else None
     try:
         ending = _recorded(spec, request)
