@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from infra.errors import InfraError
 from infra.outcome import Outcome
 from training.chaos.fault import Aim, Fault, Means, Symptom
 from training.chaos.orders import Strike
@@ -73,7 +74,7 @@ def run_trial(scene: Scene, faults: list[tuple[Fault, Aim]], tell: Callable[[str
             tell(f"{scene.spec.job}: {fault.kind} on {f'node {aim.node}' if fault.node_is_guilty else aim.rank}")
         if trial.outcome is None:
             _to_the_end(scene, trial)
-    except GangError as error:
+    except (GangError, InfraError) as error:
         trial.errors.append(str(error))
     finally:
         trial.left = left
@@ -133,7 +134,7 @@ def inject(scene: Scene, fault: Fault, aim: Aim, trial: Trial) -> Injection | No
             scene.await_end(_QUIET_SECONDS)
         else:
             overdue = not _await_effect(scene, before, fault.limit_seconds + _PATIENCE_SECONDS)
-    except (GangError, OSError) as error:
+    except (GangError, InfraError, OSError) as error:
         scene.orders.withdraw(aim.rank)
         trial.missed += 1
         trial.errors.append(f"{fault.kind}: {error}")

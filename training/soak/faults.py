@@ -29,6 +29,7 @@ from training.bench.survival.judge import judge
 from training.bench.tables import machine_line
 from training.chaos.fault import Aim, Fault
 from training.chaos.kinds import FAULTS
+from training.chaos.places import Place
 from training.chaos.scene import Scene
 from training.chaos.trial import Trial, await_steady_steps, inject, start_again
 from training.errors import GangError, TrainingError
@@ -64,6 +65,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if unknown := [kind for kind in given.kinds.split(",") if kind not in FAULTS]:
         parser.error(f"there is no fault {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+    if elsewhere := [kind for kind in given.kinds.split(",") if FAULTS[kind].place is not Place]:
+        parser.error(f"{', '.join(elsewhere)}: only `bench survival` makes the place that this needs")
+    if refused := [f"{kind}: {reason}" for kind in given.kinds.split(",") if (reason := FAULTS[kind].refused())]:
+        parser.error("; ".join(refused))
     return given
 
 

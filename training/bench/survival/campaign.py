@@ -23,6 +23,7 @@ from training.errors import TrainingError
 from training.launch.spec import GangOutcome
 
 Planned = list[tuple[Fault, Aim]]
+Judged = tuple[Trial, list[Finding]]
 _TRIES = 2  # jobs in which a fault is tried first of all
 _BARREN_JOBS = 5  # in a row: then it is not the faults that cannot be done
 _TAIL_LINES = 20
@@ -32,8 +33,8 @@ _TAIL_LINES = 20
 class Campaign:
     """config: of every job. folder: for all that they leave behind. per_job: the most faults of one job.
 
-    tell: takes lines. keep: is called after each job. wrong: jobs that did not end as the quiet one, and faults that
-    were not done.
+    tell: takes lines. keep: is called after each job. job: runs one, by name; without faults it is the quiet one.
+    wrong: jobs that did not end as the quiet one, and faults that were not done.
     """
 
     config: RunConfig
@@ -41,6 +42,7 @@ class Campaign:
     per_job: int
     tell: Callable[[str], None]
     keep: Callable[[Campaign], None]
+    job: Callable[[Campaign, str, Planned], Judged] = field(default_factory=lambda: run_job)
     findings: list[Finding] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     jobs: int = 0
@@ -63,8 +65,7 @@ class Campaign:
             self.keep(self)
 
     def _quiet(self) -> GangOutcome:
-        with Place(self.folder / "quiet-place") as place:
-            trial = run_trial(make_scene(self.config, self.folder, "quiet", place), [], self.tell)
+        trial, _ = self.job(self, "quiet", [])
         if trial.outcome is None:
             raise TrainingError(f"the quiet job did not come to its end: {trial.errors[-1:]}")
         self.tell(f"quiet job: step {trial.outcome.step}, weights {trial.outcome.weights_sha256}")
@@ -72,29 +73,23 @@ class Campaign:
 
     def _job(self, batch: Planned, quiet: GangOutcome) -> Trial:
         self.jobs += 1
-        job = f"job-{self.jobs}"
-        trial, found = Trial(left=list(batch)), []
+        name = f"job-{self.jobs}"
         try:
-            with batch[0][0].place(self.folder / f"{job}-place") as place:
-                scene = make_scene(self.config, self.folder, job, place)
-                trial = run_trial(scene, batch, self.tell)
-                found = judge(trial, read_events(scene.store))
+            trial, found = self.job(self, name, batch)
         except (InfraError, TrainingError, OSError) as error:
-            trial.errors.append(f"{type(error).__name__}: {error}")
+            trial, found = Trial(left=list(batch), errors=[f"{type(error).__name__}: {error}"]), []
         for finding in found:
             times = f"{_short(finding.verdict_seconds)} {_short(finding.back_seconds)}"
             self.tell(f"  {finding.kind:18} {times} {finding.said}")
         for error in trial.errors:
             self.tell(f"  ended: {(error.splitlines() or [''])[0][:200]}")
         self.findings += found
-        self._compare(job, trial, quiet, judged=len(found))
+        self._compare(name, trial, quiet)
         return trial
 
-    def _compare(self, job: str, trial: Trial, quiet: GangOutcome, *, judged: int) -> None:
+    def _compare(self, job: str, trial: Trial, quiet: GangOutcome) -> None:
         """A job that took no fault and has no outcome is no evidence of anything."""
         ended, before = trial.outcome, len(self.wrong)
-        if judged < len(trial.injections):
-            self.wrong.append(f"{job}: {len(trial.injections)} faults could not be judged: {trial.errors[-1:]}")
         if ended is not None and (ended.step, ended.weights_sha256) != (quiet.step, quiet.weights_sha256):
             self.wrong.append(f"{job} ended with {ended}")
         elif ended is None and trial.injections:
@@ -103,6 +98,15 @@ class Campaign:
             self.tell(_tail(self.folder / job / "output.log"))
         for rest in (self.folder / job, self.folder / f"{job}-place", Path(self.config.store) / "jobs" / job):
             shutil.rmtree(rest, ignore_errors=True)
+
+
+def run_job(campaign: Campaign, name: str, batch: Planned) -> Judged:
+    """One job under the faults of its batch, in their place, and what its events say of each."""
+    place_of = batch[0][0].place if batch else Place
+    with place_of(campaign.folder / f"{name}-place") as place:
+        scene = make_scene(campaign.config, campaign.folder, name, place)
+        trial = run_trial(scene, batch, campaign.tell)
+        return trial, judge(trial, read_events(scene.store))
 
 
 def next_batch(left: Planned, most: int) -> tuple[Planned, Planned]:
