@@ -16,7 +16,6 @@ import pytest
 from infra.config.schema import RunConfig
 from infra.outcome import Outcome
 from tests.support.gangs import PROJECT_ROOT
-from training.bench import main
 from training.bench.survival.campaign import Campaign, Judged, Planned
 from training.bench.survival.judge import Finding
 from training.chaos.fault import Aim
@@ -131,16 +130,3 @@ def test_a_machine_that_takes_no_job_ends_the_bench(tmp_path: Path) -> None:
     bench = campaign(tmp_path, job, [])
     bench.run(planned(*["rank-kill"] * 500))
     assert bench.jobs == 5 and "faults were not done, since 5 jobs in a row took none" in bench.wrong[-1]
-
-
-def test_a_store_on_a_bad_day_ends_nothing(tmp_path: Path) -> None:
-    """A killed rank comes back while it lasts, all commits that count are made, and the weights are right."""
-    path = tmp_path / "figures.json"
-    kinds = ["memory-kill", "store-503", "store-cut"]
-    arguments = ["survival", "--injections", "3", "--kinds", ",".join(kinds), "--step-seconds", "0.02"]
-    assert main([*arguments, "--json", str(path), "--folder", str(tmp_path)]) == 0
-    figures = json.loads(path.read_text())
-    assert sorted([*figures["kinds"], *figures["skipped"]]) == kinds and figures["different_weights"] == []
-    assert {"store-503", "store-cut"} <= set(figures["kinds"]) and figures["all"]["false_kills"] == 0
-    if "memory-kill" in figures["kinds"]:
-        assert figures["all"]["guilty"] == figures["all"]["reason"] == {"right": 1, "of": 1}
