@@ -18,12 +18,14 @@ from typing import Any
 
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
-from training.bench.figures import interval_of_median
+from infra.store import Store
+from training.bench.figures import interval_of_median, part_figures
 from training.bench.machine import describe_machine
 from training.bench.ranks import run_ranks
-from training.bench.tables import machine_line, table
+from training.bench.tables import machine_line, parts_text, table
 from training.errors import TrainingError
 
+_PART_ROUNDS, _CALLS = 15, 200
 _BARE = "bare"
 _NAMES = {_BARE: "bare step", "watched": "heartbeat and pulse", "guarded": "heartbeat, pulse and guards"}
 
@@ -56,12 +58,17 @@ def _bench(given: argparse.Namespace) -> int:
             "kind": "overhead",
             "config": RunConfig().model_dump(mode="json"),
             "folder": name,
+            "store_uri": Store.open(str(Path(name) / "store")).uri,
             "rounds": given.rounds,
+            "part_rounds": min(given.rounds, _PART_ROUNDS),
+            "calls": _CALLS,
             "step_seconds": given.step_milliseconds / 1e3,
         }
         ranks = run_ranks(task, Path(name), ranks=given.ranks, deadline_seconds=given.deadline)
     figures = {"kind": "measured", "machine": machine, "ranks": given.ranks, "rounds": given.rounds}
-    figures |= {"step_seconds": task["step_seconds"], "contestants": overhead_figures(ranks, task["step_seconds"])}
+    steps = [rank["steps"] for rank in ranks]
+    figures |= {"step_seconds": task["step_seconds"], "contestants": overhead_figures(steps, task["step_seconds"])}
+    figures["parts"] = part_figures([rank["parts"] for rank in ranks])
     print(f"\n{overhead_text(figures)}", flush=True)
     if given.json is not None:
         given.json.write_text(json.dumps(figures, indent=1) + "\n")
@@ -116,7 +123,8 @@ def overhead_text(figures: dict[str, Any]) -> str:
         f"{1e3 * figures['step_seconds']:g} ms, 1 MiB reduced\nmedians of {figures['rounds']} steps each, in turn, "
         "with their 95 % interval in brackets"
     )
-    return f"{about}\n\n{table(heads, rows, text_columns=1)}"
+    parts = f"again and again, with warm caches:\n{parts_text(figures['parts'], ranks=figures['ranks'])}"
+    return f"{about}\n\n{table(heads, rows, text_columns=1)}\n\n{parts}"
 
 
 def _bracketed(found: dict[str, float], times: float, digits: int) -> str:

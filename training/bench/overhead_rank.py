@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from infra.config.schema import RunConfig
 from training.bench.laps import await_all
-from training.bench.parts import example_row, judged
+from training.bench.parts import example_row, judged, measure_parts
 from training.gang import Gang
 from training.launch.watch.heartbeat import Heartbeat
 from training.pulse import exchange
@@ -86,9 +86,9 @@ class _Step:
         return exchanged - began, time.perf_counter() - exchanged, time.thread_time() - cpu_began
 
 
-def measure_overhead(task: dict[str, Any], gang: Gang) -> dict[str, dict[str, list[float]]]:
-    """By contestant, seconds by round. In each round every contestant takes one step; each begins with another.
-    Collective."""
+def measure_overhead(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
+    """`steps`: by contestant, seconds by round; in each round every contestant takes a step, each begins with another.
+    `parts`: microseconds of each part where it is called again and again, with warm caches. Collective."""
     heartbeat = Heartbeat.create(Path(task["folder"]) / f"heartbeat-overhead-{gang.rank}")
     step = _Step(task["step_seconds"], gang, heartbeat, RunConfig.model_validate(task["config"]))
     names = [BARE, WATCHED, GUARDED]
@@ -98,7 +98,8 @@ def measure_overhead(task: dict[str, Any], gang: Gang) -> dict[str, dict[str, li
         first = number % len(names)
         for name in names[first:] + names[:first]:
             step.take(name, found[name] if number >= _WARM_UP_ROUNDS else _Measured())
-    return {name: vars(measured) for name, measured in found.items()}
+    parts = measure_parts({**task, "rounds": task["part_rounds"]}, gang)
+    return {"steps": {name: vars(measured) for name, measured in found.items()}, "parts": parts}
 
 
 def _no_beat(step: int, phase: str) -> None:
