@@ -15,7 +15,7 @@ from training.launch.watch.limits import Deadlines, PhaseLimits
 from training.parallel.compiling import tell_compilation
 from training.reporter import Reporter
 
-DEADLINES = Deadlines(floor_seconds=3.0, start_seconds=120.0, longest_seconds=300.0)
+DEADLINES = Deadlines(floor_seconds=3.0, start_seconds=120.0, store_seconds=130.0, longest_seconds=300.0)
 
 
 class Rank:

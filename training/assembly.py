@@ -97,8 +97,13 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     return trainer
 
 
-def open_saver(spec: WorkerSpec, gang: Gang, emit: Emit) -> Checkpointer:
-    """The commits of this gang's generation. Raises DamagedLineage or StoreError when its record cannot be read."""
+def open_saver(
+    spec: WorkerSpec, gang: Gang, emit: Emit, waiting: Callable[[], Callable[[], None]] | None = None
+) -> Checkpointer:
+    """The commits of this gang's generation. waiting: see `training.checkpoint.flight.Flights`.
+
+    Raises DamagedLineage or StoreError when its record cannot be read.
+    """
     checkpoint = RunConfig.model_validate(spec.config).checkpoint
     job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
     rate = checkpoint.upload_mib_per_second
@@ -113,6 +118,7 @@ def open_saver(spec: WorkerSpec, gang: Gang, emit: Emit) -> Checkpointer:
         retention=retention_policy(checkpoint),
         upload_bytes_per_second=rate and rate * 2**20,
         emit=emit,
+        waiting=waiting,
     )
 
 

@@ -18,6 +18,7 @@ _CLASS_OF_PHASE = {
     "backward": LedgerClass.USEFUL_STEP,
     "optimizer": LedgerClass.USEFUL_STEP,
     "checkpoint": LedgerClass.CHECKPOINT_STALL,
+    "store": LedgerClass.CHECKPOINT_STALL,  # waiting for a save to be durable, which has a deadline of its own
     "evaluation": LedgerClass.EVALUATION,
     "done": LedgerClass.SHUTDOWN,
 }

@@ -99,7 +99,7 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> Ending:
         try:
             reporter = make_reporter(spec, clock, emit)
             reporter.enter("init", 0)
-            saver = open_saver(spec, gang, emit)
+            saver = open_saver(spec, gang, emit, lambda: reporter.enter_for_a_while("store"))
             trainer = build_trainer(spec, gang, nodes=nodes, reporter=reporter, saver=saver)
             ending = train(replace(trainer, start=restore(trainer, saver, spec.candidates)))
             saver.close()

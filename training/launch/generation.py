@@ -16,13 +16,15 @@ from training.launch.echo import say, show_last_lines
 from training.launch.node_log import NodeLog
 from training.launch.output import GangOutput
 from training.launch.peers import Peers
+from training.launch.recently import Recently
 from training.launch.spec import GangSpec, WorkerSpec
 from training.launch.standby import Standby
 from training.launch.verdict import Start, Verdict
-from training.launch.watch import Deadlines, Watch, WorkerFailure
+from training.launch.watch import STORE_PHASE, Deadlines, Watch, WorkerFailure
 from training.launch.workers import WorkerGroup
 
 _POLL_SECONDS = 0.05
+_WAITING_SECONDS = 1.0  # between two words that a rank here waits for the store
 
 
 class NodeGeneration:
@@ -34,6 +36,7 @@ class NodeGeneration:
         self._spec, self._start, self._peers, self._drain, self._log = spec, start, peers, drain, log
         self._job_store = job_store
         self._told = time.monotonic()
+        self._told_waiting = Recently(_WAITING_SECONDS)
         self._cluster = ClusterConfig(**spec.config["cluster"])
         self.folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
 
@@ -112,7 +115,8 @@ class NodeGeneration:
             while (verdict := self._peers.poll()) is None:
                 if self._peers.witnesses_wanted():
                     watch.want_witnesses()
-                for failure in watch.look() + self._drain.overstaying(group):
+                patient = self._somebody_waits(group)
+                for failure in watch.look(patient=patient) + self._drain.overstaying(group):
                     if failure.witness:
                         self._peers.report(failure)
                     elif failure.rank not in reported:
@@ -131,3 +135,12 @@ class NodeGeneration:
         if verdict.culprit:
             show_last_lines(group, list(reported.values()), job=self._spec.job, generation=self._start.generation)
         return verdict
+
+    def _somebody_waits(self, group: WorkerGroup) -> bool:
+        """For the store, anywhere in the gang. The others stand in a collective then and are silent through no fault of
+        theirs; the wait itself ends at the save's deadline."""
+        here = any(worker.beat.phase == STORE_PHASE for worker in group.workers)
+        if here and not self._told_waiting.holds:
+            self._told_waiting.mark()
+            self._peers.waiting()
+        return self._peers.somebody_waits

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from infra.events import EndReason
 from training.launch.channel import Message, join
 from training.launch.control import Order
+from training.launch.recently import STORE_WAIT_SECONDS, Recently
 from training.launch.spec import GangSpec
 from training.launch.verdict import Start, Verdict, told_to_leave
 from training.launch.watch import WorkerFailure
@@ -26,6 +27,7 @@ class Member:
         self._generation = 0
         self._inbox: deque[Message] = deque()
         self._orders: list[Order] = []
+        self._store_wait = Recently(STORE_WAIT_SECONDS)
         self._witnesses_wanted = False
 
     def await_start(self, deadline_seconds: float) -> Start | Verdict:
@@ -67,6 +69,14 @@ class Member:
         wanted, self._witnesses_wanted = self._witnesses_wanted, False
         return wanted
 
+    def waiting(self) -> None:
+        self._store_wait.mark()
+        self._send("waiting")
+
+    @property
+    def somebody_waits(self) -> bool:
+        return self._store_wait.holds
+
     def poll(self) -> Verdict | None:
         if (message := self._next("verdict")) is not None:
             del message["kind"]
@@ -86,6 +96,8 @@ class Member:
             message = self._inbox.popleft()
             if message["kind"] == "order":
                 self._orders.append(Order.from_json(message))
+            elif message["kind"] == "waiting":
+                self._store_wait.mark()
             elif message["kind"] == "witnesses":
                 self._witnesses_wanted = True
             elif message["kind"] in kinds:

@@ -12,6 +12,7 @@ from infra.events import EndReason
 from infra.outcome import Outcome
 from training.launch.channel import Connection, Lobby, Message
 from training.launch.control import SIGTERM, Order
+from training.launch.recently import STORE_WAIT_SECONDS, Recently
 from training.launch.spec import GangSpec
 from training.launch.verdict import Start, Verdict, agreed, guilty, told_to_leave
 from training.launch.watch import WorkerFailure, mismatch_of, settle_seconds
@@ -32,6 +33,13 @@ class Peers(Protocol):
 
     def witnesses_wanted(self) -> bool:
         """Whether the lead has asked, since the last call, where the ranks of this node stand."""
+
+    def waiting(self) -> None:
+        """A rank of this node waits for the store; all nodes are to know."""
+
+    @property
+    def somebody_waits(self) -> bool:
+        """Whether a rank of any node waited for the store a moment ago."""
 
     def poll(self) -> Verdict | None: ...
     def close(self) -> None: ...
@@ -55,6 +63,7 @@ class Lead:
         self._ready: set[int] = set()
         self._start: Start | None = None
         self._orders: list[Order] = []
+        self._store_wait = Recently(STORE_WAIT_SECONDS)
         self._to_leave: list[Order] = []  # those of them that tell all to leave
         self._left_out: set[int] = set()
 
@@ -154,6 +163,14 @@ class Lead:
         wanted, self._witnesses_wanted = self._witnesses_wanted, False
         return wanted
 
+    def waiting(self) -> None:
+        self._store_wait.mark()
+        self._broadcast({"kind": "waiting"})
+
+    @property
+    def somebody_waits(self) -> bool:
+        return self._store_wait.holds
+
     def poll(self) -> Verdict | None:
         for node in self._start.nodes[1:]:
             self._hear(node, self._members[node])
@@ -184,6 +201,8 @@ class Lead:
                 self._finished[node] = {int(rank): result for rank, result in message["results"].items()}
             elif kind == "ready":
                 self._ready.add(node)
+            elif kind == "waiting":
+                self.waiting()
 
     def _notice_loss(self, node: int) -> None:
         lost = self._members[node].closed and node not in self._finished

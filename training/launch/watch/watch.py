@@ -70,8 +70,9 @@ class Watch:
         self._looked = now()
         self._absent_seconds = 0.0
 
-    def look(self) -> list[WorkerFailure]:
-        """What is new. Microseconds per rank while all goes well."""
+    def look(self, *, patient: bool = False) -> list[WorkerFailure]:
+        """What is new. Microseconds per rank while all goes well. patient: nobody is to be blamed for being slow now,
+        since a rank somewhere waits for the store and all others for that rank."""
         now = self._now()
         if now - self._looked > _ABSENT_SECONDS:
             self._absent_seconds += now - self._looked
@@ -82,7 +83,7 @@ class Watch:
         living = [rank for rank in self._ranks if rank.living]
         for rank in living:
             rank.look(now, self._absent_seconds)
-        due = [rank for rank in living if not rank.reported and (rank.stopped or rank.hung)]
+        due = [rank for rank in living if not rank.reported and (rank.stopped or (rank.hung and not patient))]
         remarkable = any(rank.remarkable for rank in living) and now - self._suspected_at >= _SUSPICION_SECONDS
         if due or remarkable or self._wanted:
             found += self._dumped(living, due, remarkable, now)
