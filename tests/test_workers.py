@@ -12,12 +12,19 @@ from types import SimpleNamespace
 
 import pytest
 
+from infra.config.schema import RunConfig
 from infra.process import children, process_state
+from infra.store import Store
 from tests.support.flow import wait_until
 from training.launch import standby as standby_module
 from training.launch import workers as workers_module
-from training.launch.spec import SPEC_VARIABLE, WorkerSpec
-from training.launch.standby import Standby
+from training.launch.drain import Drain
+from training.launch.generation import NodeGeneration
+from training.launch.node_log import NodeLog
+from training.launch.spec import SPEC_VARIABLE, GangSpec, WorkerSpec
+from training.launch.standby import Forked, Standby
+from training.launch.verdict import Start, guilty
+from training.launch.watch import WorkerFailure
 from training.launch.workers import WorkerGroup
 
 # A rank with a child that stayed in its session, one that left it, and one that it forked; none hears of its end.
@@ -114,3 +121,52 @@ def test_a_frozen_standby_is_given_up_though_it_does_not_read_what_it_is_asked(
     assert standby.fork("rank 0", tmp_path / "rank-0.log", request) is None
     assert standby.lost and time.monotonic() - began < 5
     standby.close()
+
+
+def test_a_number_that_is_somebody_elses_by_now_is_not_killed() -> None:
+    """A standby reaps a rank before its agent hears of the end."""
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        Forked(bystander.pid, SimpleNamespace(pid=1, ended=lambda pid: None)).kill()
+        with pytest.raises(subprocess.TimeoutExpired):
+            bystander.wait(0.3)
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_with_a_lost_standby_its_ranks_are_gone(spec: WorkerSpec, tmp_path: Path) -> None:
+    standby = Standby(tmp_path / "standby.log", colocated_ranks=1)
+    wait_until("its imports", lambda: standby.settled, timeout=120)
+    assert standby.ready, (tmp_path / "standby.log").read_text()
+    group = WorkerGroup(range(2), 2, tmp_path, spec, ("127.0.0.1", 1), standby)
+    pids = [worker.process.pid for worker in group.workers]
+    standby.close()
+    assert {process_state(pid) for pid in pids} <= {"", "Z"}
+    assert None not in [worker.process.poll() for worker in group.workers]
+
+
+def test_ranks_that_cannot_be_started_are_news_for_all_and_no_traceback(tmp_path: Path) -> None:
+    config = RunConfig(survival={"standby": False, "notice_file": str(tmp_path / "notice")}).model_dump(mode="json")
+    spec = GangSpec(
+        job="job", run="run", attempt=0, node=1, nodes=2, processes_per_node=1, main_address="127.0.0.1", config=config,
+        store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path),
+    )  # fmt: skip
+    start = Start(
+        generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None, hosts=["a", "b"],
+        nodes=[0, 1],
+    )  # fmt: skip
+    told: list[WorkerFailure] = []
+    peers = SimpleNamespace(report=told.append, poll=lambda: guilty(told) if told else None)
+    drain, store = Drain(spec), Store.open(str(tmp_path))
+    try:
+        generation = NodeGeneration(spec, start, peers, drain, NodeLog(store, "b"), store)
+        generation.folder.write_text("a file stands where its folder is to be")
+        verdict = generation.run(None, generation.folder)
+    finally:
+        drain.close()
+    assert [(failure.rank, failure.node) for failure in told] == [(1, 1)]
+    assert (
+        "RankNotStarted: its ranks cannot be started: " in verdict.culprit and generation.folder.name in verdict.culprit
+    )
+    assert (verdict.again, verdict.user_code, verdict.reason) == (True, False, "roll_call") and verdict.fingerprint

@@ -230,7 +230,7 @@ class Trainer:
         """Wait for the save in flight to be committed, then tell the outcome. Collective."""
         self.enter("checkpoint", at.step)
         try:
-            self.saver.wait()
+            self.saves.finish()
         except GenerationSuperseded:
             raise
         except CheckpointError as error:

@@ -11,6 +11,7 @@ from infra.config.schema import ClusterConfig, RunConfig
 from infra.layout import generation_name
 from infra.store import Store
 from infra.terms import Terms
+from training.errors import RankNotStarted
 from training.launch.drain import Drain
 from training.launch.echo import say, show_last_lines
 from training.launch.node_log import NodeLog
@@ -47,11 +48,13 @@ class NodeGeneration:
         """
         if (verdict := self._await(standby)) is not None:
             return verdict
-        self.folder.mkdir(parents=True, exist_ok=True)
         rendezvous = (self._spec.main_address, self._start.rendezvous_port)
-        group = WorkerGroup(
-            self._spec.ranks, self._spec.world_size, self.folder, self._worker_spec(kept), rendezvous, standby
-        )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            spec = self._worker_spec(kept)
+            group = WorkerGroup(self._spec.ranks, self._spec.world_size, self.folder, spec, rendezvous, standby)
+        except OSError as error:
+            return self._not_started(error)
         verdict = output = None
         try:
             output = GangOutput(group, self._spec, self._start.generation, self._job_store)
@@ -62,6 +65,25 @@ class NodeGeneration:
                 say(f"node {self._spec.node}: rank {rank}: killed, and not let go by the kernel (state D)")
             if output is not None:
                 output.close()
+
+    def _not_started(self, error: OSError) -> Verdict:
+        """Told like any failure of a rank, so that everybody hears the cause; the verdict comes in any case."""
+        message = f"{RankNotStarted.__name__}: its ranks cannot be started: {error}"
+        say(f"node {self._spec.node}: {message}")
+        self._peers.report(
+            WorkerFailure(
+                rank=self._spec.ranks[0],
+                node=self._spec.node,
+                message=message,
+                error=RankNotStarted.__name__,
+                timestamp=time.time(),
+            )
+        )
+        while (verdict := self._peers.poll()) is None:
+            self._drain.attend(self._peers, self._log.emit)
+            self._log.beat()
+            time.sleep(_POLL_SECONDS)
+        return verdict
 
     def _await(self, standby: Standby | None) -> Verdict | None:
         """Its imports take seconds at the first start, and none later."""

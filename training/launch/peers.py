@@ -207,12 +207,15 @@ class Lead:
     def _notice_loss(self, node: int) -> None:
         lost = self._members[node].closed and node not in self._finished
         if lost and not any(failure.killed_by == f"node {node}" for failure in self._failures):
-            first = self._start.nodes.index(node) * self._spec.processes_per_node
+            number = self._start.nodes.index(node)
+            first, text = number * self._spec.processes_per_node, self._lost(node)
             # A lost node takes its ranks along, so it is guiltier than any rank: timestamp 0 puts it first.
-            self.report(WorkerFailure(rank=first, node=node, message=self._lost(node), killed_by=f"node {node}"))
+            self.report(WorkerFailure(rank=first, node=number, message=text, killed_by=f"node {node}"))
 
     def _lost(self, node: int) -> str:
-        return f"node {node} ({self._hellos[node]['host']}) was lost: {self._members[node].closed}"
+        """By the number that it had in this generation, which is that of its events and logs."""
+        number, host = self._start.nodes.index(node), self._hellos[node]["host"]
+        return f"node {number} ({host}) was lost: {self._members[node].closed}"
 
     def _guilty(self) -> Verdict:
         verdict = self._without_noticed(guilty(self._evidence()))

@@ -41,9 +41,9 @@ class Worker:
         spec: WorkerSpec,
         environment: Mapping[str, str],
         start: Start,
-        parents: Collection[int],
+        parents: Collection[int] = (),
     ) -> None:
-        """parents: who may start it: this process, or the standby."""
+        """parents: who may start it besides this process: the standby."""
         self.rank = rank
         self.log_path = folder / f"rank-{rank}.log"
         self._result_path = folder / f"rank-{rank}.result.json"
@@ -62,7 +62,7 @@ class Worker:
         )
         self.log_path.write_bytes(b"")
         self.process = start(f"rank {rank}", self.log_path, own_environment)
-        self.session = Session(self.process.pid, spec_path, parents)
+        self.session = Session(self.process.pid, spec_path, {os.getpid(), *parents})
 
     @property
     def beat(self) -> Beat:
@@ -122,7 +122,7 @@ class WorkerGroup:
             return forked or start_cold(log, environment)
 
         self.workers: list[Worker] = []
-        parents = {os.getpid()} if standby is None else {os.getpid(), standby.pid}
+        parents = () if standby is None else (standby.pid,)
         try:
             for local_rank, rank in enumerate(ranks):
                 self.workers.append(Worker(rank, local_rank, folder, spec, environment, start, parents))

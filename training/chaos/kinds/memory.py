@@ -15,6 +15,7 @@ from training.errors import GangError
 
 _AGAIN = "the gang restarts from the newest commit; the third time without a new commit ends the job"
 _MEBIBYTES = 96  # beyond what the rank had before: memory that is charged already stays with its old cgroup
+_EMPTY_SECONDS = 5.0
 _SEEN_SECONDS = 2.5  # an agent looks once a second which cgroup its ranks are in
 _MOUNTS = Path("/sys/fs/cgroup")
 
@@ -69,9 +70,17 @@ def _cage(scene: Scene, aim: Aim) -> Strike | None:
 
 
 def _open_cage(scene: Scene, aim: Aim) -> None:
-    """A cgroup goes when nobody is in it; its rank was killed."""
-    with contextlib.suppress(OSError):
-        _cgroup(aim).rmdir()
+    """Who is still in it goes back to where there is no such limit: a rank that did not come to its order. One that was
+    killed is there until it is reaped."""
+    group, limit = _cgroup(aim), time.monotonic() + _EMPTY_SECONDS
+    while group.exists() and time.monotonic() < limit:
+        with contextlib.suppress(OSError):
+            for pid in (group / "cgroup.procs").read_text().split():
+                (group.parent / "cgroup.procs").write_text(pid)
+        with contextlib.suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.05)
 
 
 def _ask_for_too_much(scene: Scene, aim: Aim) -> None:
