@@ -67,9 +67,5 @@ def make_scene(config: RunConfig, folder: Path, job: str, place: Place | None = 
     place = place or Place(folder)
     if place.store is not None:
         config = config.model_copy(update={"store": place.store})
-    if (floor := place.least_floor_seconds) > config.survival.hang_floor_seconds:
-        config = config.model_copy(
-            update={"survival": config.survival.model_copy(update={"hang_floor_seconds": floor})}
-        )
     spec = replace(survival_spec(config, folder, job), main_address=place.main_address)
     return Scene(spec, folder / job, Orders(folder / job / "orders"), place)

@@ -16,16 +16,13 @@ class Place:
     """A context in which one job is made, started and judged. folder: of this place alone.
 
     proxied: node 1 talks to node 0 through a proxy. main_address: of node 0. own_mounts: it needs mounts of its own
-    (`training.chaos.places.mounts`). most_faults: of one job, 0: any number. least_floor_seconds: of
-    survival.hang_floor_seconds, where what is done to the store holds ranks up for longer than a bench's floor. store:
-    of the job, None where that of its configuration will do. environment: what processes that are started meanwhile
-    find in theirs.
+    (`training.chaos.places.mounts`). most_faults: of one job, 0: any number. store: of the job, None where that of its
+    configuration will do. environment: what processes that are started meanwhile find in theirs.
     """
 
     proxied: ClassVar[bool] = True
     own_mounts: ClassVar[bool] = False
     most_faults: ClassVar[int] = 0
-    least_floor_seconds: ClassVar[float] = 0.0
     main_address: ClassVar[str] = "127.0.0.1"
 
     def __init__(self, folder: Path) -> None:

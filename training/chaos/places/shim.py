@@ -18,8 +18,6 @@ CALLS = ("write", "fsync", "connect")
 class Shimmed(Place):
     """The store is a folder; `write` and `fsync` are hurt below it alone, `connect` wherever it leads."""
 
-    least_floor_seconds = 30.0
-
     @classmethod
     def missing(cls) -> str:
         if not sys.platform.startswith("linux"):

@@ -16,8 +16,6 @@ CALM: dict[str, Any] = {"rates": {}}
 class FailingStore(Place):
     """One server, one bucket."""
 
-    least_floor_seconds = 30.0
-
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._server: FailingS3 | None = None
