@@ -200,7 +200,9 @@ def train_node(flow: Any, this: Any) -> dict:
             raise StepFailed(error.outcome, str(error)) from error
         say(f"no new attempt can cure this: {error}")
         return {"outcome": error.outcome.value, "step": None, "weights_sha256": None}
-    if outcome.outcome == Outcome.INTERRUPTED:
+    if outcome.goes_on:  # this task has done its part, and must not end the others'
+        say(f"node {this.parallel.node_index}: {outcome.message}")
+    elif outcome.outcome == Outcome.INTERRUPTED:
         raise StepFailed(Outcome.INTERRUPTED, f"drained at step {outcome.step}: {outcome.message}")
     return {"outcome": outcome.outcome, "step": outcome.step, "weights_sha256": outcome.weights_sha256}
 

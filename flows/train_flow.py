@@ -33,7 +33,7 @@ class TrainFlow(FlowSpec):
         "job", default="", help="name of the job; a job of that name is continued (default: the run id)"
     )
     rehearse = Parameter(
-        "rehearse", default="", help="inject a fault: node-loss@60%[:node=N], rank-kill@step:120[:rank=N], notice@60%"
+        "rehearse", default="", help="inject a fault: node-loss@60%[:node=N], sleep@step:120[:rank=N], notice@60%, …"
     )
     certify = Parameter(
         "certify", type=bool, default=False, help="prove first, on a small run of this job, that it resumes exactly"

@@ -12,7 +12,7 @@ class LedgerClass(StrEnum):
     DATA_WAIT = "data_wait"  # waiting for the next batch
     CHECKPOINT_STALL = "checkpoint_stall"  # training held up by a save
     EVALUATION = "evaluation"
-    STARTUP = "startup"  # from the node's start to the first step: processes, rendezvous, model
+    STARTUP = "startup"  # from the node's start to the first step: processes, rendezvous, model; and what is compiled
     RESTORE = "restore"  # reading a commit
     SHUTDOWN = "shutdown"  # from the last step to the node's end
     HANG = "hang"  # no progress, until it was noticed

@@ -6,6 +6,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from infra.outcome import Outcome
@@ -31,6 +34,58 @@ def die_with_parent(parent_pid: int | None = None) -> bool:
     if os.getppid() != expected:  # it died before the kernel knew of the request
         os._exit(Outcome.INTERRUPTED.exit_code)
     return True
+
+
+def tie_forked_children() -> None:
+    """From now on the kernel ends whatever this process's main thread forks (a data loader's workers) along with it.
+
+    Other threads may end before their children do, and what a child forks may be meant to outlive that child: both are
+    left alone.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    own, libc, by_main_thread = os.getpid(), ctypes.CDLL(None), [False]
+
+    def before() -> None:
+        by_main_thread[0] = threading.current_thread() is threading.main_thread()
+
+    def after_in_child() -> None:
+        if by_main_thread[0] and os.getppid() == own:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    os.register_at_fork(before=before, after_in_child=after_in_child)
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """Of /proc/PID/stat (proc(5)). started_ticks: since boot; with the number it names one process for good."""
+
+    pid: int
+    state: str
+    parent: int
+    session: int
+    started_ticks: int
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """None when it is gone, or where there is no /proc."""
+    try:
+        # The second field is the command in parentheses, which may hold anything; count from its end.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return ProcessStat(pid, fields[0], int(fields[1]), int(fields[3]), int(fields[19]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def all_processes() -> Iterator[ProcessStat]:
+    """That live, as far as this process may see them."""
+    try:
+        numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return
+    for number in numbers:
+        if (stat := process_stat(number)) is not None and stat.state not in ("Z", "X"):
+            yield stat
 
 
 def children(pid: int) -> list[int]:

@@ -121,3 +121,21 @@ def test_a_rank_that_fails_is_named_with_its_reason(
     message = capsys.readouterr().err
     assert re.search(r"engine-2: rank [01] ended with exit code 1", message)
     assert "fewer than the 1000001 of one sample" in message
+
+
+def test_what_being_watched_costs_is_measured_beside_the_bare_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = run_bench(tmp_path, "overhead", "--rounds", "4", "--step-milliseconds", "2")
+    contestants = figures["contestants"]
+    assert sorted(contestants) == ["bare", "guarded", "watched"]
+    for found in contestants.values():
+        assert found["step_seconds"]["rounds"] == 4 and found["step_seconds"]["low"] >= 0.002
+    assert contestants["bare"]["share_of_step"]["median"] == contestants["bare"]["pulse_seconds"]["median"] == 0.0
+    for name in ("watched", "guarded"):
+        assert contestants[name]["pulse_seconds"]["low"] > contestants[name]["beats_seconds"]["low"] > 0.0
+        assert contestants[name]["processor_seconds"] > 0.0
+    assert contestants["guarded"]["guards_seconds"]["median"] > 0.0
+    assert {"heartbeat_beat", "pulse", "guards"} <= set(figures["parts"])
+    out = capsys.readouterr().out
+    assert "measured" in out and "heartbeat, pulse and guards" in out

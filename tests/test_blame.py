@@ -115,7 +115,11 @@ def test_fingerprints_hold_no_number_that_varies() -> None:
 
 
 def limits(**known: float) -> PhaseLimits:
-    return PhaseLimits(Deadlines(**{"floor_seconds": 3.0, "start_seconds": 100.0, "longest_seconds": 300.0, **known}))
+    return PhaseLimits(
+        Deadlines(
+            **{"floor_seconds": 3.0, "start_seconds": 100.0, "store_seconds": 130.0, "longest_seconds": 300.0, **known}
+        )
+    )
 
 
 def test_a_phase_may_take_ten_times_its_p99_once_it_is_known() -> None:
@@ -131,6 +135,9 @@ def test_a_phase_may_take_ten_times_its_p99_once_it_is_known() -> None:
     patient = {"init": 100.0, "restore": 100.0, "evaluation": 300.0, "checkpoint": 300.0}
     assert {phase: learned.limit(Beat(1, 300, phase, now, 1)) for phase in patient} == patient
     assert learned.limit(Beat(1, 300, "checkpoint", now, 2)) == 3.0
+    for moment in (0.0, 0.1, 0.2):  # however short it was before: the save has a deadline of its own
+        learned.observe(Beat(1, 300, "store", now + moment, 2), now + moment)
+    assert learned.limit(Beat(1, 300, "store", now, 3)) == 130.0
 
 
 def test_the_first_step_has_time_and_nothing_has_more_than_the_longest() -> None:

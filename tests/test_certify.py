@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import training.certify
 from cost.report.figures import key_figures
 from cost.report.report import build_report
+from flows import certifying, steps
 from infra.config.schema import RunConfig
-from infra.events import CERTIFICATE
+from infra.events import CERTIFICATE, Event, read_events
+from infra.events import OUTCOME as OUTCOME_EVENT
+from infra.layout import job_prefix
+from infra.store import Store
 from tests.support.timelines import event
 from tests.test_report import interrupted_job
 from training.certify.certificate import certificate, config_sha256, told
-from training.certify.commands import certify
 from training.certify.recorded import content_sha256
 from training.certify.runs import Run
 from training.certify.small import gang_size, small_config
@@ -94,19 +100,61 @@ def test_a_small_job_keeps_all_that_decides_its_numbers() -> None:
     assert config_sha256(small) != config_sha256(config)
 
 
-def test_a_job_that_is_killed_resumes_exactly_and_has_it_in_writing(tmp_path: Path) -> None:
+def flow_of(config: RunConfig) -> SimpleNamespace:
+    return SimpleNamespace(certify=True, job="job", settings={"config": config.model_dump(mode="json")})
+
+
+def told_by(config: RunConfig) -> list[Event]:
+    return read_events(Store.open(config.store).sub(job_prefix("job")))
+
+
+@pytest.fixture
+def in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(run_id="7", step_name="prepare")
+    for module in (certifying, steps):
+        monkeypatch.setattr(module, "current", now)
+
+
+@pytest.mark.usefixtures("in_a_run")
+def test_the_flow_certifies_a_job_that_is_killed_and_the_report_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with --certify True, from processes of its own; only one of the interruptions, and half the steps."""
     (tmp_path / "text").mkdir()
     for number in range(12):
         lines = (f"{number * line} is {number} times {line}.\n" for line in range(80))
         (tmp_path / "text" / f"{number}.py").write_text("".join(lines))
     config = RunConfig(
+        store=str(tmp_path / "store"),
         model={"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 32},
         training={"batch_size": 4},
         data={"path": str(tmp_path / "text"), "held_out_fraction": 0.3, "held_out_samples": 4},
         cluster={"nodes": 1},
     )
-    found = certify(config, steps=12, parent=tmp_path, interruptions=["a rank is killed"])
-    assert found["holds"], told(found)
+    fewer = functools.partial(training.certify.certify_in_child, steps=12, interruptions=["a rank is killed"])
+    monkeypatch.setattr(training.certify, "certify_in_child", fewer)
+    found = certifying.certify(flow_of(config))
+    assert found is not None and found["holds"], told(found)
     [killed] = found["interruptions"]
     assert killed["generations"] == 2 and killed["redone_steps"] >= 1 and killed["resumed_from"][-1] >= 2
     assert found["workload"] == "text" and found["weights_sha256"] and found["config_sha256"] == config_sha256(config)
+    events = told_by(config)
+    assert [event.name for event in events] == [CERTIFICATE] and events[0].data == found
+    figures = key_figures(build_report([*interrupted_job(), *events]))
+    assert figures["certificate"] == "resume holds: 1 interruption of 12 steps, bit for bit"
+
+
+@pytest.mark.usefixtures("in_a_run")
+def test_a_certificate_that_does_not_hold_ends_the_run_before_the_gang_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoiled = certified(replace(KILLED, samples=KILLED.samples[:-1]))
+    monkeypatch.setattr(training.certify, "certify_in_child", lambda config: spoiled)
+    config = RunConfig(store=str(tmp_path / "store"))
+    with pytest.raises(steps.StepFailed, match="would not resume exactly"):
+        certifying.certify(flow_of(config))
+    assert [(event.name, event.data.get("outcome")) for event in told_by(config)] == [
+        (CERTIFICATE, None),
+        (OUTCOME_EVENT, "failed"),
+    ]
+    assert certifying.certify(SimpleNamespace(certify=False)) is None

@@ -19,6 +19,7 @@ from infra.metadata import ENDPOINT_VARIABLE
 from infra.notices import rehearse_notice
 from tests.support.flow import wait_until
 from training.chaos.imds import FakeMetadata
+from training.launch import drain as drain_module
 from training.launch.control import CAUSES, Control, Order
 from training.launch.drain import Drain
 from training.launch.spec import GangSpec
@@ -64,6 +65,11 @@ def make_drain(tmp_path: Path) -> Iterator[MakeDrain]:
 def attend(drain: Drain, post: Post, events: list[dict[str, Any]]) -> list[Order]:
     drain.attend(post, lambda name, **data: events.append({"name": name, **data}) if name == NOTICE else None)
     return post.told
+
+
+def leave_notice(folder: Path, seconds: float) -> None:
+    moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds))
+    (folder / "metaflow").write_text(moment)
 
 
 def limits_of(control: Control) -> Limits:
@@ -143,6 +149,53 @@ def test_a_recommendation_alone_saves_unless_set_otherwise(
     assert [event["does"] for event in events] == [does]
     assert (limits.stop() is Stop.INTERRUPTED) == (does == "leave") == drain.leaving
     assert [limits.save_wanted(), limits.save_wanted()] == [does == "save", False]
+
+
+def test_a_notice_that_stands_at_the_start_is_waited_out_and_counts_no_more(
+    make_drain: MakeDrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an attempt meets it that comes to the machine which the one before had to leave."""
+    monkeypatch.setattr(drain_module, "STALE_SECONDS", 0.5)
+    leave_notice(tmp_path, 2)
+    drain, post, events, began = make_drain(), Post(), [], time.monotonic()
+    assert drain.outlive_standing(60) == "" and 1 < time.monotonic() - began < 30
+    limits = limits_of(Control(drain.open_record(tmp_path)))
+    attend(drain, post, events)
+    assert (drain.leaving, post.told, limits.stop()) == (False, [], Stop.NONE)
+    assert [(event["source"], event["does"]) for event in events] == [("metaflow", "wait")]
+    drain.signalled()
+    attend(drain, post, events)
+    assert drain.leaving and drain.cause == "SIGTERM"
+    assert limits.stop() is Stop.INTERRUPTED and 27 < limits.stop_seconds <= 28
+
+
+def test_a_notice_that_leaves_time_to_train_is_no_reason_to_wait(make_drain: MakeDrain, tmp_path: Path) -> None:
+    leave_notice(tmp_path, 100)
+    drain, post = make_drain(), Post()
+    assert drain.outlive_standing(60) == ""
+    assert [order.cause for order in attend(drain, post, [])] == [CAUSES[3]] and drain.leaving
+
+
+def test_who_is_told_to_end_while_it_waits_does(make_drain: MakeDrain, tmp_path: Path) -> None:
+    leave_notice(tmp_path, 60)
+    drain = make_drain()
+    drain.signalled()
+    assert drain.outlive_standing(100).startswith("SIGTERM, and this machine is going away in ")
+
+
+def test_of_a_node_that_was_left_out_nobody_hears_any_more(make_drain: MakeDrain, tmp_path: Path) -> None:
+    drain, post = make_drain(), Post()
+    post.order(Order(seconds=60.0, cause=CAUSES[2], node=2))
+    attend(drain, post, [])
+    assert drain.leaving
+    drain.settle([2])
+    post.order(Order(seconds=50.0, cause=CAUSES[1], node=2))
+    attend(drain, post, [])
+    limits = limits_of(Control(drain.open_record(tmp_path)))
+    assert (drain.leaving, drain.cause, limits.stop()) == (False, "", Stop.NONE)
+    post.order(Order(seconds=50.0, cause=CAUSES[2], node=3))
+    attend(drain, post, [])
+    assert drain.leaving and limits.stop() is Stop.INTERRUPTED
 
 
 def test_a_record_keeps_what_came_first_as_the_cause(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def runs(folder: Path, tokens: str) -> dict[str, list[dict]]:
     sharded = make_config(folder, mode="fsdp2")
     scenarios["whole samples"] = {"config": make_config(folder, mode="fsdp2", accumulation=2, steps=6)}
     scenarios["poison"] = {"config": sharded, "poison": {"rank": 1, "step": 5}}
+    scenarios["spoilt"] = {"config": sharded, "rehearse": "non-finite@step:4:rank=1"}
     scenarios["rehearsal"] = {
         "config": make_config(folder, steps=4),
         "rehearse": "rank-kill@step:2:rank=1",
@@ -120,8 +121,12 @@ def test_ranks_together_read_each_sample_once(runs: dict[str, list[dict]]) -> No
     assert sorted(sample for part in read for sample in part) == list(range(6 * 8))
 
 
-def test_a_number_that_is_not_finite_on_one_rank_stops_all_at_the_same_step(runs: dict[str, list[dict]]) -> None:
-    for result in runs["poison"]:
+@pytest.mark.parametrize("name", ["poison", "spoilt"])
+def test_a_number_that_is_not_finite_on_one_rank_stops_all_at_the_same_step(
+    runs: dict[str, list[dict]], name: str
+) -> None:
+    """In the fifth step, by itself or by rehearsal."""
+    for result in runs[name]:
         assert (result["outcome"], result["step"], len(result["losses"])) == (Outcome.NON_FINITE, 4, 4)
         assert "step 5: loss is not finite on rank 1" in result["message"]
         assert result["saved"] == []

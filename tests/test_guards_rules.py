@@ -19,7 +19,7 @@ from infra.events import GuardAction
 from infra.layout import commit_key
 from infra.store import Store
 from training.checkpoint.lineage import open_generation
-from training.errors import BatchCannotBeSplit
+from training.errors import BatchCannotBeSplit, CorruptCommit
 from training.gang import Gang
 from training.guards import growth
 from training.guards.assembly import overridden
@@ -200,6 +200,9 @@ def test_a_step_is_split_into_the_fewest_micro_batches_that_fit() -> None:
     assert more_micro_batches(config, 2, 8) == 24  # 16 would leave micro-batches of different size
     with pytest.raises(BatchCannotBeSplit, match=r"batch_size 48 / 2 ranks = 24 samples per rank, in 24 micro-batches"):
         more_micro_batches(config, 2, 24)
+    ddp = {"static_graph": True, "gradient_compression": "powersgd"}
+    with pytest.raises(BatchCannotBeSplit, match=r"set ddp\.static_graph to false"):  # or the next start refuses it
+        more_micro_batches(RunConfig(training={"batch_size": 48}, parallel={"mode": "ddp"}, ddp=ddp), 2, 1)
 
 
 def test_memory_that_ran_out_is_told_from_other_errors() -> None:
@@ -222,6 +225,15 @@ def test_orders_hold_for_every_later_start_and_a_rewind_for_the_next_alone(tmp_p
     second = open_generation(store, run="run", attempt=1)
     record_rewind(store, generation=second.number, rank=0, limit=3, first_sample=0, sound=False)
     assert read_overrides(store) == ordered, "unequal weights are no rewind of the data"
+
+
+def test_an_order_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    store = Store.open(str(tmp_path))
+    record_split(store, generation=1, rank=0, accumulation=4)
+    [meta] = store.list("overrides")
+    store.put(meta.key, store.get(meta.key)[:20])
+    with pytest.raises(CorruptCommit, match=r"overrides/.*split.*: is no record .*fix: "):
+        read_overrides(store)
 
 
 def test_a_rewind_passes_over_commits_that_nobody_can_read(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from training.errors import GangError
 from training.launch.channel import Connection, Lobby, join
 from training.launch.control import Order
 from training.launch.local import LocalGang
-from training.launch.peers import Lead, Member
+from training.launch.member import Member
+from training.launch.peers import Lead
 from training.launch.ports import control_ports
 from training.launch.spec import GangSpec
 from training.launch.verdict import Start, Verdict

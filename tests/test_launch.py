@@ -15,7 +15,8 @@ import pytest
 from tests.support.gangs import free_port
 from training.errors import GangError
 from training.launch.channel import Connection, Lobby, join
-from training.launch.peers import Lead, Member
+from training.launch.member import Member
+from training.launch.peers import Lead
 from training.launch.ports import control_ports
 from training.launch.spec import GangSpec
 from training.launch.verdict import Verdict

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from infra.config.schema import RunConfig
+from infra.errors import StoreAway
 from infra.event_log import EventLog
 from infra.events import GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Origin
 from infra.layout import job_prefix
 from infra.store import Store
 from infra.terms import Terms
+from training.checkpoint import reachable_commits
 from training.launch import GangSpec
 from training.launch.crash_loop import Failed, crash_loop
 from training.launch.leader import Leader
@@ -77,6 +79,30 @@ def test_each_generation_has_less_to_spend_and_fewer_nodes_cost_less(spec: GangS
     assert third.terms["spent_usd"] == 19.0
     assert (first.generation, second.generation, third.generation) == (1, 2, 3)
     assert (first.colocated_nodes(0), second.colocated_nodes(1)) == (2, 1)
+
+
+@pytest.mark.parametrize("arrives", ["before the next try", "after it"])
+def test_a_record_whose_put_was_given_up_is_nobodys_rival(
+    arrives: str, spec: GangSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, late = job_store(spec), []
+    leader, put = Leader(spec, store, born=0.0), store.put
+
+    def give_up(key: str, data: bytes) -> None:
+        late.append((key, data))
+        if arrives == "before the next try":
+            put(key, data)
+        raise StoreAway(f"put {key}: no answer in time")
+
+    monkeypatch.setattr(store, "put", give_up)
+    with pytest.raises(StoreAway):
+        leader.open()
+    monkeypatch.undo()
+    opened = leader.open()
+    store.put(*late[0])
+    following = leader.open()
+    assert following.number == opened.number + 1 and following.id != opened.id
+    assert reachable_commits(store) == [], "the chain can be read"
 
 
 def test_failures_of_earlier_attempts_count(spec: GangSpec) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from infra.notices import MetadataSource, MetaflowSource, Notice, RehearsalSource, Source, Watcher, rehearse_notice
+from infra.notices import watcher as watcher_module
 from tests.support.flow import wait_until
 from training.chaos.imds import FakeMetadata
 
@@ -174,6 +175,22 @@ def test_metaflows_file_counts_when_it_is_whole_and_not_past(tmp_path: Path, wat
     notice = first(watcher)
     assert notice.source == "metaflow" and 97 < notice.seconds_left < 101
     assert MetaflowSource(tmp_path / "nowhere" / "file").begin().startswith("there is no folder")
+
+
+def test_what_follows_a_notice_whose_time_has_passed_is_heard(
+    service: FakeMetadata, watching: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that was left alone after all, and is noticed again."""
+    service.interrupt(-3600)
+    assert source_of(service).look() == [], "of an earlier life of this machine"
+    monkeypatch.setattr(watcher_module, "STALE_SECONDS", 0.1)
+    service.interrupt(1.0)
+    watcher = watching(source_of(service))
+    assert watcher.await_first_look(10) and [notice.action for notice in watcher.news()] == ["terminate"]
+    time.sleep(2.2)
+    assert watcher.news() == [], "the same one again"
+    service.interrupt(120)
+    assert 118 < first(watcher).seconds_left < 122
 
 
 def test_a_rehearsed_notice_is_heard_once_and_one_left_over_never(tmp_path: Path, watching: Watching) -> None:

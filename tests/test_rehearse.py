@@ -1,10 +1,21 @@
-"""What users may aim at their own job, and what is refused before it costs anything."""
+"""What users may aim at their own job, what comes of it, and what is refused before it costs anything."""
 
 from __future__ import annotations
 
+import signal
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from training.rehearse import Fault, RehearsalError
+from infra.events import FAULT_DETECTED, FAULT_INJECTED, read_events
+from infra.layout import job_prefix
+from infra.store import Store
+from tests.support.flow import wait_until
+from tests.support.gangs import endless_gang
+from training.checkpoint import reachable_commits
+from training.launch.local import LocalGang
+from training.rehearse import KINDS, Fault, RehearsalError
 
 
 @pytest.mark.parametrize(
@@ -17,6 +28,9 @@ from training.rehearse import Fault, RehearsalError
         ("rank-kill@50%:node=0", 50, (0, 0)),
         ("notice@50%", 50, (1, 2)),
         ("notice@step:9:node=0:seconds=30", 9, (0, 0)),
+        ("sleep@60%", 60, (1, 3)),
+        ("uneven-steps@60%:node=0", 60, (0, 0)),
+        ("slow-step@step:9:rank=1:seconds=2.5", 9, (0, 1)),
     ],
 )
 def test_a_fault_strikes_one_rank_at_one_step(text: str, step: int, target: tuple[int, int]) -> None:
@@ -33,10 +47,11 @@ def test_a_fault_strikes_one_rank_at_one_step(text: str, step: int, target: tupl
     ("text", "says"),
     [
         ("node-loss", "not KIND@WHEN"),
-        ("meteor@60%", "kinds are node-loss"),
+        *(("meteor@60%", rf"kinds are\n(.*\n)*    {kind} ") for kind in KINDS),
         ("node-loss@60%:rank=1", "takes :node=N"),
         ("notice@60%:rank=1", "takes :node=N"),
         ("node-loss@60%:seconds=9", "takes no :seconds"),
+        ("sleep@60%:seconds=9", "takes no :seconds"),
         ("rank-kill@100%", "not between 0% and 100%"),
         ("rank-kill@0%", "not between 0% and 100%"),
         ("rank-kill@step:100", "step 100 is not between 1 and training.max_steps - 1 = 99"),
@@ -45,5 +60,35 @@ def test_a_fault_strikes_one_rank_at_one_step(text: str, step: int, target: tupl
     ],
 )
 def test_a_fault_that_cannot_fire_is_refused(text: str, says: str) -> None:
-    with pytest.raises(RehearsalError, match=says.replace("(", r"\(")):
+    with pytest.raises(RehearsalError, match=says):
         Fault.parse(text).check(max_steps=100, nodes=2, world_size=4)
+
+
+def test_what_needs_two_ranks_is_refused_to_one() -> None:
+    with pytest.raises(RehearsalError, match="uneven-steps needs two ranks"):
+        Fault.parse("uneven-steps@50%").check(max_steps=100, nodes=1, world_size=1)
+
+
+def test_a_rehearsed_hang_is_named_and_does_not_come_again(tmp_path: Path) -> None:
+    """Aimed at a job that knows nothing of it: the text model, as any user's would be."""
+    survival = {"hang_floor_seconds": 3.0}
+    spec = endless_gang(tmp_path, checkpoint={"interval_steps": 10}, survival=survival)
+    gang = LocalGang(replace(spec, rehearse="sleep@step:15:rank=1"), tmp_path / "gang", tmp_path / "output.log")
+    store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
+
+    def passed_again() -> bool:
+        newest = reachable_commits(store, limit=1)
+        return bool(newest) and newest[0].generation == 2 and newest[0].step >= 20
+
+    try:
+        wait_until("a commit from behind the fault", passed_again, timeout=120)
+        for agent in gang.agents:
+            agent.send_signal(signal.SIGTERM)
+        assert gang.wait(60).outcome == "interrupted"
+    finally:
+        gang.kill()
+    events = read_events(store)
+    [injected] = [event for event in events if event.name == FAULT_INJECTED]
+    assert (injected.rank, injected.step, injected.data["kind"]) == (1, 15, "sleep")
+    [verdict] = [event.data for event in events if event.name == FAULT_DETECTED]
+    assert verdict["rank"] == 1 and verdict["where"].endswith(" in asleep")

@@ -197,6 +197,20 @@ def test_a_rehearsed_notice_is_heard_at_its_step(tmp_path: Path) -> None:
     thread.join()
 
 
+def test_a_notice_hurries_the_last_save_of_a_job_that_is_done(tmp_path: Path) -> None:
+    saver, control = Saver(), Control.create(tmp_path / "record")
+    limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
+    saves = replace(trainer_of(saver, []), limits=limits).saves
+    saves.finish()
+    assert saver.asked == ["before_step"]
+    saver.busy = True
+    notice = threading.Timer(0.2, lambda: control.tell(Order(seconds=60.0, cause=CAUSES[2], node=0)))
+    notice.start()
+    saves.finish()
+    notice.join()
+    assert saver.asked == ["before_step", "before_step", "hurry"]
+
+
 def test_a_notice_leads_to_a_save_in_time_or_to_none() -> None:
     saver, events = Saver(), []
     trainer = trainer_of(saver, events, deadline_seconds=60)

@@ -54,7 +54,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 
 
 def watch_of(rank: Rank, folder: Path, *, floor_seconds: float) -> Watch:
-    deadlines = Deadlines(floor_seconds=floor_seconds, start_seconds=100.0, longest_seconds=300.0)
+    deadlines = Deadlines(floor_seconds=floor_seconds, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0)
     watch = Watch([rank], deadlines, folder, node=1, now=rank.now)
     for step in (1, 2):
         rank.heartbeat.beat(step, "forward")
@@ -142,3 +142,17 @@ class small_cgroup:  # noqa: N801 - reads as a phrase: with small_cgroup(pid)
     def __exit__(self, *_: object) -> None:
         if self._folder is not None and self._folder.exists():
             self._folder.rmdir()
+
+
+def test_nobody_is_blamed_while_somebody_waits_for_the_store_unless_it_is_stopped(rank: Rank, tmp_path: Path) -> None:
+    watch = watch_of(rank, tmp_path, floor_seconds=5.0)
+    rank.offset += 60.0
+    for _ in range(100):
+        rank.offset += 0.5
+        assert [one for one in watch.look(patient=True) if not one.witness] == []
+    found = pass_time(watch, rank, 5.0)
+    limit = time.monotonic() + 60
+    while not [one for one in found if one.hung] and time.monotonic() < limit:
+        found += watch.look()
+    assert [one.rank for one in found if one.hung] == [3]
+    watch.close()

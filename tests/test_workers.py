@@ -5,18 +5,44 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from infra.process import children
+from infra.config.schema import RunConfig
+from infra.process import children, process_state
+from infra.store import Store
+from tests.support.flow import wait_until
 from training.launch import standby as standby_module
 from training.launch import workers as workers_module
-from training.launch.spec import WorkerSpec
-from training.launch.standby import Standby
+from training.launch.drain import Drain
+from training.launch.generation import NodeGeneration
+from training.launch.node_log import NodeLog
+from training.launch.spec import SPEC_VARIABLE, GangSpec, WorkerSpec
+from training.launch.standby import Forked, Standby
+from training.launch.verdict import Start, guilty
+from training.launch.watch import WorkerFailure
 from training.launch.workers import WorkerGroup
+
+# A rank with a child that stayed in its session, one that left it, and one that it forked; none hears of its end.
+STUCK_CHILDREN = """
+import os, subprocess, sys, time
+from infra.process import tie_forked_children
+tie_forked_children()
+sleep = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
+told, marked = sys.argv[1], dict(os.environ, EBBFLOW_SPEC=sys.argv[2])
+pids = [subprocess.Popen(sleep, env=marked, start_new_session=leaves).pid for leaves in (False, True)]
+if (forked := os.fork()) == 0:
+    os.setsid()
+    time.sleep(600)
+with open(told + ".new", "w") as file:
+    print(*pids, forked, file=file)
+os.rename(told + ".new", told)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
@@ -55,9 +81,34 @@ def test_a_rank_that_the_kernel_does_not_let_go_is_not_waited_for_without_end(
     spec: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers_module, "_KILLED_SECONDS", 0.2)
-    stuck = SimpleNamespace(ready=True, lost=False, fork=lambda *_: InTheKernel())
+    stuck = SimpleNamespace(ready=True, lost=False, pid=1, fork=lambda *_: InTheKernel())
     group = WorkerGroup(range(2), 2, tmp_path, spec, ("127.0.0.1", 1), stuck)
     assert group.end(grace_seconds=0.0) == [0, 1]
+
+
+@pytest.mark.parametrize("culprits", [(0,), ()])
+def test_what_a_rank_has_started_does_not_outlive_it(
+    spec: WorkerSpec, tmp_path: Path, culprits: tuple[int, ...]
+) -> None:
+    told = tmp_path / "children"
+
+    def fork(name: str, log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        own = dict(environment)  # a rank that was forked does not show in /proc what it has in its environment
+        command = [sys.executable, "-c", STUCK_CHILDREN, str(told), own.pop(SPEC_VARIABLE)]
+        return subprocess.Popen(command, env=own, start_new_session=True)
+
+    standby = SimpleNamespace(ready=True, lost=False, pid=os.getpid(), fork=fork)
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    group = WorkerGroup(range(1), 1, tmp_path, spec, ("127.0.0.1", 1), standby)
+    try:
+        stuck = [int(pid) for pid in wait_until("its children", lambda: told.exists() and told.read_text().split(), 60)]
+        assert len(stuck) == 3 and all(process_state(pid) in ("S", "R") for pid in stuck)
+        assert group.end(culprits, grace_seconds=0.1) == []
+        wait_until("the end of all", lambda: {process_state(pid) for pid in stuck} <= {"", "Z"}, timeout=5)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
 
 
 def test_a_frozen_standby_is_given_up_though_it_does_not_read_what_it_is_asked(
@@ -70,3 +121,52 @@ def test_a_frozen_standby_is_given_up_though_it_does_not_read_what_it_is_asked(
     assert standby.fork("rank 0", tmp_path / "rank-0.log", request) is None
     assert standby.lost and time.monotonic() - began < 5
     standby.close()
+
+
+def test_a_number_that_is_somebody_elses_by_now_is_not_killed() -> None:
+    """A standby reaps a rank before its agent hears of the end."""
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        Forked(bystander.pid, SimpleNamespace(pid=1, ended=lambda pid: None)).kill()
+        with pytest.raises(subprocess.TimeoutExpired):
+            bystander.wait(0.3)
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_with_a_lost_standby_its_ranks_are_gone(spec: WorkerSpec, tmp_path: Path) -> None:
+    standby = Standby(tmp_path / "standby.log", colocated_ranks=1)
+    wait_until("its imports", lambda: standby.settled, timeout=120)
+    assert standby.ready, (tmp_path / "standby.log").read_text()
+    group = WorkerGroup(range(2), 2, tmp_path, spec, ("127.0.0.1", 1), standby)
+    pids = [worker.process.pid for worker in group.workers]
+    standby.close()
+    assert {process_state(pid) for pid in pids} <= {"", "Z"}
+    assert None not in [worker.process.poll() for worker in group.workers]
+
+
+def test_ranks_that_cannot_be_started_are_news_for_all_and_no_traceback(tmp_path: Path) -> None:
+    config = RunConfig(survival={"standby": False, "notice_file": str(tmp_path / "notice")}).model_dump(mode="json")
+    spec = GangSpec(
+        job="job", run="run", attempt=0, node=1, nodes=2, processes_per_node=1, main_address="127.0.0.1", config=config,
+        store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path),
+    )  # fmt: skip
+    start = Start(
+        generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None, hosts=["a", "b"],
+        nodes=[0, 1],
+    )  # fmt: skip
+    told: list[WorkerFailure] = []
+    peers = SimpleNamespace(report=told.append, poll=lambda: guilty(told) if told else None)
+    drain, store = Drain(spec), Store.open(str(tmp_path))
+    try:
+        generation = NodeGeneration(spec, start, peers, drain, NodeLog(store, "b"), store)
+        generation.folder.write_text("a file stands where its folder is to be")
+        verdict = generation.run(None, generation.folder)
+    finally:
+        drain.close()
+    assert [(failure.rank, failure.node) for failure in told] == [(1, 1)]
+    assert (
+        "RankNotStarted: its ranks cannot be started: " in verdict.culprit and generation.folder.name in verdict.culprit
+    )
+    assert (verdict.again, verdict.user_code, verdict.reason) == (True, False, "roll_call") and verdict.fingerprint

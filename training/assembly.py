@@ -30,6 +30,7 @@ from training.launch.watch.heartbeat import Heartbeat
 from training.limits import Limits
 from training.optimizer import make_optimizer
 from training.parallel import spread_model
+from training.parallel.compiling import tell_compilation
 from training.peak import peak_flops_per_second
 from training.position import Position
 from training.progress import Progress
@@ -67,6 +68,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     if config.workload is not None:
         workload = guarded(workload, config.workload)
     spread = spread_model(workload, config, gang)
+    tell_compilation(lambda: reporter.enter_for_a_while("compile"))
     optimizer = _optimizer(workload, spread.module, config)
     guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)
     guards.config = config = fit_micro_batch(guards, workload, spread, optimizer)
@@ -95,8 +97,13 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     return trainer
 
 
-def open_saver(spec: WorkerSpec, gang: Gang, emit: Emit) -> Checkpointer:
-    """The commits of this gang's generation. Raises DamagedLineage or StoreError when its record cannot be read."""
+def open_saver(
+    spec: WorkerSpec, gang: Gang, emit: Emit, waiting: Callable[[], Callable[[], None]] | None = None
+) -> Checkpointer:
+    """The commits of this gang's generation. waiting: see `training.checkpoint.flight.Flights`.
+
+    Raises DamagedLineage or StoreError when its record cannot be read.
+    """
     checkpoint = RunConfig.model_validate(spec.config).checkpoint
     job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
     rate = checkpoint.upload_mib_per_second
@@ -111,6 +118,7 @@ def open_saver(spec: WorkerSpec, gang: Gang, emit: Emit) -> Checkpointer:
         retention=retention_policy(checkpoint),
         upload_bytes_per_second=rate and rate * 2**20,
         emit=emit,
+        waiting=waiting,
     )
 
 

@@ -90,6 +90,12 @@ class DivergenceError(TrainingError):
     """Ranks that should be at the same place are not. Names them and where they are."""
 
 
+class RankNotStarted(TrainingError):
+    """A node could not start its ranks: no room for their files, no more processes. Names the node and the cause."""
+
+    end_reason = EndReason.ROLL_CALL
+
+
 class StartAnew(TrainingError):
     """The gang ends on purpose, and its next start goes on otherwise, by the order in the job's store
     (`training/guards/overrides.py`)."""

@@ -12,7 +12,9 @@ s + 1 runs; every decision then falls one step later, on all ranks alike. `Row` 
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from array import array
+from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -44,6 +46,9 @@ class Row:
     own_seconds: float = 0.0  # without waiting for other ranks, as far as they can be told apart: data and forward
     weights_sum: float = 0.0  # of its weights before this step, where they are to be compared
     renew: float = 0.0  # its memory is about to run out
+
+
+_VALUES = attrgetter(*Row.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -155,4 +160,5 @@ def exchange(gang: Gang, row: Row) -> Pulse:
 
 
 def _to_tensor(row: Row, device: torch.device) -> Tensor:
-    return torch.tensor(astuple(row), dtype=torch.float64, device=device)
+    # Each step pays for this with cold caches: `torch.tensor(astuple(row))` took ten times as long.
+    return torch.frombuffer(array("d", _VALUES(row)), dtype=torch.float64).to(device)

@@ -1,9 +1,10 @@
 """Faults that users aim at their own job, to see it survive before paying for it.
 
-    --rehearse KIND@WHEN[:node=N|:rank=N][:seconds=S]     node-loss@60%, rank-kill@step:120:rank=1, notice@50%:node=0
+    --rehearse KIND@WHEN[:node=N|:rank=N][:seconds=S]     node-loss@60%, sleep@step:120:rank=1, notice@50%:node=0
 
 A fault strikes after its step was computed and before that step is saved, so that work really is lost; with a notice,
-so that nothing is. It fires once per job: the event it leaves behind keeps it from firing again on resume.
+so that nothing is. It fires once per job: the event it leaves behind keeps it from firing again on resume. What happens
+inside a rank is done by the functions of `training.chaos.hooks`, whose names a verdict shows.
 """
 
 from __future__ import annotations
@@ -20,12 +21,37 @@ from infra.notices import rehearse_notice
 from infra.outcome import Outcome
 
 NOTICE = "notice"
+NON_FINITE = "non-finite"
+_NODE_LOSS = "node-loss"
+_SLOW_STEP = "slow-step"
+_SECONDS = {NOTICE: 120.0, _SLOW_STEP: 5.0}  # unless told
 KINDS = {
-    "node-loss": "SIGKILL to a node's agent and all its ranks",
+    _NODE_LOSS: "SIGKILL to a node's agent and all its ranks",
     "rank-kill": "SIGKILL to one rank",
-    NOTICE: "a spot notice to a node, which is killed after :seconds=S, 120 unless told",
+    NOTICE: f"a spot notice to a node, which is killed after :seconds=S, {_SECONDS[NOTICE]:g} unless told",
+    "exception": "RuntimeError on one rank",
+    "sleep": "time.sleep on one rank, for ever",
+    "busy-loop": "one rank computes for ever",
+    "gil-held": "a C call on one rank that keeps the interpreter's lock",
+    "loader-stuck": "one rank waits for a loader process that gives nothing",
+    "extra-collective": "a collective that one rank alone calls",
+    "uneven-steps": "one rank waits at the epoch's end, the others go on",
+    NON_FINITE: "the loss of one rank in the step after it is not a number",
+    _SLOW_STEP: f"one step of one rank takes :seconds=S longer, {_SECONDS[_SLOW_STEP]:g} unless told",
 }
-_SPOT_NOTICE_SECONDS = 120.0
+_OF_NODES = (_NODE_LOSS, NOTICE)
+_OF_GANGS = ("extra-collective", "uneven-steps")
+# By kind: the function of `training.chaos.hooks` that does it.
+_HOOKS = {
+    "exception": "raise_error",
+    "sleep": "asleep",
+    "busy-loop": "busy_loop",
+    "gil-held": "gil_held",
+    "loader-stuck": "loader_stuck",
+    "extra-collective": "extra_collective",
+    "uneven-steps": "uneven_steps",
+    _SLOW_STEP: "slow",
+}
 _PATTERN = re.compile(
     r"(?P<kind>[a-z-]+)@(?:(?P<percent>\d+(?:\.\d+)?)%|step:(?P<step>\d+))"
     r"(?::(?P<target>node|rank)=(?P<number>\d+))?(?::seconds=(?P<seconds>\d+(?:\.\d+)?))?"
@@ -42,7 +68,7 @@ class RehearsalError(InfraError):
 class Fault:
     """fraction: of max_steps (0 to 1), or None when `step` is given. node, rank: the target, or None: the last one.
 
-    seconds: of a notice, until its machine is gone.
+    seconds: of a notice, until its machine is gone; of a slow step, that it takes longer.
     """
 
     kind: str
@@ -57,22 +83,22 @@ class Fault:
         """Read KIND@WHEN[:node=N|:rank=N][:seconds=S]. Raises RehearsalError that shows what would be right."""
         match = _PATTERN.fullmatch(text)
         if match is None or match["kind"] not in KINDS:
-            kinds = ", ".join(f"{kind} ({meaning})" for kind, meaning in KINDS.items())
+            kinds = "\n".join(f"    {kind:16} {meaning}" for kind, meaning in KINDS.items())
             raise RehearsalError(
                 f"--rehearse {text}: not KIND@WHEN[:node=N|:rank=N][:seconds=S]\n"
-                f"  hint: kinds are {kinds}; WHEN is 60% or step:120; for example --rehearse node-loss@60%"
+                f"  hint: WHEN is 60% or step:120; for example --rehearse node-loss@60%; kinds are\n{kinds}"
             )
         fraction = float(match["percent"]) / 100 if match["percent"] else None
         if fraction is not None and not 0 < fraction < 1:
             raise RehearsalError(f"--rehearse {text}: {match['percent']}% is not between 0% and 100%")
         kind = match["kind"]
-        if kind != "rank-kill" and match["target"] == "rank":
+        if kind in _OF_NODES and match["target"] == "rank":
             raise RehearsalError(f"--rehearse {text}: {kind} takes :node=N, not :rank=N")
-        if kind != NOTICE and match["seconds"]:
+        if kind not in _SECONDS and match["seconds"]:
             raise RehearsalError(f"--rehearse {text}: {kind} strikes at once and takes no :seconds=S")
         more: dict = {match["target"]: int(match["number"])} if match["target"] else {}
-        if kind == NOTICE:
-            more["seconds"] = float(match["seconds"] or _SPOT_NOTICE_SECONDS)
+        if kind in _SECONDS:
+            more["seconds"] = float(match["seconds"] or _SECONDS[kind])
         return cls(kind=kind, fraction=fraction, step=int(match["step"]) if match["step"] else None, **more)
 
     def check(self, *, max_steps: int, nodes: int, world_size: int) -> None:
@@ -86,6 +112,8 @@ class Fault:
             raise RehearsalError(f"--rehearse: there is no node {self.node}; the job has nodes 0 to {nodes - 1}")
         if self.rank is not None and self.rank >= world_size:
             raise RehearsalError(f"--rehearse: there is no rank {self.rank}; the job has ranks 0 to {world_size - 1}")
+        if self.kind in _OF_GANGS and world_size < 2:
+            raise RehearsalError(f"--rehearse: {self.kind} needs two ranks; the job has one")
 
     def due_step(self, max_steps: int) -> int:
         return self.step if self.step is not None else math.ceil((self.fraction or 0.0) * max_steps)
@@ -99,22 +127,37 @@ class Fault:
             return rank == self.rank
         wanted_node = nodes - 1 if self.node is None else self.node
         first_rank_of_node = wanted_node * (world_size // nodes)
-        if self.kind == "rank-kill" and self.node is None:
+        if self.kind not in _OF_NODES and self.node is None:
             return rank == world_size - 1
         return node == wanted_node and rank == first_rank_of_node
 
     def strike(self, agent_pid: int | None, notice_path: str | None = None) -> None:
-        """Returns after a notice alone. Killing the agent takes every process of its node along (they die with their
-        parent); a notice is left at `notice_path` for the agent, and without one comes as SIGTERM."""
+        """Returns after a notice, a slow step, and a loss that the caller is to spoil. Killing the agent takes every
+        process of its node along (they die with their parent); a notice is left at `notice_path` for the agent, and
+        without one comes as SIGTERM."""
         if self.kind == NOTICE:
             if notice_path is None:
                 os.kill(os.getpid(), signal.SIGTERM)
             else:
-                rehearse_notice(Path(notice_path), action="terminate", seconds=self.seconds or _SPOT_NOTICE_SECONDS)
+                rehearse_notice(Path(notice_path), action="terminate", seconds=self.seconds or _SECONDS[NOTICE])
             return
-        if self.kind == "node-loss" and agent_pid is not None:
+        if self.kind == NON_FINITE:
+            return
+        if self.kind in _HOOKS:
+            from training.chaos.hooks import HOOKS
+
+            HOOKS[_HOOKS[self.kind]](**self._settings)
+            return
+        if self.kind == _NODE_LOSS and agent_pid is not None:
             os.kill(agent_pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    @property
+    def _settings(self) -> dict:
+        """Of its hook."""
+        if self.kind == _SLOW_STEP:
+            return {"seconds": self.seconds}
+        return {"text": f"rehearsed: {self}"} if self.kind == "exception" else {}
 
     def to_json(self) -> dict:
         return asdict(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from infra.ledger_classes import LedgerClass
 from training.clock import Clock
@@ -11,12 +11,14 @@ from training.clock import Clock
 # Where the time of a phase goes. The phases are those of the heartbeat, by which an agent sees progress.
 _CLASS_OF_PHASE = {
     "init": LedgerClass.STARTUP,
+    "compile": LedgerClass.STARTUP,
     "restore": LedgerClass.RESTORE,
     "data": LedgerClass.DATA_WAIT,
     "forward": LedgerClass.USEFUL_STEP,
     "backward": LedgerClass.USEFUL_STEP,
     "optimizer": LedgerClass.USEFUL_STEP,
     "checkpoint": LedgerClass.CHECKPOINT_STALL,
+    "store": LedgerClass.CHECKPOINT_STALL,  # waiting for a save to be durable, which has a deadline of its own
     "evaluation": LedgerClass.EVALUATION,
     "done": LedgerClass.SHUTDOWN,
 }
@@ -33,8 +35,16 @@ class Reporter:
     clock: Clock
     emit: Callable[..., object]
     beat: Callable[[int, str], None] = lambda step, phase: None
+    _at: list[tuple[str, int]] = field(default_factory=lambda: [("init", 0)])
 
     def enter(self, phase: str, step: int) -> None:
         """From now on this rank is in `phase`; its time is booked in the ledger class of that phase."""
+        self._at[0] = (phase, step)
         self.beat(step, phase)
         self.clock.enter(_CLASS_OF_PHASE[phase], own=phase in _OWN_PHASES)
+
+    def enter_for_a_while(self, phase: str) -> Callable[[], None]:
+        """Enter `phase` in the midst of another; what is returned goes back to that one."""
+        before, step = self._at[0]
+        self.enter(phase, step)
+        return lambda: self.enter(before, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from training.saver import Saver
 
 # What a step without its save is made of.
 _STEP_CLASSES = (str(LedgerClass.USEFUL_STEP), str(LedgerClass.DATA_WAIT))
+
+_LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,16 @@ class Saves:
         else:
             limit = self.config.deadline_seconds
             self.save(at, deadline_seconds=max(min(left, limit), 1.0))
+
+    def finish(self) -> None:
+        """Until the newest save is a commit, by the saver's own deadlines; hurried when this rank is told to leave."""
+        self.saver.before_step()
+        limit = time.monotonic() + self.config.deadline_seconds
+        while self.saver.busy and not self.limits.asked_to_leave and time.monotonic() < limit:
+            time.sleep(_LOOK_SECONDS)
+        if self.limits.asked_to_leave:
+            self.saver.hurry()
+        self.saver.wait()
 
     def left_behind(self, at: Position) -> str:
         """What a later attempt finds, once nothing is under way any more."""

@@ -27,7 +27,8 @@ from training.parallel import Spread
 from training.position import Ending, Position
 from training.progress import Progress, Status
 from training.pulse import Pulse, Row, exchange
-from training.rehearse import Fault
+from training.rehearse import NON_FINITE, Fault
+from training.rehearse import NOTICE as NOTICE_KIND
 from training.reporter import Reporter
 from training.saver import Saver
 from training.saves import Saves
@@ -37,15 +38,16 @@ from training.workload import Batch, Cursor, Loss, Workload, as_numbers
 _WORD_SECONDS = 2.0  # less than any silence that is remarkable
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Rehearsal:
-    """A fault to inject, and what it needs to know to aim."""
+    """A fault to inject, and what it needs to know to aim. spoils_loss: of the next step, on this rank."""
 
     fault: Fault
     node: int
     nodes: int
     agent_pid: int | None
     notice_path: str | None = None
+    spoils_loss: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ class Trainer:
         row = Row(
             step=at.step + 1,
             cursor=at.cursor,
-            loss_sum=float(loss.sum),
+            loss_sum=self._loss_sum(loss),
             weight=loss.weight,
             square_sum=float(self.spread.square_sum(gradients)),
             flops=self.workload.flops(batch),
@@ -122,6 +124,13 @@ class Trainer:
             renew=self.guards.memory_runs_out(self._seconds_to_go(at)),
         )
         return exchange(self.gang, row)
+
+    def _loss_sum(self, loss: Loss) -> float:
+        """A rehearsed loss that is no number is told as one; the gradients are as they are."""
+        if self.rehearsal is not None and self.rehearsal.spoils_loss:
+            self.rehearsal.spoils_loss = False
+            return math.nan
+        return float(loss.sum)
 
     def _seconds_to_go(self, at: Position) -> float:
         """Of the job, as fast as this start has been so far."""
@@ -198,8 +207,10 @@ class Trainer:
             self.reporter.emit(NOTICE, step=step, message=message)
             return
         aim.fault.strike(aim.agent_pid, aim.notice_path)
-        self.enter("checkpoint", step)
-        self.limits.await_word(_WORD_SECONDS)  # of the notice: short steps would be over before the agent has heard it
+        aim.spoils_loss = aim.fault.kind == NON_FINITE
+        if aim.fault.kind == NOTICE_KIND:
+            self.enter("checkpoint", step)
+            self.limits.await_word(_WORD_SECONDS)  # short steps would be over before the agent has heard it
 
     def renew_if_due(self, at: Position, pulse: Pulse, *, last: bool) -> None:
         """Behind the save. Raises MemoryGrowth where a rank's memory is about to run out."""
@@ -219,7 +230,7 @@ class Trainer:
         """Wait for the save in flight to be committed, then tell the outcome. Collective."""
         self.enter("checkpoint", at.step)
         try:
-            self.saver.wait()
+            self.saves.finish()
         except GenerationSuperseded:
             raise
         except CheckpointError as error:

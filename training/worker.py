@@ -19,6 +19,7 @@ from infra.event_log import EventLog
 from infra.events import Origin
 from infra.layout import generation_name, job_prefix
 from infra.outcome import Outcome
+from infra.process import tie_forked_children
 from infra.store import Store
 from training.assembly import build_trainer, make_reporter, open_saver, restore
 from training.clock import Clock
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> NoReturn:
     """
     spec = WorkerSpec.from_environment()
     request = None if spec else _request(arguments)
+    tie_forked_children()
     observed = Observed(Path(spec.heartbeat_path), spec.agent_pid) if spec and spec.heartbeat_path else None
     try:
         ending = _recorded(spec, request)
@@ -97,7 +99,7 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> Ending:
         try:
             reporter = make_reporter(spec, clock, emit)
             reporter.enter("init", 0)
-            saver = open_saver(spec, gang, emit)
+            saver = open_saver(spec, gang, emit, lambda: reporter.enter_for_a_while("store"))
             trainer = build_trainer(spec, gang, nodes=nodes, reporter=reporter, saver=saver)
             ending = train(replace(trainer, start=restore(trainer, saver, spec.candidates)))
             saver.close()

@@ -97,11 +97,12 @@ def experience_of(events: Sequence[Event]) -> JobExperience:
 
 def _stay(chosen: dict[str, Any], generation: Generation, events: Sequence[Event]) -> Stay:
     """A notice, or a node that was gone without a word, is the pool's doing; a rank's death, a user's stop or what was
-    rehearsed is not."""
+    rehearsed is not. A notice that was waited out took no machine."""
     machine = next((event.data for event in events if event.name == NODE_STARTED), {})
     zone = chosen.get("zone")  # an id, or a name where prices have no ids
     market = machine.get("market") or chosen["market"]  # a queue may have fallen back to on-demand
-    noticed = any(event.name == NOTICE and event.data.get("action") in RECLAIMS for event in events)
+    notices = [event.data for event in events if event.name == NOTICE and event.data.get("does") != "wait"]
+    noticed = any(data.get("action") in RECLAIMS for data in notices)
     lost = generation.reason in (EndReason.NODE_LOST, None)
     rehearsed = any(event.name == FAULT_INJECTED for event in events)
     return Stay(

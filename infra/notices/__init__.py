@@ -2,7 +2,7 @@
 
 from infra.notices.files import METAFLOW_FILE, MetaflowSource, RehearsalSource, rehearse_notice
 from infra.notices.metadata import MetadataSource
-from infra.notices.notice import LEAVE, REBALANCE, RECLAIMS, Notice, NoticeSource, Source
+from infra.notices.notice import LEAVE, REBALANCE, RECLAIMS, STALE_SECONDS, Notice, NoticeSource, Source
 from infra.notices.watcher import Watcher
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "METAFLOW_FILE",
     "REBALANCE",
     "RECLAIMS",
+    "STALE_SECONDS",
     "MetadataSource",
     "MetaflowSource",
     "Notice",

@@ -8,11 +8,10 @@ import os
 import time
 from pathlib import Path
 
-from infra.notices.metadata import seconds_until
-from infra.notices.notice import Notice, NoticeSource
+from infra.notices.metadata import Ending
+from infra.notices.notice import STALE_SECONDS, Notice, NoticeSource
 
 METAFLOW_FILE = "/tmp/spot_termination_notice"  # as Metaflow 2.19 tells it in current.spot_termination_notice
-_STALE_SECONDS = 10.0
 
 
 class MetaflowSource:
@@ -27,6 +26,7 @@ class MetaflowSource:
 
     def __init__(self, path: Path = Path(METAFLOW_FILE)) -> None:
         self._path = path
+        self._ending = Ending()
 
     def begin(self) -> str:
         return "" if self._path.parent.is_dir() else f"there is no folder {self._path.parent}"
@@ -36,11 +36,10 @@ class MetaflowSource:
             said = self._path.read_text(errors="replace").strip()[:100]
         except FileNotFoundError:
             return []
-        left = seconds_until(said)
-        if not said or left < -_STALE_SECONDS:
+        ends_at = self._ending.of(said)
+        if not said or ends_at < time.monotonic() - STALE_SECONDS:
             return []
-        detail = f"{self._path}: {said}"
-        return [Notice(source=self.name, action="terminate", ends_at=time.monotonic() + left, detail=detail)]
+        return [Notice(source=self.name, action="terminate", ends_at=ends_at, detail=f"{self._path}: {said}")]
 
 
 class RehearsalSource:

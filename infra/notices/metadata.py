@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from infra.metadata import HOP_LIMIT_FIX, MetadataService, endpoint, why_not_asked
-from infra.notices.notice import REBALANCE, RECLAIMS, Notice, NoticeSource
+from infra.notices.notice import REBALANCE, RECLAIMS, STALE_SECONDS, Notice, NoticeSource
 
 _INSTANCE_ACTION = "meta-data/spot/instance-action"
 _REBALANCE = "meta-data/events/recommendations/rebalance"
@@ -43,6 +43,7 @@ class MetadataSource:
         self._token = ""
         self._token_until = 0.0
         self._version_1 = False
+        self._ending = Ending()
 
     def begin(self) -> str:
         if self._absent:
@@ -100,11 +101,14 @@ class MetadataSource:
         if text is None:
             return None
         said = _object(text)
+        ends_at = self._ending.of(said.get("time"))
+        if ends_at < time.monotonic() - STALE_SECONDS:  # of a machine that was stopped, or was left alone after all
+            return None
         action = str(said.get("action") or "terminate")
         return Notice(
             source=self.name,
             action=action if action in RECLAIMS else "terminate",
-            ends_at=time.monotonic() + seconds_until(said.get("time")),
+            ends_at=ends_at,
             detail=text[:200],
         )
 
@@ -115,7 +119,23 @@ class MetadataSource:
         )  # fmt: skip
 
 
-def seconds_until(moment: object) -> float:
+class Ending:
+    """When what one source says takes effect. The same word heard again means the same moment, also where it cannot be
+    read, or the machine's clock was set meanwhile."""
+
+    def __init__(self) -> None:
+        self._said: object = None
+        self._ends_at = 0.0
+
+    def of(self, moment: object) -> float:
+        """time.monotonic() of what was said."""
+        said = str(moment)
+        if said != self._said:
+            self._said, self._ends_at = said, time.monotonic() + _seconds_until(moment)
+        return self._ends_at
+
+
+def _seconds_until(moment: object) -> float:
     """From now to an ISO 8601 time, in UTC unless it says otherwise, by this machine's clock; 30 s where it is none."""
     try:
         told = datetime.fromisoformat(str(moment).replace("Z", "+00:00"))

@@ -21,6 +21,7 @@ RECLAIMS = frozenset({"terminate", "stop", "hibernate"})  # EC2's: the pool take
 # Actions besides those.
 LEAVE = "leave"  # SIGTERM: the process is to end, whatever becomes of the machine
 REBALANCE = "rebalance"  # a recommendation: the machine is more likely than usual to be taken
+STALE_SECONDS = 10.0  # so long after its time a notice counts for nothing: the machine is still there
 
 
 @dataclass(frozen=True, kw_only=True)

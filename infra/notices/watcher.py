@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from infra.notices.notice import Notice, Source
+from infra.notices.notice import STALE_SECONDS, Notice, Source
 
 _SILENT_POLLS = 5  # in a row, before it is said that a source has fallen silent
 _LONGEST_PAUSE_SECONDS = 10.0
@@ -26,14 +26,19 @@ class Watcher:
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         self._absent: dict[str, str] = {}
         self._problems: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._decided, self._closed = threading.Event(), threading.Event()
+        self._decided, self._looked, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._told: dict[tuple[str, str], float] = {}
         self._thread = threading.Thread(target=self._watch, name="notices", daemon=True)
         self._thread.start()
 
     def news(self) -> list[Notice]:
-        """Notices not handed out before. One whose time became shorter by more than a second is news again."""
+        """Notices not handed out before. One whose time became shorter by more than a second is news again, and so is
+        any that follows one whose time has passed."""
         return _all(self._notices)
+
+    def await_first_look(self, seconds: float) -> bool:
+        """Whether each source has been asked once, within the time: what stood before this was made is news then."""
+        return self._looked.wait(seconds)
 
     def problems(self) -> list[str]:
         """What keeps a source from being asked, each thing said once."""
@@ -53,12 +58,15 @@ class Watcher:
         watched = [source for source in self._sources if not self._absent[source.name]]
         due = {source.name: 0.0 for source in watched}
         failed = {source.name: 0 for source in watched}
+        if not watched:
+            self._looked.set()
         while watched and not self._closed.is_set():
             for source in watched:
                 if time.monotonic() >= due[source.name]:
                     failed[source.name] = 0 if self._look(source, failed[source.name]) else failed[source.name] + 1
                     pause = min(source.poll_seconds * 2 ** min(failed[source.name], 8), _LONGEST_PAUSE_SECONDS)
                     due[source.name] = time.monotonic() + pause
+            self._looked.set()
             self._closed.wait(max(min(due.values()) - time.monotonic(), _SHORTEST_PAUSE_SECONDS))
 
     def _look(self, source: Source, failed: int) -> bool:
@@ -70,7 +78,8 @@ class Watcher:
             return False
         for notice in found:
             key = (notice.source, notice.action)
-            if notice.ends_at < self._told.get(key, float("inf")) - 1.0 or key not in self._told:
+            told = self._told.get(key)
+            if told is None or notice.ends_at < told - 1.0 or told < time.monotonic() - STALE_SECONDS < notice.ends_at:
                 self._told[key] = notice.ends_at
                 self._notices.put(notice)
         return True

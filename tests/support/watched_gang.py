@@ -51,7 +51,7 @@ class WatchedGang:
             return start
 
         self.workers = [Worker(rank, 0, folder, spec, environment, starter(rank)) for rank in range(WORLD_SIZE)]
-        deadlines = Deadlines(floor_seconds=floor_seconds, start_seconds=60.0, longest_seconds=60.0)
+        deadlines = Deadlines(floor_seconds=floor_seconds, start_seconds=60.0, store_seconds=60.0, longest_seconds=60.0)
         self.watches = [
             Watch([worker], deadlines, folder / f"node-{worker.rank}", node=worker.rank) for worker in self.workers
         ]

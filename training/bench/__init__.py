@@ -20,6 +20,10 @@ def main(arguments: list[str]) -> int:
         from training.bench.notice import main as notice
 
         return notice(arguments[1:])
+    if arguments[:1] == ["overhead"]:
+        from training.bench.overhead import main as overhead
+
+        return overhead(arguments[1:])
     if arguments[:1] == ["survival"]:
         from training.bench.survival import main as survival
 

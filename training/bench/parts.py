@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,28 @@ def measure_parts(task: dict[str, Any], gang: Gang) -> dict[str, list[float]]:
     """Microseconds per call, one figure for each round, by part. Collective."""
     path = Path(task["folder"]) / f"heartbeat-parts-{gang.rank}"
     heartbeat = Heartbeat.create(path)
-    row = Row(
+    row = example_row()
+    config = RunConfig.model_validate(task["config"])
+    watchful = config.model_copy(update={"guards": config.guards.model_copy(update={"spike": "skip"})})
+    order, share = SampleOrder(_WINDOWS, seed=1), max(1, task["config"]["training"]["batch_size"] // gang.world_size)
+    values = torch.tensor(astuple(row), dtype=torch.float64, device=gang.device)
+    with EventLog(Store.open(task["store_uri"]).sub("jobs/parts"), Origin(job="parts", rank=gang.rank)) as log:
+        pulse = exchange(gang, row)
+        parts: dict[str, Callable[[], object]] = {
+            "guards": partial(judged(config, gang), pulse),
+            "guards_with_spikes": partial(judged(watchful, gang), pulse),
+            "heartbeat_beat": lambda: heartbeat.beat(1, "forward"),
+            "sample_order": lambda: order.window(10_000, share),
+            "event_emit": lambda: log.emit(STEP, step=1, **_STEP_DATA),
+            "pulse": lambda: exchange(gang, row),
+            "pulse_all_gather": lambda: gang.gather(values),
+        }
+        return {name: _microseconds(call, task["rounds"], task["calls"]) for name, call in parts.items()}
+
+
+def example_row() -> Row:
+    """Of a rank that has taken an ordinary step."""
+    return Row(
         step=1.0,
         cursor=0.0,
         loss_sum=4803.9,
@@ -48,29 +70,13 @@ def measure_parts(task: dict[str, Any], gang: Gang) -> dict[str, list[float]]:
         stop=0.0,
         own_seconds=0.02,
     )
-    config = RunConfig.model_validate(task["config"])
-    watchful = config.model_copy(update={"guards": config.guards.model_copy(update={"spike": "skip"})})
-    order, share = SampleOrder(_WINDOWS, seed=1), max(1, task["config"]["training"]["batch_size"] // gang.world_size)
-    values = torch.tensor(astuple(row), dtype=torch.float64, device=gang.device)
-    with EventLog(Store.open(task["store_uri"]).sub("jobs/parts"), Origin(job="parts", rank=gang.rank)) as log:
-        pulse = exchange(gang, row)
-        parts: dict[str, Callable[[], object]] = {
-            "guards": _judged(config, gang, pulse),
-            "guards_with_spikes": _judged(watchful, gang, pulse),
-            "heartbeat_beat": lambda: heartbeat.beat(1, "forward"),
-            "sample_order": lambda: order.window(10_000, share),
-            "event_emit": lambda: log.emit(STEP, step=1, **_STEP_DATA),
-            "pulse": lambda: exchange(gang, row),
-            "pulse_all_gather": lambda: gang.gather(values),
-        }
-        return {name: _microseconds(call, task["rounds"], task["calls"]) for name, call in parts.items()}
 
 
-def _judged(config: RunConfig, gang: Gang, pulse: Pulse) -> Callable[[], object]:
+def judged(config: RunConfig, gang: Gang) -> Callable[[Pulse], None]:
     """What guards do with the pulse of a step in which nothing is wrong, on rank 0."""
     guards, at = Guards(config=config, gang=gang, copies=1, emit=lambda *_, **__: None), Position(1)
 
-    def judge() -> None:
+    def judge(pulse: Pulse) -> None:
         guards.judge(at, pulse, lambda: None)
         guards.memory_runs_out(0.0)
         guards.note_pace(1, pulse)

@@ -12,6 +12,7 @@ import torch
 from infra.process import die_with_parent
 from training.bench.checkpoint_rank import measure_checkpoint
 from training.bench.engine_rank import measure_engine
+from training.bench.overhead_rank import measure_overhead
 from training.bench.slow_rank import measure_slow_down
 from training.bench.upload_rank import measure_upload
 from training.gang import connect, disconnect, leave
@@ -32,6 +33,7 @@ def main(path: str) -> None:
         "checkpoint": measure_checkpoint,
         "upload": measure_upload,
         "slow_down": measure_slow_down,
+        "overhead": measure_overhead,
     }
     try:
         result = measures[task["kind"]](task, gang)

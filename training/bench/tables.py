@@ -58,9 +58,13 @@ def engine_text(engine: dict[str, Any]) -> str:
                 ]
             )
     steps = table(["mode", "loop", "tokens/s", "ms/step", "CPU ms", "engine ÷ this", "loss"], rows, text_columns=2)
-    parts = [[_PARTS[name][0], bracketed(found), _PARTS[name][1]] for name, found in engine["parts"].items()]
-    costs = table(["part of a step, 2 ranks", "microseconds per call", "calls per step"], parts, text_columns=1)
-    return f"engine: {about}\n\n{steps}\n\n{costs}"
+    return f"engine: {about}\n\n{steps}\n\n{parts_text(engine['parts'], ranks=2)}"
+
+
+def parts_text(parts: dict[str, Any], *, ranks: int) -> str:
+    """What a part of a step costs each time it is called."""
+    rows = [[_PARTS[name][0], bracketed(found), _PARTS[name][1]] for name, found in parts.items()]
+    return table([f"part of a step, {ranks} ranks", "microseconds per call", "calls per step"], rows, text_columns=1)
 
 
 def checkpoint_text(checkpoint: dict[str, Any]) -> str:

@@ -8,11 +8,14 @@ from typing import Any
 from infra.config.schema import RunConfig
 
 
-def certify_in_child(config: RunConfig) -> dict[str, Any]:
-    """The certificate as JSON, from processes of its own. Raises TrainingError when none could be made."""
+def certify_in_child(config: RunConfig, **fewer: Any) -> dict[str, Any]:
+    """The certificate as JSON, from processes of its own. Raises TrainingError when none could be made.
+
+    fewer: `steps` of each run, `interruptions` by name, where not all of it is wanted.
+    """
     from training.certify.commands import certify_in_child as run
 
-    return run(config)
+    return run(config, **fewer)
 
 
 def main(arguments: list[str]) -> int:

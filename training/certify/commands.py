@@ -36,6 +36,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("config", nargs="?", help="YAML file, such as configs/laptop.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, model.num_layers=2")
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help=f"of each run (default {DEFAULT_STEPS})")
+    parser.add_argument(
+        "--only", action="append", choices=INTERRUPTIONS, help="one of the interruptions, as often as wanted (all)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the certificate there as well")
     parser.add_argument("--folder", type=Path, help="where the runs are made (default: the temporary folder)")
     parser.add_argument("--resolved", type=Path, help=argparse.SUPPRESS)
@@ -45,7 +48,8 @@ def main(arguments: list[str]) -> int:
     if given.config is None and given.resolved is None:
         parser.error("CONFIG is missing")
     try:
-        found = certify(_config(given), steps=given.steps, parent=given.folder)
+        only = given.only or tuple(INTERRUPTIONS)
+        found = certify(_config(given), steps=given.steps, parent=given.folder, interruptions=only)
     except (InfraError, TrainingError) as error:
         print(error, file=sys.stderr)
         return error.outcome.exit_code
@@ -88,13 +92,16 @@ def certify(
         return certificate(config, small, runs, describe_machine())
 
 
-def certify_in_child(config: RunConfig) -> dict[str, Any]:
+def certify_in_child(
+    config: RunConfig, *, steps: int = DEFAULT_STEPS, interruptions: Sequence[str] = tuple(INTERRUPTIONS)
+) -> dict[str, Any]:
     """The same from a process that imports no torch. Raises TrainingError when no certificate could be made."""
     with tempfile.TemporaryDirectory(prefix="ebbflow-certify-") as folder:
         given, found = Path(folder, "config.json"), Path(folder, "certificate.json")
         given.write_text(config.model_dump_json())
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(PROJECT_ROOT)]))
         command = [sys.executable, "-m", "training", "certify", "--resolved", str(given), "--json", str(found)]
+        command += ["--steps", str(steps), *(f"--only={one}" for one in interruptions)]
         command += ["--folder", folder]  # which goes with this one, also when the child is killed
         try:
             done = subprocess.run(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from training.chaos.orders import Strike
+from training.chaos.places.place import Place
 from training.chaos.scene import Scene
 
 
@@ -16,8 +17,10 @@ class Means(StrEnum):
     SIGNAL = "signal"
     HOOK = "hook"  # code inside the rank
     LAUNCH = "launch"  # of one node, before anything runs
-    NETWORK = "network"  # the proxy between two agents
+    NETWORK = "network"  # the proxy between two agents, or the cable between two nodes
     DISK = "disk"
+    STORE = "store"
+    LIBRARY = "library"  # calls of the C library, in every process
     MEMORY = "memory"
 
 
@@ -45,9 +48,11 @@ class Fault:
 
     inject: does it, and returns when it struck; None while that is not known yet (a rank will tell).
     heal: undoes what outlives the gang. where: what the verdict's file and line must hold, "" where any will do, None
-    where there is no line to be had. reasons: of `infra.events.EndReason`, of which the verdict must give one.
+    where there is no line to be had. reasons: of `infra.events.EndReason`, of which the verdict must give one;
+    says: words that must be in it.
     node_is_guilty: a node and not a rank is to be named. action: what ought to be done. limit_seconds: for the verdict.
-    missing: why it cannot be done here, "" where it can. bare: bare torchrun can be faced with it.
+    place: where the job must live. missing: why else it cannot be done here, "" where it can. bare: bare torchrun can
+    be faced with it.
     """
 
     kind: str
@@ -58,9 +63,15 @@ class Fault:
     symptom: Symptom = Symptom.VERDICT
     heal: Callable[[Scene, Aim], None] = lambda scene, aim: None
     reasons: tuple[str, ...] = ()
+    says: str = ""
     where: str | None = None
     node_is_guilty: bool = False
     limit_seconds: float = 8.0
     nodes: tuple[int, ...] = (0, 1)
+    place: type[Place] = Place
     missing: Callable[[], str] = lambda: ""
     bare: bool = True
+
+    def refused(self) -> str:
+        """Why it cannot be done here, "" where it can; whether mounts of one's own are allowed is not asked."""
+        return self.missing() or self.place.missing()

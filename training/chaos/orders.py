@@ -74,6 +74,10 @@ class Orders:
         temporary.write_text(json.dumps(asdict(Strike.now(step=step, pid=os.getpid()))))
         temporary.replace(path)
 
+    def forget(self, number: int) -> None:
+        """For another try: a strike that came too late to be waited for."""
+        (self.folder / f"strike-{number}.json").unlink(missing_ok=True)
+
     def struck(self, number: int) -> Strike | None:
         try:
             return Strike(**json.loads((self.folder / f"strike-{number}.json").read_text()))

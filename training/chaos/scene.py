@@ -11,6 +11,7 @@ from infra.layout import job_prefix
 from infra.process import children
 from infra.store import Store
 from training.chaos.orders import Orders
+from training.chaos.places.place import Place
 from training.chaos.proxy import FaultProxy
 from training.errors import GangError
 from training.launch.local import LocalGang
@@ -24,11 +25,11 @@ Alter = Callable[[GangSpec], GangSpec | None]
 class Scene:
     """One job on this machine, started as often as needed; its ranks run `training.chaos.workload`.
 
-    With more than one node, node 1 talks to node 0 through `proxy`.
+    With more than one node, node 1 talks to node 0 through `proxy`, unless the place has a network of its own.
     """
 
-    def __init__(self, spec: GangSpec, folder: Path, orders: Orders) -> None:
-        self.spec, self.folder, self.orders = spec, folder, orders
+    def __init__(self, spec: GangSpec, folder: Path, orders: Orders, place: Place) -> None:
+        self.spec, self.folder, self.orders, self.place = spec, folder, orders, place
         self.store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
         self.output = folder / "output.log"
         self.starts = 0
@@ -44,13 +45,17 @@ class Scene:
         """The next attempt, as a scheduler would make it."""
         spec = replace(self.spec, attempt=self.starts)
         alter, self._alter_next = self._alter_next or (lambda one: one), None
-        if spec.nodes > 1:
+        if spec.nodes > 1 and self.place.proxied:
             ports = control_ports(f"{spec.job}/{spec.run}", spec.attempt)
             self._close_proxy()
             self.proxy = FaultProxy([("127.0.0.1", port) for port in ports])
         self.starts += 1
         self.gang = LocalGang(
-            spec, self.folder / f"start-{spec.attempt}", self.output, alter=lambda one: alter(self._through_proxy(one))
+            spec,
+            self.folder / f"start-{spec.attempt}",
+            self.output,
+            alter=lambda one: alter(self._through_proxy(one)),
+            command=self.place.command,
         )
 
     def _through_proxy(self, spec: GangSpec) -> GangSpec:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from infra.errors import InfraError
 from infra.outcome import Outcome
 from training.chaos.fault import Aim, Fault, Means, Symptom
 from training.chaos.orders import Strike
@@ -19,6 +20,7 @@ _STRIKE_SECONDS = 20.0  # for a rank to carry out an order
 _QUIET_SECONDS = 3.0  # that a fault which must have no effect is watched
 _PATIENCE_SECONDS = 30.0  # beyond a fault's limit, before the gang is ended by force
 _END_SECONDS = 600.0
+_MISSES = 3  # tries in vain at one fault: a rank that ends meanwhile is no reason to leave it out
 _SPARE_STARTS = 3  # beyond one for each fault
 _LOOK_SECONDS = 0.05
 
@@ -35,10 +37,12 @@ class Injection:
 
 @dataclass
 class Trial:
-    """What was done to one job, and how it ended. left: faults that its steps did not suffice for."""
+    """What was done to one job, and how it ended. left: faults that its steps did not suffice for, or that could not be
+    done. missed: how often one was tried in vain."""
 
     injections: list[Injection] = field(default_factory=list)
     left: list[tuple[Fault, Aim]] = field(default_factory=list)
+    missed: int = 0
     starts: int = 0
     most_starts: int = _SPARE_STARTS
     outcome: GangOutcome | None = None
@@ -48,8 +52,9 @@ class Trial:
 def run_trial(scene: Scene, faults: list[tuple[Fault, Aim]], tell: Callable[[str], None]) -> Trial:
     """Inject all of `faults` one after the other, then let the job end. Nothing of it is alive on return.
 
-    A gang that does not come to steady steps, or a fault that is not carried out, ends the trial: it has no outcome,
-    and its errors say why. What was found before still counts.
+    A fault whose target was gone before it was struck is tried again. A gang that does not come to steady steps, or a
+    fault that cannot be done, ends the trial: it has no outcome, and its errors say why. What was found before still
+    counts.
     """
     trial = Trial(most_starts=2 * len(faults) + _SPARE_STARTS)
     left = sorted(faults, key=lambda one: one[0].means is not Means.LAUNCH)
@@ -58,14 +63,18 @@ def run_trial(scene: Scene, faults: list[tuple[Fault, Aim]], tell: Callable[[str
             fault, aim = left[0]
             if fault.means is not Means.LAUNCH and not await_steady_steps(scene, trial):
                 break
-            left.pop(0)
             injection = inject(scene, fault, aim, trial)
-            if injection is not None:
-                trial.injections.append(injection)
-                tell(f"{scene.spec.job}: {fault.kind} on {f'node {aim.node}' if fault.node_is_guilty else aim.rank}")
+            if injection is None:
+                if trial.missed >= _MISSES:
+                    raise GangError(f"{scene.spec.job}: {fault.kind} could not be done in {trial.missed} tries")
+                continue
+            left.pop(0)
+            trial.missed = 0
+            trial.injections.append(injection)
+            tell(f"{scene.spec.job}: {fault.kind} on {f'node {aim.node}' if fault.node_is_guilty else aim.rank}")
         if trial.outcome is None:
             _to_the_end(scene, trial)
-    except GangError as error:
+    except (GangError, InfraError) as error:
         trial.errors.append(str(error))
     finally:
         trial.left = left
@@ -102,7 +111,7 @@ def start_again(scene: Scene, trial: Trial) -> bool:
     if scene.gang is not None:
         try:
             outcome = scene.gang.wait(1.0)
-        except GangError as error:
+        except (GangError, ValueError) as error:  # an agent that was killed while it wrote its result
             trial.errors.append(str(error))
         else:
             if outcome.outcome not in (Outcome.NON_FINITE, Outcome.INTERRUPTED):
@@ -116,17 +125,22 @@ def start_again(scene: Scene, trial: Trial) -> bool:
 
 
 def inject(scene: Scene, fault: Fault, aim: Aim, trial: Trial) -> Injection | None:
-    """None where the gang ended before the rank came to carry it out."""
-    before = _generation(scene)
-    strike = fault.inject(scene, aim) or _await_strike(scene, aim)
-    if strike is None:
+    """None where its target was gone before it was struck, or nobody came to carry it out; the trial counts that."""
+    before, overdue = _generation(scene), False
+    scene.orders.forget(aim.number)
+    try:
+        strike = fault.inject(scene, aim) or _await_strike(scene, aim)
+        if fault.symptom in (Symptom.NOTHING, Symptom.EITHER):
+            scene.await_end(_QUIET_SECONDS)
+        else:
+            overdue = not _await_effect(scene, before, fault.limit_seconds + _PATIENCE_SECONDS)
+    except (GangError, InfraError, OSError) as error:
+        scene.orders.withdraw(aim.rank)
+        trial.missed += 1
+        trial.errors.append(f"{fault.kind}: {error}")
         return None
-    overdue = False
-    if fault.symptom in (Symptom.NOTHING, Symptom.EITHER):
-        scene.await_end(_QUIET_SECONDS)
-    else:
-        overdue = not _await_effect(scene, before, fault.limit_seconds + _PATIENCE_SECONDS)
-    fault.heal(scene, aim)
+    finally:
+        fault.heal(scene, aim)
     if overdue:
         trial.errors.append(f"{fault.kind}: nothing came of it within {fault.limit_seconds + _PATIENCE_SECONDS:g} s")
         scene.close()
@@ -137,15 +151,15 @@ def _generation(scene: Scene) -> set[int]:
     return {beat.pid for beat in scene.beats().values()}
 
 
-def _await_strike(scene: Scene, aim: Aim) -> Strike | None:
+def _await_strike(scene: Scene, aim: Aim) -> Strike:
     limit = time.monotonic() + _STRIKE_SECONDS
     while time.monotonic() < limit:
         if (strike := scene.orders.struck(aim.number)) is not None:
             return strike
         if not scene.running and scene.orders.withdraw(aim.rank):
-            return None
+            raise GangError(f"the gang ended before rank {aim.rank} came to it")
         time.sleep(0.01)
-    raise GangError(f"{scene.spec.job}: rank {aim.rank} did not carry out order {aim.number}")
+    raise GangError(f"rank {aim.rank} did not come to it within {_STRIKE_SECONDS:g} s")
 
 
 def _await_effect(scene: Scene, before: set[int], seconds: float) -> bool:

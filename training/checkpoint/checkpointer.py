@@ -68,6 +68,7 @@ class Checkpointer:
         chunk_bytes: int = CHUNK_BYTES,
         request_seconds: float = 60.0,
         emit: Callable[..., Any] | None = None,
+        waiting: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self._store = Store.open(job_store_uri, request_timeout_seconds=request_seconds)
         self._job = self._store.uri.rsplit("/", 1)[-1]
@@ -79,7 +80,8 @@ class Checkpointer:
         self._bytes_per_second, self._chunk_bytes = upload_bytes_per_second, chunk_bytes
         self._stage = Stage()
         self._planner = Planner(rank, world_size)
-        self._flights = Flights(UploaderClient(self._store.uri, rank, self._stage.descriptors), rank, self._emit)
+        uploader = UploaderClient(self._store.uri, rank, self._stage.descriptors)
+        self._flights = Flights(uploader, rank, self._emit, waiting or (lambda: lambda: None))
         self._queued: _Queued | None = None
         self._last_step: int | None = None
         self._layout_of: tuple[int | None, int] = (None, 0)  # pid of the uploader, number of the layout it knows

@@ -45,8 +45,16 @@ class Flight:
 class Flights:
     """Hands saves to the uploader, at most one at a time, and keeps what is known of them."""
 
-    def __init__(self, uploader: UploaderClient, rank: int, emit: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        uploader: UploaderClient,
+        rank: int,
+        emit: Callable[..., Any],
+        waiting: Callable[[], Callable[[], None]],
+    ) -> None:
+        """waiting: called when a wait for the uploader begins; what it returns is called when it is over."""
         self.uploader = uploader
+        self._waiting = waiting
         self._rank = rank
         self._emit = emit
         self._under_way: Flight | None = None
@@ -84,6 +92,15 @@ class Flights:
     def settle(self) -> None:
         """Wait for the save under way; at its deadline the uploader counts as stuck and is replaced."""
         self.drain()
+        if self._under_way is None:
+            return
+        over = self._waiting()
+        try:
+            self._await_answers()
+        finally:
+            over()
+
+    def _await_answers(self) -> None:
         while self._under_way is not None:
             remaining = max(self._under_way.deadline.remaining_seconds, 1.0) + _ANSWER_MARGIN_SECONDS
             if not self._take_answer(remaining):

@@ -52,11 +52,15 @@ class Traced:
     modified: float
 
 
-def open_generation(job_store: Store, *, run: str, attempt: int, parent: str | None = None) -> Generation:
+def open_generation(
+    job_store: Store, *, run: str, attempt: int, parent: str | None = None, generation_id: str | None = None
+) -> Generation:
     """Number, name and record the next start of the gang; its parent is the newest reachable commit that reads well.
 
-    parent: start from this commit instead (a rewind: what came after it no longer counts). To be called by one
-    process per start. Raises TwoLaunchers when another opened the same number meanwhile, after withdrawing its own.
+    parent: start from this commit instead (a rewind: what came after it no longer counts). generation_id: of a try
+    that failed, to be given again: a record whose put was given up may yet arrive, and must not be a rival's then.
+    To be called by one process per start. Raises TwoLaunchers when another opened the same number meanwhile, after
+    withdrawing its own.
     """
     seen = _seen_number(job_store)
     number = newest_number(job_store, near=seen) + 1
@@ -64,7 +68,9 @@ def open_generation(job_store: Store, *, run: str, attempt: int, parent: str | N
     if chosen is None and seen:
         told = f"none of the commits of {job_store.uri} can be restored: start from nothing"
         print(f"checkpoint: WARNING: {told}", file=sys.stderr, flush=True)
-    generation = Generation(number, secrets.token_hex(4), chosen and chosen.key, chosen.step if chosen else 0)
+    generation = Generation(
+        number, generation_id or secrets.token_hex(4), chosen and chosen.key, chosen.step if chosen else 0
+    )
     record = {
         "version": VERSION,
         "generation": generation.number,

@@ -34,8 +34,16 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *,
     """More than `accumulation`, and at least `factor` times as many: the next that divides a rank's samples evenly, or
     one sample each.
 
-    Raises BatchCannotBeSplit with the arithmetic when there is one sample in each already.
+    Raises BatchCannotBeSplit with the arithmetic when there is one sample in each already, and where the next start
+    would refuse more than one (`training.parallel.refusals`).
     """
+    ddp = config.ddp
+    if config.parallel.mode == "ddp" and ddp.static_graph and ddp.gradient_compression != "none":
+        raise BatchCannotBeSplit(
+            f"ddp.static_graph reduces gradients after each micro-batch, and ddp.gradient_compression "
+            f"{ddp.gradient_compression} would compress what was compressed before, so that there can be only one; "
+            "fix: set ddp.static_graph to false"
+        )
     batch = config.training.batch_size
     samples = -(-batch // world_size)  # of the rank that has most
     if accumulation >= samples:

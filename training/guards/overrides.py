@@ -19,6 +19,10 @@ from training.checkpoint.checksum import seal
 from training.checkpoint.generations import newest_number
 from training.checkpoint.lineage import reachable_commits, reads_well
 from training.checkpoint.manifest import VERSION
+from training.checkpoint.settled import fetched
+from training.errors import CorruptCommit
+
+_EVERY_RECORD = {"action", "generation"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,7 @@ def record_rewind(job_store: Store, *, generation: int, rank: int, limit: int, f
 
 
 def read_overrides(job_store: Store) -> Overrides:
-    """Of the job's next start. Raises StoreError."""
+    """Of the job's next start. Raises StoreError, CorruptCommit."""
     records = _records(job_store)
     splits = [record["accumulation"] for record in records if record["action"] == GuardAction.SPLIT]
     rewinds = [record for record in records if record["action"] == GuardAction.REWIND]
@@ -99,4 +103,17 @@ def _put(job_store: Store, action: GuardAction, generation: int, rank: int, **or
 
 
 def _records(job_store: Store) -> list[dict[str, Any]]:
-    return [json.loads(job_store.get(meta.key)) for meta in job_store.list("overrides")]
+    """Raises StoreError, and CorruptCommit for one that cannot be read: without it a start would go on otherwise."""
+
+    def parse(data: bytes, what: str) -> dict[str, Any]:
+        try:
+            record = json.loads(data)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or _EVERY_RECORD - record.keys():
+            fix = "put it back as it was, or delete it, and what it ordered is not done"
+            raise CorruptCommit(f"{what}: is no record of what a guard ordered ({len(data)} bytes); fix: {fix}")
+        return record
+
+    keys = [meta.key for meta in job_store.list("overrides")]
+    return [fetched(job_store, key, parse, f"{job_store.uri}/{key}") for key in keys]

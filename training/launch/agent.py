@@ -32,24 +32,26 @@ from training.launch.drain import Drain
 from training.launch.echo import say
 from training.launch.generation import NodeGeneration
 from training.launch.leader import Leader, failed_to_open
+from training.launch.member import Member
 from training.launch.node_log import NodeLog
 from training.launch.patience import do_meanwhile, try_again
-from training.launch.peers import Lead, Member, Peers
+from training.launch.peers import Lead, Peers
 from training.launch.spec import GangOutcome, GangSpec
 from training.launch.standby import Standby
-from training.launch.verdict import Start, Verdict, told_to_leave, unaffordable
+from training.launch.verdict import Start, Verdict, left_out, told_to_leave, unaffordable
 
 # For all nodes to have ended their ranks and closed their logs, after a verdict that the gang goes on.
 REGROUP_SECONDS = 30.0
+_JOIN_SECONDS = 5.0  # for a node that comes late to find the others, who wait for it as long as a start may take
 
 
 def run_gang(spec: GangSpec) -> GangOutcome:
     """Run this node's ranks as part of a gang, from roll-call to the end. Call it on every node, in the main thread.
 
-    Returns the outcome that all ranks agreed on, the same on every node. Raises GangError, naming the culprit, for
-    everything that no further generation with these agents can cure; its `curable` says whether a new attempt may end
-    better (a node that died or never came) or not (another model than the commit's, a crash loop). No process that it
-    started is alive when it returns or raises.
+    Returns the outcome that all ranks agreed on, the same on every node but one that the others go on without.
+    Raises GangError, naming the culprit, for all that no further generation with these agents can cure; its `curable`
+    says whether a new attempt may end better (a node that died or never came) or not (another model than the commit's,
+    a crash loop). No process that it started is alive when it returns or raises.
     """
     return _Agent(spec).run()
 
@@ -68,12 +70,19 @@ class _Agent:
 
     def run(self) -> GangOutcome:
         try:
-            with self._signals(), self._warm():
-                verdict = self._lead() if self._spec.node == 0 else self._follow()
+            with self._signals():
+                verdict = self._unless_doomed()
         finally:
             self._drain.close()
             self._withdraw_metrics()
         return self._conclude(verdict)
+
+    def _unless_doomed(self) -> Verdict:
+        """The gang's last word; no gang is begun on a machine that is going away as this starts."""
+        if why := self._drain.outlive_standing(self._cluster.start_deadline_seconds - _JOIN_SECONDS):
+            return told_to_leave(why)
+        with self._warm():
+            return self._lead() if self._spec.node == 0 else self._follow()
 
     def _lead(self) -> Verdict:
         """Generation after generation, until one ends with the gang's last word."""
@@ -86,6 +95,7 @@ class _Agent:
                 ended = last = self._stopped()
                 try:
                     ended = self._lead_generation(lead, leader, generation, spec, nodes)
+                    self._drain.settle(ended.left_out)
                     following = self._after(lead, leader, ended, generation.number, spec.world_size)
                     last = ended if isinstance(following, tuple) else following
                 finally:
@@ -189,6 +199,9 @@ class _Agent:
                 last = self._run_ranks(spec, word, member)
                 if not last.again:
                     return last
+                if self._spec.node in last.left_out:
+                    return (last := left_out(last, self._drain.cause))
+                self._drain.settle(last.left_out)
                 member.ready()
                 word = member.await_start(deadline + REGROUP_SECONDS)
             if word.generation and not self._log.is_open:  # it waited for a gang that never started, and is paid for

@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+SIGTERM = "SIGTERM"
 # Why ranks are told to leave; the record holds the place in this list.
 CAUSES = (
     "",
-    "SIGTERM",
+    SIGTERM,
     "spot interruption notice",
     "Metaflow's notice of a spot interruption",
     "rehearsed notice",
@@ -91,4 +92,4 @@ class Control:
         if not record[_LEAVE_AT]:
             return ""
         cause = CAUSES[record[_CAUSE]]
-        return cause if cause == "SIGTERM" else f"{cause} to node {record[_NODE]}"
+        return cause if cause == SIGTERM else f"{cause} to node {record[_NODE]}"

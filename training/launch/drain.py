@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,7 @@ from infra.events import NOTICE, NOTICE_SOURCES
 from infra.notices import (
     LEAVE,
     REBALANCE,
+    STALE_SECONDS,
     MetadataSource,
     MetaflowSource,
     Notice,
@@ -41,6 +42,8 @@ _CAUSES = {
 # Past the time that was given the machine is gone, or whoever sent SIGTERM has killed the process; where neither
 # happens the agent does not wait for its ranks without end.
 _GRACE_SECONDS = 30.0
+_FIRST_LOOK_SECONDS = 2.0
+_LOOK_SECONDS = 0.1
 _ECHO_SECONDS = 1.0  # for the lead to order what it was told; then this node's ranks are told all the same
 
 
@@ -68,9 +71,11 @@ class Drain:
         self._signalled_at: float | None = None
         self._sources_told = False
         self._unsent: list[Notice] = []  # heard, and neither recorded as an event nor sent yet
+        self._outlived: list[Notice] = []  # whose time has passed before anything was begun; not recorded yet
         self._standing: list[tuple[float, Order]] = []  # (time.monotonic() when it came, what the lead has ordered)
         self._own: Order | None = None  # the first that came of a notice to this node
-        self._leave_at = self._machine_ends_at = self._echo_by = float("inf")
+        self._gone: set[int] = set()  # nodes that were left out: their notices concern nobody any more
+        self._own_leave_at = self._leave_at = self._machine_ends_at = self._echo_by = float("inf")
         self._control: Control | None = None
 
     def signalled(self) -> None:
@@ -83,6 +88,49 @@ class Drain:
         """Whether this node, or by the lead's order the whole gang, is to leave: nothing new is to be begun."""
         self._hear()
         return self._leave_at < float("inf")
+
+    def outlive_standing(self, longest_seconds: float) -> str:
+        """Before anything is begun: a notice that stands already, since an earlier attempt heard it on this machine.
+
+        To leave for it at once would take attempt after attempt for the same notice, and what starts now would hardly
+        begin to train: its time is waited out, and after that it counts no more. One that leaves time to train, so
+        that the wait would be longer than `longest_seconds`, is left to be heard as any other.
+        Returns "" where the gang may start here, else why not: this process is to end before that time.
+        """
+        self._watcher.await_first_look(_FIRST_LOOK_SECONDS)
+        told = False
+        while True:
+            self._hear()
+            standing = min(filter(_stands, self._unsent), key=lambda one: one.ends_at, default=None)
+            if standing is None:
+                return ""
+            left = standing.ends_at - time.monotonic()
+            going = f"this machine is going away in {max(left, 0.0):.0f} s"
+            if any(one.source is NoticeSource.SIGNAL for one in self._unsent):
+                return f"SIGTERM, and {going}"
+            if left < -STALE_SECONDS:
+                self._forget_reclaims()
+                say(f"node {self._node}: the notice's time has passed and this machine is still there: it starts")
+                return ""
+            if not told and left + STALE_SECONDS > longest_seconds:
+                return ""
+            if not told:
+                told = True
+                say(f"node {self._node}: {going} ({_CAUSES[standing.source]}): no rank is started before that")
+            time.sleep(_LOOK_SECONDS)
+
+    def _forget_reclaims(self) -> None:
+        self._outlived += [one for one in self._unsent if _stands(one)]
+        self._unsent = [one for one in self._unsent if not _stands(one)]
+        self._own, self._own_leave_at, self._leave_at, self._echo_by = None, *[float("inf")] * 3
+
+    def settle(self, nodes: Collection[int]) -> None:
+        """Those nodes have left, by the numbers that they joined with, and the others go on: nobody else leaves for
+        what was ordered because of them."""
+        self._gone |= set(nodes)
+        self._standing = [(came_at, order) for came_at, order in self._standing if order.node not in self._gone]
+        leave_at = [came_at + order.seconds for came_at, order in self._standing if order.leave]
+        self._leave_at = min([self._own_leave_at, *leave_at])
 
     def overstaying(self, group: WorkerGroup) -> list[WorkerFailure]:
         """Ranks of this node that were told to leave and are still there long after their time: that wait ends too."""
@@ -120,6 +168,8 @@ class Drain:
         for order in self.record(emit):
             post.order(order)
         for order in post.orders():
+            if order.node in self._gone:  # it came in one breath with the news that they have left
+                continue
             now = time.monotonic()
             self._standing.append((now, order))
             if order.leave:
@@ -133,6 +183,9 @@ class Drain:
     def record(self, emit: Callable[..., object]) -> list[Order]:
         """Write down what was heard and not yet told; what is to be done about it."""
         orders = []
+        for notice in self._outlived:
+            self._write(notice, None, emit, outlived=True)
+        self._outlived.clear()
         for notice in self._unsent:
             order = self._order(notice)
             self._write(notice, order, emit)
@@ -154,7 +207,8 @@ class Drain:
             order = self._order(notice)
             if order is not None and order.leave:
                 now = time.monotonic()
-                self._leave_at = min(self._leave_at, now + order.seconds)
+                self._own_leave_at = min(self._own_leave_at, now + order.seconds)
+                self._leave_at = min(self._leave_at, self._own_leave_at)
                 self._own, self._echo_by = self._own or order, min(self._echo_by, now + _ECHO_SECONDS)
             if notice.source is NoticeSource.REHEARSAL:
                 self._machine_ends_at = min(self._machine_ends_at, notice.ends_at)
@@ -175,9 +229,11 @@ class Drain:
         seconds = max(notice.seconds_left - margin, 0.0)
         return Order(seconds=seconds, cause=_CAUSES[notice.source], node=self._node)
 
-    def _write(self, notice: Notice, order: Order | None, emit: Callable[..., object]) -> None:
+    def _write(
+        self, notice: Notice, order: Order | None, emit: Callable[..., object], *, outlived: bool = False
+    ) -> None:
         left = None if notice.ends_at == float("inf") else round(notice.seconds_left, 3)
-        does = "nothing" if order is None else "leave" if order.leave else "save"
+        does = "wait" if outlived else "nothing" if order is None else "leave" if order.leave else "save"
         now = time.monotonic()
         emit(
             NOTICE,
@@ -189,6 +245,8 @@ class Drain:
             does=does,
             detail=notice.detail,
         )
+        if outlived:  # it was said when it was heard
+            return
         time_left = "" if left is None else f", {left:.0f} s left"
         say(f"node {self._node}: notice by {notice.source.value}: {notice.action}{time_left}; the gang is to {does}")
 
@@ -203,3 +261,8 @@ class Drain:
             })  # fmt: skip
             if "hop limit" in (absent := decided.get(NoticeSource.METADATA, "")):
                 say(f"node {self._node}: spot notices will not be heard: {absent}")
+
+
+def _stands(notice: Notice) -> bool:
+    """One that an attempt before this one may have heard already, of the same machine; a rehearsal is heard once."""
+    return notice.reclaims and notice.source is not NoticeSource.REHEARSAL

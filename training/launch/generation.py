@@ -11,18 +11,21 @@ from infra.config.schema import ClusterConfig, RunConfig
 from infra.layout import generation_name
 from infra.store import Store
 from infra.terms import Terms
+from training.errors import RankNotStarted
 from training.launch.drain import Drain
 from training.launch.echo import say, show_last_lines
 from training.launch.node_log import NodeLog
 from training.launch.output import GangOutput
 from training.launch.peers import Peers
+from training.launch.recently import Recently
 from training.launch.spec import GangSpec, WorkerSpec
 from training.launch.standby import Standby
 from training.launch.verdict import Start, Verdict
-from training.launch.watch import Deadlines, Watch, WorkerFailure
+from training.launch.watch import STORE_PHASE, Deadlines, Watch, WorkerFailure
 from training.launch.workers import WorkerGroup
 
 _POLL_SECONDS = 0.05
+_WAITING_SECONDS = 1.0  # between two words that a rank here waits for the store
 
 
 class NodeGeneration:
@@ -34,6 +37,7 @@ class NodeGeneration:
         self._spec, self._start, self._peers, self._drain, self._log = spec, start, peers, drain, log
         self._job_store = job_store
         self._told = time.monotonic()
+        self._told_waiting = Recently(_WAITING_SECONDS)
         self._cluster = ClusterConfig(**spec.config["cluster"])
         self.folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
 
@@ -44,11 +48,13 @@ class NodeGeneration:
         """
         if (verdict := self._await(standby)) is not None:
             return verdict
-        self.folder.mkdir(parents=True, exist_ok=True)
         rendezvous = (self._spec.main_address, self._start.rendezvous_port)
-        group = WorkerGroup(
-            self._spec.ranks, self._spec.world_size, self.folder, self._worker_spec(kept), rendezvous, standby
-        )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            spec = self._worker_spec(kept)
+            group = WorkerGroup(self._spec.ranks, self._spec.world_size, self.folder, spec, rendezvous, standby)
+        except OSError as error:
+            return self._not_started(error)
         verdict = output = None
         try:
             output = GangOutput(group, self._spec, self._start.generation, self._job_store)
@@ -59,6 +65,25 @@ class NodeGeneration:
                 say(f"node {self._spec.node}: rank {rank}: killed, and not let go by the kernel (state D)")
             if output is not None:
                 output.close()
+
+    def _not_started(self, error: OSError) -> Verdict:
+        """Told like any failure of a rank, so that everybody hears the cause; the verdict comes in any case."""
+        message = f"{RankNotStarted.__name__}: its ranks cannot be started: {error}"
+        say(f"node {self._spec.node}: {message}")
+        self._peers.report(
+            WorkerFailure(
+                rank=self._spec.ranks[0],
+                node=self._spec.node,
+                message=message,
+                error=RankNotStarted.__name__,
+                timestamp=time.time(),
+            )
+        )
+        while (verdict := self._peers.poll()) is None:
+            self._drain.attend(self._peers, self._log.emit)
+            self._log.beat()
+            time.sleep(_POLL_SECONDS)
+        return verdict
 
     def _await(self, standby: Standby | None) -> Verdict | None:
         """Its imports take seconds at the first start, and none later."""
@@ -112,7 +137,8 @@ class NodeGeneration:
             while (verdict := self._peers.poll()) is None:
                 if self._peers.witnesses_wanted():
                     watch.want_witnesses()
-                for failure in watch.look() + self._drain.overstaying(group):
+                patient = self._somebody_waits(group)
+                for failure in watch.look(patient=patient) + self._drain.overstaying(group):
                     if failure.witness:
                         self._peers.report(failure)
                     elif failure.rank not in reported:
@@ -131,3 +157,12 @@ class NodeGeneration:
         if verdict.culprit:
             show_last_lines(group, list(reported.values()), job=self._spec.job, generation=self._start.generation)
         return verdict
+
+    def _somebody_waits(self, group: WorkerGroup) -> bool:
+        """For the store, anywhere in the gang. The others stand in a collective then and are silent through no fault of
+        theirs; the wait itself ends at the save's deadline."""
+        here = any(worker.beat.phase == STORE_PHASE for worker in group.workers)
+        if here and not self._told_waiting.holds:
+            self._told_waiting.mark()
+            self._peers.waiting()
+        return self._peers.somebody_waits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ class Leader:
         self._world_size = spec.world_size
         self._failed: list[Failed] = []
         self._number = 0
+        self._next_id = secrets.token_hex(4)  # the same until a generation is open
 
     def open(self) -> Generation:
         """The next generation: from the newest commit, or from where a guard has ordered it to start."""
@@ -42,7 +44,10 @@ class Leader:
             self._failed = failures_on_record(read_events(self._job_store)) if known else []
         parent = rewind_parent(self._job_store)
         spec = self._spec
-        generation = open_generation(self._job_store, run=spec.run, attempt=spec.attempt, parent=parent)
+        generation = open_generation(
+            self._job_store, run=spec.run, attempt=spec.attempt, parent=parent, generation_id=self._next_id
+        )
+        self._next_id = secrets.token_hex(4)
         self._number += 1
         return generation
 

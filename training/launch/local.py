@@ -22,11 +22,18 @@ class LocalGang:
     """One start of a gang. `spec` is node 0's; the other nodes' differ only by `node`.
 
     output: where all agents' output goes (rank 0's lines among it). alter: changes a node's spec, to see what a gang
-    makes of a node that is not like the others; None instead of a spec: that node never comes.
+    makes of a node that is not like the others; None instead of a spec: that node never comes. command: what the
+    command of a node's agent begins with, and that becomes it (`nsenter …`).
     """
 
     def __init__(
-        self, spec: GangSpec, folder: Path, output: Path, *, alter: Callable[[GangSpec], GangSpec | None] | None = None
+        self,
+        spec: GangSpec,
+        folder: Path,
+        output: Path,
+        *,
+        alter: Callable[[GangSpec], GangSpec | None] | None = None,
+        command: Callable[[int], list[str]] = lambda node: [],
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         ports = control_ports(f"{spec.job}/{spec.run}", spec.attempt)
@@ -42,8 +49,8 @@ class LocalGang:
             own = folder / f"node-{node}.spec.json"
             own.write_text(json.dumps(asdict(own_spec)))
             with open(output, "ab") as log:
-                command = [sys.executable, "-m", "training.launch.node", str(own), str(result)]
-                process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                agent = [*command(node), sys.executable, "-m", "training.launch.node", str(own), str(result)]
+                process = subprocess.Popen(agent, env=environment, stdout=log, stderr=subprocess.STDOUT)
             self.agents_by_node[node] = process
 
     @property

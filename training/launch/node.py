@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from infra.errors import InfraError
 from infra.process import die_with_parent
 from training.errors import TrainingError
 from training.launch.agent import run_gang
@@ -23,8 +24,9 @@ def main(argv: list[str]) -> int:
     spec = GangSpec(**json.loads(spec_path.read_text()))
     try:
         result: dict = asdict(run_gang(spec))
-    except TrainingError as error:
-        result = {"error": str(error), "curable": error.curable, "outcome": error.outcome}
+    except (TrainingError, InfraError) as error:
+        curable = isinstance(error, InfraError) or error.curable  # a store that is away may be back
+        result = {"error": str(error), "curable": curable, "outcome": error.outcome}
     result_path.write_text(json.dumps(result))
     return int("error" in result)
 

@@ -1,16 +1,18 @@
-"""How the agents of a gang agree: node 0 leads (`Lead`), the others follow (`Member`). Both look alike to an agent."""
+"""How the agents of a gang agree: node 0 leads (`Lead`), the others follow (`training.launch.member`). Both look alike
+to an agent (`Peers`)."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Protocol
 
 from infra.events import EndReason
-from training.launch.channel import Connection, Lobby, Message, join
-from training.launch.control import Order
+from infra.outcome import Outcome
+from training.launch.channel import Connection, Lobby, Message
+from training.launch.control import SIGTERM, Order
+from training.launch.recently import STORE_WAIT_SECONDS, Recently
 from training.launch.spec import GangSpec
 from training.launch.verdict import Start, Verdict, agreed, guilty, told_to_leave
 from training.launch.watch import WorkerFailure, mismatch_of, settle_seconds
@@ -31,6 +33,13 @@ class Peers(Protocol):
 
     def witnesses_wanted(self) -> bool:
         """Whether the lead has asked, since the last call, where the ranks of this node stand."""
+
+    def waiting(self) -> None:
+        """A rank of this node waits for the store; all nodes are to know."""
+
+    @property
+    def somebody_waits(self) -> bool:
+        """Whether a rank of any node waited for the store a moment ago."""
 
     def poll(self) -> Verdict | None: ...
     def close(self) -> None: ...
@@ -54,12 +63,20 @@ class Lead:
         self._ready: set[int] = set()
         self._start: Start | None = None
         self._orders: list[Order] = []
-        self.left_for = ""  # why all were told to leave first, by whichever node
+        self._store_wait = Recently(STORE_WAIT_SECONDS)
+        self._to_leave: list[Order] = []  # those of them that tell all to leave
+        self._left_out: set[int] = set()
 
     @property
     def nodes(self) -> list[int]:
-        """Whose agents are there, by the numbers that they joined with."""
-        return [0, *sorted(node for node, connection in self._members.items() if not connection.closed)]
+        """Whose agents are there and take part, by the numbers that they joined with."""
+        there = {node for node, connection in self._members.items() if not connection.closed}
+        return [0, *sorted(there - self._left_out)]
+
+    @property
+    def left_for(self) -> str:
+        """Why all were told to leave first, by whichever node."""
+        return self._to_leave[0].cause if self._to_leave else ""
 
     def hold(self) -> None:
         """Stay in touch with the others while this node is busy otherwise."""
@@ -134,7 +151,8 @@ class Lead:
 
     def order(self, order: Order) -> None:
         self._orders.append(order)
-        self.left_for = self.left_for or (order.cause if order.leave else "")
+        if order.leave and order.node not in self._left_out:
+            self._to_leave.append(order)
         self._broadcast({"kind": "order", **order.to_json()})
 
     def orders(self) -> list[Order]:
@@ -145,6 +163,14 @@ class Lead:
         wanted, self._witnesses_wanted = self._witnesses_wanted, False
         return wanted
 
+    def waiting(self) -> None:
+        self._store_wait.mark()
+        self._broadcast({"kind": "waiting"})
+
+    @property
+    def somebody_waits(self) -> bool:
+        return self._store_wait.holds
+
     def poll(self) -> Verdict | None:
         for node in self._start.nodes[1:]:
             self._hear(node, self._members[node])
@@ -152,7 +178,7 @@ class Lead:
         if self._first_failure < float("inf") and self._settled():
             return self._announce(self._guilty())
         if len(self._finished) == len(self._start.nodes):
-            return self._announce(agreed(self._finished, self._start.generation))
+            return self._announce(self._without_noticed(agreed(self._finished, self._start.generation)))
         return None
 
     def close(self) -> None:
@@ -175,22 +201,47 @@ class Lead:
                 self._finished[node] = {int(rank): result for rank, result in message["results"].items()}
             elif kind == "ready":
                 self._ready.add(node)
+            elif kind == "waiting":
+                self.waiting()
 
     def _notice_loss(self, node: int) -> None:
         lost = self._members[node].closed and node not in self._finished
         if lost and not any(failure.killed_by == f"node {node}" for failure in self._failures):
-            first = self._start.nodes.index(node) * self._spec.processes_per_node
+            number = self._start.nodes.index(node)
+            first, text = number * self._spec.processes_per_node, self._lost(node)
             # A lost node takes its ranks along, so it is guiltier than any rank: timestamp 0 puts it first.
-            self.report(WorkerFailure(rank=first, node=node, message=self._lost(node), killed_by=f"node {node}"))
+            self.report(WorkerFailure(rank=first, node=number, message=text, killed_by=f"node {node}"))
 
     def _lost(self, node: int) -> str:
-        return f"node {node} ({self._hellos[node]['host']}) was lost: {self._members[node].closed}"
+        """By the number that it had in this generation, which is that of its events and logs."""
+        number, host = self._start.nodes.index(node), self._hellos[node]["host"]
+        return f"node {number} ({host}) was lost: {self._members[node].closed}"
 
     def _guilty(self) -> Verdict:
-        verdict = guilty(self._evidence())
+        verdict = self._without_noticed(guilty(self._evidence()))
         if verdict.reason == EndReason.NODE_LOST and (self._enough() or self.left_for):
             return replace(verdict, again=True)  # when all are to leave, the regrouping says that it ends
         return verdict
+
+    def _without_noticed(self, verdict: Verdict) -> Verdict:
+        """Where only machines of other nodes had notices, and enough nodes are left without those, these go on.
+
+        All have left after the same step, and saved it where there was time: the next generation redoes nothing then.
+        SIGTERM is different: whoever sends it to one agent may be about to send it to all.
+        """
+        noticed = {order.node for order in self._to_leave if order.cause != SIGTERM}
+        least = self._spec.config["cluster"].get("min_nodes")
+        if not noticed or 0 in noticed or len(noticed) < len({order.node for order in self._to_leave}):
+            return verdict
+        if least is None or len(set(self.nodes) - noticed) < least:
+            return verdict
+        if verdict.outcome is not None and verdict.outcome.outcome != Outcome.INTERRUPTED:
+            return verdict
+        if verdict.outcome is None and not (verdict.again or verdict.reason == EndReason.NODE_LOST):
+            return verdict
+        self._left_out |= noticed
+        self._to_leave.clear()
+        return replace(verdict, again=True, left_out=sorted(noticed))
 
     def _settled(self) -> bool:
         heard = {one.rank for one in self._evidence()}
@@ -214,84 +265,3 @@ class Lead:
     def _broadcast(self, message: Message) -> None:
         for connection in self._members.values():
             connection.send(message)
-
-
-class Member:
-    """Any other node's view: it reports to node 0 and does what node 0 says."""
-
-    def __init__(self, spec: GangSpec, host: str, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
-        hello: Message = {"node": spec.node, "host": host}
-        door = (spec.main_address, spec.candidate_ports, spec.token)
-        self._lead = join(*door, hello, deadline_seconds, stopped, spec.silence_seconds)
-        self._stopped = stopped
-        self._generation = 0
-        self._inbox: deque[Message] = deque()
-        self._orders: list[Order] = []
-        self._witnesses_wanted = False
-
-    def await_start(self, deadline_seconds: float) -> Start | Verdict:
-        """The start, or the verdict that there will be none."""
-        limit = time.monotonic() + deadline_seconds
-        while time.monotonic() < limit:
-            if (message := self._next("start", "verdict")) is not None:
-                if message.pop("kind") == "verdict":
-                    return Verdict.from_message(message)
-                start = Start(**message)
-                self._generation, self._witnesses_wanted = start.generation, False
-                return start
-            if self._lead.closed or self._stopped():
-                break
-            time.sleep(0.01)
-        if self._stopped():
-            return told_to_leave("this node")
-        cause = self._lead.closed or f"no start within {deadline_seconds:g} s"
-        return Verdict(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
-
-    def ready(self) -> None:
-        """This node's ranks of the generation that failed are gone."""
-        self._send("ready")
-
-    def report(self, failure: WorkerFailure) -> None:
-        self._send("failed", failure=asdict(failure))
-
-    def finished(self, results: dict[int, dict]) -> None:
-        self._send("finished", results=results)
-
-    def order(self, order: Order) -> None:
-        self._lead.send({"kind": "order", **order.to_json()})
-
-    def orders(self) -> list[Order]:
-        orders, self._orders = self._orders, []
-        return orders
-
-    def witnesses_wanted(self) -> bool:
-        wanted, self._witnesses_wanted = self._witnesses_wanted, False
-        return wanted
-
-    def poll(self) -> Verdict | None:
-        if (message := self._next("verdict")) is not None:
-            del message["kind"]
-            return Verdict.from_message(message)
-        if self._lead.closed:
-            return Verdict(culprit=f"node 0 was lost: {self._lead.closed}", reason=EndReason.NODE_LOST)
-        return None
-
-    def close(self) -> None:
-        self._lead.close()
-
-    def _next(self, *kinds: str) -> Message | None:
-        """The next message of these kinds; orders are put aside, what comes after it is left for later."""
-        self._lead.keep_alive()
-        self._inbox.extend(self._lead.receive())
-        while self._inbox:
-            message = self._inbox.popleft()
-            if message["kind"] == "order":
-                self._orders.append(Order.from_json(message))
-            elif message["kind"] == "witnesses":
-                self._witnesses_wanted = True
-            elif message["kind"] in kinds:
-                return message
-        return None
-
-    def _send(self, kind: str, **content: object) -> None:
-        self._lead.send({"kind": kind, "generation": self._generation, **content})

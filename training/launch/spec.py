@@ -113,10 +113,14 @@ class WorkerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GangOutcome:
-    """How a gang ended when it ended by itself: `outcome` is a value of `infra.outcome.Outcome`."""
+    """How a gang ended when it ended by itself: `outcome` is a value of `infra.outcome.Outcome`.
+
+    goes_on: for this node only; its machine had a notice, and the others go on without it.
+    """
 
     outcome: str
     step: int
     generation: int
     weights_sha256: str | None = None
     message: str = ""
+    goes_on: bool = False

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from infra.process import process_stat, process_state
+
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _FORK_DEADLINE_SECONDS = 10.0
 _END_DEADLINE_SECONDS = 10.0
@@ -58,6 +60,7 @@ class Standby:
         self._heard = b""
         self._number = 0
         self._started: dict[int, int] = {}
+        self._living: set[int] = set()
         self._ended: dict[int, int] = {}
         self.ready = False
         self.lost = False
@@ -121,6 +124,10 @@ class Standby:
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_DEADLINE_SECONDS)
+        limit = time.monotonic() + _END_DEADLINE_SECONDS
+        while any(process_state(pid) not in ("", "Z") for pid in self._living) and time.monotonic() < limit:
+            time.sleep(0.005)
+        self._living.clear()
 
     def _hear(self) -> None:
         while not self.lost:
@@ -140,7 +147,10 @@ class Standby:
             self.ready = True
         elif "started" in message:
             self._started[message["started"]] = message["pid"]
+            self._living.add(message["pid"])
+            self._ended.pop(message["pid"], None)  # of one that had this number before
         else:
+            self._living.discard(message["ended"])
             self._ended[message["ended"]] = message["status"]
 
 
@@ -158,7 +168,11 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
+        if self.poll() is not None:
+            return
+        # Its parent waits for it before the news of its end is here: the number may be somebody else's by then.
+        stat = process_stat(self.pid)
+        if stat is None or stat.parent == self._parent.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 

@@ -51,6 +51,7 @@ class Verdict:
     details: what the event of the fault has of the culprit besides (`training.launch.watch.blame.Culprit.details`).
     at: (Unix time, monotonic time) of the verdict, for events.
     again: the gang goes on with another generation, as soon as all ranks are gone; `Start` or a last word will come.
+    left_out: nodes that go on no more then, by the numbers that they joined with: their machines had notices.
     curable: a new attempt may end better. failed_as: the job's outcome when it does not.
     generation: of a gang that was never started, which its nodes waited for, and are paid for.
     """
@@ -65,6 +66,7 @@ class Verdict:
     at: Sequence[float] = ()
     user_code: bool = False
     again: bool = False
+    left_out: Sequence[int] = ()
     curable: bool = True
     failed_as: str = Outcome.FAILED.value
     generation: int = 0
@@ -79,6 +81,14 @@ def told_to_leave(cause: str) -> Verdict:
     """The end of a gang that was told to leave while no rank of it ran: nothing is lost, and no code is to blame."""
     culprit = f"told to leave ({cause}) before the gang could go on; the last commit stands"
     return Verdict(culprit=culprit, reason=EndReason.AGENT_STOPPED, failed_as=Outcome.INTERRUPTED.value)
+
+
+def left_out(verdict: Verdict, cause: str) -> Verdict:
+    """The end of a gang for a node without which the others go on."""
+    step = verdict.outcome.step if verdict.outcome else int(verdict.details.get("step", 0))
+    message = f"told to leave ({cause}); the others go on"
+    outcome = GangOutcome(outcome=Outcome.INTERRUPTED.value, step=step, generation=0, message=message, goes_on=True)
+    return Verdict(outcome=outcome, reason=EndReason.AGENT_STOPPED)
 
 
 def guilty(evidence: Sequence[WorkerFailure]) -> Verdict:

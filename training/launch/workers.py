@@ -13,10 +13,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from training.launch.session import Session, end_left_behind
 from training.launch.spec import SPEC_VARIABLE, WorkerSpec
 from training.launch.standby import PROJECT_ROOT as PROJECT_ROOT
 from training.launch.standby import Process, Standby, start_cold, threads_of, with_project_path
@@ -33,8 +34,16 @@ class Worker:
     """One rank's process, its log, heartbeat and result, all in `folder`."""
 
     def __init__(
-        self, rank: int, local_rank: int, folder: Path, spec: WorkerSpec, environment: Mapping[str, str], start: Start
+        self,
+        rank: int,
+        local_rank: int,
+        folder: Path,
+        spec: WorkerSpec,
+        environment: Mapping[str, str],
+        start: Start,
+        parents: Collection[int] = (),
     ) -> None:
+        """parents: who may start it besides this process: the standby."""
         self.rank = rank
         self.log_path = folder / f"rank-{rank}.log"
         self._result_path = folder / f"rank-{rank}.result.json"
@@ -53,6 +62,7 @@ class Worker:
         )
         self.log_path.write_bytes(b"")
         self.process = start(f"rank {rank}", self.log_path, own_environment)
+        self.session = Session(self.process.pid, spec_path, {os.getpid(), *parents})
 
     @property
     def beat(self) -> Beat:
@@ -112,9 +122,10 @@ class WorkerGroup:
             return forked or start_cold(log, environment)
 
         self.workers: list[Worker] = []
+        parents = () if standby is None else (standby.pid,)
         try:
             for local_rank, rank in enumerate(ranks):
-                self.workers.append(Worker(rank, local_rank, folder, spec, environment, start))
+                self.workers.append(Worker(rank, local_rank, folder, spec, environment, start, parents))
         except BaseException:  # a full disk, no more processes: those that were started are nobody's otherwise
             self.end(ranks)
             raise
@@ -130,6 +141,7 @@ class WorkerGroup:
 
     def end(self, culprits: Sequence[int] = (), *, grace_seconds: float = _EXIT_SECONDS) -> list[int]:
         """Every rank is gone when this returns, but those that it returns: killed, and in the kernel's hands (state D).
+        What ranks have started goes with them.
 
         culprits: ranks to be killed at once (SIGKILL works on stopped ones too). A rank that was waiting for one of
         them in a collective hears of it, writes its last events and leaves; it has the grace for that, and then is
@@ -138,6 +150,8 @@ class WorkerGroup:
         for worker in self.workers:
             if worker.rank in culprits:
                 worker.process.kill()
+        # A child holds copies of a rank's sockets: the others hear of its end only when both are gone.
+        end_left_behind(worker.session for worker in self.workers if worker.rank in culprits)
         limit = time.monotonic() + grace_seconds
         while not self.all_exited() and time.monotonic() < limit:
             time.sleep(0.01)
@@ -147,6 +161,7 @@ class WorkerGroup:
         for worker in self.workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(limit - time.monotonic(), 0.0))
+        end_left_behind(worker.session for worker in self.workers)
         return [worker.rank for worker in self.workers if worker.process.poll() is None]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
-from infra.events import NODE_STARTED, STEP, Event, read_events
+from infra.events import read_events
 from infra.ledger_classes import LedgerClass
 from training.bench.machine import describe_machine
 from training.bench.survival.figures import survival_figures, survival_text
@@ -29,9 +29,11 @@ from training.bench.survival.judge import judge
 from training.bench.tables import machine_line
 from training.chaos.fault import Aim, Fault
 from training.chaos.kinds import FAULTS
+from training.chaos.places import Place
 from training.chaos.scene import Scene
 from training.chaos.trial import Trial, await_steady_steps, inject, start_again
 from training.errors import GangError, TrainingError
+from training.soak.goodput import shares_text, time_shares
 
 DEFAULT_KINDS = ("rank-kill", "rank-stop", "exception", "sleep", "agent-kill", "uploader-kill", "connection-reset")
 _END_SECONDS = 60.0
@@ -63,6 +65,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if unknown := [kind for kind in given.kinds.split(",") if kind not in FAULTS]:
         parser.error(f"there is no fault {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+    if elsewhere := [kind for kind in given.kinds.split(",") if FAULTS[kind].place is not Place]:
+        parser.error(f"{', '.join(elsewhere)}: only `bench survival` makes the place that this needs")
+    if refused := [f"{kind}: {reason}" for kind in given.kinds.split(",") if (reason := FAULTS[kind].refused())]:
+        parser.error("; ".join(refused))
     return given
 
 
@@ -88,13 +94,22 @@ def _soak(given: argparse.Namespace) -> int:
         trial = _torment(scene, _schedule(given), given.minutes * 60.0)
         events = read_events(scene.store)
     figures = survival_figures(judge(trial, events))
-    share = goodput(events)
-    figures |= {"kind": "measured", "machine": machine, "goodput": share, "starts": trial.starts, "seed": given.seed}
+    shares = time_shares(events)
+    share = shares.get(LedgerClass.USEFUL_STEP, 0.0)
+    figures |= {
+        "kind": "measured",
+        "machine": machine,
+        "goodput": share,
+        "time_shares": shares,
+        "starts": trial.starts,
+        "seed": given.seed,
+    }
     figures |= {"minutes": given.minutes, "per_hour": given.per_hour, "floor_seconds": given.floor}
     print(f"\n{survival_text(figures)}")
     print(
         f"goodput {share:.1%} over {given.minutes:g} minutes with {len(trial.injections)} faults, {trial.starts} starts"
     )
+    print(f"the rest of the time: {shares_text(shares)}")
     if given.json is not None:
         given.json.write_text(json.dumps(figures, indent=1) + "\n")
     overdue = any(injection.overdue for injection in trial.injections)
@@ -143,19 +158,3 @@ def _let_run(scene: Scene, trial: Trial, *, until: float) -> None:
         if not scene.running and not start_again(scene, trial):
             raise GangError(f"the job came to its end before the soak did: {trial.outcome}")
         time.sleep(_LOOK_SECONDS)
-
-
-def goodput(events: Sequence[Event]) -> float:
-    """Rank-seconds of the last execution of each step, over all rank-seconds from the first start to the last event."""
-    last: dict[tuple[int, int], tuple[int, float]] = {}
-    for event in events:
-        if event.name == STEP and event.step is not None:
-            useful = float(event.data["seconds"].get(str(LedgerClass.USEFUL_STEP), 0.0))
-            key = (event.rank, event.step)
-            if event.generation >= last.get(key, (0, 0.0))[0]:
-                last[key] = (event.generation, useful)
-    ranks = {rank for rank, _ in last}
-    began = min((event.t_mono for event in events if event.name == NODE_STARTED), default=0.0)
-    ended = max((event.t_mono for event in events), default=0.0)
-    paid = (ended - began) * len(ranks)
-    return sum(useful for _, useful in last.values()) / paid if paid > 0 else 0.0

@@ -18,11 +18,16 @@ _ANSWER_SECONDS = 30.0
 class FailingS3:
     """One server process for many buckets. Ends with this process."""
 
+    @classmethod
+    def missing(cls) -> str:
+        """Why there can be none here, "" where there can."""
+        if (PROJECT_ROOT / "tests" / "support" / "s3").is_dir():
+            return ""
+        return f"the S3 server of the tests is not in {PROJECT_ROOT / 'tests'}; fix: run this in a checkout"
+
     def __init__(self) -> None:
-        if not (PROJECT_ROOT / "tests" / "support" / "s3").is_dir():
-            raise CheckpointError(
-                f"the S3 server of the tests is not in {PROJECT_ROOT / 'tests'}; fix: run this in a checkout"
-            )
+        if reason := self.missing():
+            raise CheckpointError(reason)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.s3", "--parent", str(os.getpid())],
             cwd=PROJECT_ROOT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from infra.config.schema import RunConfig
 from infra.layout import workload_prefix
 from infra.store import Store
 from training.chaos.orders import Orders
+from training.chaos.places import Place
 from training.chaos.scene import Scene
 from training.data import prepare_tokens
 from training.launch.spec import GangSpec
@@ -47,7 +49,7 @@ def survival_spec(config: RunConfig, folder: Path, job: str) -> GangSpec:
     options = {**config.workload_options, "orders": str(folder / job / "orders")}
     return GangSpec(
         job=job,
-        run=job,
+        run=f"{job}-{os.getpid()}",  # ports follow from it: two benches on one machine must not share them
         attempt=0,
         node=0,
         nodes=2,
@@ -60,10 +62,10 @@ def survival_spec(config: RunConfig, folder: Path, job: str) -> GangSpec:
     )
 
 
-def make_scene(config: RunConfig, folder: Path, job: str, *, store: Path | None = None) -> Scene:
-    """store: a place of its own for this job's store, where it is not that of the configuration."""
-    if store is not None:
-        config = config.model_copy(update={"store": str(store)})
-    spec = survival_spec(config, folder, job)
-    orders = Orders(folder / job / "orders")
-    return Scene(replace(spec), folder / job, orders)
+def make_scene(config: RunConfig, folder: Path, job: str, place: Place | None = None) -> Scene:
+    """place: where this job lives, entered by the caller; None: on this machine as it is."""
+    place = place or Place(folder)
+    if place.store is not None:
+        config = config.model_copy(update={"store": place.store})
+    spec = replace(survival_spec(config, folder, job), main_address=place.main_address)
+    return Scene(spec, folder / job, Orders(folder / job / "orders"), place)

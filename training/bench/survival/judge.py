@@ -74,7 +74,7 @@ def _find(injection: Injection, since: list[Event], events: list[Event]) -> Find
         caught_up_seconds=None if fault.means is Means.LAUNCH or not expected else caught_up,
         guilty=_is_guilty(injection, verdict) if expected else None,
         place=(_has_place(where) and (fault.where or "") in where) if wants_place else None,
-        reason=(bool(verdict) and _reason(verdict, since) in fault.reasons) if expected and fault.reasons else None,
+        reason=_is_reason(injection, verdict, since) if expected and fault.reasons else None,
         in_time=(seconds is not None and seconds <= fault.limit_seconds) if expected else None,
         false_kill=fault.symptom is Symptom.NOTHING and verdict is not None,
         overdue=injection.overdue,
@@ -86,6 +86,11 @@ def _verdict(injection: Injection, since: list[Event]) -> Event | None:
     if injection.fault.symptom is Symptom.OUTCOME:
         return next((event for event in since if event.name in (OUTCOME, FAULT_DETECTED)), None)
     return next((event for event in since if event.name == FAULT_DETECTED), None)
+
+
+def _is_reason(injection: Injection, verdict: Event | None, since: list[Event]) -> bool:
+    fault = injection.fault
+    return verdict is not None and _reason(verdict, since) in fault.reasons and fault.says in _said(verdict)
 
 
 def _said(verdict: Event) -> str:

@@ -87,15 +87,6 @@ HOOKED = (
         where="in raise_error",
     ),
     Fault(
-        kind="memory-limit",
-        means=Means.MEMORY,
-        what="one rank asks for more memory than its limit (RLIMIT_AS)",
-        inject=_order("memory_limit", mebibytes=256),
-        action="the gang restarts from the newest commit; the third time without a new commit ends the job",
-        reasons=(EndReason.RANK_FAILED, EndReason.RANK_KILLED),
-        where="in memory_balloon",
-    ),
-    Fault(
         kind="non-finite",
         means=Means.HOOK,
         what="the loss of one rank is not a number",

@@ -1,17 +1,21 @@
-"""Faults of the network between two agents, by the proxy between them. The ranks' own traffic is not touched."""
+"""Faults of the network: between two agents, by the proxy between them, or of all there is between two nodes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from infra.events import EndReason
 from training.chaos.fault import Aim, Fault, Means, Symptom
 from training.chaos.orders import Strike
+from training.chaos.places import Namespaces
+from training.chaos.places.place import here
 from training.chaos.proxy import Conduct
 from training.chaos.scene import Scene
 from training.errors import GangError
 
 _ACTION = "the node counts as lost: a new attempt"
+_FLAP_SECONDS = 0.5  # TCP sends again soon after that; the pause that ranks see is up to twice as long
 
 
 def _turn(conduct: Conduct) -> Callable[[Scene, Aim], Strike | None]:
@@ -27,6 +31,22 @@ def _turn(conduct: Conduct) -> Callable[[Scene, Aim], Strike | None]:
 def _heal(scene: Scene, aim: Aim) -> None:
     if scene.proxy is not None:
         scene.proxy.conduct = Conduct.PASS
+
+
+def _pull_the_cable(scene: Scene, aim: Aim) -> Strike:
+    here(scene.place, Namespaces).link(up=False)
+    return Strike.now()
+
+
+def _shake_the_cable(scene: Scene, aim: Aim) -> Strike:
+    strike = _pull_the_cable(scene, aim)
+    time.sleep(_FLAP_SECONDS)
+    here(scene.place, Namespaces).link(up=True)
+    return strike
+
+
+def _plug_in(scene: Scene, aim: Aim) -> None:
+    here(scene.place, Namespaces).link(up=True)
 
 
 def _lost(kind: str, what: str, conduct: Conduct, *, limit_seconds: float = 8.0) -> Fault:
@@ -58,6 +78,31 @@ NETWORK = (
         action="none: the agents are patient",
         symptom=Symptom.NOTHING,
         nodes=(1,),
+        bare=False,
+    ),
+    Fault(
+        kind="partition",
+        means=Means.NETWORK,
+        what="the link between two nodes goes down, for agents and ranks alike (network namespaces)",
+        inject=_pull_the_cable,
+        heal=_plug_in,
+        action=_ACTION,
+        reasons=(EndReason.NODE_LOST,),
+        node_is_guilty=True,
+        nodes=(1,),
+        place=Namespaces,
+        bare=False,
+    ),
+    Fault(
+        kind="link-flap",
+        means=Means.NETWORK,
+        what=f"the link between two nodes is down for {_FLAP_SECONDS:g} s (network namespaces)",
+        inject=_shake_the_cable,
+        heal=_plug_in,
+        action="none: what was lost is sent again",
+        symptom=Symptom.NOTHING,
+        nodes=(1,),
+        place=Namespaces,
         bare=False,
     ),
 )

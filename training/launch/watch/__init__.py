@@ -6,7 +6,16 @@
 
 from training.launch.watch.blame import Culprit, blame, mismatch_of, settle_seconds
 from training.launch.watch.failure import WorkerFailure
-from training.launch.watch.limits import Deadlines
+from training.launch.watch.limits import STORE_PHASE, Deadlines
 from training.launch.watch.watch import Watch
 
-__all__ = ["Culprit", "Deadlines", "Watch", "WorkerFailure", "blame", "mismatch_of", "settle_seconds"]
+__all__ = [
+    "STORE_PHASE",
+    "Culprit",
+    "Deadlines",
+    "Watch",
+    "WorkerFailure",
+    "blame",
+    "mismatch_of",
+    "settle_seconds",
+]

@@ -20,6 +20,7 @@ PHASES = (
     "backward",
     "optimizer",
     "checkpoint",
+    "store",
     "evaluation",
     "done",
 )

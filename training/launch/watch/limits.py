@@ -11,7 +11,9 @@ from training.launch.watch.heartbeat import Beat
 MINIMUM_SECONDS = 3.0
 FACTOR = 10.0  # of the p99 of a phase
 _START_MARGIN_SECONDS = 10.0
+_STORE_MARGIN_SECONDS = 10.0  # a rank gives its own uploader up some seconds after the save's deadline
 _START_PHASES = frozenset({"init", "restore"})
+STORE_PHASE = "store"
 _STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
 _BASE = 2**0.25
 _SHORTEST_SECONDS = 1e-3
@@ -49,13 +51,15 @@ class Durations:
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """floor_seconds: what is only slow is left alone for so long. start_seconds: for init and restore.
+    """floor_seconds: what is only slow is left alone for so long. start_seconds: for init and restore. store_seconds:
+    for a save to be durable, where a rank waits for that.
 
     longest_seconds: no phase is given more, and one that was never seen to end is given this.
     """
 
     floor_seconds: float
     start_seconds: float
+    store_seconds: float
     longest_seconds: float
 
     @classmethod
@@ -65,6 +69,7 @@ class Deadlines:
         return cls(
             floor_seconds=config.survival.hang_floor_seconds,
             start_seconds=cluster.start_deadline_seconds + _START_MARGIN_SECONDS,
+            store_seconds=config.checkpoint.deadline_seconds + _STORE_MARGIN_SECONDS,
             longest_seconds=cluster.step_deadline_seconds,
         )
 
@@ -98,8 +103,8 @@ class PhaseLimits:
 
     def ordinary(self, beat: Beat) -> float:
         """Longer than this in its phase is remarkable: 10 × p99, at least 3 s. What was never seen to end has time."""
-        if beat.phase in _START_PHASES:
-            return self._deadlines.start_seconds
+        if (own := self._own_deadline(beat)) is not None:
+            return own
         if self._is_first(beat):
             return self._deadlines.longest_seconds
         seen = self._seen.get(beat.phase)
@@ -107,9 +112,15 @@ class PhaseLimits:
 
     def limit(self, beat: Beat) -> float:
         """When a rank without progress is given up: the same, and never below the floor."""
+        if (own := self._own_deadline(beat)) is not None:
+            return own
+        return min(max(self.ordinary(beat), self._deadlines.floor_seconds), self._deadlines.longest_seconds)
+
+    def _own_deadline(self, beat: Beat) -> float | None:
+        """Of phases whose length says nothing of the rank, but of the others or of the store."""
         if beat.phase in _START_PHASES:
             return self._deadlines.start_seconds
-        return min(max(self.ordinary(beat), self._deadlines.floor_seconds), self._deadlines.longest_seconds)
+        return self._deadlines.store_seconds if beat.phase == STORE_PHASE else None
 
     def _is_first(self, beat: Beat) -> bool:
         """The first step compiles, allocates and connects; so do the first save and the first evaluation."""

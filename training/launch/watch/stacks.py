@@ -29,6 +29,11 @@ _WAITING_FUNCTIONS = (
     "exchange_pulse",
 )  # where the host of a GPU waits for its stream, and so for the collectives on it
 _NOT_WAITING = ("/torch/distributed/checkpoint/", "/torch/distributed/elastic/")
+# The kernel ends what is run by this (its path and arguments follow) with the thread that waits for it.
+_WITH_ME = (
+    *(sys.executable, "-I", "-S", "-c"),
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])",
+)
 
 
 def in_engine(where: str) -> bool:
@@ -148,7 +153,7 @@ def _spy(pid: int) -> Stack | None:
         return None
     try:
         done = subprocess.run(
-            [program, "dump", "--nonblocking", "--json", "--pid", str(pid)],
+            [*_WITH_ME, program, "dump", "--nonblocking", "--json", "--pid", str(pid)],
             capture_output=True,
             text=True,
             timeout=_SPY_SECONDS,

@@ -14,6 +14,7 @@ from infra.process import process_state
 from training.launch.watch.dump import Dump
 from training.launch.watch.evidence import MemoryKills, node_sample, resident_bytes
 from training.launch.watch.failure import PROVEN, SLOW, WorkerFailure
+from training.launch.watch.gpu import GpuCounters
 from training.launch.watch.heartbeat import Beat
 from training.launch.watch.limits import Deadlines, PhaseLimits
 from training.launch.watch.observed import records_path
@@ -60,6 +61,7 @@ class Watch:
         self._ranks = [_Rank(worker, deadlines, node) for worker in workers]
         self._folder = folder
         self._pool = ThreadPoolExecutor(max_workers=len(self._ranks), thread_name_prefix="dump")
+        self._gpus = GpuCounters()
         self._dump: Dump | None = None
         self._dumps = 0
         self._told: Dump | None = None  # the dump whose witnesses were handed out
@@ -68,8 +70,9 @@ class Watch:
         self._looked = now()
         self._absent_seconds = 0.0
 
-    def look(self) -> list[WorkerFailure]:
-        """What is new. Microseconds per rank while all goes well."""
+    def look(self, *, patient: bool = False) -> list[WorkerFailure]:
+        """What is new. Microseconds per rank while all goes well. patient: nobody is to be blamed for being slow now,
+        since a rank somewhere waits for the store and all others for that rank."""
         now = self._now()
         if now - self._looked > _ABSENT_SECONDS:
             self._absent_seconds += now - self._looked
@@ -80,7 +83,7 @@ class Watch:
         living = [rank for rank in self._ranks if rank.living]
         for rank in living:
             rank.look(now, self._absent_seconds)
-        due = [rank for rank in living if not rank.reported and (rank.stopped or rank.hung)]
+        due = [rank for rank in living if not rank.reported and (rank.stopped or (rank.hung and not patient))]
         remarkable = any(rank.remarkable for rank in living) and now - self._suspected_at >= _SUSPICION_SECONDS
         if due or remarkable or self._wanted:
             found += self._dumped(living, due, remarkable, now)
@@ -91,12 +94,14 @@ class Watch:
         self._wanted = True
 
     def sample(self) -> dict[str, int]:
-        """Memory and disk of the node, for its heartbeat."""
+        """Memory, disk and GPUs of the node, for its heartbeat."""
         for rank in self._ranks:
             rank.sample()
-        return node_sample([rank.pid for rank in self._ranks if rank.living], self._folder)
+        node = node_sample([rank.pid for rank in self._ranks if rank.living], self._folder)
+        return node | self._gpus.sample()
 
     def close(self) -> None:
+        self._gpus.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _dumped(self, living: list[_Rank], due: list[_Rank], remarkable: bool, now: float) -> list[WorkerFailure]:

@@ -1,0 +1,76 @@
+"""What torch compiles is a phase of its own, in whichever step it happens: longer than any other, and no hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from infra.ledger_classes import LedgerClass
+from training.clock import Clock
+from training.launch.watch.heartbeat import Heartbeat
+from training.launch.watch.limits import Deadlines, PhaseLimits
+from training.parallel.compiling import tell_compilation
+from training.reporter import Reporter
+
+DEADLINES = Deadlines(floor_seconds=3.0, start_seconds=120.0, store_seconds=130.0, longest_seconds=300.0)
+
+
+class Rank:
+    """A rank's reporter with its heartbeat, and an agent's limits that look at every beat. The clock stands still."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now, self._phase = 100.0, "init"
+        self.clock = Clock(lambda *_, **__: None, started=self.now, now=lambda: self.now)
+        self.heartbeat = Heartbeat.create(folder / "heartbeat")
+        self.limits = PhaseLimits(DEADLINES)
+        self.seen: list[tuple[int, str, float]] = []
+        self.reporter = Reporter(self.clock, lambda *_, **__: None, self._beat)
+
+    def _beat(self, step: int, phase: str) -> None:
+        self.heartbeat.beat(step, phase)
+        beat = self.heartbeat.read()
+        self.limits.observe(beat, beat.t_mono)
+        self.seen.append((step, phase, self.limits.limit(beat)))
+        self.now += 7.0 if self._phase == "compile" else 1.0  # has passed in the phase that ends
+        self._phase = phase
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    import torch._dynamo
+
+    rank = Rank(tmp_path)
+    stop = tell_compilation(lambda: rank.reporter.enter_for_a_while("compile"))
+    yield rank
+    stop()
+    torch._dynamo.reset()
+
+
+def test_compilation_has_the_longest_limit_and_is_no_useful_time(rank: Rank) -> None:
+    double = torch.compile(lambda numbers: 2 * numbers, backend="eager", dynamic=False)
+
+    def step(number: int, size: int) -> dict[str, float]:
+        rank.seen.clear()
+        rank.reporter.enter("data", number)
+        rank.reporter.enter("forward", number)
+        double(torch.ones(size))
+        rank.reporter.enter("optimizer", number)
+        return rank.clock.take()
+
+    step(1, 4)
+    assert [phase for _, phase, _ in rank.seen] == ["data", "forward", "compile", "forward", "optimizer"]
+    for number in range(2, 30):
+        step(number, 4)
+        assert [phase for _, phase, _ in rank.seen] == ["data", "forward", "optimizer"]
+    seconds = step(30, 5)  # another shape, and so once more
+    assert [(number, phase) for number, phase, _ in rank.seen[1:4]] == [
+        (30, "forward"),
+        (30, "compile"),
+        (30, "forward"),
+    ]
+    limits = {phase: limit for _, phase, limit in rank.seen}
+    assert limits["compile"] == DEADLINES.longest_seconds > limits["forward"] == DEADLINES.floor_seconds
+    assert seconds[LedgerClass.STARTUP] == 7.0 and seconds[LedgerClass.USEFUL_STEP] == pytest.approx(3.0)

@@ -1,0 +1,87 @@
+"""What an agent tells of GPUs, by a library that stands in for NVIDIA's: no GPU is there to be asked."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.flow import wait_until
+from training.launch.watch.gpu import GpuCounters
+
+GIB = 2**30
+
+
+class Library:
+    """Two devices. The second tells no temperature; `stuck`: no question is ever answered."""
+
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self) -> None:
+        self.stuck, self.released = False, threading.Event()
+
+    def nvmlInit(self) -> None:  # noqa: N802 - the library's names
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, device: int) -> SimpleNamespace:  # noqa: N802
+        if self.stuck:
+            self.released.wait(120)
+        return SimpleNamespace(used=(10 + device) * GIB, free=(70 - device) * GIB)
+
+    def nvmlDeviceGetUtilizationRates(self, device: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(gpu=90 - 50 * device)
+
+    def nvmlDeviceGetTemperature(self, device: int, sensor: int) -> int:  # noqa: N802
+        if device == 1:
+            raise RuntimeError("Not Supported")
+        return 61
+
+
+@pytest.fixture
+def counters() -> Iterator[GpuCounters]:
+    counters = GpuCounters()
+    yield counters
+    counters.close()
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    library = Library()
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    yield library
+    library.released.set()
+
+
+def test_extremes_and_sums_of_what_the_devices_tell(library: Library, counters: GpuCounters) -> None:
+    wait_until("an answer", counters.sample, timeout=60)
+    assert counters.sample() == {
+        "gpus": 2,
+        "gpu_memory_used_bytes": 21 * GIB,
+        "gpu_memory_free_bytes": 69 * GIB,
+        "gpu_busy_percent": 40,
+        "gpu_celsius": 61,
+    }
+
+
+def test_a_driver_that_does_not_answer_holds_nobody_up(library: Library, counters: GpuCounters) -> None:
+    """The agent's loop, which watches the ranks, asks this once a second."""
+    wait_until("an answer", counters.sample, timeout=60)
+    library.stuck = True
+    wait_until("silence", lambda: not counters.sample(), timeout=60)
+
+
+def test_without_the_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch, counters: GpuCounters) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    before = set(threading.enumerate())
+    assert counters.sample() == {}
+    wait_until("the end of its thread", lambda: not set(threading.enumerate()) - before, timeout=60)
+    assert counters.sample() == {}

@@ -1,0 +1,69 @@
+"""While a rank anywhere waits for the store, nobody is blamed for waiting for that rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from infra.config.schema import RunConfig
+from training.launch.member import Member
+from training.launch.peers import Lead
+from training.launch.ports import control_ports
+from training.launch.recently import Recently
+from training.launch.spec import GangSpec
+from training.launch.verdict import Start
+
+_DEADLINE_SECONDS = 60.0
+FREE = {"terms": None, "rehearse": None, "hosts": ["zero", "1", "2"]}
+
+
+def spec_of(folder: Path, node: int) -> GangSpec:
+    return GangSpec(
+        job="job",
+        run="run",
+        attempt=0,
+        node=node,
+        nodes=3,
+        processes_per_node=1,
+        main_address="127.0.0.1",
+        config=RunConfig(store=str(folder)).model_dump(mode="json"),
+        store_uri=str(folder),
+        prepared={},
+        log_folder=str(folder / "logs"),
+        candidate_ports=control_ports(folder.name, 0),
+    )
+
+
+def test_what_one_node_tells_all_know(tmp_path: Path) -> None:
+    lead = Lead(spec_of(tmp_path, 0), "zero")
+    calling = threading.Thread(target=lead.roll_call, args=(_DEADLINE_SECONDS, lambda: False))
+    calling.start()
+    members = [Member(replace(spec_of(tmp_path, n)), f"{n}", _DEADLINE_SECONDS, lambda: False) for n in (1, 2)]
+    calling.join(_DEADLINE_SECONDS)
+    lead.start(Start(generation=1, generation_id="id", candidates=[], rendezvous_port=1, **FREE, nodes=[0, 1, 2]))
+    assert all(isinstance(member.await_start(_DEADLINE_SECONDS), Start) for member in members)
+    try:
+        assert not any(one.somebody_waits for one in (lead, *members))
+        members[0].waiting()
+        limit = time.monotonic() + _DEADLINE_SECONDS
+        told = set()
+        while len(told) < 3 and time.monotonic() < limit:
+            assert all(one.poll() is None for one in (lead, *members))
+            told |= {name for name, one in zip("012", (lead, *members), strict=True) if one.somebody_waits}
+        assert told == {"0", "1", "2"}
+    finally:
+        for one in (*members, lead):
+            one.close()
+
+
+def test_it_holds_for_a_moment_only() -> None:
+    now = [100.0]
+    told = Recently(3.0, now=lambda: now[0])
+    assert not told.holds
+    told.mark()
+    now[0] += 2.9
+    assert told.holds
+    now[0] += 0.2
+    assert not told.holds

@@ -1,0 +1,108 @@
+"""How the agents of a gang agree, as the other nodes' agents see it: they report to node 0 and do what it says."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+
+from infra.events import EndReason
+from training.launch.channel import Message, join
+from training.launch.control import Order
+from training.launch.recently import STORE_WAIT_SECONDS, Recently
+from training.launch.spec import GangSpec
+from training.launch.verdict import Start, Verdict, told_to_leave
+from training.launch.watch import WorkerFailure
+
+
+class Member:
+    """Any other node's view: it reports to node 0 and does what node 0 says."""
+
+    def __init__(self, spec: GangSpec, host: str, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
+        hello: Message = {"node": spec.node, "host": host}
+        door = (spec.main_address, spec.candidate_ports, spec.token)
+        self._lead = join(*door, hello, deadline_seconds, stopped, spec.silence_seconds)
+        self._stopped = stopped
+        self._generation = 0
+        self._inbox: deque[Message] = deque()
+        self._orders: list[Order] = []
+        self._store_wait = Recently(STORE_WAIT_SECONDS)
+        self._witnesses_wanted = False
+
+    def await_start(self, deadline_seconds: float) -> Start | Verdict:
+        """The start, or the verdict that there will be none."""
+        limit = time.monotonic() + deadline_seconds
+        while time.monotonic() < limit:
+            if (message := self._next("start", "verdict")) is not None:
+                if message.pop("kind") == "verdict":
+                    return Verdict.from_message(message)
+                start = Start(**message)
+                self._generation, self._witnesses_wanted = start.generation, False
+                return start
+            if self._lead.closed or self._stopped():
+                break
+            time.sleep(0.01)
+        if self._stopped():
+            return told_to_leave("this node")
+        cause = self._lead.closed or f"no start within {deadline_seconds:g} s"
+        return Verdict(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
+
+    def ready(self) -> None:
+        """This node's ranks of the generation that failed are gone."""
+        self._send("ready")
+
+    def report(self, failure: WorkerFailure) -> None:
+        self._send("failed", failure=asdict(failure))
+
+    def finished(self, results: dict[int, dict]) -> None:
+        self._send("finished", results=results)
+
+    def order(self, order: Order) -> None:
+        self._lead.send({"kind": "order", **order.to_json()})
+
+    def orders(self) -> list[Order]:
+        orders, self._orders = self._orders, []
+        return orders
+
+    def witnesses_wanted(self) -> bool:
+        wanted, self._witnesses_wanted = self._witnesses_wanted, False
+        return wanted
+
+    def waiting(self) -> None:
+        self._store_wait.mark()
+        self._send("waiting")
+
+    @property
+    def somebody_waits(self) -> bool:
+        return self._store_wait.holds
+
+    def poll(self) -> Verdict | None:
+        if (message := self._next("verdict")) is not None:
+            del message["kind"]
+            return Verdict.from_message(message)
+        if self._lead.closed:
+            return Verdict(culprit=f"node 0 was lost: {self._lead.closed}", reason=EndReason.NODE_LOST)
+        return None
+
+    def close(self) -> None:
+        self._lead.close()
+
+    def _next(self, *kinds: str) -> Message | None:
+        """The next message of these kinds; orders are put aside, what comes after it is left for later."""
+        self._lead.keep_alive()
+        self._inbox.extend(self._lead.receive())
+        while self._inbox:
+            message = self._inbox.popleft()
+            if message["kind"] == "order":
+                self._orders.append(Order.from_json(message))
+            elif message["kind"] == "waiting":
+                self._store_wait.mark()
+            elif message["kind"] == "witnesses":
+                self._witnesses_wanted = True
+            elif message["kind"] in kinds:
+                return message
+        return None
+
+    def _send(self, kind: str, **content: object) -> None:
+        self._lead.send({"kind": kind, "generation": self._generation, **content})
