@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +75,13 @@ def test_launchers_agents_and_uploaders_start_without_torch() -> None:
     code = f"import sys, {modules}; print([m for m in ('torch', 'pandas', 'metaflow', 'boto3') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_what_is_installed_holds_the_files_that_are_no_modules() -> None:
+    """A pattern of package_data is for the files of its own package, and not of those below it."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    patterns = settings["options.package_data"].items()
+    held = {path for package, pattern in patterns for path in ROOT.joinpath(*package.split(".")).glob(pattern)}
+    wanted = {path for room in ROOMS for kind in ("*.csv", "*.c") for path in (ROOT / room).rglob(kind)}
+    assert wanted and held == wanted

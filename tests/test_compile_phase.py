@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from infra.ledger_classes import LedgerClass
 from training.clock import Clock
-from training.launch.watch.heartbeat import Heartbeat
+from training.launch.watch.heartbeat import Beat, Heartbeat
 from training.launch.watch.limits import Deadlines, PhaseLimits
 from training.parallel.compiling import tell_compilation
 from training.reporter import Reporter
@@ -74,3 +75,28 @@ def test_compilation_has_the_longest_limit_and_is_no_useful_time(rank: Rank) -> 
     limits = {phase: limit for _, phase, limit in rank.seen}
     assert limits["compile"] == DEADLINES.longest_seconds > limits["forward"] == DEADLINES.floor_seconds
     assert seconds[LedgerClass.STARTUP] == 7.0 and seconds[LedgerClass.USEFUL_STEP] == pytest.approx(3.0)
+
+
+def test_an_evaluation_that_compiles_is_still_the_first_one(rank: Rank) -> None:
+    double = torch.compile(lambda numbers: 2 * numbers, backend="eager", dynamic=False)
+    rank.reporter.enter("forward", 1)
+    rank.reporter.enter("evaluation", 1)
+    double(torch.ones(4))
+    rank.reporter.enter("forward", 2)
+    rank.reporter.enter("evaluation", 2)
+    limits = [(phase, limit) for _, phase, limit in rank.seen if phase != "forward"]
+    assert [phase for phase, _ in limits] == ["evaluation", "compile", "evaluation", "evaluation"]
+    assert [limit for _, limit in limits[:3]] == [DEADLINES.longest_seconds] * 3
+    assert rank.heartbeat.read().entered == 2
+
+
+def test_the_second_evaluation_may_be_as_long_as_the_first() -> None:
+    limits = PhaseLimits(DEADLINES)
+    evaluation = Beat(pid=1, step=1, phase="evaluation", t_mono=100.0, entered=1)
+    limits.observe(replace(evaluation, phase="forward", t_mono=90.0), 90.0)
+    for seconds in range(30):
+        limits.observe(evaluation, 100.0 + seconds)
+    limits.observe(replace(evaluation, step=2, phase="forward", t_mono=129.0, entered=2), 129.0)
+    second = replace(evaluation, step=2, t_mono=130.0, entered=2)
+    limits.observe(second, 130.0)
+    assert limits.limit(second) > 30.0 > DEADLINES.floor_seconds

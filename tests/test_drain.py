@@ -169,6 +169,22 @@ def test_a_notice_that_stands_at_the_start_is_waited_out_and_counts_no_more(
     assert limits.stop() is Stop.INTERRUPTED and 27 < limits.stop_seconds <= 28
 
 
+def test_of_two_notices_that_stand_the_later_one_is_waited_out_too(
+    make_drain: MakeDrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the time of one cannot be read, say, and the machine goes by the other."""
+    monkeypatch.setattr(drain_module, "STALE_SECONDS", 0.5)
+    leave_notice(tmp_path, 2)
+    with FakeMetadata() as service:
+        service.interrupt(6)
+        monkeypatch.setenv(ENDPOINT_VARIABLE, service.address)
+        drain, events, began = make_drain(), [], time.monotonic()
+        assert drain.outlive_standing(60) == "" and time.monotonic() - began > 5
+        attend(drain, Post(), events)
+    assert sorted(event["source"] for event in events if event["does"] == "wait") == ["metadata", "metaflow"]
+    assert not drain.leaving
+
+
 def test_a_notice_that_leaves_time_to_train_is_no_reason_to_wait(make_drain: MakeDrain, tmp_path: Path) -> None:
     leave_notice(tmp_path, 100)
     drain, post = make_drain(), Post()

@@ -200,7 +200,10 @@ def test_a_rehearsed_notice_is_heard_at_its_step(tmp_path: Path) -> None:
 def test_a_notice_hurries_the_last_save_of_a_job_that_is_done(tmp_path: Path) -> None:
     saver, control = Saver(), Control.create(tmp_path / "record")
     limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
-    saves = replace(trainer_of(saver, []), limits=limits).saves
+    trainer, phases = trainer_of(saver, []), []
+    reporter = replace(trainer.reporter, beat=lambda step, phase: phases.append(phase))
+    saves = replace(trainer, limits=limits, reporter=reporter).saves
+    reporter.enter("checkpoint", 9)
     saves.finish()
     assert saver.asked == ["before_step"]
     saver.busy = True
@@ -209,6 +212,7 @@ def test_a_notice_hurries_the_last_save_of_a_job_that_is_done(tmp_path: Path) ->
     saves.finish()
     notice.join()
     assert saver.asked == ["before_step", "before_step", "hurry"]
+    assert phases == ["checkpoint", *["store", "checkpoint"] * 2], "it is the store that is waited for"
 
 
 def test_a_notice_leads_to_a_save_in_time_or_to_none() -> None:

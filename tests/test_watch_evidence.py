@@ -144,7 +144,7 @@ class small_cgroup:  # noqa: N801 - reads as a phrase: with small_cgroup(pid)
             self._folder.rmdir()
 
 
-def test_nobody_is_blamed_while_somebody_waits_for_the_store_unless_it_is_stopped(rank: Rank, tmp_path: Path) -> None:
+def test_nobody_is_blamed_while_somebody_waits_for_the_store(rank: Rank, tmp_path: Path) -> None:
     watch = watch_of(rank, tmp_path, floor_seconds=5.0)
     rank.offset += 60.0
     for _ in range(100):
@@ -155,4 +155,30 @@ def test_nobody_is_blamed_while_somebody_waits_for_the_store_unless_it_is_stoppe
     while not [one for one in found if one.hung] and time.monotonic() < limit:
         found += watch.look()
     assert [one.rank for one in found if one.hung] == [3]
+    watch.close()
+
+
+def test_those_who_waited_along_have_the_time_of_a_step_when_the_wait_is_over(rank: Rank, tmp_path: Path) -> None:
+    """The rank that waited has a step to make before it is where the others are."""
+    watch = watch_of(rank, tmp_path, floor_seconds=20.0)
+    for _ in range(200):
+        rank.offset += 0.5
+        watch.look(patient=True)
+    assert [one for one in pass_time(watch, rank, 15.0) if one.hung] == []
+    hung = wait_until("its end", lambda: [one for one in pass_time(watch, rank, 1.0) if one.hung], timeout=60)
+    assert [one.rank for one in hung] == [3]
+    watch.close()
+
+
+def test_a_rank_that_is_stuck_as_it_waits_for_the_store_is_given_up(rank: Rank, tmp_path: Path) -> None:
+    watch = watch_of(rank, tmp_path, floor_seconds=5.0)
+    rank.heartbeat.beat(3, "store")
+
+    def look() -> list[WorkerFailure]:
+        rank.offset += 0.5
+        return [one for one in watch.look(patient=True) if one.hung]
+
+    assert not any(look() for _ in range(240))
+    [hung] = wait_until("its end", look, timeout=60)
+    assert (hung.rank, hung.phase) == (3, "store") and "(limit 130 s)" in hung.message
     watch.close()

@@ -88,9 +88,11 @@ class Saves:
     def finish(self) -> None:
         """Until the newest save is a commit, by the saver's own deadlines; hurried when this rank is told to leave."""
         self.saver.before_step()
+        over = self.reporter.enter_for_a_while("store")
         limit = time.monotonic() + self.config.deadline_seconds
         while self.saver.busy and not self.limits.asked_to_leave and time.monotonic() < limit:
             time.sleep(_LOOK_SECONDS)
+        over()
         if self.limits.asked_to_leave:
             self.saver.hurry()
         self.saver.wait()

@@ -110,6 +110,8 @@ class Drain:
                 return f"SIGTERM, and {going}"
             if left < -STALE_SECONDS:
                 self._forget_reclaims()
+                if any(map(_stands, self._unsent)):
+                    continue
                 say(f"node {self._node}: the notice's time has passed and this machine is still there: it starts")
                 return ""
             if not told and left + STALE_SECONDS > longest_seconds:
@@ -120,8 +122,10 @@ class Drain:
             time.sleep(_LOOK_SECONDS)
 
     def _forget_reclaims(self) -> None:
-        self._outlived += [one for one in self._unsent if _stands(one)]
-        self._unsent = [one for one in self._unsent if not _stands(one)]
+        """Those whose time has passed: another source may tell of a later one."""
+        over = [one for one in self._unsent if _stands(one) and one.ends_at < time.monotonic() - STALE_SECONDS]
+        self._outlived += over
+        self._unsent = [one for one in self._unsent if one not in over]
         self._own, self._own_leave_at, self._leave_at, self._echo_by = None, *[float("inf")] * 3
 
     def settle(self, nodes: Collection[int]) -> None:

@@ -24,6 +24,7 @@ PHASES = (
     "evaluation",
     "done",
 )
+_INTERLUDES = frozenset({"compile", "store"})  # in the midst of other phases, which go on after them
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASES)}
 _PID, _STEP, _PHASE, _NANOSECONDS, _ENTERED = range(5)
 _FIELDS = _ENTERED + len(PHASES)
@@ -31,7 +32,8 @@ _FIELDS = _ENTERED + len(PHASES)
 
 @dataclass(frozen=True)
 class Beat:
-    """The last beat: t_mono is the monotonic clock of this machine, in seconds. entered: how often that phase was."""
+    """The last beat: t_mono is the monotonic clock of this machine, in seconds. entered: how often that phase
+    was begun; compilation and a wait for the store in its midst do not begin it anew."""
 
     pid: int
     step: int
@@ -50,6 +52,7 @@ class Heartbeat:
     def __init__(self, path: Path) -> None:
         with open(path, "r+b") as file:
             self._record = memoryview(mmap.mmap(file.fileno(), _FIELDS * 8)).cast("q")
+        self._interrupted = ""  # the phase that goes on after the present interlude
 
     @classmethod
     def create(cls, path: Path) -> Heartbeat:
@@ -60,10 +63,15 @@ class Heartbeat:
 
     def beat(self, step: int, phase: str) -> None:
         record, number = self._record, _PHASE_NUMBER[phase]
+        last = PHASES[record[_PHASE]]
+        goes_on = last in _INTERLUDES and phase == self._interrupted
+        if phase in _INTERLUDES and last not in _INTERLUDES:
+            self._interrupted = last
         record[_PID] = os.getpid()
         record[_STEP] = step
         record[_PHASE] = number
-        record[_ENTERED + number] += 1
+        if not goes_on:
+            record[_ENTERED + number] += 1
         record[_NANOSECONDS] = time.monotonic_ns()
 
     def read(self) -> Beat:

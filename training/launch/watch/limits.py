@@ -95,7 +95,9 @@ class PhaseLimits:
         self._beat, self._looked = beat, now
         if beat.phase in _STEP_PHASES and self._first_step is None:
             self._first_step = beat.step
-        if last is None or last.t_mono == beat.t_mono or self._is_first(last):
+        if last is None or last.t_mono == beat.t_mono:
+            return
+        if self._is_first(last) and last.phase != "evaluation":  # what it compiles is a phase of its own: all are alike
             return
         # After a look that came late, several phases may have ended: what was certain before counts.
         seconds = min(beat.t_mono - last.t_mono, looked - last.t_mono + 0.1)

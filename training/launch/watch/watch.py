@@ -16,7 +16,7 @@ from training.launch.watch.evidence import MemoryKills, node_sample, resident_by
 from training.launch.watch.failure import PROVEN, SLOW, WorkerFailure
 from training.launch.watch.gpu import GpuCounters
 from training.launch.watch.heartbeat import Beat
-from training.launch.watch.limits import Deadlines, PhaseLimits
+from training.launch.watch.limits import STORE_PHASE, Deadlines, PhaseLimits
 from training.launch.watch.observed import records_path
 from training.launch.watch.recorder import parse_records
 from training.launch.watch.stacks import last_words, parse_traceback
@@ -68,22 +68,24 @@ class Watch:
         self._wanted = False
         self._suspected_at = -_SUSPICION_SECONDS
         self._looked = now()
-        self._absent_seconds = 0.0
+        self._absent_seconds = self._patient_seconds = 0.0
 
     def look(self, *, patient: bool = False) -> list[WorkerFailure]:
-        """What is new. Microseconds per rank while all goes well. patient: nobody is to be blamed for being slow now,
-        since a rank somewhere waits for the store and all others for that rank."""
+        """What is new. Microseconds per rank while all goes well. patient: a rank somewhere waits for the store, and
+        all others for that rank: this time is no silence of theirs, also when it is over."""
         now = self._now()
         if now - self._looked > _ABSENT_SECONDS:
             self._absent_seconds += now - self._looked
+        elif patient:
+            self._patient_seconds += now - self._looked
         self._looked = now
         found = [failure for rank in self._ranks if (failure := rank.ended())]
         if found:
             found += [witness for rank in self._ranks if (witness := rank.gone())]
         living = [rank for rank in self._ranks if rank.living]
         for rank in living:
-            rank.look(now, self._absent_seconds)
-        due = [rank for rank in living if not rank.reported and (rank.stopped or (rank.hung and not patient))]
+            rank.look(now, self._absent_seconds, self._patient_seconds)
+        due = [rank for rank in living if not rank.reported and (rank.stopped or rank.hung)]
         remarkable = any(rank.remarkable for rank in living) and now - self._suspected_at >= _SUSPICION_SECONDS
         if due or remarkable or self._wanted:
             found += self._dumped(living, due, remarkable, now)
@@ -134,7 +136,7 @@ class _Rank:
         self._stopped_since: float | None = None
         self._resident = 0
         self._beat = worker.beat
-        self._silent = self._absent_before = 0.0
+        self._silent = self._absent_before = self._patient_before = 0.0
         self.reported = False
         self.stopped = self.hung = self.remarkable = False
 
@@ -154,15 +156,16 @@ class _Rank:
     def living(self) -> bool:
         return self._worker.process.poll() is None
 
-    def look(self, now: float, absent: float) -> None:
-        """absent: seconds since the start in which nobody looked."""
+    def look(self, now: float, absent: float, patient: float) -> None:
+        """Seconds since the start. absent: in which nobody looked; patient: in which some rank waited for the store."""
         beat = self._worker.beat
         if beat.t_mono != self._beat.t_mono:
-            self._absent_before = absent
+            self._absent_before, self._patient_before = absent, patient
         self._beat = beat
         self._limits.observe(beat, now)
         self._silent = now - beat.t_mono - (absent - self._absent_before)
-        self.hung = self._silent > self._limits.limit(beat)
+        excused = 0.0 if beat.phase == STORE_PHASE else patient - self._patient_before
+        self.hung = self._silent - excused > self._limits.limit(beat)
         self.remarkable = self._silent > self._limits.ordinary(beat)
         if now - self._state_at >= _STATE_SECONDS:
             self._state_at = now
