@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from infra.aws.calls import Patience, ask
 from infra.batch.cancel import NEVER_STARTED, TERMINATED
+from infra.errors import CloudError
 
 Cause = Literal["reclaimed", "user_code", "never_started", "terminated", "ended", "unknown"]
 """reclaimed: the machine was taken away or lost; Batch tells a Spot reclaim and a broken host alike.
@@ -22,6 +23,7 @@ FINISHED = ("SUCCEEDED", "FAILED")
 
 _JOBS_IN_A_REQUEST = 100
 _SECONDS = 20.0
+_NODES_SECONDS = 5.0
 
 # Texts of AWS, as its user guide and the reports of users show them; matched at the beginning unless they move about.
 # https://docs.aws.amazon.com/batch/latest/userguide/job_retries.html
@@ -94,7 +96,7 @@ def describe_attempts(
     jobs = _describe(list(dict.fromkeys(job_ids)), client, patience)
     failed = [job for job in jobs.values() if job.get("status") == "FAILED" and _nodes(job) > 1]
     children = [f"{job['jobId']}#{index}" for job in failed for index in range(_nodes(job))]
-    parts = _describe(children, client, patience) if children else {}
+    parts = _nodes_of(children, client, patience)
     found = {}
     for job_id, job in jobs.items():
         own = [parts[name] for name in (f"{job_id}#{index}" for index in range(_nodes(job))) if name in parts]
@@ -103,9 +105,18 @@ def describe_attempts(
 
 
 def cause_of(
-    status: str, reasons: Sequence[str], exit_code: int | None, *, started: bool, ended_by_call: bool
+    status: str,
+    reasons: Sequence[str],
+    exit_code: int | None,
+    *,
+    started: bool,
+    ended_by_call: bool = False,
+    main_alone: bool = False,
 ) -> Cause:
-    """What Batch's words mean. reasons: of the job, its container and its nodes. ended_by_call: TerminateJob, CancelJob."""
+    """What Batch's words mean. reasons: of the job, its container and its nodes.
+
+    ended_by_call: by TerminateJob or CancelJob. main_alone: nothing is known of its further nodes, one may be lost.
+    """
     text = "\n".join(reasons)
     if status != "FAILED":
         return "ended" if status == "SUCCEEDED" else "unknown"
@@ -123,7 +134,7 @@ def cause_of(
         return "never_started"
     if _OUT_OF_MEMORY.search(text):
         return "user_code"
-    if _EXITED.search(text) and exit_code not in (None, *_KILLED):
+    if _EXITED.search(text) and exit_code not in _KILLED and not main_alone:
         return "user_code"
     return "unknown"
 
@@ -135,6 +146,14 @@ def _describe(job_ids: Sequence[str], client: Any, patience: Patience) -> dict[s
         answer = ask(client, "describe_jobs", patience, jobs=wanted)
         found |= {job["jobId"]: job for job in answer.get("jobs") or []}
     return {job_id: found[job_id] for job_id in job_ids if job_id in found}
+
+
+def _nodes_of(children: Sequence[str], client: Any, patience: Patience) -> dict[str, Mapping[str, Any]]:
+    """The nodes' own descriptions; without them the job's is still worth having."""
+    try:
+        return _describe(children, client, Patience.of(min(_NODES_SECONDS, patience.left()))) if children else {}
+    except CloudError:
+        return {}
 
 
 def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> BatchAttempt:
@@ -157,7 +176,14 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
         stopped_utc=_seconds(job.get("stoppedAt")),
         exit_code=code,
         reason="; ".join(" ".join(text.split()) for text in reasons),
-        cause=cause_of(status, reasons, code, started=started is not None, ended_by_call=ended_by_call),
+        cause=cause_of(
+            status,
+            reasons,
+            code,
+            started=started is not None,
+            ended_by_call=ended_by_call,
+            main_alone=_nodes(job) > 1 and not parts,
+        ),
     )
 
 
