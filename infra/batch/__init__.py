@@ -5,6 +5,7 @@ from __future__ import annotations
 from infra.batch.attempts import BatchAttempt, Cause, describe_attempts
 from infra.batch.cancel import cancel_job
 from infra.batch.client import batch_client
+from infra.batch.declared import training_queues
 from infra.batch.queues import ComputeEnvironment, QueueState, describe_queues
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "cancel_job",
     "describe_attempts",
     "describe_queues",
+    "training_queues",
 ]
