@@ -1,0 +1,117 @@
+"""What earlier attempts of a job met, read from its events: where, for how long, and what ended them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
+
+from cost.capacity.placement import Placement
+from infra.events import BATCH_ATTEMPT, NODE_STARTED, NOTICE, PLACED, Event
+from infra.notices import RECLAIMS
+
+RECLAIMED, USER_CODE, NEVER_STARTED, TERMINATED, ENDED, UNKNOWN = (
+    "reclaimed",
+    "user_code",
+    "never_started",
+    "terminated",
+    "ended",
+    "unknown",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastAttempt:
+    """One placement and what came of it. Unix times by Batch's clock; None: it did not come to that, or nobody told.
+
+    cause: as Batch tells it, except that an attempt that left on a reclaim's notice counts as reclaimed.
+    """
+
+    placement: Placement
+    placed_utc: float
+    job_id: str = ""
+    cause: str = UNKNOWN
+    created_utc: float | None = None
+    started_utc: float | None = None
+    stopped_utc: float | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Its pool had no capacity for as long as the job was let wait."""
+        return self.cause == NEVER_STARTED or (self.cause == TERMINATED and self.started_utc is None)
+
+    @property
+    def ended_utc(self) -> float:
+        """When it was known what came of it, as far as that was told."""
+        known = (self.placed_utc, self.created_utc, self.started_utc, self.stopped_utc)
+        return max(moment for moment in known if moment is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """All attempts of a job so far, oldest first."""
+
+    attempts: tuple[PastAttempt, ...] = ()
+
+    @property
+    def last(self) -> PastAttempt | None:
+        return self.attempts[-1] if self.attempts else None
+
+
+def attempt_record(attempt: Any, placement: Placement | None) -> dict[str, Any]:
+    """The data of a `batch_attempt` event: what Batch told of a job (`infra.batch.attempts.BatchAttempt`), and where it
+    was placed, so that the ledger can price it. placement: None where nobody knows."""
+    told = asdict(attempt) if is_dataclass(attempt) and not isinstance(attempt, type) else dict(attempt)
+    told["cause"] = str(told.get("cause") or UNKNOWN)
+    placed = {} if placement is None else placement.to_json()
+    names = ("instance_type", "market", "region", "zone", "processes_per_node", "usd_per_hour", "quoted_usd_per_hour")
+    return {**told, **{name: placed.get(name) for name in (*names, "price_kind")}}
+
+
+def history_of(events: Sequence[Event]) -> History:
+    """From a job's events, in any order. What came of a placement is the first `batch_attempt` that follows it and
+    comes before the next one; of a job that was told of twice, the last word counts. A placement of another version
+    that cannot be read is passed over."""
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    noticed = _noticed_jobs(ordered)
+    newest = {str(event.data.get("job_id")): event.data for event in ordered if event.name == BATCH_ATTEMPT}
+    attempts: list[PastAttempt] = []
+    told: set[str] = set()
+    for event in ordered:
+        if event.name == PLACED and (placement := _placement(event.data)) is not None:
+            attempts.append(PastAttempt(placement=placement, placed_utc=event.t_wall))
+        elif event.name == BATCH_ATTEMPT and attempts and not attempts[-1].job_id:
+            job_id = str(event.data.get("job_id"))
+            if job_id not in told:
+                told.add(job_id)
+                attempts[-1] = _with_word(attempts[-1], job_id, newest[job_id], job_id in noticed)
+    return History(attempts=tuple(attempts))
+
+
+def _with_word(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], noticed: bool) -> PastAttempt:
+    cause = str(data.get("cause") or UNKNOWN)
+    return PastAttempt(
+        placement=attempt.placement,
+        placed_utc=attempt.placed_utc,
+        job_id=job_id,
+        cause=RECLAIMED if noticed and cause in (ENDED, UNKNOWN, USER_CODE, TERMINATED) else cause,
+        **{name: _moment(data.get(name)) for name in ("created_utc", "started_utc", "stopped_utc")},
+    )
+
+
+def _noticed_jobs(events: Sequence[Event]) -> set[str]:
+    """Jobs that were told that their machine would be taken back: leaving in time is no failure of theirs."""
+    gone = {event.generation for event in events if event.name == NOTICE and event.data.get("action") in RECLAIMS}
+    started = [event for event in events if event.name == NODE_STARTED and event.generation in gone]
+    return {str(event.data["batch_job_id"]) for event in started if event.data.get("batch_job_id")}
+
+
+def _placement(data: Mapping[str, Any]) -> Placement | None:
+    try:
+        return Placement.from_json(data["placement"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _moment(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
