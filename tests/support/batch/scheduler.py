@@ -172,7 +172,7 @@ class Scheduler:
         """The duration is of the whole job, from its main node's start."""
         if job.timeout_seconds is None or job.main.started_at is None or job.timed_out_at is not None:
             return
-        if self._now_ms() - job.main.started_at >= 1000 * job.timeout_seconds:
+        if self._now_ms() - job.main.started_at >= 1000 * job.timeout_seconds / self._settings.attempt_scale:
             job.timed_out_at = time.monotonic()
             self._ask_to_end(job)
 

@@ -53,9 +53,9 @@ class Settings:
     """queues: by name. role_environment: what containers find set, as an instance with a role would find credentials.
 
     time_scale: seconds of AWS in one second here, for the notice, for traces and for jobStateTimeLimitActions; the
-    times of jobs and their attempt durations are real. start_seconds: from capacity to a running container.
-    stop_seconds: from SIGTERM to SIGKILL. clock_ahead_seconds: of the account's clock against this machine's.
-    missing_images: expressions of images that cannot be pulled. rules: faults that requests meet
+    times of jobs are real. attempt_scale: the same for the duration of attempts. start_seconds: from capacity to a
+    running container. stop_seconds: from SIGTERM to SIGKILL. clock_ahead_seconds: of the account's clock against this
+    machine's. missing_images: expressions of images that cannot be pulled. rules: faults that requests meet
     ({"operation", "kind", "times"}, see faults.py).
     """
 
@@ -63,6 +63,7 @@ class Settings:
     role_environment: dict[str, str] = field(default_factory=dict)
     region: str = "us-east-1"
     time_scale: float = 1.0
+    attempt_scale: float = 1.0
     notice_seconds: float = 120.0
     start_seconds: float = 0.2
     stop_seconds: float = 1.0
