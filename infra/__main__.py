@@ -46,7 +46,7 @@ def preflight(options: argparse.Namespace) -> int:
         else:
             print(error, file=sys.stderr)
         return Outcome.CONFIG.exit_code
-    results = run_all_checks(loaded.config, str(loaded.path), quick_only=options.quick)
+    results = run_all_checks(loaded.config, str(loaded.path), quick_only=options.quick, target=None)
     outcome = Outcome.PREFLIGHT if blocking(results) else None
     print(_document(outcome, results=results) if options.json else render_results(results))
     return Outcome.COMPLETED.exit_code if outcome is None else outcome.exit_code
