@@ -79,8 +79,8 @@ PRICES = "prices"
 # certificate: the resume certificate as JSON (training.certify.certificate), where one was asked for.
 CERTIFICATE = "certificate"
 OUTCOME = "outcome"  # outcome, step, weights_sha256, message
-# Written by the supervisor after each run of the flow: verdict (`flows.supervising.verdict.Verdict`), exit_code, seconds,
-# commit (key of the newest one, or null).
+# Written by the supervisor after each run of the flow: verdict (`flows.supervising.verdict.Verdict`), exit_code,
+# seconds, commit (key of the newest one, or null).
 SUPERVISED = "supervised"
 
 
