@@ -1,0 +1,84 @@
+"""Running the real flow on the local Batch, with a bucket of its own as its store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.batch.fixture import LocalBatch, local_batch
+from tests.support.flow import FlowRunner, wait_until
+from tests.support.swift import Swift
+
+LIGHT, SPOT, ON_DEMAND = "light-m5", "spot-g5", "on-demand-g5"
+PREFIX = "jobs-of-a-test"
+_TYPES = ["g5.xlarge"]
+_QUEUES: dict[str, dict[str, Any]] = {
+    LIGHT: {"instance_types": ["m5.large"]},
+    SPOT: {"market": "spot", "instance_types": _TYPES},
+    ON_DEMAND: {"instance_types": _TYPES},
+}
+# One node of one rank, whose kind of machine there is on both markets.
+_SETTINGS = {
+    "cluster__backend": "batch",
+    "cluster__nodes": 1,
+    "cluster__instance_types": json.dumps(_TYPES),
+    "batch__light_queue": LIGHT,
+    "batch__queues": json.dumps([
+        {"name": SPOT, "market": "spot", "instance_types": _TYPES},
+        {"name": ON_DEMAND, "market": "on_demand", "instance_types": _TYPES, "multi_node": True},
+    ]),
+    "cost__budget_usd": 5,
+    "cost__deadline_hours": 2,
+    "checkpoint__stop_seconds": 5,
+    "survival__notice_margin_seconds": 1,
+}  # fmt: skip
+
+
+@contextmanager
+def account(folder: Path, swift: Swift, **settings: Any) -> Iterator[LocalBatch]:
+    """A local Batch with a queue for light steps, one of Spot and one on demand; its containers reach the store.
+
+    A notice comes 10 s before the instance goes.
+    """
+    role = {name: value for name, value in swift.environment().items() if name != "AWS_EC2_METADATA_DISABLED"}
+    usual = {"queues": _QUEUES, "role_environment": role, "time_scale": 12.0}
+    with local_batch(folder, **{**usual, **settings}) as running:
+        yield running
+
+
+class BatchRunner(FlowRunner):
+    """Runs flows whose training steps go to a local Batch; of one runner at a time, since it looks at all its jobs."""
+
+    def __init__(self, folder: Path, swift: Swift, batch: LocalBatch) -> None:
+        self.swift, self.batch, self.bucket = swift, batch, swift.new_bucket()
+        environment = batch.environment(self.bucket, swift.environment())
+        super().__init__(folder, store=f"s3://{self.bucket}/{PREFIX}", environment=environment)
+
+    def options(self, **settings: object) -> list[str]:
+        return super().options(**{**_SETTINGS, **settings})
+
+    def keys(self, below: str = "") -> list[str]:
+        """What lies in the bucket, seen with a client of another make than ours."""
+        pages = self.swift.client().get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=below)
+        return [item["Key"] for page in pages for item in page.get("Contents", [])]
+
+    def content(self, key: str) -> bytes:
+        return self.swift.client().get_object(Bucket=self.bucket, Key=key)["Body"].read()
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events of all jobs in the bucket now."""
+        found = []
+        for key in self.keys(f"{PREFIX}/jobs/"):
+            if "/events/" in key:
+                found += [json.loads(line) for line in self.content(key).splitlines() if line.endswith(b"}")]
+        return sorted(found, key=lambda event: event["t_wall"])
+
+    def training_jobs(self, *, before: int = 0) -> list[dict[str, Any]]:
+        """Batch's jobs of the training steps, oldest first, without the first `before`."""
+        return [job for job in self.batch.jobs()[before:] if "-train" in job["jobName"]]
+
+    def await_commit(self) -> None:
+        wait_until("a commit", lambda: [key for key in self.keys(f"{PREFIX}/jobs/") if "/commits/" in key])
