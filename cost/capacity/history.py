@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from cost.capacity.placement import Placement
-from infra.events import BATCH_ATTEMPT, NODE_STARTED, NOTICE, PLACED, Event
+from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, NOTICE, PLACED, Event
 from infra.notices import RECLAIMS
 
 RECLAIMED, USER_CODE, NEVER_STARTED, TERMINATED, ENDED, UNKNOWN = (
@@ -69,23 +69,50 @@ def attempt_record(attempt: Any, placement: Placement | None) -> dict[str, Any]:
 
 
 def history_of(events: Sequence[Event]) -> History:
-    """From a job's events, in any order. What came of a placement is the first `batch_attempt` that follows it and
-    comes before the next one; of a job that was told of twice, the last word counts. A placement of another version
-    that cannot be read is passed over."""
+    """From a job's events, in any order.
+
+    What came of a placement is told of the job that was submitted for it; where no submit was recorded, it is the first
+    `batch_attempt` that follows it and comes before the next one. Of a job that was told of twice the last word counts.
+    A placement that this version cannot read is passed over.
+    """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     noticed = _noticed_jobs(ordered)
     newest = {str(event.data.get("job_id")): event.data for event in ordered if event.name == BATCH_ATTEMPT}
     attempts: list[PastAttempt] = []
-    told: set[str] = set()
+    jobs = _jobs_of_placements(ordered)
     for event in ordered:
-        if event.name == PLACED and (placement := _placement(event.data)) is not None:
-            attempts.append(PastAttempt(placement=placement, placed_utc=event.t_wall))
-        elif event.name == BATCH_ATTEMPT and attempts and not attempts[-1].job_id:
-            job_id = str(event.data.get("job_id"))
-            if job_id not in told:
-                told.add(job_id)
-                attempts[-1] = _with_word(attempts[-1], job_id, newest[job_id], job_id in noticed)
+        if event.name != PLACED or (placement := _placement(event.data)) is None:
+            continue
+        attempt = PastAttempt(placement=placement, placed_utc=event.t_wall)
+        job_id = jobs.get(id(event), "")
+        attempts.append(_with_word(attempt, job_id, newest[job_id], job_id in noticed) if job_id in newest else attempt)
     return History(attempts=tuple(attempts))
+
+
+def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:
+    """Batch's job by the `id` of its `placed` event."""
+    found: dict[int, str] = {}
+    taken: set[str] = set()
+    tries: dict[tuple[Any, ...], Event] = {}
+    for event in ordered:
+        if event.name == PLACED:
+            tries[_try(event)] = event
+        elif event.name == BATCH_SUBMITTED and (placed := tries.get(_try(event))) is not None:
+            found[id(placed)] = str(event.data.get("job_id"))
+            taken.add(found[id(placed)])
+    open_one: Event | None = None
+    for event in ordered:
+        if event.name == PLACED:
+            open_one = None if id(event) in found else event
+        elif event.name == BATCH_ATTEMPT and open_one is not None and str(event.data.get("job_id")) not in taken:
+            found[id(open_one)] = str(event.data.get("job_id"))
+            taken.add(found[id(open_one)])
+            open_one = None
+    return found
+
+
+def _try(event: Event) -> tuple[Any, ...]:
+    return event.run, event.attempt, event.data.get("step"), event.data.get("task")
 
 
 def _with_word(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], noticed: bool) -> PastAttempt:

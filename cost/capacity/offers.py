@@ -69,8 +69,10 @@ def _lacks(queue: QueueState, wanted: Candidate) -> str | None:
     """Why the queue cannot run the pool; None: it can."""
     if not queue.usable:
         return queue.problem or "not usable"
+    if queue.fargate:
+        return "Fargate, which has no GPUs"
     if queue.market != wanted.market:
-        return f"{queue.market.replace('_', '-')}, and the plan has {wanted} and no other there"
+        return f"{str(queue.market).replace('_', '-')}, of which the plan has no pool; its best is {wanted}"
     if wanted.nodes > 1 and wanted.market == "spot":
         return f"AWS Batch runs no job of several nodes on Spot, and {wanted} is one"
     if wanted.nodes > 1 and not queue.multi_node:

@@ -129,7 +129,8 @@ _INFINITE = ("deadline_hours", "budget_usd")
 def state_json(state: State) -> dict[str, Any]:
     """Strict JSON: what has no limit is null."""
     data = {name: value for name, value in asdict(state).items() if not name.startswith("_")}
-    return {**data, **{name: None for name in _INFINITE if math.isinf(data[name])}}
+    limits = {name: None for name in _INFINITE if math.isinf(data[name])}
+    return {**data, **limits, "pools": [dict(pool) for pool in data["pools"]]}
 
 
 def state_from_json(data: dict[str, Any]) -> State:
