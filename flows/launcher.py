@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from flows.job import PROJECT_ROOT, RUNS, Job, local_folder
+from flows.remote import in_container
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
 from infra.outcome import Outcome
@@ -42,9 +43,12 @@ def prepare(module_name: str) -> None:
         return
     at = _command_index(sys.argv)
     if at is not None and sys.argv[at] == "step":
-        _tie_to_parent()
+        _tie_to_parent(signal.SIGKILL)
+    elif at is not None and sys.argv[at + 1 : at + 2] == ["step"]:  # batch step: it ends its job before it goes
+        _tie_to_parent(signal.SIGTERM)
     _set_environment()
     if not _is_launch(at):
+        _join_in(sys.argv[at:] if at is not None else [])
         return
     if sys.argv[at] == "run":
         from flows.options import checked_options
@@ -74,27 +78,44 @@ def run(flow_class: type) -> None:
     sys.exit(_tell(job, code, started))
 
 
-def _tie_to_parent() -> None:
+def _tie_to_parent(by: signal.Signals) -> None:
     """Nothing of a job outlives it: a task dies with the launcher, another node's task with the control task."""
     parent = os.environ.get(_PARENT_VARIABLE)
     if parent:  # set on the launching machine only; in a container there is no launcher to die with
-        die_with_parent(int(parent))
+        die_with_parent(int(parent), by=by)
         os.environ[_PARENT_VARIABLE] = str(os.getpid())
+
+
+def _join_in(words: list[str]) -> None:
+    """What Metaflow's own processes do besides: the one that submits a job, and the task in a container."""
+    from flows import metaflow_fixes
+
+    mended = metaflow_fixes.option_of(sys.argv, "--metadata") == "local"
+    if words[:2] == ["batch", "step"]:
+        from flows.attempts.submitting import submission
+
+        submission().listen()
+        if mended:
+            metaflow_fixes.mend_submitter()
+    elif words[:1] == ["step"] and in_container() and mended:
+        metaflow_fixes.mend_task()
 
 
 def _set_environment() -> None:
     # Local @parallel starts the other nodes as the bare word `python`: it must be this interpreter.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    # One place for Metaflow's records, so that resume works from any directory.
-    os.environ.setdefault("METAFLOW_DATASTORE_SYSROOT_LOCAL", str(PROJECT_ROOT))
+    # One place for Metaflow's records, so that resume works from any directory. From a container they come back in the
+    # folder where Metaflow looks when nothing is set.
+    if not in_container():
+        os.environ.setdefault("METAFLOW_DATASTORE_SYSROOT_LOCAL", str(PROJECT_ROOT))
     # Metaflow refuses to work for root, which is who runs in a bare container.
     user = getpass.getuser()
     os.environ.setdefault("METAFLOW_USER", "ebbflow" if user == "root" else user)
 
 
 def _command_index(argv: list[str]) -> int | None:
-    """Where Metaflow's command stands in the command line, None when there is none."""
-    return next((at for at, word in enumerate(argv) if at and word in _COMMANDS), None)
+    """Where Metaflow's command stands in the command line, None when there is none. `--with batch` is none."""
+    return next((at for at, word in enumerate(argv) if at and word in _COMMANDS and argv[at - 1] != "--with"), None)
 
 
 def _is_launch(at: int | None) -> bool:

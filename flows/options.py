@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from flows.checks import run_all_checks
 from flows.job import PROJECT_ROOT, RUNS
+from flows.remote import backend_asked, refusal, set_environment
 from infra.config import ConfigError, load_config
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
@@ -56,6 +57,11 @@ def checked_options(options: list[str]) -> list[str]:
             _check_continuation(known.job, loaded.config)
         except InfraError as error:
             _refuse(f"--job {known.job}: {error}", Outcome.PREFLIGHT)
+    backend = backend_asked(sys.argv)
+    if said := refusal(loaded.config, backend):
+        _refuse(said, Outcome.PREFLIGHT)
+    if backend is not None:
+        set_environment(loaded.config)
     settings = {"path": known.config, "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
     return ["--config", json.dumps(settings), "--rehearse", known.rehearse, "--job", known.job, *rest]
 

@@ -9,6 +9,7 @@
                    quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
                    pins/<sha256>.json         verified/<sha256>.json     never to be deleted; every byte was read
                    overrides/<generation>-<rank>-<what>.json  what guards have ordered for the starts to come
+                   orders/<run>-<step>-<task>-<attempt>.json  what an attempt is told that runs on another machine
                    clock/<random>             put to learn the store's time, and deleted at once
                    plan.json                  the newest plan with all pools
                    report.json  report.html  metrics.prom
@@ -83,6 +84,11 @@ def log_key(generation: int, node: int, rank: int, segment: str) -> str:
 def override_key(generation: int, rank: int, what: str) -> str:
     """what: makes the record of one order different from that of any other of this rank."""
     return f"overrides/{generation:06d}-{rank}-{what}.json"
+
+
+def order_key(run: str, step: str, task: str, attempt: int) -> str:
+    """What one try of one task of the flow is told (`flows.attempts.order`)."""
+    return f"orders/{run}-{step}-{task}-{attempt}.json"
 
 
 def data_key(generation: str, step: int, rank: int) -> str:

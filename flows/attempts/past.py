@@ -1,0 +1,89 @@
+"""What became of the attempts that went to AWS Batch: asked of Batch itself, and written into the job's events.
+
+A machine that is taken away tells nobody what it cost, and Batch does: when the job began, when it stopped, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cost.capacity import Placement, attempt_record
+from flows.job import Job
+from infra.batch import BatchAttempt, batch_client, cancel_job, describe_attempts
+from infra.errors import InfraError
+from infra.event_log import EventLog
+from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event
+
+
+def settle(job: Job, events: Sequence[Event], client: Any, log: EventLog) -> list[Event]:
+    """The new `batch_attempt` events, in the order of their jobs: of all that have ended and that nobody has told of.
+
+    A job that an earlier launcher of this job left running is ended: two would spend for one. Raises CloudError.
+    """
+    submitted = unsettled_jobs(events)
+    if not submitted:
+        return []
+    found = describe_attempts(list(submitted), client)
+    told = []
+    for job_id, attempt in found.items():
+        event = submitted[job_id]
+        if attempt.finished:
+            told.append(log.emit(BATCH_ATTEMPT, **attempt_record(attempt, placement_of(event, events))))
+        elif event.run != job.run:
+            cancel_job(job_id, f"run {job.run} goes on with job {job.name}", client, started=_started(attempt))
+    return told
+
+
+def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
+    """Ids of Batch jobs that were submitted for the job and of whose end nothing is told, with who told of them first:
+    the submitter, or the agent within."""
+    told = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
+    found: dict[str, Event] = {}
+    for event in events:
+        names = {BATCH_SUBMITTED: "job_id", NODE_STARTED: "batch_job_id"}
+        job_id = str(event.data.get(names.get(event.name, "")) or "").partition("#")[0]  # of a node: ID#INDEX
+        if job_id and job_id not in told:
+            found.setdefault(job_id, event)
+    return found
+
+
+def placement_of(told: Event, events: Sequence[Event]) -> Placement | None:
+    """Of the job that `told` is about: the last one before it of the same run."""
+    before = [
+        event
+        for event in events
+        if event.name == PLACED and event.run == told.run and event.t_wall <= told.t_wall and _same_try(event, told)
+    ]
+    try:
+        return Placement.from_json(before[-1].data["placement"]) if before else None
+    except (KeyError, TypeError):
+        return None
+
+
+def settle_all(job: Job) -> None:
+    """Whatever is still untold when the job's report is written. What Batch cannot tell now is said, and left out."""
+    from infra.events import read_events
+
+    events = read_events(job.store)
+    if not unsettled_jobs(events):
+        return
+    try:
+        client = batch_client(job.config.batch.region)
+        with job.events("settle") as log:
+            settle(job, events, client, log)
+    except InfraError as error:
+        print(f"what became of the last Batch job is not known yet, so the bill has its agents' word only: {error}")
+
+
+def _same_try(placed: Event, told: Event) -> bool:
+    """An agent does not know its step and task; whoever submits does."""
+    if told.name == NODE_STARTED:
+        return placed.attempt == told.attempt
+    return (
+        all(placed.data.get(key) == told.data.get(key) for key in ("step", "task")) and placed.attempt == told.attempt
+    )
+
+
+def _started(attempt: BatchAttempt) -> bool:
+    return attempt.started_utc is not None

@@ -1,0 +1,155 @@
+"""Placing one attempt: fresh prices, what became of the one before, what is left to do; then a queue, or a reason why
+there is none. Never raises, and ends within its deadline, since the scheduler of the run waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from flows.attempts.order import AttemptName, Order
+from flows.attempts.past import settle
+from flows.job import PROJECT_ROOT, Job
+from flows.planning import experience
+from infra.events import PLACED, PLAN, Event, read_events
+from infra.model_shape import ModelShape
+from infra.outcome import Outcome
+
+if TYPE_CHECKING:
+    from cost.capacity import Placement
+    from cost.plan.plan import Plan
+
+DEADLINE_SECONDS = 90.0
+_REQUEST_SECONDS = 20.0
+# Attempts in a row that came to nothing and that no machine's loss explains: another would come to nothing as well.
+_MOST_IN_VAIN = 5
+_IN_VAIN = ("user_code", "never_started", "terminated", "unknown")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """An attempt that is to be placed. flow: the artifacts that the step will find (`job`, `settings`, `capacity` …).
+
+    round: of `train_node`, counted from 1. one_node: the step cannot be a gang. last: Metaflow tries no further.
+    """
+
+    flow: SimpleNamespace
+    name: AttemptName
+    round: int
+    one_node: bool
+    last: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """order: None where nobody could say, and why stands in `trouble`: the values that stand in the flow hold."""
+
+    order: Order | None = None
+    trouble: str = ""
+
+
+def place_attempt(ask: Ask, *, deadline_seconds: float = DEADLINE_SECONDS) -> Answer:
+    """In a thread of its own, so that a store or a service that hangs holds up nobody beyond the deadline."""
+    answers: list[Answer] = []
+
+    def work() -> None:
+        try:
+            answers.append(Answer(order=_order(ask)))
+        except Exception as error:  # whatever it is, a hook that raises would end the run
+            answers.append(Answer(trouble=f"{type(error).__name__}: {error}"))
+
+    thread = threading.Thread(target=work, name="placing", daemon=True)
+    thread.start()
+    thread.join(deadline_seconds)
+    return answers[0] if answers else Answer(trouble=f"no answer within {deadline_seconds:g} s")
+
+
+def _order(ask: Ask) -> Order:
+    from cost.capacity import history_of, place
+    from cost.errors import CostError
+    from infra.batch import batch_client, training_queues
+
+    job = replace(Job.of(ask.flow, ask.name.run), request_seconds=_REQUEST_SECONDS)
+    config = job.config
+    client = batch_client(config.batch.region)
+    with job.events(f"placing-{ask.name.step}-{ask.name.task}-{ask.name.attempt}") as log:
+        events = read_events(job.store)
+        events += settle(job, events, client, log)
+        history = history_of(events)
+        if said := in_vain(history.attempts):
+            return _ordered(job, ask, Order(does="stop", outcome=said[0].value, message=said[1]))
+        plan = fresh_plan(job, events, ask.flow.examined)
+        queues = training_queues(config.batch, client)
+        try:
+            placed = place(config, plan=plan, history=history, queues=queues, now_utc=time.time())
+        except CostError as error:
+            return _ordered(job, ask, Order(does="stop", outcome=error.outcome.value, message=str(error)))
+        order = shaped(ask, plan, placed)
+        if order.does == "train":
+            log.origin = replace(log.origin, attempt=ask.name.attempt)
+            log.emit(PLAN, **order.plan)
+            told = {"attempt": ask.name.attempt, "round": ask.round, "step": ask.name.step, "task": ask.name.task}
+            log.emit(PLACED, placement=order.placement, why=placed.reason, **told)
+        return _ordered(job, ask, order)
+
+
+def _ordered(job: Job, ask: Ask, order: Order) -> Order:
+    order.put(job.store, ask.name)
+    return order
+
+
+def shaped(ask: Ask, plan: Plan, placed: Placement) -> Order:
+    """What the step can do with a placement: a single node cannot become a gang within its own step."""
+    from cost.capacity import as_placed
+
+    shape = {"nodes": placed.nodes, "processes_per_node": placed.processes_per_node}
+    if ask.one_node and placed.nodes > 1:
+        return Order(does="gang", **shape)
+    if ask.one_node and ask.last:  # Metaflow tries no further, and another round counts anew
+        return Order(does="again", **shape)
+    return Order(does="train", placement=placed.to_json(), plan=as_placed(plan, placed).brief().to_json(), **shape)
+
+
+def fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None) -> Plan:
+    """Of the work that is left, at the prices of now."""
+    from cost.plan.plan import make_plan
+    from cost.plan.progress import progress_of
+    from cost.prices.source import open_prices
+
+    now = time.time()
+    measured = {} if examined is None else {"shape": ModelShape.from_json(examined["shape"])}
+    prices = open_prices(job.config, now, project_root=PROJECT_ROOT)
+    known = {"experience": experience(job), "progress": progress_of(events)}
+    return make_plan(job.config, now_utc=now, prices=prices, **known, **measured)
+
+
+def in_vain(attempts: Sequence[Any]) -> tuple[Outcome, str] | None:
+    """The outcome and the words for a job whose last attempts all came to nothing; None while there is hope."""
+    last = attempts[-_MOST_IN_VAIN:]
+    if len(last) < _MOST_IN_VAIN or any(one.cause not in _IN_VAIN for one in last):
+        return None
+    outcome = Outcome.NO_CAPACITY if all(one.refused for one in last) else Outcome.FAILED
+    causes = ", ".join(one.cause.replace("_", " ") for one in last)
+    return (
+        outcome,
+        f"{_MOST_IN_VAIN} attempts in a row came to nothing ({causes}): their jobs' own words are in the report",
+    )
+
+
+def said_of(order: Order) -> str:
+    """One line for the run's log."""
+    if order.does == "stop":
+        return f"no further attempt: {order.outcome}: {order.message}"
+    if order.does == "gang":
+        return f"goes on as a gang of {order.nodes} nodes"
+    if order.does == "again":
+        return "goes round again, since this was the step's last attempt"
+    placement = order.placement or {}
+    return (
+        f"{placement.get('nodes')} × {placement.get('instance_type')} {str(placement.get('market')).replace('_', '-')} "
+        f"in queue {str(placement.get('queue')).rpartition('/')[2]}: {placement.get('reason')}"
+    )

@@ -1,0 +1,132 @@
+"""What Metaflow gets wrong on AWS Batch where it has no metadata service, mended for the releases that it was tried on.
+
+With local metadata, in the releases named below:
+
+- the command of the other nodes is made by replacing the task's id as a bare string, wherever it stands
+  (Netflix/metaflow#2564, #2574);
+- node 0 waits for the others by asking the metadata of its own container, which know nothing of them;
+- a job that left no metadata ends its submitter with that error, which hides the reason of its failure and its kind
+  (Netflix/metaflow#2557).
+
+A metadata service has none of this, and nothing is changed then.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+# Releases that the fixes were tried on.
+FIRST, LAST = (2, 19, 0), (2, 19, 39)
+_NODE = "$AWS_BATCH_JOB_NODE_INDEX"
+_MAPPERS_SECONDS = 600.0
+_LOOK_SECONDS = 2.0
+
+
+def release(version: str) -> tuple[int, ...]:
+    """(2, 19, 39) of "2.19.39", whatever follows."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def known_release(version: str) -> bool:
+    return FIRST <= release(version) <= LAST
+
+
+def option_of(words: Sequence[str], name: str) -> str | None:
+    """The value of `--name VALUE` or `--name=VALUE` in a command line, the last one counts."""
+    found = None
+    for at, word in enumerate(words):
+        if word == name and at + 1 < len(words):
+            found = words[at + 1]
+        elif word.startswith(f"{name}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def mend_submitter() -> None:
+    """In the process that submits a job and waits for it."""
+    from botocore import handlers
+
+    handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", _mend_nodes))
+    _pass_over_missing_metadata()
+
+
+def mend_task() -> None:
+    """In a container, where a task runs."""
+    from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
+
+    BatchDecorator._wait_for_mapper_tasks = _wait_for_mappers
+
+
+def _mend_nodes(params: dict[str, Any], **_: Any) -> None:
+    """The other nodes' command, made anew from that of node 0."""
+    overrides = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
+    if len(overrides) < 2:
+        return
+    main = overrides[0]["containerOverrides"]["command"]
+    for other in overrides[1:]:
+        other["containerOverrides"]["command"] = [*main[:-1], command_of_node(main[-1])]
+
+
+def command_of_node(main: str) -> str:
+    """Of a node that is not node 0, whose index the shell there knows. main: the shell command of node 0."""
+    found = re.search(r"--task-id (\S+)", main)
+    if found is None:
+        return main
+    task = found.group(1)
+    own = f"{task.replace('control-', '')}-node-{_NODE}"
+    command = re.sub(rf"(--task-id ){re.escape(task)}(?=\s)", lambda match: match.group(1) + own, main)
+    # The log's name: MF_PATHSPEC=flow/run/step/task.
+    command = re.sub(
+        rf"(MF_PATHSPEC=[^\s/]+/[^\s/]+/[^\s/]+/){re.escape(task)}(?=\s)", lambda match: match.group(1) + own, command
+    )
+    command = command.replace("ubf_control", "ubf_task")
+    return re.sub(r"(--split-index )\S+", lambda match: match.group(1) + _NODE, command)
+
+
+def _pass_over_missing_metadata() -> None:
+    from metaflow.datastore.exceptions import DataException
+    from metaflow.datastore.flow_datastore import FlowDataStore
+    from metaflow.plugins.aws.batch import batch_cli
+
+    find, sync = FlowDataStore.get_task_datastore, batch_cli.sync_local_metadata_from_datastore
+
+    def lenient(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return find(self, *args, **options)
+        except DataException:
+            if options.get("mode", "r") != "r":
+                raise
+            return None
+
+    def sync_what_there_is(folder: str, datastore: Any) -> None:
+        if datastore is not None:
+            sync(folder, datastore)
+
+    FlowDataStore.get_task_datastore = lenient
+    batch_cli.sync_local_metadata_from_datastore = sync_what_there_is
+
+
+def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
+    """Node 0's end is the end of the job: first the others must have put their results, which the datastore knows."""
+    waiting = [path.split("/") for path in flow._control_mapper_tasks[1:]]
+    limit = time.monotonic() + _MAPPERS_SECONDS
+    while waiting and time.monotonic() < limit:
+        waiting = [path for path in waiting if not _is_done(self.flow_datastore, path)]
+        if waiting:
+            time.sleep(_LOOK_SECONDS)
+    if waiting:
+        missing = ", ".join("/".join(path) for path in waiting)
+        raise TimeoutError(f"the other nodes did not finish within {_MAPPERS_SECONDS:g} s: {missing}")
+
+
+def _is_done(datastore: Any, path: list[str]) -> bool:
+    from metaflow.datastore.exceptions import DataException
+
+    try:
+        datastore.get_task_datastore(*path)
+    except DataException:
+        return False
+    return True

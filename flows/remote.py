@@ -1,0 +1,65 @@
+"""What a run needs that goes to another machine, before Metaflow is imported: its settings, and what forbids it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from infra.config.schema import RunConfig
+from infra.store.aws import aws_settings
+
+_BACKENDS = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}
+
+
+def in_container() -> bool:
+    """Whether this process is a task that Metaflow sent to another machine; a head job there is none."""
+    return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
+
+
+def backend_asked(words: Sequence[str]) -> str | None:
+    """batch or kubernetes: where a command line sends training, by its --with; None: it stays on this machine."""
+    names = [value.partition(":")[0] for value in _values(words, "--with")]
+    return None if "local" in names else next((_BACKENDS[name] for name in names if name in _BACKENDS), None)
+
+
+def _values(words: Sequence[str], option: str) -> list[str]:
+    found = [words[at + 1] for at, word in enumerate(words[:-1]) if word == option]
+    return found + [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
+
+
+def set_environment(config: RunConfig) -> None:
+    """Metaflow's settings as far as the configuration knows them; what the user has set stands."""
+    batch = config.batch
+    endpoint = aws_settings().endpoint
+    settings = {
+        "METAFLOW_DEFAULT_DATASTORE": "s3",
+        "METAFLOW_DATASTORE_SYSROOT_S3": f"{config.store.rstrip('/')}/metaflow",
+        "METAFLOW_S3_ENDPOINT_URL": endpoint,
+        "METAFLOW_BATCH_JOB_QUEUE": light_queue(config),
+        "METAFLOW_BATCH_CONTAINER_IMAGE": batch.image,
+        "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": batch.job_role,
+        "AWS_DEFAULT_REGION": batch.region,
+        "EBBFLOW_RUNNABLE_SECONDS": f"{batch.runnable_minutes * 60:g}",
+        # Metaflow asks once and gives up: AWS answers "too many requests" to whoever starts many jobs at once.
+        "AWS_RETRY_MODE": "standard",
+        "AWS_MAX_ATTEMPTS": "10",
+    }
+    for name, value in settings.items():
+        if value:
+            os.environ.setdefault(name, value)
+
+
+def light_queue(config: RunConfig) -> str | None:
+    """Of the steps around training."""
+    on_demand = (queue.name for queue in config.batch.queues if queue.market == "on_demand")
+    return config.batch.light_queue or os.environ.get("METAFLOW_BATCH_JOB_QUEUE") or next(on_demand, None)
+
+
+def refusal(config: RunConfig, backend: str | None) -> str | None:
+    """Why the run cannot go to another machine, with what to do; None: nothing forbids it."""
+    if backend is not None and "://" not in config.store:
+        return (
+            f"--with {backend}: store {config.store} is a folder of this machine, which no container sees\n"
+            "  fix: store: s3://bucket/prefix"
+        )
+    return None
