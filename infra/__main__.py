@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from infra.aws.adopt.command import add_adopt_command
 from infra.config import ConfigError, load_config
 from infra.config.json_schema import schema_text
 from infra.config.sources import render_sources, values_with_sources
@@ -107,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--write", action="store_true", help=f"write it to {SCHEMA_FILE.relative_to(PROJECT_ROOT)}")
     command.set_defaults(command=schema)
     add_logs_command(commands, PROJECT_ROOT)
+    add_adopt_command(commands)
     return parser
 
 
