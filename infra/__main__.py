@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.aws.adopt.command import add_adopt_command
+from infra.aws.deploy import add_deploy_command
 from infra.config import ConfigError, load_config
 from infra.config.json_schema import schema_text
 from infra.config.sources import render_sources, values_with_sources
@@ -108,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--write", action="store_true", help=f"write it to {SCHEMA_FILE.relative_to(PROJECT_ROOT)}")
     command.set_defaults(command=schema)
     add_logs_command(commands, PROJECT_ROOT)
+    add_deploy_command(commands)
     add_adopt_command(commands)
     return parser
 
