@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
+from cost.ledger.bills import NodeBill, SilentBill
 from cost.ledger.generations import Generation
-from cost.ledger.ledger import Ledger, NodeBill
+from cost.ledger.ledger import Ledger
 from cost.ledger.timeline import MICRO
 from cost.money import apportion
 from cost.report.hindsight import hindsight
@@ -66,8 +67,8 @@ def _price_changes(ledger: Ledger) -> int:
 
 def _prices(ledger: Ledger) -> list[dict[str, Any]]:
     """Dollars sum to the total."""
-    grouped: dict[tuple[str, str], list[NodeBill]] = {}
-    for bill in ledger.nodes:
+    grouped: dict[tuple[str, str], list[NodeBill | SilentBill]] = {}
+    for bill in (*ledger.nodes, *ledger.silent):
         pool = "" if bill.price.pool is None else str(bill.price.pool)
         grouped.setdefault((pool, bill.price.kind), []).append(bill)
     spent = [sum((bill.usd for bill in bills), Decimal(0)) for bills in grouped.values()]
