@@ -107,7 +107,7 @@ def _what_next(state: StackState, name: str, region: str) -> str:
         "AWS_DEFAULT_REGION": region,
         "EBBFLOW__STORE": outputs.get("Store", ""),
         "METAFLOW_DEFAULT_DATASTORE": "s3",
-        "METAFLOW_DATASTORE_SYSROOT_S3": f"s3://{outputs.get('BucketName', '')}/metaflow",
+        "METAFLOW_DATASTORE_SYSROOT_S3": f"{outputs.get('Store', '')}/metaflow",
         "METAFLOW_BATCH_JOB_QUEUE": outputs.get("LightQueueName", ""),
         "METAFLOW_BATCH_CONTAINER_IMAGE": outputs.get("Image", ""),
         "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": outputs.get("JobRoleArn", ""),
