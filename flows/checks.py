@@ -13,17 +13,18 @@ if TYPE_CHECKING:
     from infra.preflight import Check, Result, Target
 
 # What a run that is sent away is held against before anything is submitted, though it asks a network.
-_BEFORE_A_SUBMIT = ("aws-queues", "aws-metaflow", "aws-clock")
+_BEFORE_A_SUBMIT = ("aws-queues", "aws-metaflow", "aws-metadata", "aws-clock")
 _OF_AN_ACCOUNT = "aws-"  # how the ids of checks begin that ask an AWS account
 
 
 def all_checks() -> list[Check]:
     """The checks of every room, in the order in which they are told."""
     from cost.checks import CHECKS as cost_checks
+    from flows.metaflow_fixes import CHECKS as metaflow_checks
     from infra.checks import CHECKS as infra_checks
     from training.checks import CHECKS as training_checks
 
-    return [*infra_checks, *cost_checks, *training_checks]
+    return [*infra_checks, *cost_checks, *training_checks, *metaflow_checks]
 
 
 def run_all_checks(

@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from flows import remote
 from flows.job import PROJECT_ROOT, RUNS, Job, local_folder
-from flows.remote import in_container
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
 from infra.outcome import Outcome
@@ -54,6 +54,8 @@ def prepare(module_name: str) -> None:
         from flows.options import checked_options
 
         sys.argv[at + 1 :] = checked_options(sys.argv[at + 1 :])
+    elif remote.backend_asked(sys.argv) is not None and (config := remote.resumed_config(sys.argv)) is not None:
+        remote.set_environment(config)
     if _run_id_file(sys.argv[at + 1 :]) is None:
         descriptor, path = tempfile.mkstemp(prefix=_RUN_ID_PREFIX)
         os.close(descriptor)
@@ -90,14 +92,14 @@ def _join_in(words: list[str]) -> None:
     """What Metaflow's own processes do besides: the one that submits a job, and the task in a container."""
     from flows import metaflow_fixes
 
-    mended = metaflow_fixes.option_of(sys.argv, "--metadata") == "local"
+    mended = metaflow_fixes.needed(sys.argv)
     if words[:2] == ["batch", "step"]:
         from flows.attempts.submitting import submission
 
         submission().listen()
         if mended:
             metaflow_fixes.mend_submitter()
-    elif words[:1] == ["step"] and in_container() and mended:
+    elif words[:1] == ["step"] and remote.in_container() and mended:
         metaflow_fixes.mend_task()
 
 
@@ -106,7 +108,7 @@ def _set_environment() -> None:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     # One place for Metaflow's records, so that resume works from any directory. From a container they come back in the
     # folder where Metaflow looks when nothing is set.
-    if not in_container():
+    if not remote.in_container():
         os.environ.setdefault("METAFLOW_DATASTORE_SYSROOT_LOCAL", str(PROJECT_ROOT))
     # Metaflow refuses to work for root, which is who runs in a bare container.
     user = getpass.getuser()

@@ -4,6 +4,7 @@ With local metadata, in the releases named below:
 
 - the command of the other nodes is made by replacing the task's id as a bare string, wherever it stands
   (Netflix/metaflow#2564, #2574);
+- a task in a container is not in the metadata there, so that its cards cannot be rendered;
 - node 0 waits for the others by asking the metadata of its own container, which know nothing of them;
 - a job that left no metadata ends its submitter with that error, which hides the reason of its failure and its kind
   (Netflix/metaflow#2557).
@@ -13,10 +14,16 @@ A metadata service has none of this, and nothing is changed then.
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
+
+from infra.aws.metaflow import metaflow_setting
+from infra.checks.batch.queues import why_not_asked
+from infra.preflight import Check, Finding, PreflightContext
 
 # Releases that the fixes were tried on.
 FIRST, LAST = (2, 19, 0), (2, 19, 39)
@@ -25,24 +32,57 @@ _MAPPERS_SECONDS = 600.0
 _LOOK_SECONDS = 2.0
 
 
-def release(version: str) -> tuple[int, ...]:
+FIXES = ("#2564 command of other nodes", "#2557 reason of a failure", "end of other nodes", "cards")
+
+
+def release(text: str) -> tuple[int, ...]:
     """(2, 19, 39) of "2.19.39", whatever follows."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
-def known_release(version: str) -> bool:
-    return FIRST <= release(version) <= LAST
+def known_release(text: str) -> bool:
+    return FIRST <= release(text) <= LAST
 
 
-def option_of(words: Sequence[str], name: str) -> str | None:
-    """The value of `--name VALUE` or `--name=VALUE` in a command line, the last one counts."""
-    found = None
-    for at, word in enumerate(words):
-        if word == name and at + 1 < len(words):
-            found = words[at + 1]
-        elif word.startswith(f"{name}="):
-            found = word.partition("=")[2]
-    return found
+def needed(words: Sequence[str]) -> bool:
+    """Whether a process of Metaflow with this command line, which names its metadata, is one that is mended."""
+    local = any(pair == ("--metadata", "local") for pair in itertools.pairwise(words)) or "--metadata=local" in words
+    return local and known_release(version("metaflow"))
+
+
+def check(context: PreflightContext) -> Finding:
+    """Says in preflight what is mended, or refuses."""
+    if reason := why_not_asked(context):
+        return Finding.skipped(reason)
+    found, metadata = version("metaflow"), metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
+    if metadata != "local":
+        return Finding.passed(f"metadata {metadata}: nothing of Metaflow {found} is changed")
+    service = "set METAFLOW_DEFAULT_METADATA=service and METAFLOW_SERVICE_URL"
+    if context.config.batch.metadata_fixes == "refuse":
+        return Finding.failed("metadata are local, and batch.metadata_fixes is refuse", service)
+    if not known_release(found):
+        tried = " to ".join(".".join(map(str, one)) for one in (FIRST, LAST))
+        return Finding.failed(
+            f"metadata are local, and what Metaflow {found} gets wrong then on AWS Batch is not known (tried: {tried})",
+            f"{service}, or install a release that was tried",
+        )
+    return Finding.passed(
+        f"metadata are local: {len(FIXES)} fixes for Metaflow {found} ({', '.join(FIXES)}); for demonstrations, "
+        "a metadata service needs none"
+    )
+
+
+CHECKS = [
+    Check(
+        id="aws-metadata",
+        title="Metaflow's metadata work on AWS Batch",
+        severity="error",
+        tier="full",
+        deadline_seconds=5.0,
+        symptoms=(),
+        run=check,
+    )
+]
 
 
 def mend_submitter() -> None:
@@ -56,7 +96,15 @@ def mend_submitter() -> None:
 def mend_task() -> None:
     """In a container, where a task runs."""
     from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
+    from metaflow.plugins.metadata_providers.local import LocalMetadataProvider
 
+    register = LocalMetadataProvider.register_task_id
+
+    def register_here_too(self: Any, run_id: str, step_name: str, task_id: str, *args: Any, **options: Any) -> Any:
+        self._ensure_meta("task", run_id, step_name, task_id)
+        return register(self, run_id, step_name, task_id, *args, **options)
+
+    LocalMetadataProvider.register_task_id = register_here_too
     BatchDecorator._wait_for_mapper_tasks = _wait_for_mappers
 
 
@@ -83,7 +131,7 @@ def command_of_node(main: str) -> str:
         rf"(MF_PATHSPEC=[^\s/]+/[^\s/]+/[^\s/]+/){re.escape(task)}(?=\s)", lambda match: match.group(1) + own, command
     )
     command = command.replace("ubf_control", "ubf_task")
-    return re.sub(r"(--split-index )\S+", lambda match: match.group(1) + _NODE, command)
+    return re.sub(r"(--split-index )\d+", lambda match: match.group(1) + _NODE, command)
 
 
 def _pass_over_missing_metadata() -> None:

@@ -48,8 +48,15 @@ def checked_options(options: list[str]) -> list[str]:
         _refuse(str(error), Outcome.CONFIG)
     except InfraError as error:
         _refuse(str(error), error.outcome)
-    failed = blocking(run_all_checks(loaded.config, known.config, quick_only=True, job=known.job or None))
-    if failed:
+    backend = backend_asked(sys.argv)
+    if said := refusal(loaded.config, backend):
+        _refuse(said, Outcome.PREFLIGHT)
+    if backend is not None:
+        set_environment(loaded.config)
+    results = run_all_checks(
+        loaded.config, known.config, quick_only=True, job=known.job or None, target=backend or "local"
+    )
+    if failed := blocking(results):
         _refuse(render_results(failed), Outcome.PREFLIGHT)
     if known.job:
         _check_place(known.job, loaded.config.store)
@@ -57,11 +64,6 @@ def checked_options(options: list[str]) -> list[str]:
             _check_continuation(known.job, loaded.config)
         except InfraError as error:
             _refuse(f"--job {known.job}: {error}", Outcome.PREFLIGHT)
-    backend = backend_asked(sys.argv)
-    if said := refusal(loaded.config, backend):
-        _refuse(said, Outcome.PREFLIGHT)
-    if backend is not None:
-        set_environment(loaded.config)
     settings = {"path": known.config, "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
     return ["--config", json.dumps(settings), "--rehearse", known.rehearse, "--job", known.job, *rest]
 

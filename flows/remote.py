@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 
+from flows.job import RUNS
+from infra.aws.metaflow import metaflow_setting
 from infra.config.schema import RunConfig
+from infra.errors import InfraError
+from infra.known_jobs import known_job
+from infra.layout import job_prefix
+from infra.store import Store
 from infra.store.aws import aws_settings
+
+_REQUEST_SECONDS = 10.0
 
 _BACKENDS = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}
 
@@ -45,14 +54,28 @@ def set_environment(config: RunConfig) -> None:
         "AWS_MAX_ATTEMPTS": "10",
     }
     for name, value in settings.items():
-        if value:
-            os.environ.setdefault(name, value)
+        if value and not os.environ.get(name) and not metaflow_setting(name):
+            os.environ[name] = value
 
 
 def light_queue(config: RunConfig) -> str | None:
     """Of the steps around training."""
     on_demand = (queue.name for queue in config.batch.queues if queue.market == "on_demand")
-    return config.batch.light_queue or os.environ.get("METAFLOW_BATCH_JOB_QUEUE") or next(on_demand, None)
+    return config.batch.light_queue or metaflow_setting("METAFLOW_BATCH_JOB_QUEUE") or next(on_demand, None)
+
+
+def resumed_config(words: Sequence[str]) -> RunConfig | None:
+    """Of the job whose run a `resume` goes on with, as its store keeps it; None where this machine does not know it."""
+    run = (_values(words, "--origin-run-id") or ["latest"])[-1]
+    job = known_job(RUNS / run) or known_job(RUNS / "latest")
+    if job is None:
+        return None
+    try:
+        store = Store.open(job.store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job.name))
+        return RunConfig.model_validate_json(json.dumps(json.loads(store.get("config.json"))["config"]))
+    except (InfraError, ValueError, KeyError) as error:
+        print(f"resume: Metaflow's own settings hold, since those of job {job.name} cannot be read: {error}")
+        return None
 
 
 def refusal(config: RunConfig, backend: str | None) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from metaflow import current
 from metaflow.exception import MetaflowException
 
+from flows.backends import training_backend
 from flows.checks import run_all_checks
 from flows.job import PROJECT_ROOT, Job, mark_latest
 from flows.planning import experience, progress, stays_here
@@ -85,7 +86,8 @@ def check(flow: Any) -> list[dict]:
     from training.checks.workload import WORKLOAD_CHECK
 
     job = Job.of(flow, current.run_id)
-    results = run_all_checks(job.config, flow.settings["path"], job=job.name)
+    target = training_backend(flow) or "local"
+    results = run_all_checks(job.config, flow.settings["path"], job=job.name, target=target)
     say(render_results(results))
     records = [result.to_json() for result in results]
     failed = blocking(results)

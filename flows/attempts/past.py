@@ -13,10 +13,15 @@ from flows.job import Job
 from infra.batch import BatchAttempt, batch_client, cancel_job, describe_attempts
 from infra.errors import InfraError
 from infra.event_log import EventLog
-from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event
+from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
+
+# A report should not wait long for a service that its container may not reach; the launcher asks again.
+_REPORT_SECONDS = 6.0
 
 
-def settle(job: Job, events: Sequence[Event], client: Any, log: EventLog) -> list[Event]:
+def settle(
+    job: Job, events: Sequence[Event], client: Any, log: EventLog, *, deadline_seconds: float = 20.0
+) -> list[Event]:
     """The new `batch_attempt` events, in the order of their jobs: of all that have ended and that nobody has told of.
 
     A job that an earlier launcher of this job left running is ended: two would spend for one. Raises CloudError.
@@ -24,7 +29,7 @@ def settle(job: Job, events: Sequence[Event], client: Any, log: EventLog) -> lis
     submitted = unsettled_jobs(events)
     if not submitted:
         return []
-    found = describe_attempts(list(submitted), client)
+    found = describe_attempts(list(submitted), client, deadline_seconds=deadline_seconds)
     told = []
     for job_id, attempt in found.items():
         event = submitted[job_id]
@@ -63,15 +68,13 @@ def placement_of(told: Event, events: Sequence[Event]) -> Placement | None:
 
 def settle_all(job: Job) -> None:
     """Whatever is still untold when the job's report is written. What Batch cannot tell now is said, and left out."""
-    from infra.events import read_events
-
     events = read_events(job.store)
     if not unsettled_jobs(events):
         return
     try:
         client = batch_client(job.config.batch.region)
         with job.events("settle") as log:
-            settle(job, events, client, log)
+            settle(job, events, client, log, deadline_seconds=_REPORT_SECONDS)
     except InfraError as error:
         print(f"what became of the last Batch job is not known yet, so the bill has its agents' word only: {error}")
 
