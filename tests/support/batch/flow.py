@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.support.batch.fixture import LocalBatch, local_batch
-from tests.support.flow import FlowRunner, wait_until
+from tests.support.flow import FlowRunner, processes_with, wait_until
 from tests.support.swift import Swift
 
 LIGHT, SPOT, ON_DEMAND = "light-m5", "spot-g5", "on-demand-g5"
 PREFIX = "jobs-of-a-test"
+_PATIENCE_SECONDS = 240.0  # on a machine with other work
 _TYPES = ["g5.xlarge"]
 _QUEUES: dict[str, dict[str, Any]] = {
     LIGHT: {"instance_types": ["m5.large"]},
@@ -60,7 +63,7 @@ class BatchRunner(FlowRunner):
     def options(self, **settings: object) -> list[str]:
         return super().options(**{**_SETTINGS, **settings})
 
-    def keys(self, below: str = "") -> list[str]:
+    def keys(self, below: str) -> list[str]:
         """What lies in the bucket, seen with a client of another make than ours."""
         pages = self.swift.client().get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=below)
         return [item["Key"] for page in pages for item in page.get("Contents", [])]
@@ -81,4 +84,13 @@ class BatchRunner(FlowRunner):
         return [job for job in self.batch.jobs()[before:] if "-train" in job["jobName"]]
 
     def await_commit(self) -> None:
-        wait_until("a commit", lambda: [key for key in self.keys(f"{PREFIX}/jobs/") if "/commits/" in key])
+        self.await_so("a commit", lambda: [key for key in self.keys(f"{PREFIX}/jobs/") if "/commits/" in key])
+
+    def await_so(self, what: str, happened: Callable[[], Any]) -> Any:
+        """The first true answer. What is waited for and does not come ends the flow that was started."""
+        try:
+            return wait_until(what, happened, timeout=_PATIENCE_SECONDS)
+        except AssertionError as error:
+            for pid in processes_with(str(self.folder)):
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"{error}:\n{self.log.read_text()}") from None
