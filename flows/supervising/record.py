@@ -10,6 +10,7 @@ from decimal import Decimal
 from cost.errors import CostError
 from cost.ledger.generations import read_generations
 from cost.report.report import RunReport, build_report
+from flows.attempts.past import unsettled_jobs
 from infra.config.schema import RunConfig
 from infra.events import BATCH_ATTEMPT, SUPERVISED, Event, read_events
 from infra.outcome import Outcome
@@ -30,14 +31,16 @@ class Spell:
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """interruptions, failures: numbers of the generations that ended unplanned, the failures by the program's own
-    fault. attempts: of AWS Batch, job id and cause of the end (`infra.batch.attempts.Cause`). commit: key of the newest
-    commit. spells: oldest first. report: None where the job has not begun, or where no account can be made of its
-    events (why says so). finished: it is complete, under the settings that are asked for.
+    fault. attempts: of AWS Batch, job id and cause of the end (`infra.batch.attempts.Cause`); unsettled: there are some
+    of whose end nothing is told. commit: key of the newest commit. spells: oldest first. report: None where the job has
+    not begun, or where no account can be made of its events (why says so). finished: it is complete, under the settings
+    that are asked for.
     """
 
     interruptions: frozenset[int] = frozenset()
     failures: frozenset[int] = frozenset()
     attempts: dict[str, str] = field(default_factory=dict)
+    unsettled: bool = False
     commit: str | None = None
     spells: tuple[Spell, ...] = ()
     report: RunReport | None = None
@@ -76,6 +79,7 @@ def read_record(job_store: Store, config: RunConfig) -> Record:
         interruptions=frozenset(generation.number for generation in ended if not generation.user_code),
         failures=frozenset(generation.number for generation in ended if generation.user_code),
         attempts={event.data["job_id"]: event.data["cause"] for event in events if event.name == BATCH_ATTEMPT},
+        unsettled=bool(unsettled_jobs(events)),
         commit=_newest_commit(job_store),
         spells=tuple(_spell(event) for event in events if event.name == SUPERVISED),
         report=report,

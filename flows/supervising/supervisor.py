@@ -10,6 +10,7 @@ from pathlib import Path
 from flows.job import Job
 from flows.reporting import write_report
 from flows.supervising.child import Child
+from flows.supervising.leftovers import end_leftovers
 from flows.supervising.options import Options
 from flows.supervising.record import Record, Spell, read_record
 from flows.supervising.verdict import Verdict, in_a_row, judge, pause_seconds, waited_seconds
@@ -58,7 +59,7 @@ class Supervisor:
                 return self._leave(before)
 
     def _welcome(self, record: Record) -> None:
-        spells = f", {len(record.spells)} runs so far" if record.spells else ""
+        spells = f", {_counted(len(record.spells), 'run')} so far" if record.spells else ""
         kind = f"goes on{spells}; {record.cost()}" if record.begun else "begins"
         self._say(f"job {self._options.job} in {self._options.config.store} {kind}")
 
@@ -135,7 +136,7 @@ class Supervisor:
             report = record.report
             counts += [(report.interruptions, "interruption"), (report.failures, "failure")]
             counts += [(report.redone_steps, "redone step")]
-        return ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
+        return ", ".join(_counted(count, noun) for count, noun in counts)
 
     def _job_of(self, record: Record) -> Job:
         """Events are the last run's, so that the report goes on naming it."""
@@ -153,11 +154,16 @@ class Supervisor:
         return record.with_spells(spell)
 
     def _read(self) -> Record | None:
-        """The record, however long the store is away; None when that was too long, or when asked to leave."""
+        """The record, however long the store is away, once no job of a run is left behind. None when asked to leave;
+        raises StoreAway when it was too long."""
         limit = time.monotonic() + self._options.wait_hours * 3600
         while True:
             try:
-                return read_record(self._job.store, self._options.config).with_spells(*self._unwritten)
+                record = read_record(self._job.store, self._options.config)
+                if record.unsettled:
+                    end_leftovers(self._job_of(record), self._say, self._child.pause)
+                    record = read_record(self._job.store, self._options.config)
+                return record.with_spells(*self._unwritten)
             except StoreAway as error:
                 if self._child.asked_to_leave:
                     return None
@@ -169,3 +175,7 @@ class Supervisor:
     def _gave_up(self) -> int:
         self._say("asked to leave while the store did not answer; the same command goes on with the job")
         return Outcome.INTERRUPTED.exit_code
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
