@@ -161,7 +161,7 @@ class Supervisor:
             try:
                 record = read_record(self._job.store, self._options.config)
                 if record.unsettled:
-                    end_leftovers(self._job_of(record), self._say, self._child.pause)
+                    end_leftovers(self._job_of(record), self._say)
                     record = read_record(self._job.store, self._options.config)
                 return record.with_spells(*self._unwritten)
             except StoreAway as error:
