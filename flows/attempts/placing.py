@@ -4,6 +4,7 @@ there is none. Never raises, and ends within its deadline, since the scheduler o
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -15,19 +16,19 @@ from flows.attempts.order import AttemptName, Order
 from flows.attempts.past import settle
 from flows.job import PROJECT_ROOT, Job
 from flows.planning import experience
-from infra.events import PLACED, PLAN, Event, read_events
+from infra.events import COMMIT, PLACED, PLAN, Event, read_events
 from infra.model_shape import ModelShape
 from infra.outcome import Outcome
 
 if TYPE_CHECKING:
-    from cost.capacity import Placement
+    from cost.capacity import History, Placement
     from cost.plan.plan import Plan
 
 DEADLINE_SECONDS = 90.0
 _REQUEST_SECONDS = 20.0
 # Attempts in a row that came to nothing and that no machine's loss explains: another would come to nothing as well.
 _MOST_IN_VAIN = 5
-_IN_VAIN = ("user_code", "never_started", "terminated", "unknown")
+_MOST_NEVER_MADE = 2  # no container was ever made, and not for want of capacity: as without its image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ def _order(ask: Ask) -> Order:
         events = read_events(job.store)
         events += settle(job, events, client, log)
         history = history_of(events)
-        if said := in_vain(history.attempts):
+        if said := in_vain(history, events):
             return _ordered(job, ask, Order(does="stop", outcome=said[0].value, message=said[1]))
         plan = fresh_plan(job, events, ask.flow.examined)
         queues = training_queues(config.batch, client)
@@ -127,17 +128,25 @@ def fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | Non
     return make_plan(job.config, now_utc=now, prices=prices, **known, **measured)
 
 
-def in_vain(attempts: Sequence[Any]) -> tuple[Outcome, str] | None:
-    """The outcome and the words for a job whose last attempts all came to nothing; None while there is hope."""
-    last = attempts[-_MOST_IN_VAIN:]
-    if len(last) < _MOST_IN_VAIN or any(one.cause not in _IN_VAIN for one in last):
+def in_vain(history: History, events: Sequence[Event]) -> tuple[Outcome, str] | None:
+    """The outcome and the words for a job whose last attempts all came to nothing; None while there is hope.
+
+    One that led to a commit did not, and the loss of a machine is nobody's failure.
+    """
+    committed = max((event.t_wall for event in events if event.name == COMMIT), default=0.0)
+    vain = [
+        one
+        for one in history.attempts
+        if one.placed_utc > committed and (one.refused or one.cause in ("user_code", "unknown"))
+    ]
+    last = list(itertools.takewhile(lambda one: one in vain, reversed(history.attempts)))
+    never = all(one.started_utc is None for one in last)
+    unmakeable = never and all(one.cause == "user_code" for one in last)
+    if len(last) < (_MOST_NEVER_MADE if unmakeable else _MOST_IN_VAIN):
         return None
-    outcome = Outcome.NO_CAPACITY if all(one.refused for one in last) else Outcome.FAILED
-    causes = ", ".join(one.cause.replace("_", " ") for one in last)
-    return (
-        outcome,
-        f"{_MOST_IN_VAIN} attempts in a row came to nothing ({causes}): their jobs' own words are in the report",
-    )
+    words = ", ".join(sorted({f"{one.placement}: {one.cause.replace('_', ' ')}" for one in last}))
+    outcome = Outcome.NO_CAPACITY if never else Outcome.FAILED
+    return outcome, f"{len(last)} attempts in a row came to nothing ({words}), and another would as well"
 
 
 def said_of(order: Order) -> str:
