@@ -10,6 +10,8 @@ from metaflow import current
 from flows.attempts.order import AttemptName, Order
 from flows.backends import training_backend
 from flows.job import Job
+from flows.network import name_interface
+from flows.remote import in_container
 from flows.steps import StepFailed, note_outcome, say
 from infra.errors import InfraError
 from infra.events import read_events
@@ -79,6 +81,8 @@ def _train(flow: Any, this: Any, order: Order | None, *, node: int, main_address
 
     if order is not None and order.does == "stop":
         return _stopped(flow, order, node)
+    if in_container() and main_address != "127.0.0.1":
+        name_interface(main_address)
     try:
         outcome = run_gang(_gang_spec(flow, this, order, node=node, main_address=main_address))
     except (TrainingError, InfraError) as error:
