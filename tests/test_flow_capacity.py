@@ -104,7 +104,13 @@ def test_what_came_to_nothing_five_times_is_not_tried_again() -> None:
     waited = in_vain(history(*["never_started"] * 5), [])
     assert waited is not None and waited[0] is Outcome.NO_CAPACITY and "spot-g5" in waited[1]
     missing_image = in_vain(history("user_code", "user_code", started=None), [])
-    assert missing_image is not None and missing_image[0] is Outcome.NO_CAPACITY
+    assert missing_image is not None and missing_image[0] is Outcome.FAILED
+
+
+def test_spot_is_waited_for_until_the_deadline_brings_on_demand() -> None:
+    assert PLACED.market == "spot"
+    assert in_vain(history(*["never_started"] * 50), [], on_demand_comes=True) is None
+    assert in_vain(history(*["user_code"] * 5), [], on_demand_comes=True) is not None
 
 
 def test_a_reclaim_and_a_commit_are_no_failures() -> None:

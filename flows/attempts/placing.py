@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from flows import pods
 from flows.attempts.order import AttemptName, Order
 from flows.attempts.past import settle
 from flows.job import PROJECT_ROOT, Job
@@ -36,6 +37,7 @@ class Ask:
     """An attempt that is to be placed. flow: the artifacts that the step will find (`job`, `settings`, `capacity` …).
 
     round: of `train_node`, counted from 1. one_node: the step cannot be a gang. last: Metaflow tries no further.
+    backend: batch or kubernetes.
     """
 
     flow: SimpleNamespace
@@ -43,6 +45,7 @@ class Ask:
     round: int
     one_node: bool
     last: bool
+    backend: str = "batch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +79,18 @@ def _order(ask: Ask) -> Order:
 
     job = replace(Job.of(ask.flow, ask.name.run), request_seconds=_REQUEST_SECONDS)
     config = job.config
-    client = batch_client(config.batch.region)
+    on_batch = ask.backend == "batch"
+    if not on_batch:
+        job = replace(job, config=pods.with_nodes(config, ask.flow.num_nodes))
+    client = batch_client(config.batch.region) if on_batch else None
     with job.events(f"placing-{ask.name.step}-{ask.name.task}-{ask.name.attempt}") as log:
         events = read_events(job.store)
-        events += settle(job, events, client, log)
+        events += settle(job, events, client, log) if on_batch else []
         history = history_of(events)
-        if said := in_vain(history, events):
+        if said := in_vain(history, events, on_demand_comes=config.cost.deadline_hours is not None):
             return _ordered(job, ask, Order(does="stop", outcome=said[0].value, message=said[1]))
         plan = fresh_plan(job, events, ask.flow.examined)
-        queues = training_queues(config.batch, client)
+        queues = training_queues(config.batch, client) if on_batch else pods.markets()
         try:
             placed = place(config, plan=plan, history=history, queues=queues, now_utc=time.time())
         except CostError as error:
@@ -128,10 +134,11 @@ def fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | Non
     return make_plan(job.config, now_utc=now, prices=prices, **known, **measured)
 
 
-def in_vain(history: History, events: Sequence[Event]) -> tuple[Outcome, str] | None:
+def in_vain(history: History, events: Sequence[Event], *, on_demand_comes: bool = False) -> tuple[Outcome, str] | None:
     """The outcome and the words for a job whose last attempts all came to nothing; None while there is hope.
 
-    One that led to a commit did not, and the loss of a machine is nobody's failure.
+    One that led to a commit did not, and the loss of a machine is nobody's failure. on_demand_comes: a deadline ends
+    the waiting for Spot, however often there is none.
     """
     committed = max((event.t_wall for event in events if event.name == COMMIT), default=0.0)
     vain = [
@@ -140,12 +147,14 @@ def in_vain(history: History, events: Sequence[Event]) -> tuple[Outcome, str] | 
         if one.placed_utc > committed and (one.refused or one.cause in ("user_code", "unknown"))
     ]
     last = list(itertools.takewhile(lambda one: one in vain, reversed(history.attempts)))
+    if on_demand_comes and last and all(one.refused and one.placement.market == "spot" for one in last):
+        return None
     never = all(one.started_utc is None for one in last)
     unmakeable = never and all(one.cause == "user_code" for one in last)
     if len(last) < (_MOST_NEVER_MADE if unmakeable else _MOST_IN_VAIN):
         return None
     words = ", ".join(sorted({f"{one.placement}: {one.cause.replace('_', ' ')}" for one in last}))
-    outcome = Outcome.NO_CAPACITY if never else Outcome.FAILED
+    outcome = Outcome.NO_CAPACITY if never and not unmakeable else Outcome.FAILED
     return outcome, f"{len(last)} attempts in a row came to nothing ({words}), and another would as well"
 
 
