@@ -1,5 +1,5 @@
 """What keeps a run from AWS Batch is answered with one clear line, before or after the submit, and nothing waits for
-ever: unknown and disabled queues, a store that no container sees, an image that cannot be pulled, nothing to be had."""
+ever: unknown and disabled queues, a store that no container sees, an image that cannot be pulled."""
 
 from __future__ import annotations
 
@@ -63,16 +63,3 @@ def test_an_image_that_cannot_be_pulled_ends_the_job_and_says_so(runner: BatchRu
     jobs = runner.training_jobs()
     assert len(jobs) == 2 and all("startedAt" not in job for job in jobs)
     assert run.report["total_usd"] == 0
-
-
-def test_no_instance_anywhere_ends_the_job_and_says_so(runner: BatchRunner, batch: LocalBatch) -> None:
-    before = len(batch.jobs())
-    batch.change(queues={ON_DEMAND: {"capacity": [[0, 0]]}})
-    options = runner.options(batch__runnable_minutes=0.02, batch__queues=queues(ON_DEMAND))
-    run = runner.run("run", "--with", "cloud", *options, timeout=400)
-    batch.change(queues={ON_DEMAND: {"capacity": []}})
-    assert run.exit_code == run.report["exit_code"] == 5, run.output
-    assert "waited" in run.output and "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY" in run.output
-    jobs = runner.training_jobs(before=before)
-    assert len(jobs) == 5
-    assert all(job["status"] == "FAILED" and "startedAt" not in job for job in jobs)
