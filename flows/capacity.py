@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from metaflow.decorators import StepDecorator, _base_step_decorator
 
+from flows import pods
 from flows.attempts.order import AttemptName, Order
 
 # What the process that submits needs besides its command line (`flows.attempts.submitting`).
@@ -23,7 +24,7 @@ _LOCAL_OPTIONS = frozenset({
     "run-id", "task-id", "input-paths", "split-index", "split_index", "retry-count", "max-user-code-retries", "tag",
     "namespace", "ubf-context", "clone-run-id", "num-parallel",
 })  # fmt: skip
-_ARTIFACTS = ("job", "settings", "examined", "rounds")
+_ARTIFACTS = ("job", "settings", "examined", "rounds", "num_nodes")
 
 
 class CapacityDecorator(StepDecorator):
@@ -40,7 +41,7 @@ class CapacityDecorator(StepDecorator):
         step.decorators = [one for one in step.decorators if one is not self] + [self]
 
     def runtime_step_cli(self, cli_args, retry_count, max_user_code_retries, ubf_context) -> None:
-        if cli_args.commands != ["batch", "step"]:
+        if cli_args.commands not in (["batch", "step"], ["kubernetes", "step"]):
             return
         task = cli_args.task
         try:
@@ -54,7 +55,7 @@ class CapacityDecorator(StepDecorator):
     ) -> None:  # fmt: skip
         # A @parallel step that one node runs as a plain job: what @batch does for jobs of several nodes.
         alone = "AWS_BATCH_JOB_ID" in os.environ and "AWS_BATCH_JOB_NUM_NODES" not in os.environ
-        if ubf_context == "ubf_control" and alone:
+        if ubf_context == "ubf_control" and (alone or pods.in_pod_alone()):
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
             flow._control_task_is_mapper_zero = True
 
@@ -69,6 +70,7 @@ class CapacityDecorator(StepDecorator):
             round=flow.rounds + 1,
             one_node=not self._parallel,
             last=attempt >= last_attempt,
+            backend=cli_args.commands[0],
         )
         answer = place_attempt(ask)
         if answer.order is None:
@@ -77,6 +79,8 @@ class CapacityDecorator(StepDecorator):
         task.log(f"capacity: {said_of(answer.order)}", system_msg=True)
         if answer.order.does != "train":
             stay(cli_args, self._step)
+        elif ask.backend == "kubernetes":
+            pods.apply(cli_args, answer.order, flow.settings["config"])
         else:
             apply(cli_args, answer.order, flow.settings["config"])
             cli_args.env[SUBMIT_VARIABLE] = json.dumps(_for_the_submitter(flow, name, answer.order))

@@ -99,6 +99,10 @@ def _join_in(words: list[str]) -> None:
         submission().listen()
         if mended:
             metaflow_fixes.mend_submitter()
+    elif words[:2] == ["kubernetes", "step"]:
+        from flows.pods import give_grace
+
+        give_grace()
     elif words[:1] == ["step"] and remote.in_container() and mended:
         metaflow_fixes.mend_task()
 

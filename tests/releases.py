@@ -17,11 +17,8 @@ from pathlib import Path
 
 # The oldest and the newest with the features that the flow needs (switching steps, @package_sources), and one between.
 RELEASES = ("2.19.0", "2.19.20", "2.19.39")
-TESTS = (
-    "tests/test_flow_survival.py::test_quiet_run_has_nothing_to_tell_of",
-    "tests/test_flow_survival.py::test_rehearsed_fault[node-loss@60%]",
-    "tests/test_flow.py::test_with_local_and_a_job_that_goes_on",
-)
+# A run on this machine that loses a node; in a local AWS Batch one node on Spot, then two on demand.
+TESTS = ("tests/test_flow_survival.py::test_rehearsed_fault[node-loss@60%]", "tests/test_batch_gang.py")
 _ROOT = Path(__file__).resolve().parents[1]
 _SECONDS = 1800
 

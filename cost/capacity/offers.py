@@ -73,7 +73,7 @@ def _lacks(queue: QueueState, wanted: Candidate) -> str | None:
         return "Fargate, which has no GPUs"
     if queue.market != wanted.market:
         return f"{str(queue.market).replace('_', '-')}, of which the plan has no pool; its best is {wanted}"
-    if wanted.nodes > 1 and wanted.market == "spot":
+    if wanted.nodes > 1 and wanted.market == "spot" and not queue.multi_node:
         return f"AWS Batch runs no job of several nodes on Spot, and {wanted} is one"
     if wanted.nodes > 1 and not queue.multi_node:
         return f"takes no job of several nodes, and {wanted} is one"
