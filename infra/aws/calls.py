@@ -1,6 +1,6 @@
 """Questions to AWS that end: few and bounded retries before a deadline, and errors that say what is missing.
 
-boto3 is imported when a client is made, and only then. Its own retries are turned off: they know no deadline.
+botocore is imported when a client is made, and only then. Its own retries are turned off: they know no deadline.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 
 from infra.errors import CloudAway, CloudError, CloudForbidden, CloudRefused
@@ -31,6 +32,7 @@ _NOT_ACCEPTED = frozenset(
      "RequestExpired", "SignatureDoesNotMatch", "InvalidSignatureException", "UnrecognizedClientException",
      "IncompleteSignature", "RequestTimeTooSkewed"}
 )  # fmt: skip
+_NOT_IMPLEMENTED = 501  # by a stand-in for AWS: it will not know the request a second later either
 _CONNECT_SECONDS, _READ_SECONDS = 4.0, 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.3, 5.0
 # Nobody there is seldom cured by asking again within seconds; a limit of requests is.
@@ -59,22 +61,28 @@ def aws_client(service: str, region: str | None = None) -> Any:
 
     AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_<SERVICE> lead elsewhere. Raises CloudRefused for settings that make none.
     """
-    import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
+    from botocore.session import Session
 
-    limits = Config(
-        connect_timeout=_CONNECT_SECONDS,
-        read_timeout=_READ_SECONDS,
-        retries={"total_max_attempts": 1, "mode": "standard"},
-    )
+    retries = {"total_max_attempts": 1, "mode": "standard"}
+    limits = Config(connect_timeout=_CONNECT_SECONDS, read_timeout=_READ_SECONDS, retries=retries)
     try:
-        session = boto3.session.Session()
-        return session.client(service, region_name=region or aws_settings().region, config=limits)
+        session = Session()
+        session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+        return session.create_client(service, region_name=region or aws_settings().region, config=limits)
     except (BotoCoreError, ValueError) as error:
         raise CloudRefused(
             f"{service}: no client: {_one_line(error)}; fix: the AWS_* settings or the profile"
         ) from error
+
+
+@cache
+def _loader(path: str | None) -> Any:
+    """The descriptions of services, read once: that of EC2 alone takes a second."""
+    from botocore.loaders import create_loader
+
+    return create_loader(path)
 
 
 def ask(client: Any, operation: str, patience: Patience, *, right: str = "", **request: Any) -> Mapping[str, Any]:
@@ -173,7 +181,7 @@ def _curable(error: Exception, question: _Question) -> tuple[str, int | None]:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code in _THROTTLED or status == 429:
             return f"throttled ({code})", None
-        if status >= 500:
+        if status >= 500 and status != _NOT_IMPLEMENTED:
             return f"AWS is in trouble itself ({status} {code})", None
         if code in _FORBIDDEN:
             fix = f"allow {question.right} to whoever these credentials belong to"

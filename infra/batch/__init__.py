@@ -1,4 +1,4 @@
-"""AWS Batch as it is asked: queues, what became of attempts, cancelling. boto3 is imported when a client is made."""
+"""AWS Batch as it is asked: queues, what became of attempts, cancelling. botocore is imported when a client is made."""
 
 from __future__ import annotations
 
