@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.support.batch.fixture import LocalBatch, local_batch
-from tests.support.flow import FlowRunner, processes_with, wait_until
+from tests.support.flow import FlowRunner, wait_until
 from tests.support.swift import Swift
 
 LIGHT, SPOT, ON_DEMAND = "light-m5", "spot-g5", "on-demand-g5"
@@ -40,7 +41,7 @@ _SETTINGS = {
 }  # fmt: skip
 
 
-@contextmanager
+@contextlib.contextmanager
 def account(folder: Path, swift: Swift, **settings: Any) -> Iterator[LocalBatch]:
     """A local Batch with a queue for light steps, one of Spot and one on demand; its containers reach the store.
 
@@ -86,11 +87,21 @@ class BatchRunner(FlowRunner):
     def await_commit(self) -> None:
         self.await_so("a commit", lambda: [key for key in self.keys(f"{PREFIX}/jobs/") if "/commits/" in key])
 
+    def start(self, *words: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+        self._process = super().start(*words, cwd=cwd)
+        return self._process
+
     def await_so(self, what: str, happened: Callable[[], Any]) -> Any:
-        """The first true answer. What is waited for and does not come ends the flow that was started."""
+        """The first true answer. The flow that was started ends when it does not come, and need not live on for it."""
+
+        def look() -> Any:
+            return happened() or (self._process.poll() is not None and "ended")
+
         try:
-            return wait_until(what, happened, timeout=_PATIENCE_SECONDS)
+            answer = wait_until(what, look, timeout=_PATIENCE_SECONDS)
         except AssertionError as error:
-            for pid in processes_with(str(self.folder)):
-                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             raise AssertionError(f"{error}:\n{self.log.read_text()}") from None
+        assert answer != "ended", f"the flow ended before {what}:\n{self.log.read_text()}"
+        return answer
