@@ -29,6 +29,8 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TAKEN = frozenset({"jobs", "tokens", "workloads", "experience", "latest"})
 EXPERIENCE_PREFIX = "experience/"
 PLAN_KEY = "plan.json"
+# What the lifecycle rule of infra/aws/template.yaml knows tombstones by: jobs that never run again do not drop theirs.
+TOMBSTONE_TAGS = {"ebbflow": "tombstone"}
 _STEP_LIMIT = 10**12 - 1
 _GENERATION_LIMIT = 10**6 - 1
 

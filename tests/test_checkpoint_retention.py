@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -181,10 +182,10 @@ def test_the_age_of_orphans_is_by_the_stores_own_clock(
         age(job, key.rpartition("/")[0], 2 * DAY)
     put = Store.put
 
-    def refuse(self: Store, key: str, data: bytes) -> None:
+    def refuse(self: Store, key: str, data: bytes, **options: Any) -> None:
         if not writable:
             raise StoreFull(f"put {key}: no room")
-        put(self, key, data)
+        put(self, key, data, **options)
 
     monkeypatch.setattr(Store, "put", refuse)
     monkeypatch.setattr(time, "time", lambda: 0.0)  # what this machine takes the time to be does not matter
@@ -203,8 +204,8 @@ def test_a_zombie_deletes_nothing_and_a_deletion_cut_short_is_finished(
     opened: list[Generation] = []
     put = Store.put
 
-    def open_meanwhile(self: Store, key: str, data: bytes) -> None:
-        put(self, key, data)
+    def open_meanwhile(self: Store, key: str, data: bytes, **options: Any) -> None:
+        put(self, key, data, **options)
         if key.startswith("tombstones/") and not opened:
             opened.append(Generation(0, ""))
             opened[0] = open_generation(job, run="r", attempt=1)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from infra.errors import ObjectNotFound, StoreError
-from infra.layout import data_prefix, index_prefix, pin_key, quarantine_key, tombstone_key, verified_key
+from infra.layout import TOMBSTONE_TAGS, data_prefix, index_prefix, pin_key, quarantine_key, tombstone_key, verified_key
 from infra.store import Store
 from training.checkpoint.checksum import seal, unseal
 from training.checkpoint.generations import newest_number
@@ -33,7 +33,7 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     """
     tombstone = {"version": VERSION, "key": ref.key, "generation": generation, "step": ref.step}
     try:
-        store.put(tombstone_key(ref.sha256), seal(tombstone))
+        store.put(tombstone_key(ref.sha256), seal(tombstone), tags=TOMBSTONE_TAGS)
     except StoreError:
         if not full:
             raise
