@@ -1,7 +1,8 @@
 """One node on Spot, then two nodes on demand, in one run on the local Batch: the same training as one rank's.
 
 Why two: earlier jobs of the store have shown that a single machine of the on-demand queue's type misses the deadline.
-The clock of AWS is almost five minutes ahead of this machine's, which no figure may notice.
+The clock of AWS is almost five minutes ahead of this machine's, which no figure may notice, and the store answers every
+thirtieth request with 503, Metaflow's own too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from infra.config import load_config
 from infra.layout import experience_key
 from tests.support.batch.flow import ON_DEMAND, PREFIX, SPOT, BatchRunner, account
 from tests.support.flow import ROOT, FlowRun, FlowRunner, assert_ledger_adds_up
+from tests.support.s3.fixture import FailingServer, failing_s3
 from tests.support.swift import Swift
+
+__all__ = ["failing_s3"]  # a fixture
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(600)]
 
@@ -50,18 +54,20 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> FlowRun:
 
 
 @pytest.fixture(scope="module")
-def moved(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[tuple[BatchRunner, FlowRun]]:
+def moved(tmp_path_factory: pytest.TempPathFactory, failing_s3: FailingServer) -> Iterator[tuple[BatchRunner, FlowRun]]:
     """Its Spot capacity goes in mid-training and does not come back."""
     folder = tmp_path_factory.mktemp("moved")
+    store = Swift(failing_s3.endpoint, failing_s3.access_key, failing_s3.secret_key)
     queues = {
         "light-m5": {"instance_types": ["m5.large"]},
         SPOT: {"market": "spot", "instance_types": [FAST]},
         ON_DEMAND: {"instance_types": [SLOW]},
     }
-    with account(folder / "batch", swift, queues=queues, time_scale=3.0, clock_ahead_seconds=290) as batch:
-        runner = BatchRunner(folder, swift, batch)
+    with account(folder / "batch", store, queues=queues, time_scale=3.0, clock_ahead_seconds=290) as batch:
+        runner = BatchRunner(folder, store, batch)
         options = runner.options(**_SETTINGS, cluster__nodes="auto", cost__deadline_hours=_DEADLINE_HOURS)
         _remember_speeds(runner, options)
+        failing_s3.behave(runner.bucket, rates={"slow_down": 0.03})
         process = runner.start("run", "--with", "cloud", *options)
         runner.await_commit()
         batch.change(queues={SPOT: {"capacity": [[0, 0]]}})
@@ -91,6 +97,13 @@ def test_one_node_on_spot_is_followed_by_two_on_demand(moved: tuple[BatchRunner,
     assert [job["jobQueue"].rpartition("/")[2] for job in jobs] == [SPOT, ON_DEMAND]
     assert [job.get("nodeProperties", {}).get("numNodes") for job in jobs] == [None, 2]
     assert run.report["outcome"] == "completed" and run.report["redone_steps"] == 0
+
+
+def test_a_store_that_often_says_503_costs_nothing_but_time(
+    moved: tuple[BatchRunner, FlowRun], failing_s3: FailingServer
+) -> None:
+    assert failing_s3.told(moved[0].bucket)["met"]["slow_down"] > 10
+    assert moved[1].report["failures"] == 0
 
 
 def test_every_step_has_the_loss_of_one_undisturbed_rank(moved: tuple[BatchRunner, FlowRun], quiet: FlowRun) -> None:
