@@ -85,5 +85,5 @@ def placed_now(
     plan = planned(config, WALL + at, share_done=share_done, spent_usd=spent_usd)
     history = history_of(log.events)
     placement = place(config, plan=plan, history=history, queues=where or BOTH, now_utc=WALL + at)
-    log.placed(placement, at)
+    log.placed(placement, at + 0.01)
     return placement
