@@ -24,7 +24,7 @@ _LOCAL_OPTIONS = frozenset({
     "run-id", "task-id", "input-paths", "split-index", "split_index", "retry-count", "max-user-code-retries", "tag",
     "namespace", "ubf-context", "clone-run-id", "num-parallel",
 })  # fmt: skip
-_ARTIFACTS = ("job", "settings", "examined", "rounds", "num_nodes")
+_ARTIFACTS = ("job", "settings", "capacity", "examined", "rounds", "num_nodes")
 
 
 class CapacityDecorator(StepDecorator):
@@ -47,7 +47,7 @@ class CapacityDecorator(StepDecorator):
         try:
             self._place(cli_args, task, retry_count, max_user_code_retries)
         except Exception as error:  # one that is raised here ends the run
-            task.log(f"capacity: as the flow says, since it could not be chosen: {error!r}", system_msg=True)
+            task.log(f"capacity: as @batch says, since it cannot be chosen: {error!r}", system_msg=True)
 
     def task_pre_step(
         self, step_name, task_datastore, metadata, run_id, task_id, flow, graph, retry_count, max_retries, ubf_context,
@@ -73,8 +73,10 @@ class CapacityDecorator(StepDecorator):
             backend=cli_args.commands[0],
         )
         answer = place_attempt(ask)
+        if answer.trouble:
+            where = "as @batch says" if answer.order is None else "by the plan of the run"
+            task.log(f"capacity: {where}, since it cannot be chosen afresh: {answer.trouble}", system_msg=True)
         if answer.order is None:
-            task.log(f"capacity: as the flow says, since it could not be chosen: {answer.trouble}", system_msg=True)
             return
         task.log(f"capacity: {said_of(answer.order)}", system_msg=True)
         if answer.order.does != "train":

@@ -41,27 +41,34 @@ def settle(
 
 
 def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Ids of Batch jobs that were submitted for the job and of whose end nothing is told, with who told of them first:
-    the submitter, or the agent within."""
+    """Ids of Batch jobs that were submitted for the job and of whose end nothing is told, with who told of them: the
+    submitter, else the agent within.
+    """
     told = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
     found: dict[str, Event] = {}
-    for event in events:
-        names = {BATCH_SUBMITTED: "job_id", NODE_STARTED: "batch_job_id"}
-        job_id = str(event.data.get(names.get(event.name, "")) or "").partition("#")[0]  # of a node: ID#INDEX
-        if job_id and job_id not in told:
-            found.setdefault(job_id, event)
+    for name, key in ((BATCH_SUBMITTED, "job_id"), (NODE_STARTED, "batch_job_id")):
+        for event in events:
+            job_id = str(event.data.get(key) or "").partition("#")[0]  # of a node: ID#INDEX
+            if event.name == name and job_id and job_id not in told:
+                found.setdefault(job_id, event)
     return found
 
 
 def placement_of(told: Event, events: Sequence[Event]) -> Placement | None:
-    """Of the job that `told` is about: the last one before it of the same run."""
-    before = [
+    """Of the job that `told` is about: the last one of its run, step and task, as far as the teller knows these.
+
+    Their clocks are not compared: an agent's machine may be minutes ahead.
+    """
+    known = () if told.name == NODE_STARTED else ("step", "task")
+    placed = [
         event
         for event in events
-        if event.name == PLACED and event.run == told.run and event.t_wall <= told.t_wall and _same_try(event, told)
+        if event.name == PLACED
+        and (event.run, event.attempt) == (told.run, told.attempt)
+        and all(event.data.get(key) == told.data.get(key) for key in known)
     ]
     try:
-        return Placement.from_json(before[-1].data["placement"]) if before else None
+        return Placement.from_json(placed[-1].data["placement"]) if placed else None
     except (KeyError, TypeError):
         return None
 
@@ -77,15 +84,6 @@ def settle_all(job: Job) -> None:
             settle(job, events, client, log, deadline_seconds=_REPORT_SECONDS)
     except InfraError as error:
         print(f"what became of the last Batch job is not known yet, so the bill has its agents' word only: {error}")
-
-
-def _same_try(placed: Event, told: Event) -> bool:
-    """An agent does not know its step and task; whoever submits does."""
-    if told.name == NODE_STARTED:
-        return placed.attempt == told.attempt
-    return (
-        all(placed.data.get(key) == told.data.get(key) for key in ("step", "task")) and placed.attempt == told.attempt
-    )
 
 
 def _started(attempt: BatchAttempt) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ from infra.outcome import Outcome
 if TYPE_CHECKING:
     from cost.capacity import History, Placement
     from cost.plan.plan import Plan
+    from infra.batch import QueueState
+    from infra.event_log import EventLog
 
 DEADLINE_SECONDS = 90.0
 _REQUEST_SECONDS = 20.0
@@ -50,7 +52,9 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """order: None where nobody could say, and why stands in `trouble`: the values that stand in the flow hold."""
+    """trouble: why it was not decided afresh; order is then by the plan of the run, or None where not even that could
+    be done, and the values of the step's own decorators hold.
+    """
 
     order: Order | None = None
     trouble: str = ""
@@ -64,7 +68,7 @@ def place_attempt(ask: Ask, *, deadline_seconds: float = DEADLINE_SECONDS) -> An
         try:
             answers.append(Answer(order=_order(ask)))
         except Exception as error:  # whatever it is, a hook that raises would end the run
-            answers.append(Answer(trouble=f"{type(error).__name__}: {error}"))
+            answers.append(_as_planned(ask, f"{type(error).__name__}: {error}"))
 
     thread = threading.Thread(target=work, name="placing", daemon=True)
     thread.start()
@@ -73,17 +77,13 @@ def place_attempt(ask: Ask, *, deadline_seconds: float = DEADLINE_SECONDS) -> An
 
 
 def _order(ask: Ask) -> Order:
-    from cost.capacity import history_of, place
-    from cost.errors import CostError
+    from cost.capacity import history_of
     from infra.batch import batch_client, training_queues
 
-    job = replace(Job.of(ask.flow, ask.name.run), request_seconds=_REQUEST_SECONDS)
+    job, on_batch = _job(ask), ask.backend == "batch"
     config = job.config
-    on_batch = ask.backend == "batch"
-    if not on_batch:
-        job = replace(job, config=pods.with_nodes(config, ask.flow.num_nodes))
     client = batch_client(config.batch.region) if on_batch else None
-    with job.events(f"placing-{ask.name.step}-{ask.name.task}-{ask.name.attempt}") as log:
+    with job.events(_process(ask)) as log:
         events = read_events(job.store)
         events += settle(job, events, client, log) if on_batch else []
         history = history_of(events)
@@ -91,17 +91,51 @@ def _order(ask: Ask) -> Order:
             return _ordered(job, ask, Order(does="stop", outcome=said[0].value, message=said[1]))
         plan = fresh_plan(job, events, ask.flow.examined)
         queues = training_queues(config.batch, client) if on_batch else pods.markets()
-        try:
-            placed = place(config, plan=plan, history=history, queues=queues, now_utc=time.time())
-        except CostError as error:
-            return _ordered(job, ask, Order(does="stop", outcome=error.outcome.value, message=str(error)))
-        order = shaped(ask, plan, placed)
-        if order.does == "train":
-            log.origin = replace(log.origin, attempt=ask.name.attempt)
-            log.emit(PLAN, **order.plan)
-            told = {"attempt": ask.name.attempt, "round": ask.round, "step": ask.name.step, "task": ask.name.task}
-            log.emit(PLACED, placement=order.placement, why=placed.reason, **told)
-        return _ordered(job, ask, order)
+        return _placed(ask, job, log, plan, history, queues)
+
+
+def _as_planned(ask: Ask, trouble: str) -> Answer:
+    """Where Batch, prices or events cannot be asked: by the plan of the run and the queues as they are configured."""
+    from cost.capacity import History
+    from cost.plan.plan import Plan
+    from infra.batch import declared_queues
+
+    try:
+        job = _job(ask)
+        queues = declared_queues(job.config.batch) if ask.backend == "batch" else pods.markets()
+        with job.events(_process(ask)) as log:
+            order = _placed(ask, job, log, Plan.from_json(ask.flow.capacity), History(), queues)
+        return Answer(order=None if order.does == "stop" else order, trouble=trouble)
+    except Exception as error:
+        return Answer(trouble=f"{trouble}; nor by the plan of the run: {type(error).__name__}: {error}")
+
+
+def _job(ask: Ask) -> Job:
+    job = replace(Job.of(ask.flow, ask.name.run), request_seconds=_REQUEST_SECONDS)
+    if ask.backend == "batch":
+        return job
+    return replace(job, config=pods.with_nodes(job.config, ask.flow.num_nodes))
+
+
+def _process(ask: Ask) -> str:
+    return f"placing-{ask.name.step}-{ask.name.task}-{ask.name.attempt}"
+
+
+def _placed(ask: Ask, job: Job, log: EventLog, plan: Plan, history: History, queues: Mapping[str, QueueState]) -> Order:
+    from cost.capacity import place
+    from cost.errors import CostError
+
+    try:
+        placed = place(job.config, plan=plan, history=history, queues=queues, now_utc=time.time())
+    except CostError as error:
+        return _ordered(job, ask, Order(does="stop", outcome=error.outcome.value, message=str(error)))
+    order = shaped(ask, plan, placed)
+    if order.does == "train":
+        log.origin = replace(log.origin, attempt=ask.name.attempt)
+        log.emit(PLAN, **(order.plan or {}))
+        told = {"attempt": ask.name.attempt, "round": ask.round, "step": ask.name.step, "task": ask.name.task}
+        log.emit(PLACED, placement=order.placement, why=placed.reason, **told)
+    return _ordered(job, ask, order)
 
 
 def _ordered(job: Job, ask: Ask, order: Order) -> Order:

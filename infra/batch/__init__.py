@@ -5,7 +5,7 @@ from __future__ import annotations
 from infra.batch.attempts import BatchAttempt, Cause, describe_attempts
 from infra.batch.cancel import cancel_job
 from infra.batch.client import batch_client
-from infra.batch.declared import training_queues
+from infra.batch.declared import declared_queues, training_queues
 from infra.batch.queues import ComputeEnvironment, QueueState, describe_queues
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "QueueState",
     "batch_client",
     "cancel_job",
+    "declared_queues",
     "describe_attempts",
     "describe_queues",
     "training_queues",

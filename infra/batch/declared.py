@@ -9,6 +9,22 @@ from infra.batch.queues import QueueState, describe_queues
 from infra.config.batch import BatchConfig, QueueConfig
 
 
+def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
+    """As the configuration has them, all taken to be usable: for when Batch does not answer."""
+    return {
+        queue.name: QueueState(
+            name=queue.name,
+            arn="",
+            market=queue.market,
+            instance_types=tuple(queue.instance_types),
+            multi_node=queue.multi_node,
+            usable=True,
+            problem="",
+        )
+        for queue in batch.queues
+    }
+
+
 def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float = 20.0) -> dict[str, QueueState]:
     """Where training may go, by the name in the configuration; with none declared, all EC2 queues of the region.
 
