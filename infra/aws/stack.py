@@ -64,7 +64,7 @@ class Stack:
         """What applying would do to the stack that is there. The change set is deleted again. Raises CloudError."""
         name = f"dry-run-{uuid.uuid4().hex[:12]}"
         request = {"StackName": self._name, "ChangeSetName": name}
-        self._ask("create_change_set", patience, **request, **self._request(body, given, state))
+        self._ask("create_change_set", patience, ChangeSetType="UPDATE", **request, **self._request(body, given, state))
         try:
             while True:
                 answer = self._ask("describe_change_set", patience, **request)
