@@ -46,7 +46,7 @@ def resume_line(report: RunReport, *, python: str = PYTHON) -> NextStep | None:
 
 def _was_sent_away(report: RunReport) -> bool:
     """Training ran on other machines: where it goes next is planned anew, and not as one step of an old run."""
-    return not (report.plan or {}).get("simulated", True)
+    return bool(report.money.get("attempts"))
 
 
 def _advice(report: RunReport) -> tuple[str, list[str] | None]:
