@@ -13,6 +13,7 @@ from infra.__main__ import main
 from infra.config import load_config
 from tests.support.aws_account import BUCKET, IMAGE, JOB_ROLE, Account, account
 
+ROOT = Path(__file__).resolve().parents[1]
 METAFLOWS_STACK = {
     "MetaflowDataStoreS3Url": "s3://acme-data/metaflow",
     "BatchJobQueueArn": "arn:aws:batch:us-east-1:123456789012:job-queue/light",
@@ -77,6 +78,18 @@ def test_metaflows_stack_and_the_users_own_settings_come_first(
     assert "METAFLOW_SERVICE_AUTH_KEY is a secret" in (tmp_path / "adopted.yaml").read_text()
 
 
+@pytest.mark.filterwarnings("ignore:Tried to parse:UserWarning")  # what moto does not make is not read here
+def test_what_the_template_makes_is_adopted_as_the_example_has_it(aws: Account, tmp_path: Path) -> None:
+    assert main(["deploy", "--apply", "--stack", "ebbflow"]) == 0
+    config, settings = adopted(tmp_path, "--stack", "ebbflow")
+    example = load_config(ROOT / "configs" / "aws.yaml", project_root=ROOT, environment={}).config.batch
+    own = {queue.name: queue for queue in config.batch.queues if queue.name.startswith("ebbflow-")}
+    assert own == {queue.name: queue for queue in example.queues}
+    assert config.batch.light_queue == example.light_queue == settings["METAFLOW_BATCH_JOB_QUEUE"]
+    assert config.store.startswith("s3://ebbflow-bucket") and config.store.endswith("/ebbflow")
+    assert str(config.batch.image).endswith("/ebbflow:v1") and ":role/ebbflow-" in str(config.batch.job_role)
+
+
 def test_what_is_ambiguous_is_left_open_until_it_is_said(
     aws: Account, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,8 +133,8 @@ def test_what_may_not_be_read_is_told_and_the_rest_is_written(
     said = capsys.readouterr()
     assert "name: spot-g5" in said.out and "job_role" not in said.out
     assert "could not be read: iam:ListRoles in aws-global: denied (AccessDenied); fix: allow iam:ListRoles" in said.err
-    reading = ("Describe", "List", "Get")
-    assert len(asked) > 3 and not [action for action in asked if not action.startswith(reading)], asked
+    reading = ("describe", "list", "get")
+    assert len(asked) > 3 and not [action for action in asked if not action.lower().startswith(reading)], asked
 
 
 def test_an_account_without_queues_is_told_what_to_do(

@@ -30,6 +30,7 @@ class ComputeEnvironment:
     problem: str
     instance_types: tuple[str, ...] = ()
     max_vcpus: int | None = None
+    subnets: tuple[str, ...] = ()
     placement_group: str | None = None
     launch_template: str | None = None
     instance_role: str | None = None
@@ -38,6 +39,11 @@ class ComputeEnvironment:
     @property
     def fargate(self) -> bool:
         return self.kind.startswith("FARGATE")
+
+    @property
+    def keeps_nodes_near(self) -> bool:
+        """Several nodes come to lie in one zone: by a placement group, or since there is one subnet only."""
+        return self.placement_group is not None or len(self.subnets) == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +109,7 @@ def environment_of(detail: Mapping[str, Any]) -> ComputeEnvironment:
         problem=problem,
         instance_types=tuple(resources.get("instanceTypes") or ()),
         max_vcpus=resources.get("maxvCpus"),
+        subnets=tuple(resources.get("subnets") or ()),
         placement_group=resources.get("placementGroup") or None,
         launch_template=template.get("launchTemplateName") or template.get("launchTemplateId"),
         instance_role=resources.get("instanceRole") or None,

@@ -16,12 +16,16 @@ _SECRET = "METAFLOW_SERVICE_AUTH_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is to be written. queues: where training may go. settings: Metaflow's. notes: what a person should know."""
+    """What is to be written. queues: where training may go; gang_queues: those of them for several nodes, by name.
+
+    settings: Metaflow's. notes: what a person should know.
+    """
 
     region: str
     account: str
     store: str | None
     queues: tuple[QueueState, ...]
+    gang_queues: frozenset[str]
     light_queue: str | None
     image: str | None
     job_role: str | None
@@ -66,6 +70,7 @@ def choose(
         account=facts.account,
         store=store,
         queues=queues,
+        gang_queues=_gangs(queues, open_),
         light_queue=light,
         image=image,
         job_role=role,
@@ -120,6 +125,18 @@ def _queues(facts: AccountFacts, named: str, open_: _Open) -> tuple[tuple[QueueS
     if not others:
         open_.notes.append("no on-demand queue: the steps around training have no place that is not taken away")
     return tuple(training), others[0].name if others else None
+
+
+def _gangs(queues: tuple[QueueState, ...], open_: _Open) -> frozenset[str]:
+    """The queues for several nodes. Where some keep them close together the others are not for gangs."""
+    able = [state for state in queues if state.multi_node]
+    near = [state for state in able if all(one.keeps_nodes_near for one in state.compute_environments if one.usable)]
+    if able and not near:
+        names = ", ".join(state.name for state in able)
+        open_.notes.append(
+            f"{names}: no placement group and several subnets; nodes of a gang may lie in different zones"
+        )
+    return frozenset(state.name for state in near or able)
 
 
 def _store(facts: AccountFacts, known: Mapping[str, str], stack: str | None, open_: _Open) -> str | None:

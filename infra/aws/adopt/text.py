@@ -20,7 +20,7 @@ def configuration_text(choice: Choice, now_utc: float) -> str:
     document: dict[str, Any] = {} if choice.store is None else {"store": choice.store}
     document |= {"cluster": {"backend": "batch", "nodes": "auto", "processes_per_node": "auto"}}
     document |= {"cost": {"regions": [choice.region]}}
-    batch: dict[str, Any] = {"region": choice.region, "queues": [_queue(state) for state in choice.queues]}
+    batch: dict[str, Any] = {"region": choice.region, "queues": [_queue(state, choice) for state in choice.queues]}
     optional = {"light_queue": choice.light_queue, "image": choice.image, "job_role": choice.job_role}
     document["batch"] = batch | {name: value for name, value in optional.items() if value}
     head = [
@@ -44,12 +44,12 @@ def notes_text(choice: Choice) -> str:
     return "\n".join(f"adopt: {note}" for note in choice.notes)
 
 
-def _queue(state: QueueState) -> dict[str, Any]:
+def _queue(state: QueueState, choice: Choice) -> dict[str, Any]:
     """As the configuration has it; what is its default is left out."""
     entry: dict[str, Any] = {"name": state.name, "market": state.market}
     if state.instance_types and not set(_BATCHS_CHOICE) & set(state.instance_types):  # those nobody can list
         entry["instance_types"] = list(state.instance_types)
-    return entry | ({"multi_node": True} if state.multi_node else {})
+    return entry | ({"multi_node": True} if state.name in choice.gang_queues else {})
 
 
 def _exports(settings: Mapping[str, str]) -> list[str]:
