@@ -67,7 +67,7 @@ def test_without_capacity_waiting_costs_nothing_and_the_last_moment_is_late() ->
     assert course.usd == pytest.approx((state["changeover_hours"] + work_hours) * last.usd_per_hour)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.booleans(), st.integers(0, 1000))
 def test_whatever_the_trace_the_deadline_is_kept(lengths: list[int], first: bool, seed: int) -> None:
     course = World(spells(tuple(lengths), first=first), seed=seed).run(CONFIG)
