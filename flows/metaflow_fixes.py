@@ -159,10 +159,12 @@ def _pass_over_missing_metadata() -> None:
 
 def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
     """Node 0's end is the end of the job: first the others must have put their results, which the datastore knows."""
+    from metaflow import current
+
     waiting = [path.split("/") for path in flow._control_mapper_tasks[1:]]
     limit = time.monotonic() + _MAPPERS_SECONDS
     while waiting and time.monotonic() < limit:
-        waiting = [path for path in waiting if not _is_done(self.flow_datastore, path)]
+        waiting = [path for path in waiting if not _is_done(self.flow_datastore, path, current.retry_count)]
         if waiting:
             time.sleep(_LOOK_SECONDS)
     if waiting:
@@ -170,11 +172,12 @@ def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
         raise TimeoutError(f"the other nodes did not finish within {_MAPPERS_SECONDS:g} s: {missing}")
 
 
-def _is_done(datastore: Any, path: list[str]) -> bool:
+def _is_done(datastore: Any, path: list[str], attempt: int) -> bool:
+    """Of this attempt: an earlier one may have ended well on the other node alone."""
     from metaflow.datastore.exceptions import DataException
 
     try:
-        datastore.get_task_datastore(*path)
+        datastore.get_task_datastore(*path, attempt=attempt)
     except DataException:
         return False
     return True
