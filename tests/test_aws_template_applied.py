@@ -30,12 +30,14 @@ KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS
 
 
 @pytest.fixture(scope="module")
-def account() -> Iterator[None]:
+def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yields the file of settings that the command writes."""
+    settings = tmp_path_factory.mktemp("deploy") / "ebbflow.env"
     with mock_aws(), pytest.MonkeyPatch.context() as patch:
         for name, value in KEYS.items():
             patch.setenv(name, value)
-        assert main(["deploy", "--apply", "--minutes", "5"]) == 0
-        yield
+        assert main(["deploy", "--apply", "--minutes", "5", "--env", str(settings)]) == 0
+        yield settings
 
 
 @pytest.fixture
@@ -45,11 +47,12 @@ def keys(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def applied(account: None, keys: None) -> None:
-    """An account with the stack in it."""
+def applied(account: Path, keys: None) -> Path:
+    """An account with the stack in it; returns the file of settings."""
+    return account
 
 
-def test_the_queues_of_the_account_are_those_of_the_example_configuration(applied: None) -> None:
+def test_the_queues_of_the_account_are_those_of_the_example_configuration(applied: Path) -> None:
     config = load_config(ROOT / "configs" / "aws.yaml", project_root=ROOT, environment={}).config
     there = describe_queues(None, batch_client(REGION))
     assert set(there) == {queue.name for queue in config.batch.queues} | {config.batch.light_queue}
@@ -60,7 +63,7 @@ def test_the_queues_of_the_account_are_those_of_the_example_configuration(applie
         assert state.multi_node or not queue.multi_node
 
 
-def test_bucket_roles_and_head_job_are_there_and_name_each_other(applied: None) -> None:
+def test_bucket_roles_and_head_job_are_there_and_name_each_other(applied: Path) -> None:
     stack = boto3.client("cloudformation").describe_stacks(StackName="ebbflow")["Stacks"][0]
     outputs = {one["OutputKey"]: one["OutputValue"] for one in stack["Outputs"]}
     s3 = boto3.client("s3")
@@ -75,9 +78,12 @@ def test_bucket_roles_and_head_job_are_there_and_name_each_other(applied: None) 
     assert environment["EBBFLOW__STORE"] == outputs["Store"] == f"s3://{outputs['BucketName']}/ebbflow"
     assert environment["METAFLOW_BATCH_JOB_QUEUE"] == outputs["LightQueueName"] == "ebbflow-light"
     assert head["containerProperties"]["image"] == outputs["Image"]
+    lines = [line.removeprefix("export ").partition("=") for line in applied.read_text().splitlines()]
+    settings = {name: value for name, _, value in lines}
+    assert all(settings.values()) and settings == {name: environment[name] for name in settings}, "as the head job has"
 
 
-def test_a_dry_run_leaves_no_change_set_behind(applied: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_leaves_no_change_set_behind(applied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["deploy", "--dry-run", "--parameter", "Nat=no"]) == 0
     assert "to modify" in capsys.readouterr().out, "moto's change sets are incomplete; what they say is not looked at"
     client = boto3.client("cloudformation")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from infra.aws.calls import Patience, ask, aws_client
@@ -34,6 +37,7 @@ def add_deploy_command(commands: Any) -> None:
     command.add_argument(
         "--parameter", action="append", default=[], metavar="NAME=VALUE", help=f"of {TEMPLATE.name}, which explains it"
     )
+    command.add_argument("--env", type=Path, metavar="FILE", help="--apply also writes the settings there, for a shell")
     command.set_defaults(command=deploy)
 
 
@@ -86,7 +90,13 @@ def _dry_run(stack: Stack, client: Any, body: str, all_of_it: list[Planned], giv
 
 def _apply(stack: Stack, body: str, given: Mapping[str, str], patience: Patience, options: argparse.Namespace) -> None:
     state = stack.apply(body, given, stack.state(patience), patience)
-    print(_what_next(state, options.stack, options.region or aws_settings().region))
+    settings = _settings(state, options.region or aws_settings().region)
+    print(f"stack {options.stack}: {state.status}\nthe machine that launches runs needs:")
+    print(textwrap.indent(settings, "    "), end="")
+    if options.env is not None:
+        options.env.write_text(settings, encoding="utf-8")
+        print(f"wrote {options.env}")
+    print(f"the image goes to {state.outputs.get('RepositoryUri', '')}; docs/aws.md goes on from here")
 
 
 def _table(changes: Sequence[Change]) -> str:
@@ -101,18 +111,16 @@ def _table(changes: Sequence[Change]) -> str:
     return "\n".join(rows)
 
 
-def _what_next(state: StackState, name: str, region: str) -> str:
+def _settings(state: StackState, region: str) -> str:
+    """Lines for a shell; nothing of them is secret. Who launches runs has rights of their own."""
     outputs = state.outputs
     exports = {
         "AWS_DEFAULT_REGION": region,
         "EBBFLOW__STORE": outputs.get("Store", ""),
         "METAFLOW_DEFAULT_DATASTORE": "s3",
-        "METAFLOW_DATASTORE_SYSROOT_S3": f"{outputs.get('Store', '')}/metaflow",
+        "METAFLOW_DATASTORE_SYSROOT_S3": outputs.get("MetaflowDataStoreS3Url", ""),
         "METAFLOW_BATCH_JOB_QUEUE": outputs.get("LightQueueName", ""),
         "METAFLOW_BATCH_CONTAINER_IMAGE": outputs.get("Image", ""),
         "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": outputs.get("JobRoleArn", ""),
     }
-    lines = [f"stack {name}: {state.status}", "the machine that launches runs needs:"]
-    lines += [f"    export {key}={value}" for key, value in exports.items()]
-    lines += [f"the image goes to {outputs.get('RepositoryUri', '')}; docs/aws.md goes on from here"]
-    return "\n".join(lines)
+    return "".join(f"export {key}={shlex.quote(value)}\n" for key, value in exports.items())
