@@ -51,7 +51,7 @@ def needed(words: Sequence[str]) -> bool:
 
 
 def check(context: PreflightContext) -> Finding:
-    """Says in preflight what is mended, or refuses."""
+    """Without a metadata service Metaflow fails on AWS Batch in known ways: these are mended, or the run is refused."""
     if reason := why_not_asked(context):
         return Finding.skipped(reason)
     found, metadata = version("metaflow"), metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
