@@ -54,8 +54,8 @@ def prepare(module_name: str) -> None:
         from flows.options import checked_options
 
         sys.argv[at + 1 :] = checked_options(sys.argv[at + 1 :])
-    elif remote.backend_asked(sys.argv) is not None and (config := remote.resumed_config(sys.argv)) is not None:
-        remote.set_environment(config)
+    elif (backend := remote.backend_asked(sys.argv)) and (config := remote.resumed_config(sys.argv)):
+        remote.set_environment(config, backend)
     if _run_id_file(sys.argv[at + 1 :]) is None:
         descriptor, path = tempfile.mkstemp(prefix=_RUN_ID_PREFIX)
         os.close(descriptor)

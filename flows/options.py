@@ -52,7 +52,7 @@ def checked_options(options: list[str]) -> list[str]:
     if said := refusal(loaded.config, backend):
         _refuse(said, Outcome.PREFLIGHT)
     if backend is not None:
-        set_environment(loaded.config)
+        set_environment(loaded.config, backend)
     results = run_all_checks(
         loaded.config, known.config, quick_only=True, job=known.job or None, target=backend or "local"
     )

@@ -15,6 +15,8 @@ from infra.layout import job_prefix
 from infra.store import Store
 from infra.store.aws import aws_settings
 
+# Of a light step's job: how long it may wait for capacity (`flows.attempts.submitting`).
+RUNNABLE_VARIABLE = "EBBFLOW_RUNNABLE_SECONDS"
 _REQUEST_SECONDS = 10.0
 
 _BACKENDS = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}
@@ -36,32 +38,50 @@ def _values(words: Sequence[str], option: str) -> list[str]:
     return found + [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
 
 
-def set_environment(config: RunConfig) -> None:
-    """Metaflow's settings as far as the configuration knows them; what the user has set stands."""
+def set_environment(config: RunConfig, backend: str) -> None:
+    """Metaflow's settings: what the configuration says goes before what is set elsewhere, and that before what follows
+    from the store alone.
+    """
     batch = config.batch
-    endpoint = aws_settings().endpoint
-    settings = {
-        "METAFLOW_DEFAULT_DATASTORE": "s3",
-        "METAFLOW_DATASTORE_SYSROOT_S3": f"{config.store.rstrip('/')}/metaflow",
-        "METAFLOW_S3_ENDPOINT_URL": endpoint,
-        "METAFLOW_BATCH_JOB_QUEUE": light_queue(config),
+    said = {
+        "METAFLOW_BATCH_JOB_QUEUE": batch.light_queue,
         "METAFLOW_BATCH_CONTAINER_IMAGE": batch.image,
         "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": batch.job_role,
         "AWS_DEFAULT_REGION": batch.region,
-        "EBBFLOW_RUNNABLE_SECONDS": f"{batch.runnable_minutes * 60:g}",
+        RUNNABLE_VARIABLE: f"{batch.runnable_minutes * 60:g}",
+    }
+    os.environ.update({name: value for name, value in said.items() if value})
+    follows = {
+        "METAFLOW_DEFAULT_DATASTORE": "s3",
+        "METAFLOW_DATASTORE_SYSROOT_S3": f"{config.store.rstrip('/')}/metaflow",
+        "METAFLOW_S3_ENDPOINT_URL": aws_settings().endpoint,
         # Metaflow asks once and gives up: AWS answers "too many requests" to whoever starts many jobs at once.
         "AWS_RETRY_MODE": "standard",
         "AWS_MAX_ATTEMPTS": "10",
     }
-    for name, value in settings.items():
-        if value and not os.environ.get(name) and not metaflow_setting(name):
+    for name, value in follows.items():
+        if value and not _is_set(name):
             os.environ[name] = value
+    if backend == "batch" and not _is_set("METAFLOW_BATCH_JOB_QUEUE") and (queue := on_demand_queue(config)):
+        os.environ["METAFLOW_BATCH_JOB_QUEUE"] = queue
 
 
-def light_queue(config: RunConfig) -> str | None:
-    """Of the steps around training."""
-    on_demand = (queue.name for queue in config.batch.queues if queue.market == "on_demand")
-    return config.batch.light_queue or metaflow_setting("METAFLOW_BATCH_JOB_QUEUE") or next(on_demand, None)
+def _is_set(name: str) -> bool:
+    return bool(os.environ.get(name) or metaflow_setting(name))
+
+
+def on_demand_queue(config: RunConfig) -> str | None:
+    """For the steps around training, where none is named: the first that takes jobs on demand, of those that are
+    configured or, without any, of the account. None where Batch does not say; preflight tells why.
+    """
+    from infra.batch import batch_client, declared_queues, training_queues
+
+    queues = declared_queues(config.batch)
+    try:
+        queues = queues or training_queues(config.batch, batch_client(config.batch.region))
+    except InfraError:
+        return None
+    return next((name for name, queue in queues.items() if queue.usable and queue.market == "on_demand"), None)
 
 
 def resumed_config(words: Sequence[str]) -> RunConfig | None:

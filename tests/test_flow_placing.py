@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from flows.attempts.order import AttemptName, Order
 from flows.attempts.past import unsettled_jobs
 from flows.attempts.placing import Ask, place_attempt
 from flows.job import Job
+from flows.remote import set_environment
 from infra.config.schema import RunConfig
 from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, read_events
 from tests.support.batch.fixture import LocalBatch, local_batch
@@ -71,6 +73,24 @@ def test_an_attempt_is_placed_and_what_is_left_behind_says_so(
     batch.client().update_job_queue(jobQueue="spot-g5", state="ENABLED")
     last = place_attempt(ask(flow, last=True)).order
     assert last is not None and last.does == "again"
+
+
+def test_light_steps_go_to_the_first_queue_on_demand_unless_one_is_named(
+    batch: LocalBatch, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And Metaflow's records beside the job, where nobody has said otherwise."""
+    queue, root = "METAFLOW_BATCH_JOB_QUEUE", "METAFLOW_DATASTORE_SYSROOT_S3"
+    for name in (queue, root, "METAFLOW_DEFAULT_DATASTORE", "METAFLOW_S3_ENDPOINT_URL", "AWS_RETRY_MODE",
+                 "AWS_MAX_ATTEMPTS", "EBBFLOW_RUNNABLE_SECONDS"):  # fmt: skip
+        monkeypatch.setenv(name, "")  # what the function sets is undone with it
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
+    batch.client().update_job_queue(jobQueue="od-g5", state="ENABLED")
+    set_environment(RunConfig(store="s3://bucket/x"), "batch")  # the account's queues, Spot among them
+    assert os.environ[queue] == "od-g5" and os.environ[root] == "s3://bucket/x/metaflow"
+    named = RunConfig.model_validate_json('{"store": "s3://other", "batch": {"light_queue": "light"}}')
+    set_environment(named, "batch")
+    assert os.environ[queue] == "light" and os.environ[root] == "s3://bucket/x/metaflow"
 
 
 def test_where_batch_cannot_be_asked_the_plan_of_the_run_decides(

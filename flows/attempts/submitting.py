@@ -16,8 +16,8 @@ from typing import Any
 
 from flows.capacity import SUBMIT_VARIABLE
 from flows.job import Job
+from flows.remote import RUNNABLE_VARIABLE
 
-RUNNABLE_VARIABLE = "EBBFLOW_RUNNABLE_SECONDS"
 _WAITING = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING")
 _LOOK_SECONDS = 5.0
 _REQUEST_SECONDS = 15.0
