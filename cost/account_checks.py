@@ -116,11 +116,13 @@ def _ask(context: PreflightContext) -> _Asked | Finding:
     return _Asked(plan=plan, region=region, queues=queues, offered=offered, catalogue=load_catalogue())
 
 
+# Warnings: they hold the plan of the price table against the account, and prices of the moment may allow more. Where an
+# attempt really goes is decided when it is placed.
 CHECKS: list[Check] = [
     Check(
         id="aws-capacity",
         title="queues can run the plan",
-        severity="error",
+        severity="warning",
         tier="full",
         deadline_seconds=ANSWER_SECONDS + 6.0,
         symptoms=("I04",),
@@ -129,7 +131,7 @@ CHECKS: list[Check] = [
     Check(
         id="aws-quota",
         title="quotas allow the machines",
-        severity="error",
+        severity="warning",
         tier="full",
         deadline_seconds=2 * ANSWER_SECONDS + 6.0,
         symptoms=("I04",),

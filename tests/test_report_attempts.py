@@ -77,6 +77,7 @@ def test_all_of_it_is_rendered(report: RunReport) -> None:
         assert " ".join(row) in plain and all(f"<td>{cell}</td>" in page for cell in row)
     for _, where, why in place_rows(report.money["attempts"]):
         assert why.split(";")[0] in plain and f"<td>{where}</td>" in page and f"<td>{why}</td>" in page
+    assert "interruption: reclaimed" in plain, "not lost without a word: Batch told it"
     assert "never started" in plain and "Batch job in queue q: reclaimed" in plain
 
 

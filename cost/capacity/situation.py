@@ -21,6 +21,8 @@ HOUR = 3600.0
 LEAST_TRY_HOURS = 5 / 60
 # A faster on-demand pool to fall back to may be dearer by this factor if only with it Spot can be tried at all.
 _DEARER = 1.25
+# Spot pools that a policy is shown, the best by the plan: each decision is kept with all that it saw.
+_MOST_SHOWN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ def situation(
     most = {one.id: max((spare(offer, one) for offer in spots), default=-math.inf) for one in on_demand}
     bearable = [one for one in on_demand if one.candidate.expected_usd <= _DEARER * on_demand[0].candidate.expected_usd]
     last_resort = next((one for one in bearable if most[one.id] >= least), on_demand[0])
-    open_spots = [offer for offer in spots if spare(offer, last_resort) >= least]
+    open_spots = [offer for offer in spots if spare(offer, last_resort) >= least][:_MOST_SHOWN]
     shown = [*open_spots, last_resort]
     tick = min([runnable_hours, *(spare(offer, last_resort) for offer in open_spots)])
     work = max(offer.work_hours for offer in shown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from cost.ledger.batch_jobs import BatchJob, batch_jobs, nodes_by_job, silent_nodes, unheard_extras
@@ -15,6 +15,8 @@ from cost.ledger.pricing import SIMULATED, NodePrice, Pricing
 from cost.ledger.sharing import Parts, divided, sharing
 from cost.ledger.timeline import MICRO, NodeTime, paid_nodes
 from infra.events import Event
+
+_ENDS_THAT_BATCH_TELLS = ("reclaimed", "terminated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,17 @@ def bills_of(events: Sequence[Event], generations: Mapping[int, Generation]) -> 
         nodes=tuple(_node_bill(node, pricing, shared, beyond, job_of.get(id(node))) for node in nodes),
         silent=tuple(_silent_bill(job, node, pricing) for job, node in silent_nodes(heard, jobs)),
     )
+
+
+def with_batchs_word(generations: Mapping[int, Generation], bills: Sequence[NodeBill]) -> dict[int, Generation]:
+    """The generations, those that ended without a word with what Batch told of the end of their job."""
+    told = {bill.node.generation: bill.job.cause for bill in bills if bill.job is not None}
+    return {
+        number: replace(one, reason=told[number])
+        if one.reason is None and told.get(number) in _ENDS_THAT_BATCH_TELLS
+        else one
+        for number, one in generations.items()
+    }
 
 
 def machines(bills: Sequence[NodeBill]) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from cost.ledger.bills import Bills, NodeBill, SilentBill, bills_of
+from cost.ledger.bills import Bills, NodeBill, SilentBill, bills_of, with_batchs_word
 from cost.ledger.causes import CauseLine, blame, cause_lines, cause_of, cause_of_job
 from cost.ledger.charges import rank_charges
 from cost.ledger.generations import Generation, read_generations
@@ -105,8 +105,8 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered, running=running)
     newest = max(generations, default=0)
-    sums = _Sums(generations)
     bills = bills_of(ordered, generations)
+    sums = _Sums(with_batchs_word(generations, bills.nodes))
     for bill in bills.nodes:
         sums.add(bill, newest=bill.node.generation == newest)
     for silent in bills.silent:
