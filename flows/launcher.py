@@ -114,6 +114,8 @@ def _set_environment() -> None:
     # folder where Metaflow looks when nothing is set.
     if not remote.in_container():
         os.environ.setdefault("METAFLOW_DATASTORE_SYSROOT_LOCAL", str(PROJECT_ROOT))
+        # A head job of AWS Batch: Metaflow would take the steps that run beside it for steps that it sent to Batch.
+        os.environ.pop("AWS_BATCH_JOB_ID", None)
     # Metaflow refuses to work for root, which is who runs in a bare container.
     user = getpass.getuser()
     os.environ.setdefault("METAFLOW_USER", "ebbflow" if user == "root" else user)

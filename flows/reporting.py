@@ -13,7 +13,6 @@ from cost.jobs import known_job_names, load_report
 from cost.prices.observed import observed_pools
 from cost.report.render_html import render as render_html
 from cost.report.report import RunReport, build_report
-from flows.attempts.past import settle_all
 from flows.job import PROJECT_ROOT, RUNS, Job, write_whole
 from infra.errors import InfraError
 from infra.events import NODE_STARTED, PLAN, PRICES, Event, read_events
@@ -53,6 +52,8 @@ def write_report(job: Job) -> RunReport:
     Here first: a store that is full or takes no more writes still has events to tell from. Raises StoreError where it
     does not take the report.
     """
+    from flows.attempts.past import settle_all  # not for each card's process, which imports this as well
+
     settle_all(job)
     record_prices(job)
     events = read_events(job.store)
