@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from metaflow.decorators import StepDecorator, _base_step_decorator
 
-from flows import pods
+from flows import packaging, pods
 from flows.attempts.order import AttemptName, Order
 
 # What the process that submits needs besides its command line (`flows.attempts.submitting`).
@@ -39,6 +39,9 @@ class CapacityDecorator(StepDecorator):
         # Hooks run in the order of this list, and that of @batch overwrites the command line: this one comes last.
         step = getattr(type(flow), step_name)
         step.decorators = [one for one in step.decorators if one is not self] + [self]
+
+    def add_to_package(self) -> list[tuple[str, str]]:
+        return list(packaging.files())
 
     def runtime_step_cli(self, cli_args, retry_count, max_user_code_retries, ubf_context) -> None:
         if cli_args.commands not in (["batch", "step"], ["kubernetes", "step"]):

@@ -22,11 +22,12 @@ from flows import launcher
 # Before Metaflow is imported: it reads its environment then, and a bad configuration should not have to wait for it.
 launcher.prepare(__name__)
 
-from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, package_sources, parallel, retry, step
+from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, parallel, retry, step
 
 from flows import cards, certifying, gang, reporting, steps
 from flows.backends import cloud, local  # noqa: F401 - makes `--with cloud` and `--with local` known
 from flows.capacity import capacity
+from flows.packaging import package_sources
 
 
 @package_sources(["../flows", "../training", "../cost", "../infra", "../examples"], suffixes=[".py", ".yaml", ".csv"])
