@@ -7,7 +7,7 @@ ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint bench soak batch-demo clean
+.PHONY: help run test lint bench soak soak-batch batch-demo metaflow-releases clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
@@ -27,6 +27,12 @@ bench: $(VENV)/dev.stamp  ## measure what docs/benchmarks.md reports
 
 soak: $(VENV)/dev.stamp  ## the long proofs: a job under kills, 1,000 schedules of commits (ARGS="schedules --seed 7")
 	$(BIN)/python -m training soak $(ARGS)
+
+soak-batch: $(VENV)/dev.stamp  ## the long proof of the supervisor: nine interruptions of one job in a local AWS Batch
+	$(BIN)/python -m pytest -s tests/soak_supervise.py $(ARGS)
+
+metaflow-releases: $(VENV)/dev.stamp  ## the flow here and in a local AWS Batch on several releases of Metaflow
+	$(BIN)/python -m tests.releases $(ARGS)
 
 batch-demo: $(VENV)/dev.stamp  ## a run on a local AWS Batch, its Spot machine taken away on the way (ARGS="--with cloud")
 	$(BIN)/python -m tests.support.batch.demo $(ARGS)
