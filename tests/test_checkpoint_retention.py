@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.errors import StoreFull
+from infra.errors import StoreForbidden, StoreFull
 from infra.layout import commit_key, data_key, index_key
 from infra.store import Store
 from training.checkpoint import Generation, RetentionPolicy, open_generation, reachable_commits, trace_lineage
@@ -193,6 +193,23 @@ def test_the_age_of_orphans_is_by_the_stores_own_clock(
     left = {meta.key.split("/")[2].lstrip("0") for meta in job.list("data")}
     assert left == ({"10"} if writable else {"10", "20"})
     assert job.list("clock") == []
+
+
+def test_a_role_that_may_not_tag_deletes_all_the_same(job: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = open_generation(job, run="r", attempt=0)
+    for step in (1, 2):
+        put_commit(job, generation, step)
+    put, refused = Store.put, []
+
+    def refuse(self: Store, key: str, data: bytes, *, tags: Any = None) -> None:
+        if tags:
+            refused.append(key)
+            raise StoreForbidden(f"put {key}: s3:PutObjectTagging is missing")
+        put(self, key, data)
+
+    monkeypatch.setattr(Store, "put", refuse)
+    assert run(job, generation, keep_last=1) == [1]
+    assert steps(job) == [2] and len(refused) == 1
 
 
 def test_a_zombie_deletes_nothing_and_a_deletion_cut_short_is_finished(
