@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from cost.capacity.placement import Placement
-from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, NOTICE, PLACED, Event
+from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, GENERATION_ENDED, NODE_STARTED, NOTICE, PLACED, Event
 from infra.notices import RECLAIMS
 
 RECLAIMED, USER_CODE, NEVER_STARTED, TERMINATED, ENDED, UNKNOWN = (
@@ -19,12 +19,15 @@ RECLAIMED, USER_CODE, NEVER_STARTED, TERMINATED, ENDED, UNKNOWN = (
     "unknown",
 )
 
+_TOLD_BETTER = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PastAttempt:
     """One placement and what came of it. Unix times by Batch's clock; None: it did not come to that, or nobody told.
 
-    cause: as Batch tells it, except that an attempt that left on a reclaim's notice counts as reclaimed.
+    cause: as Batch tells it, except that an attempt that left on a reclaim's notice counts as reclaimed, and that it is
+    not the user's code that failed where the agents name something else, such as the store.
     """
 
     placement: Placement
@@ -76,7 +79,7 @@ def history_of(events: Sequence[Event]) -> History:
     A placement that this version cannot read is passed over.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    noticed = _noticed_jobs(ordered)
+    better = _as_agents_tell(ordered)
     newest = {str(event.data.get("job_id")): event.data for event in ordered if event.name == BATCH_ATTEMPT}
     attempts: list[PastAttempt] = []
     jobs = _jobs_of_placements(ordered)
@@ -85,7 +88,9 @@ def history_of(events: Sequence[Event]) -> History:
             continue
         attempt = PastAttempt(placement=placement, placed_utc=event.t_wall)
         job_id = jobs.get(id(event), "")
-        attempts.append(_with_word(attempt, job_id, newest[job_id], job_id in noticed) if job_id in newest else attempt)
+        attempts.append(
+            _with_word(attempt, job_id, newest[job_id], better.get(job_id)) if job_id in newest else attempt
+        )
     return History(attempts=tuple(attempts))
 
 
@@ -115,22 +120,35 @@ def _try(event: Event) -> tuple[Any, ...]:
     return event.run, event.attempt, event.data.get("step"), event.data.get("task")
 
 
-def _with_word(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], noticed: bool) -> PastAttempt:
+def _with_word(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], better: str | None) -> PastAttempt:
     cause = str(data.get("cause") or UNKNOWN)
+    if better is not None and cause in (_TOLD_BETTER if better == RECLAIMED else (USER_CODE,)):
+        cause = better
     return PastAttempt(
         placement=attempt.placement,
         placed_utc=attempt.placed_utc,
         job_id=job_id,
-        cause=RECLAIMED if noticed and cause in (ENDED, UNKNOWN, USER_CODE, TERMINATED) else cause,
+        cause=cause,
         **{name: _moment(data.get(name)) for name in ("created_utc", "started_utc", "stopped_utc")},
     )
 
 
-def _noticed_jobs(events: Sequence[Event]) -> set[str]:
-    """Jobs that were told that their machine would be taken back: leaving in time is no failure of theirs."""
-    gone = {event.generation for event in events if event.name == NOTICE and event.data.get("action") in RECLAIMS}
-    started = [event for event in events if event.name == NODE_STARTED and event.generation in gone]
-    return {str(event.data["batch_job_id"]) for event in started if event.data.get("batch_job_id")}
+def _as_agents_tell(events: Sequence[Event]) -> dict[str, str]:
+    """By job, what Batch cannot know of an attempt that left with a code: its machine was to be taken back, or the last
+    generation was ended by something else than the program, which is no bug."""
+    jobs: dict[int, set[str]] = {}
+    for event in events:
+        if event.name == NODE_STARTED and event.data.get("batch_job_id"):
+            jobs.setdefault(event.generation, set()).add(str(event.data["batch_job_id"]))
+    found: dict[str, str] = {}
+    for event in sorted(events, key=lambda event: event.generation):
+        if event.name == GENERATION_ENDED and "user_code" in event.data:
+            for job_id in jobs.get(event.generation, ()):
+                found[job_id] = USER_CODE if event.data["user_code"] else UNKNOWN
+    for event in events:
+        if event.name == NOTICE and event.data.get("action") in RECLAIMS:
+            found |= dict.fromkeys(jobs.get(event.generation, ()), RECLAIMED)
+    return found
 
 
 def _placement(data: Mapping[str, Any]) -> Placement | None:
