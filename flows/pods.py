@@ -72,9 +72,9 @@ def give_grace() -> None:
     from kubernetes.client import V1PodSpec
 
     seconds = round(float(os.environ.get(GRACE_VARIABLE) or 0))
-    known = V1PodSpec.termination_grace_period_seconds
+    make, name = V1PodSpec.__init__, "termination_grace_period_seconds"
 
-    def at_least(spec: V1PodSpec, value: int | None) -> None:
-        known.fset(spec, value if value is None else max(value, seconds))
+    def make_with_grace(spec: V1PodSpec, *args: Any, **fields: Any) -> None:
+        make(spec, *args, **{**fields, name: max(fields.get(name) or 0, seconds)})
 
-    V1PodSpec.termination_grace_period_seconds = known.setter(at_least)
+    V1PodSpec.__init__ = make_with_grace
