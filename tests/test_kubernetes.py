@@ -134,6 +134,7 @@ def assert_placed(pod: dict[str, Any], annotations: dict[str, str]) -> None:
     [container] = pod["containers"]
     requests = container["resources"]["requests"]
     assert requests["cpu"] == "47" and requests["memory"] == f"{pod_memory_mib(180000)}M"
+    assert pod["activeDeadlineSeconds"] == PLACEMENT["wall_seconds"]
     assert annotations["karpenter.sh/do-not-disrupt"] == "true"
     assert annotations["prometheus.io/port"] == "9400"
 
@@ -159,4 +160,3 @@ def test_one_node_is_a_plain_job(tmp_path: Path) -> None:
     kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
     template = manifest["spec"]["template"]
     assert_placed(template["spec"], template["metadata"]["annotations"])
-    assert manifest["spec"]["activeDeadlineSeconds"] == 7200
