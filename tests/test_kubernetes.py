@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
+from flows.pods import markets, with_nodes
 from infra.kubernetes.selectors import TAINT, node_selector, pod_memory_mib
+from tests.support.capacity import JobLog, batch_config, placed_now
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 pytest.importorskip("kubernetes")
@@ -103,6 +105,14 @@ def test_the_zone_is_selected_by_its_id_or_by_its_name_and_only_where_it_is_know
         "karpenter.sh/capacity-type",
         "node.kubernetes.io/instance-type",
     }
+
+
+def test_a_cluster_takes_several_nodes_on_spot_which_batch_does_not() -> None:
+    config = batch_config("cluster.nodes=2", "cluster.backend=kubernetes", "training.max_steps=20000")
+    found = placed_now(config, JobLog(), 0.0, where=markets())
+    assert (found.market, found.nodes, found.queue) == ("spot", 2, "spot")
+    assert placed_now(config, JobLog(), 0.0).market == "on_demand", "in AWS Batch"
+    assert with_nodes(config, 3).cluster.nodes == 3 and config.cluster.nodes == 2
 
 
 def rendered(tmp_path: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
