@@ -122,5 +122,6 @@ def _settings(state: StackState, region: str) -> str:
         "METAFLOW_BATCH_JOB_QUEUE": outputs.get("LightQueueName", ""),
         "METAFLOW_BATCH_CONTAINER_IMAGE": outputs.get("Image", ""),
         "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": outputs.get("JobRoleArn", ""),
+        "METAFLOW_BATCH_EMIT_TAGS": "true",  # flow, run and step of each job, for cost allocation
     }
     return "".join(f"export {key}={shlex.quote(value)}\n" for key, value in exports.items())
