@@ -172,6 +172,18 @@ def test_the_second_wall_is_what_budget_and_deadline_still_bear() -> None:
     assert placed_now(without, JobLog(), 0.0).wall_seconds >= 5 * 24 * HOUR
 
 
+def test_a_budget_that_just_bears_on_demand_bears_spot_before_it() -> None:
+    usual = next(one for one in planned(batch_config(), WALL).ranked if one.market == "on_demand")
+    just = batch_config(f"cost.budget_usd={usual.expected_usd * 1.1:.4f}")
+    log = JobLog()
+    first = placed_now(just, log, 0.0)
+    assert first.market == "spot"
+    log.told("reclaimed", first, 4 * HOUR, started=60.0)
+    spent = usual.expected_usd * 0.2
+    last = placed_now(just, log, 4 * HOUR, share_done=0.09, spent_usd=spent)
+    assert last.market == "spot" and "nothing on demand" in last.reason, "only Spot is cheap enough by now"
+
+
 def test_without_a_deadline_it_waits_for_spot() -> None:
     config, log = batch_config("cost.deadline_hours=null"), JobLog()
     for number in range(3):
@@ -189,3 +201,5 @@ def test_the_plan_follows_the_placement() -> None:
     assert plan.chosen.market == "spot" and followed.chosen.market == "on_demand"
     assert followed.terms().usd_per_rank_second == pytest.approx(found.usd_per_hour / 3600)
     assert set(followed.ranked) == set(plan.ranked)
+    seconds = config.checkpoint.deadline_seconds
+    assert followed.reserve_usd == pytest.approx(found.gang_usd_per_hour * seconds / HOUR), "the save's, where it is"

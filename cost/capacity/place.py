@@ -71,7 +71,7 @@ def place(
         )
     runnable = config.batch.runnable_minutes / 60
     seen = situation(plan, found, history, runnable_hours=runnable, now_utc=now_utc)
-    choice = _after_a_bug(found, history) or _asked(seen, history, plan) or _only_one_market(found, seen, history)
+    choice = _after_a_bug(found, history) or _asked(seen, history, plan) or _only_one_market(found, history)
     kind = (load_catalogue() if catalogue is None else catalogue)[choice.offer.candidate.instance_type]
     one = choice.offer.candidate
     return Placement(
@@ -133,12 +133,13 @@ def _after_a_bug(found: tuple[Offer, ...], history: History) -> _Choice | None:
     return _Choice(offer=cheaper[0], reason=reason)
 
 
-def _only_one_market(found: tuple[Offer, ...], seen: Situation, history: History) -> _Choice:
+def _only_one_market(found: tuple[Offer, ...], history: History) -> _Choice:
     """Nothing to fall back to: the cheapest Spot that was not just refused or lost."""
     gone = [attempt.placement.pool for attempt in history.attempts[-len(found) :] if attempt.refused]
     order = sorted(found, key=lambda one: gone.index(one.id) + 1 if one.id in gone else 0)
     return _Choice(
-        offer=order[0], reason=f"{_came(history)}no usable on-demand queue to fall back to: Spot as it comes"
+        offer=order[0],
+        reason=f"{_came(history)}nothing on demand that queues, deadline and budget bear: Spot as it comes",
     )
 
 

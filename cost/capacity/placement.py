@@ -96,7 +96,13 @@ def as_placed(plan: Plan, placement: Placement) -> Plan:
     if ours is None:
         raise KeyError(f"{placement} is not among the {len(plan.ranked)} pools of the plan")
     others = tuple(one for one in plan.ranked if one is not ours)
-    return replace(plan, ranked=(ours, *others))
+    return replace(plan, ranked=(ours, *others), reserve_usd=reserve_usd(plan, ours))
+
+
+def reserve_usd(plan: Plan, pool: Candidate) -> float:
+    """The price of one last save there: the plan has it of its chosen pool, and it goes by the gang's price."""
+    chosen = plan.ranked[0].gang_usd_per_hour
+    return plan.reserve_usd * pool.gang_usd_per_hour / chosen if chosen else plan.reserve_usd
 
 
 def _is_of(one: Candidate, placement: Placement) -> bool:

@@ -13,8 +13,9 @@ from typing import Any
 
 from cost.capacity.history import RECLAIMED, History
 from cost.capacity.offers import Offer
+from cost.capacity.placement import reserve_usd
 from cost.plan.plan import Plan
-from cost.policy.interface import Market, PoolView, State
+from cost.policy.interface import MINIMUM_HOURS, Market, PoolView, State
 
 HOUR = 3600.0
 # Less than this in RUNNABLE is no try: an instance must boot before a job can start (an assumption, not measured).
@@ -76,12 +77,22 @@ def situation(
         current=None,
         startup_left_hours=0.0,
         spent_usd=plan.spent_usd,
-        budget_usd=math.inf if plan.budget_usd is None else plan.budget_usd,
+        budget_usd=_budget_usd(plan, last_resort, tick),
         checkpoint_region=shown[0].candidate.region or "",
         commit_interval_hours=max(offer.candidate.case.interval_hours for offer in shown),
     )
     shown_by_id = {offer.id: offer for offer in shown}
     return Situation(state=state, shown=shown_by_id, spare_hours=most[last_resort.id] - least)
+
+
+def _budget_usd(plan: Plan, last_resort: Offer, tick_hours: float) -> float:
+    """What the net may count on, the last save's price left out. It keeps the price of one tick on demand back, since
+    elsewhere whole ticks may be billed: AWS bills seconds, a minute at least, so that the rest of a tick is given back.
+    """
+    if plan.budget_usd is None:
+        return math.inf
+    given_back = max(0.0, tick_hours - MINIMUM_HOURS) * last_resort.candidate.gang_usd_per_hour
+    return plan.budget_usd - reserve_usd(plan, last_resort.candidate) + given_back
 
 
 def _to_fall_back_to(found: Sequence[Offer], history: History) -> list[Offer]:
