@@ -25,6 +25,7 @@ _PULL = "CannotPullContainerError: Error response from daemon: "
     [
         (["Host EC2 (instance i-0123456789abcdef0) terminated."], None, "reclaimed"),
         ([_EXITED, "Host EC2 (instance i-0123456789abcdef0) terminated."], 143, "reclaimed"),
+        (["Your Spot Task was interrupted."], None, "reclaimed"),
         ([_EXITED], 1, "user_code"),
         ([_EXITED], 139, "user_code"),
         ([_EXITED], 137, "unknown"),  # killed, and nobody says by whom

@@ -10,6 +10,7 @@ from moto.iam.responses import IamResponse
 from moto.servicequotas.models import ServiceQuotasBackend
 
 from flows.checks import run_all_checks
+from infra.__main__ import main
 from infra.config import RunConfig
 from tests.support.aws_account import ACCOUNT, BUCKET, IMAGE, JOB_ROLE, Account, account
 from tests.support.batch.fixture import local_batch
@@ -43,7 +44,7 @@ def test_an_account_is_asked_only_for_a_job_that_goes_there(monkeypatch: pytest.
 
 def test_queues(aws: Account) -> None:
     found = passed("aws-queues", **batch(SPOT, GANG, nodes=2, light_queue="light"))
-    assert "gang-p4d: EC2 (p4d.24xlarge), several nodes" in found.detail
+    assert "gang-p4d: EC2 (p4d.24xlarge), several nodes" in found.detail and "placement group" not in found.detail
     assert "no jobStateTimeLimitActions" in found.detail
     passed("aws-queues", **batch())  # none declared: those of the account
     assert (
@@ -167,6 +168,8 @@ def test_a_clock_that_is_off_and_a_batch_that_is_not_amazons(monkeypatch: pytest
         assert "allow batch:DescribeJobQueues" in str(failed("aws-queues", **batch(SPOT)).fix)
         monkeypatch.setenv("AWS_BATCH_JOB_ID", "a-container")  # its role need not have the right
         assert "whoever launched the run has asked before" in skipped("aws-queues", **batch(SPOT)).detail
+        monkeypatch.delenv("AWS_BATCH_JOB_ID")
+        assert main(["adopt"]) == 0
         # Amazon has no account that would say anything of this Batch, and is not asked.
         assert "would be asked of Amazon" in skipped("aws-role", **batch(SPOT, job_role=JOB_ROLE)).detail
         assert "would be asked of Amazon" in skipped("aws-quota", **batch(SPOT, nodes=1)).detail

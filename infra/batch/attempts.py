@@ -27,7 +27,7 @@ _NODES_SECONDS = 5.0
 
 # Texts of AWS, as its user guide and the reports of users show them; matched at the beginning unless they move about.
 # https://docs.aws.amazon.com/batch/latest/userguide/job_retries.html
-_RECLAIMED = re.compile(r"Host EC2( \(instance i-[0-9a-f]+\))? terminated")
+_RECLAIMED = re.compile(r"Host EC2\b|Your Spot Task was interrupted")  # EC2 as the guide matches it; Fargate Spot
 _TOO_LONG = re.compile(r"Job attempt duration exceeded timeout")
 _ENDED_BY_SOMEBODY = re.compile(
     r"Metaflow initiated job termination|Operator\b|User (requested|initiated)\b", re.IGNORECASE

@@ -66,6 +66,11 @@ class QueueState:
     compute_environments: tuple[ComputeEnvironment, ...] = ()
     cancels_after_seconds: Mapping[str, int] | None = None
 
+    @property
+    def keeps_nodes_near(self) -> bool:
+        """Several nodes come to lie in one zone in whichever of its compute environments."""
+        return all(one.keeps_nodes_near for one in self.compute_environments if one.usable)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -91,9 +96,9 @@ def describe_queues(
 
 
 def environment_of(detail: Mapping[str, Any]) -> ComputeEnvironment:
-    """Read from DescribeComputeEnvironments."""
+    """Read from DescribeComputeEnvironments, whose answer need not hold state, status and type."""
     resources = detail.get("computeResources") or {}
-    state, status = detail.get("state", "ENABLED"), detail.get("status", "")
+    state, status = detail.get("state") or "ENABLED", detail.get("status") or "VALID"
     problem = ""
     if state != "ENABLED":
         problem = f"compute environment {detail['computeEnvironmentName']} is {state}"
@@ -104,7 +109,7 @@ def environment_of(detail: Mapping[str, Any]) -> ComputeEnvironment:
     return ComputeEnvironment(
         name=detail["computeEnvironmentName"],
         kind=resources.get("type", ""),
-        managed=detail.get("type") == "MANAGED",
+        managed=detail.get("type", "MANAGED" if resources else "") == "MANAGED",
         usable=not problem,
         problem=problem,
         instance_types=tuple(resources.get("instanceTypes") or ()),
@@ -182,9 +187,9 @@ def _problem(
     name = detail["jobQueueName"]
     if detail.get("state") != "ENABLED":
         return f"queue {name} is {detail.get('state', 'in no state')}: it takes no jobs"
-    if detail.get("status") not in ("VALID", "UPDATING"):
+    if (detail.get("status") or "VALID") not in ("VALID", "UPDATING"):  # the answer need not hold it
         why = " ".join(str(detail.get("statusReason") or "").split())
-        return f"queue {name} is {detail.get('status', 'in no status')}{': ' + why if why else ''}"
+        return f"queue {name} is {detail['status']}{': ' + why if why else ''}"
     if not environments:
         return f"queue {name} has no compute environment"
     if not usable:

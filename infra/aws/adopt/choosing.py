@@ -130,7 +130,7 @@ def _queues(facts: AccountFacts, named: str, open_: _Open) -> tuple[tuple[QueueS
 def _gangs(queues: tuple[QueueState, ...], open_: _Open) -> frozenset[str]:
     """The queues for several nodes. Where some keep them close together the others are not for gangs."""
     able = [state for state in queues if state.multi_node]
-    near = [state for state in able if all(one.keeps_nodes_near for one in state.compute_environments if one.usable)]
+    near = [state for state in able if state.keeps_nodes_near]
     if able and not near:
         names = ", ".join(state.name for state in able)
         open_.notes.append(

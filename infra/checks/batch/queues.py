@@ -105,6 +105,9 @@ def _told(usable: Mapping[str, QueueState]) -> str:
         lines.append(
             f"no jobStateTimeLimitActions on {', '.join(waiting)}: a job that waits there is ended by Ebbflow only"
         )
+    wide = [name for name, state in usable.items() if state.multi_node and not state.keeps_nodes_near]
+    if wide:
+        lines.append(f"no placement group and several subnets on {', '.join(wide)}: nodes may lie in different zones")
     return "\n".join(lines)
 
 
