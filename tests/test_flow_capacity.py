@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,12 @@ def test_a_reclaim_and_a_commit_are_no_failures() -> None:
     assert in_vain(history("user_code", "user_code", "reclaimed", "user_code", "user_code", "user_code"), []) is None
     assert in_vain(history(*["unknown"] * 9), [commit(8.5)]) is None
     assert in_vain(history(*["unknown"] * 9), [commit(3.5)]) is not None
+
+
+def test_another_run_counts_anew_since_somebody_may_have_mended_the_cause() -> None:
+    began = replace(commit(6.5), name="configured")
+    assert in_vain(history(*["never_started"] * 10), [began]) is None
+    assert in_vain(history(*["never_started"] * 11), [began]) is not None
 
 
 @pytest.mark.parametrize(

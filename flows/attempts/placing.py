@@ -87,7 +87,7 @@ def _order(ask: Ask) -> Order:
         events = read_events(job.store)
         events += settle(job, events, client, log) if on_batch else []
         history = history_of(events)
-        if said := in_vain(history, events, on_demand_comes=config.cost.deadline_hours is not None):
+        if said := in_vain(history, _of_run(events, job.run), on_demand_comes=config.cost.deadline_hours is not None):
             return _ordered(job, ask, Order(does="stop", outcome=said[0].value, message=said[1]))
         plan = fresh_plan(job, events, ask.flow.examined)
         queues = training_queues(config.batch, client) if on_batch else pods.markets()
@@ -168,13 +168,21 @@ def fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | Non
     return make_plan(job.config, now_utc=now, prices=prices, **known, **measured)
 
 
+def _of_run(events: Sequence[Event], run: str) -> list[Event]:
+    """Since the run began: whoever starts another may have mended what the attempts before it came to nothing by."""
+    began = min((event.t_wall for event in events if event.run == run), default=0.0)
+    return [event for event in events if event.t_wall >= began]
+
+
 def in_vain(history: History, events: Sequence[Event], *, on_demand_comes: bool = False) -> tuple[Outcome, str] | None:
     """The outcome and the words for a job whose last attempts all came to nothing; None while there is hope.
 
-    One that led to a commit did not, and the loss of a machine is nobody's failure. on_demand_comes: a deadline ends
-    the waiting for Spot, however often there is none.
+    events: of this run; attempts before the first of them are not counted. One that led to a commit did not, and the
+    loss of a machine is nobody's failure. on_demand_comes: a deadline ends the waiting for Spot, however often there
+    is none.
     """
-    committed = max((event.t_wall for event in events if event.name == COMMIT), default=0.0)
+    began = min((event.t_wall for event in events), default=0.0)
+    committed = max((event.t_wall for event in events if event.name == COMMIT), default=began)
     vain = [
         one
         for one in history.attempts
