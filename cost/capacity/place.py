@@ -12,18 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cost.capacity.history import NEVER_STARTED, RECLAIMED, TERMINATED, USER_CODE, History
 from cost.capacity.memory import remember
 from cost.capacity.offers import Offer, lacking, offers
 from cost.capacity.placement import Placement, memory_mib
 from cost.capacity.situation import HOUR, Situation, situation, state_json
-from cost.catalogue import Catalogue, load_catalogue
+from cost.catalogue import Catalogue, InstanceType, load_catalogue
 from cost.errors import PlacementError
 from cost.plan.plan import Plan
 from cost.policy import policies
-from cost.policy.interface import Action, Policy, Run, State
+from cost.policy.interface import Action, Policy, PoolView, Run, State
 from cost.policy.net import SafetyNet
 from infra.config.schema import RunConfig
 from infra.outcome import Outcome
@@ -73,6 +73,14 @@ def place(
     seen = situation(plan, found, history, runnable_hours=runnable, now_utc=now_utc)
     choice = _after_a_bug(found, history) or _asked(seen, history, plan) or _only_one_market(found, history)
     kind = (load_catalogue() if catalogue is None else catalogue)[choice.offer.candidate.instance_type]
+    wall = wall_seconds(config, plan, choice.offer, now_utc)
+    state = None if seen.state is None else state_json(seen.state)
+    return _placement(choice, kind, wall, choice.runnable_hours or runnable, state)
+
+
+def _placement(
+    choice: _Choice, kind: InstanceType, wall: int, runnable_hours: float, state: dict[str, Any] | None
+) -> Placement:
     one = choice.offer.candidate
     return Placement(
         queue=choice.offer.queue,
@@ -85,8 +93,8 @@ def place(
         cpu=kind.vcpu,
         gpu=min(one.processes_per_node, kind.gpu_count),
         memory_mib=memory_mib(kind),
-        wall_seconds=wall_seconds(config, plan, choice.offer, now_utc),
-        runnable_seconds=math.ceil((choice.runnable_hours or runnable) * HOUR),
+        wall_seconds=wall,
+        runnable_seconds=math.ceil(runnable_hours * HOUR),
         usd_per_hour=one.usd_per_hour,
         quoted_usd_per_hour=one.quoted_usd_per_hour,
         price_kind=one.price_kind,
@@ -94,7 +102,7 @@ def place(
         expected_usd=one.expected_usd,
         reason=choice.reason,
         policy=choice.policy,
-        state=None if seen.state is None else state_json(seen.state),
+        state=state,
     )
 
 
@@ -189,7 +197,7 @@ def _queued_for(state: State) -> str | None:
     """The Spot pool to wait for in its queue, as far as the net lets it: pools seen without capacity last, the one that
     was seen so longest ago before the others, else the cheapest."""
 
-    def rank(pool) -> tuple[float, float, str]:
+    def rank(pool: PoolView) -> tuple[float, float, str]:
         gone = (pool.seen_at_hours or 0.0) if pool.available is False else -math.inf
         return gone, pool.usd_per_hour, pool.id
 
