@@ -80,7 +80,7 @@ PRICES = "prices"
 CERTIFICATE = "certificate"
 OUTCOME = "outcome"  # outcome, step, weights_sha256, message
 # Written by the supervisor after each run of the flow: verdict (`flows.supervising.verdict.Verdict`), exit_code,
-# seconds, commit (key of the newest one, or null).
+# seconds, commit (key of the newest one, or null), failures (that it counts for).
 SUPERVISED = "supervised"
 
 

@@ -122,7 +122,7 @@ def test_runs_that_fail_without_training_anything_stop_after_three(tmp_path: Pat
     assert run.exit_code == 6, run.output
     failed = [line for line in told(run) if line.startswith("failure ")]
     assert [line[:12] for line in failed] == ["failure 1 of", "failure 2 of"]
-    assert "crash loop: 3 runs failed with no new commit in between" in told(run)[-2]
+    assert "crash loop: 3 failures with no new commit in between" in told(run)[-2]
 
 
 def test_what_the_flow_refuses_ends_the_supervisor_at_once(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from flows.supervising.options import read_options
 from flows.supervising.record import Record, Spell, read_record
-from flows.supervising.verdict import Verdict, in_a_row, judge, pause_seconds, waited_seconds
+from flows.supervising.verdict import Verdict, failures_of, in_a_row, judge, pause_seconds, waited_seconds
 from infra.config.schema import RunConfig
 from infra.event_log import EventLog
 from infra.events import BATCH_ATTEMPT, GENERATION_ENDED, GENERATION_STARTED, SUPERVISED, Origin
@@ -63,6 +63,16 @@ def test_failures_count_in_a_row_back_to_the_newest_commit_and_interruptions_apa
     assert in_a_row(Record(commit="b", spells=row.spells), Verdict.FAILURE) == 0, "it has come further since"
     never = Record(commit=None, spells=spells("failure", "failure", commit=None))
     assert in_a_row(never, Verdict.FAILURE) == 2
+
+
+def test_a_run_counts_for_each_batch_job_that_the_program_ended_unless_it_came_further() -> None:
+    jobs = {"1": "user_code", "2": "reclaimed", "3": "user_code", "4": "user_code"}
+    assert failures_of(Record(commit="a"), Record(commit="a", attempts=jobs)) == 3
+    assert failures_of(Record(commit="a", attempts={"1": "user_code"}), Record(commit="a", attempts=jobs)) == 2
+    assert failures_of(Record(commit="a"), Record(commit="b", attempts=jobs)) == 1
+    assert failures_of(Record(), Record()) == 1
+    crashed = Record(spells=(Spell(verdict="failure", commit=None, ended_utc=1.0, failures=3),))
+    assert in_a_row(crashed, Verdict.FAILURE) == 3
 
 
 def test_only_a_run_that_gained_nothing_is_followed_by_a_pause_which_grows_to_ten_minutes() -> None:

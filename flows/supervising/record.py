@@ -21,11 +21,12 @@ from training.errors import TrainingError
 
 @dataclass(frozen=True, kw_only=True)
 class Spell:
-    """One run of the flow as an earlier look at it was recorded. commit: the job's newest one at its end."""
+    """One run of the flow as it was recorded. commit: the job's newest one at its end. failures: what it counts for."""
 
     verdict: str
     commit: str | None
     ended_utc: float
+    failures: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,4 +114,10 @@ def _written_config(job_store: Store) -> dict | None:
 
 
 def _spell(event: Event) -> Spell:
-    return Spell(verdict=event.data["verdict"], commit=event.data.get("commit"), ended_utc=event.t_wall)
+    data = event.data
+    return Spell(
+        verdict=data["verdict"],
+        commit=data.get("commit"),
+        ended_utc=event.t_wall,
+        failures=int(data.get("failures") or 1),
+    )

@@ -13,7 +13,7 @@ from flows.supervising.child import Child
 from flows.supervising.leftovers import end_leftovers
 from flows.supervising.options import Options
 from flows.supervising.record import Record, Spell, read_record
-from flows.supervising.verdict import Verdict, in_a_row, judge, pause_seconds, waited_seconds
+from flows.supervising.verdict import Verdict, failures_of, in_a_row, judge, pause_seconds, waited_seconds
 from infra.errors import StoreAway
 from infra.events import OUTCOME, SUPERVISED
 from infra.outcome import Outcome
@@ -51,7 +51,8 @@ class Supervisor:
             if after is None:
                 return self._gave_up()
             verdict = judge(code, before, after)
-            before = self._write(verdict, code, time.monotonic() - started, after)
+            failures = failures_of(before, after) if verdict is Verdict.FAILURE else 0
+            before = self._write(verdict, code, time.monotonic() - started, after, failures)
             if (end := self._end(verdict, code, before)) is not None:
                 return end
             self._pause(verdict, code, before)
@@ -87,7 +88,7 @@ class Supervisor:
         """A loop that the agents do not see, since each run of it dies for itself: it ends as theirs do."""
         count = in_a_row(record, Verdict.FAILURE)
         message = (
-            f"crash loop: {count} runs failed with no new commit in between, the last one with exit code {code}: "
+            f"crash loop: {count} failures with no new commit in between, the last run with exit code {code}: "
             f"{self._why(record, Outcome.FAILED)}"
         )
         self._say(f"stopped, {message}")
@@ -142,13 +143,14 @@ class Supervisor:
         """Events are the last run's, so that the report goes on naming it."""
         return Job(name=self._job.name, run=record.run, config=self._job.config, request_seconds=_REQUEST_SECONDS)
 
-    def _write(self, verdict: Verdict, code: int, seconds: float, record: Record) -> Record:
+    def _write(self, verdict: Verdict, code: int, seconds: float, record: Record, failures: int) -> Record:
         """The record with the end of this run. A run that died before there was a job makes none: that only this
         process remembers."""
-        spell = Spell(verdict=verdict.value, commit=record.commit, ended_utc=time.time())
+        told = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
+        spell = Spell(**told, ended_utc=time.time())
         if record.begun:
             with self._job_of(record).events("supervisor") as events:
-                events.emit(SUPERVISED, verdict=verdict.value, exit_code=code, seconds=seconds, commit=record.commit)
+                events.emit(SUPERVISED, exit_code=code, seconds=seconds, **told)
         else:
             self._unwritten.append(spell)
         return record.with_spells(spell)

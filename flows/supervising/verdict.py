@@ -50,10 +50,18 @@ def judge(exit_code: int, before: Record, after: Record) -> Verdict:
     return Verdict.NO_CAPACITY if "never_started" in causes else Verdict.FAILURE
 
 
+def failures_of(before: Record, after: Record) -> int:
+    """What a run that failed counts for: each of its Batch jobs that the program ended, where none led to a commit."""
+    if before.commit != after.commit:
+        return 1
+    return max(1, sum(cause == "user_code" for job, cause in after.attempts.items() if job not in before.attempts))
+
+
 def in_a_row(record: Record, verdict: Verdict) -> int:
-    """How often runs ended so, back to the newest commit. What is in between of another kind does not break the row:
-    interruptions are counted apart from failures."""
-    return sum(spell.verdict == verdict and spell.commit == record.commit for spell in record.spells)
+    """How often runs ended so, back to the newest commit; of failures, how many they were. What is in between of
+    another kind does not break the row: interruptions are counted apart from failures."""
+    ended = [spell for spell in record.spells if spell.verdict == verdict and spell.commit == record.commit]
+    return sum(spell.failures for spell in ended) if verdict is Verdict.FAILURE else len(ended)
 
 
 def pause_seconds(record: Record, verdict: Verdict, first_seconds: float) -> float:
