@@ -62,6 +62,8 @@ NEEDS: dict[str, dict[str, tuple[str, str]]] = {
     "BatchRole": {},
 }
 # Who runs a file that calls AWS: steps in containers, the head job, or a person with rights of their own.
+# Preflight within a container asks the account as well, and says "skipped, because …" where its role may not: that
+# needs no right.
 PERSON, STEPS, HEAD = "person", "JobRole", "HeadRole"
 RUN_BY: dict[str, set[str]] = {
     "cost/prices": {STEPS, HEAD},
