@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from flows import remote
-from flows.job import PROJECT_ROOT, RUNS, Job, local_folder
+from flows.job import PROJECT_ROOT, RUNS, Job, local_folder, mark_latest
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
 from infra.outcome import Outcome
@@ -194,6 +194,7 @@ def _tell(job: Job, code: int, started: float) -> int:
     from flows.reporting import write_report
 
     job.remember()  # when `start` ran on another machine, this one does not know the job yet
+    mark_latest(job.name)
     path = local_folder(job.name, job.config.store) / "report.json"
     try:
         if not _is_new(path, started):

@@ -22,7 +22,7 @@ from tests.support.flow import FlowRun, FlowRunner
 from tests.support.swift import Swift
 from tests.support.swift_server import SECRET_KEY
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(1200)]
 
 FULL = "spot-g4dn"  # cheaper than g5, and without an instance left
 _QUEUES = [

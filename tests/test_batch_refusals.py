@@ -13,7 +13,7 @@ from tests.support.batch.fixture import LocalBatch
 from tests.support.batch.flow import ON_DEMAND, BatchRunner, account
 from tests.support.swift import Swift
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

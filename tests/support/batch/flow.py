@@ -8,11 +8,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.support.batch.fixture import LocalBatch, local_batch
-from tests.support.flow import FlowRunner, wait_until
+from tests.support.flow import FlowRun, FlowRunner, wait_until
 from tests.support.swift import Swift
 
 LIGHT, SPOT, ON_DEMAND = "light-m5", "spot-g5", "on-demand-g5"
@@ -90,6 +91,14 @@ class BatchRunner(FlowRunner):
     def start(self, *words: str, cwd: Path | None = None) -> subprocess.Popen[str]:
         self._process = super().start(*words, cwd=cwd)
         return self._process
+
+    def finish(self, process: subprocess.Popen[str], timeout: float = 200) -> FlowRun:
+        """With the newest report that this machine got: no step need have run here."""
+        run = super().finish(process, timeout)
+        newest = max(self.runs.glob("*/report.json"), key=lambda path: path.stat().st_mtime, default=None)
+        if newest is None:
+            return run
+        return replace(run, report=json.loads(newest.read_text()), folder=newest.parent.resolve())
 
     def await_so(self, what: str, happened: Callable[[], Any]) -> Any:
         """The first true answer. The flow that was started ends when it does not come, and need not live on for it."""
