@@ -1,4 +1,7 @@
-"""Metaflow alone on the local Batch, without anything of this project: a machine that is lost, a retry, an artifact."""
+"""`make soak-batch`: Metaflow alone on the local Batch: a machine that is lost, a retry, an artifact.
+
+Nothing of this project takes part: what it shows of the stand-in holds for any flow. A minute, so not in CI.
+"""
 
 from __future__ import annotations
 
