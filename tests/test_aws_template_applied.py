@@ -112,6 +112,7 @@ def test_a_dry_run_without_an_account_lists_the_template(
         (["--parameter", "VolumeGib=many"], "must be a whole number"),
         (["--parameter", "Nat"], "must be NAME=VALUE"),
         (["--stack", "Ebbflow"], "lower-case letters"),
+        (["--env", "/nowhere/at/all.env"], "there is no folder"),
     ],
 )
 def test_what_the_template_does_not_allow_is_refused_before_anything_is_asked(

@@ -15,7 +15,7 @@ from typing import Any
 from infra.aws.calls import Patience, ask, aws_client
 from infra.aws.stack import Change, Stack, StackState
 from infra.aws.template import TEMPLATE, Planned, check_parameters, planned, read_template
-from infra.errors import CloudAway, CloudError, CloudForbidden, CloudRefused
+from infra.errors import CloudAway, CloudForbidden, CloudRefused, InfraError
 from infra.outcome import Outcome
 from infra.store.aws import aws_settings
 
@@ -47,6 +47,8 @@ def deploy(options: argparse.Namespace) -> int:
         given = _given(options.parameter)
         if not _STACK_NAME.fullmatch(options.stack):
             raise CloudRefused(f"--stack {options.stack!r}: lower-case letters, digits and -, at most 40")
+        if options.env is not None and not options.env.absolute().parent.is_dir():
+            raise CloudRefused(f"--env {options.env}: there is no folder {options.env.parent}")
         body = TEMPLATE.read_text(encoding="utf-8")
         template = read_template(body)
         check_parameters(template, given)
@@ -56,7 +58,7 @@ def deploy(options: argparse.Namespace) -> int:
             _dry_run(stack, client, body, planned(template, given, region=client.meta.region_name), given)
         else:
             _apply(stack, body, given, Patience.of(60.0 * options.minutes), options)
-    except CloudError as error:
+    except InfraError as error:
         print(error, file=sys.stderr)
         return error.outcome.exit_code
     return Outcome.COMPLETED.exit_code
