@@ -104,7 +104,7 @@ def test_a_head_job_runs_the_flow_whose_steps_are_jobs_of_their_own(runner: Batc
 
 def test_a_head_job_whose_machine_goes_is_started_again_and_goes_on(runner: BatchRunner) -> None:
     before = len(runner.batch.jobs())
-    head = submitted_by_the_schedule(runner, "e2", training__max_steps=200)
+    head = submitted_by_the_schedule(runner, "e2", training__max_steps=120)
     there = f"{PREFIX}/jobs/scheduled-e2/"
     wait_until("a commit", lambda: [key for key in runner.keys(there) if "/commits/" in key], timeout=PATIENCE_SECONDS)
     runner.batch.reclaim(head, notice=False)
