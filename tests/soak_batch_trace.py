@@ -1,7 +1,7 @@
 """`python -m pytest tests/soak_batch_trace.py`: a real run on the local Batch whose Spot goes. Minutes, so not
 in CI; `tests/test_capacity_trace.py` has the same on a virtual clock.
 
-Spot is there for a minute, goes with a notice, and does not come back in time: the job waits in the queue of Spot as
+Spot goes with a notice after the first commit and does not come back in time: the job waits in the queue of Spot as
 long as that is safe, and is finished on demand before its deadline.
 """
 
@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
 
 CONFIG = str(ROOT / "configs" / "laptop.yaml")
 TIME_SCALE = 12.0
-SPOT_SECONDS = 60.0
+SPOT_SECONDS = 2.0
 DEADLINE_HOURS = 0.3
 SETTINGS = {
-    "training__max_steps": 600,
-    "checkpoint__interval_steps": 20,
+    "training__max_steps": 100,
+    "checkpoint__interval_steps": 10,
     "cost__deadline_hours": DEADLINE_HOURS,
     "batch__runnable_minutes": 1.5,
 }
