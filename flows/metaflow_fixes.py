@@ -62,10 +62,10 @@ def check(context: PreflightContext) -> Finding:
     if context.config.batch.metadata_fixes == "refuse":
         return Finding.failed("metadata are local, and batch.metadata_fixes is refuse", service)
     if not known_release(found):
-        tried = " to ".join(".".join(map(str, one)) for one in (FIRST, LAST))
+        known = " to ".join(".".join(map(str, one)) for one in (FIRST, LAST))
         return Finding.failed(
-            f"metadata are local, and what Metaflow {found} gets wrong then on AWS Batch is not known (tried: {tried})",
-            f"{service}, or install a release that was tried",
+            f"metadata are local, and what Metaflow {found} gets wrong then on AWS Batch is not known (known: {known})",
+            f"{service}, or install a release that is known",
         )
     return Finding.passed(
         f"metadata are local: {len(FIXES)} fixes for Metaflow {found} ({', '.join(FIXES)}); for demonstrations, "
