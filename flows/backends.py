@@ -18,7 +18,7 @@ class local(StepMutator):  # noqa: N801 - the name is what stands after --with
 
     def mutate(self, mutable_step):
         for name in REMOTE:
-            if mutable_step.has_decorator(name):
+            if name in _names(mutable_step):
                 mutable_step.remove_decorator(name)
 
 
@@ -26,8 +26,14 @@ class cloud(StepMutator):  # noqa: N801
     """Sends the training steps to AWS Batch and leaves the light ones on the launching machine."""
 
     def mutate(self, mutable_step):
-        if mutable_step.has_decorator("capacity") and not any(map(mutable_step.has_decorator, REMOTE)):
+        names = _names(mutable_step)
+        if "capacity" in names and not names.intersection(REMOTE):
             mutable_step.add_decorator("batch")
+
+
+def _names(mutable_step: Any) -> set[str]:
+    """Of a step's decorators; `has_decorator` is not in every release."""
+    return {name for name, *_ in mutable_step.decorator_specs}
 
 
 def training_backend(flow: Any) -> str | None:
