@@ -7,10 +7,10 @@ ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint bench soak clean
+.PHONY: help run test lint bench soak soak-batch batch-demo metaflow-releases clean
 
 help:  ## what can be made
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
 
 run: $(VENV)/run.stamp  ## train the laptop job: preflight, plan, two nodes, commits, report (ARGS="--set training.max_steps=100")
 	$(BIN)/python flows/train_flow.py run $(ARGS)
@@ -27,6 +27,15 @@ bench: $(VENV)/dev.stamp  ## measure what docs/benchmarks.md reports
 
 soak: $(VENV)/dev.stamp  ## the long proofs: a job under kills, 1,000 schedules of commits (ARGS="schedules --seed 7")
 	$(BIN)/python -m training soak $(ARGS)
+
+soak-batch: $(VENV)/dev.stamp  ## long proofs in a local AWS Batch: nine interruptions of one job, Metaflow without us
+	$(BIN)/python -m pytest -s tests/soak_supervise.py tests/soak_batch_metaflow.py $(ARGS)
+
+metaflow-releases: $(VENV)/dev.stamp  ## the flow here and in a local AWS Batch on several releases of Metaflow
+	$(BIN)/python -m tests.releases $(ARGS)
+
+batch-demo: $(VENV)/dev.stamp  ## a run on a local AWS Batch, its Spot machine taken away on the way (ARGS="--with cloud")
+	$(BIN)/python -m tests.support.batch.demo $(ARGS)
 
 clean:  ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

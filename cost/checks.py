@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from cost.account_checks import CHECKS as ACCOUNT_CHECKS
 from cost.catalogue import load_catalogue
 from cost.errors import PriceError
 from cost.plan.candidates import NO_SPOT_PRICE
@@ -169,4 +170,5 @@ CHECKS: list[Check] = [
         symptoms=("I09",),
         run=check_live_prices,
     ),
+    *ACCOUNT_CHECKS,
 ]

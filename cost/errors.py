@@ -21,6 +21,14 @@ class PlanError(CostError):
     """A plan was asked for something it does not have, such as the terms of a refused plan."""
 
 
+class PlacementError(CostError):
+    """The next attempt has no place: budget or deadline no longer bear the rest, or no queue can run it."""
+
+    def __init__(self, outcome: Outcome, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
 class LedgerError(CostError):
     """The events contradict each other, so that no honest ledger can be made. Names the rank and the classes."""
 

@@ -14,7 +14,8 @@ from decimal import Decimal
 from typing import Any
 
 from cost.errors import PlanError, ReportError
-from cost.ledger.ledger import NodeBill, fold
+from cost.ledger.bills import NodeBill
+from cost.ledger.ledger import fold
 from cost.plan.plan import make_plan
 from cost.prices.history import SpotRecord
 from cost.prices.quote import PriceSource

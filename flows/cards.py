@@ -10,6 +10,7 @@ from typing import Any
 from metaflow.cards import Markdown, Table, VegaChart
 
 from cost.jobs.table import HEADER, kinds_text, table_rows
+from cost.report.attempts import ATTEMPT_HEADER, PLACE_HEADER, attempt_rows, place_rows
 from cost.report.figures import (
     GENERATION_HEADER,
     comparison_header,
@@ -42,6 +43,10 @@ def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:
     if curve:
         card.append(Markdown("## Loss"))
         card.append(VegaChart(_loss_chart(curve)))
+    if attempts := run.money.get("attempts"):
+        card.append(Markdown("## Attempts, planned against actual"))
+        card.append(Table([_cells(row) for row in attempt_rows(attempts)], headers=list(ATTEMPT_HEADER)))
+        card.append(Table([_cells(row) for row in place_rows(attempts)], headers=list(PLACE_HEADER)))
     if starts := generation_rows(run):
         card.append(Markdown("## Generations"))
         card.append(Table([_cells(row) for row in starts], headers=list(GENERATION_HEADER)))

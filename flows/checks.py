@@ -10,29 +10,45 @@ from flows.job import PROJECT_ROOT
 
 if TYPE_CHECKING:
     from infra.config.schema import RunConfig
-    from infra.preflight import Check, Result
+    from infra.preflight import Check, Result, Target
+
+# What a run that is sent away is held against before anything is submitted, though it asks a network.
+_BEFORE_A_SUBMIT = ("aws-queues", "aws-metaflow", "aws-metadata", "aws-clock")
+_OF_AN_ACCOUNT = "aws-"  # how the ids of checks begin that ask an AWS account
 
 
 def all_checks() -> list[Check]:
     """The checks of every room, in the order in which they are told."""
     from cost.checks import CHECKS as cost_checks
+    from flows.metaflow_fixes import CHECKS as metaflow_checks
     from infra.checks import CHECKS as infra_checks
     from training.checks import CHECKS as training_checks
 
-    return [*infra_checks, *cost_checks, *training_checks]
+    return [*infra_checks, *cost_checks, *training_checks, *metaflow_checks]
 
 
 def run_all_checks(
-    config: RunConfig, config_path: str, *, quick_only: bool = False, job: str | None = None
+    config: RunConfig,
+    config_path: str,
+    *,
+    quick_only: bool = False,
+    job: str | None = None,
+    target: Target | None = "local",
 ) -> list[Result]:
     """The results of every check; `quick_only`: of those that take well under a second and import nothing heavy.
 
-    A remote store is tried in any case: nothing of a job can be told when it does not answer.
+    A remote store is tried in any case: nothing of a job can be told when it does not answer. target: where the run is
+    sent; the queues of one that goes to AWS Batch are asked in any case, and no account is for one that stays here.
+    None: judged by the configuration.
     """
     from infra.preflight import PreflightContext, run_checks
 
-    context = PreflightContext(config=config, project_root=PROJECT_ROOT, config_path=Path(config_path), job=job)
-    checks = all_checks()
-    if "://" in config.store:
-        checks = [replace(check, tier="quick") if check.id == "store-probe" else check for check in checks]
+    context = PreflightContext(
+        config=config, project_root=PROJECT_ROOT, config_path=Path(config_path), job=job, target=target
+    )
+    at_once = {"store-probe"} if "://" in config.store else set()
+    at_once |= set(_BEFORE_A_SUBMIT) if target == "batch" else set()
+    checks = [replace(check, tier="quick") if check.id in at_once else check for check in all_checks()]
+    if target == "local":
+        checks = [check for check in checks if not check.id.startswith(_OF_AN_ACCOUNT)]
     return run_checks(checks, context, quick_only=quick_only)

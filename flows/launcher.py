@@ -15,7 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from flows.job import PROJECT_ROOT, RUNS, Job, local_folder
+from flows import remote
+from flows.job import PROJECT_ROOT, RUNS, Job, local_folder, mark_latest
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
 from infra.outcome import Outcome
@@ -42,14 +43,19 @@ def prepare(module_name: str) -> None:
         return
     at = _command_index(sys.argv)
     if at is not None and sys.argv[at] == "step":
-        _tie_to_parent()
+        _tie_to_parent(signal.SIGKILL)
+    elif at is not None and sys.argv[at + 1 : at + 2] == ["step"]:  # batch step: it ends its job before it goes
+        _tie_to_parent(signal.SIGTERM)
     _set_environment()
     if not _is_launch(at):
+        _join_in(sys.argv[at:] if at is not None else [])
         return
     if sys.argv[at] == "run":
         from flows.options import checked_options
 
         sys.argv[at + 1 :] = checked_options(sys.argv[at + 1 :])
+    elif (backend := remote.backend_asked(sys.argv)) and (config := remote.resumed_config(sys.argv)):
+        remote.set_environment(config, backend)
     if _run_id_file(sys.argv[at + 1 :]) is None:
         descriptor, path = tempfile.mkstemp(prefix=_RUN_ID_PREFIX)
         os.close(descriptor)
@@ -74,27 +80,50 @@ def run(flow_class: type) -> None:
     sys.exit(_tell(job, code, started))
 
 
-def _tie_to_parent() -> None:
+def _tie_to_parent(by: signal.Signals) -> None:
     """Nothing of a job outlives it: a task dies with the launcher, another node's task with the control task."""
     parent = os.environ.get(_PARENT_VARIABLE)
     if parent:  # set on the launching machine only; in a container there is no launcher to die with
-        die_with_parent(int(parent))
+        die_with_parent(int(parent), by=by)
         os.environ[_PARENT_VARIABLE] = str(os.getpid())
+
+
+def _join_in(words: list[str]) -> None:
+    """What Metaflow's own processes do besides: the one that submits a job, and the task in a container."""
+    from flows import metaflow_fixes
+
+    mended = metaflow_fixes.needed(sys.argv)
+    if words[:2] == ["batch", "step"]:
+        from flows.attempts.submitting import submission
+
+        submission().listen()
+        if mended:
+            metaflow_fixes.mend_submitter()
+    elif words[:2] == ["kubernetes", "step"]:
+        from flows.pods import give_grace
+
+        give_grace()
+    elif words[:1] == ["step"] and remote.in_container() and mended:
+        metaflow_fixes.mend_task()
 
 
 def _set_environment() -> None:
     # Local @parallel starts the other nodes as the bare word `python`: it must be this interpreter.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    # One place for Metaflow's records, so that resume works from any directory.
-    os.environ.setdefault("METAFLOW_DATASTORE_SYSROOT_LOCAL", str(PROJECT_ROOT))
+    # One place for Metaflow's records, so that resume works from any directory. From a container they come back in the
+    # folder where Metaflow looks when nothing is set.
+    if not remote.in_container():
+        os.environ.setdefault("METAFLOW_DATASTORE_SYSROOT_LOCAL", str(PROJECT_ROOT))
+        # A head job of AWS Batch: Metaflow would take the steps that run beside it for steps that it sent to Batch.
+        os.environ.pop("AWS_BATCH_JOB_ID", None)
     # Metaflow refuses to work for root, which is who runs in a bare container.
     user = getpass.getuser()
     os.environ.setdefault("METAFLOW_USER", "ebbflow" if user == "root" else user)
 
 
 def _command_index(argv: list[str]) -> int | None:
-    """Where Metaflow's command stands in the command line, None when there is none."""
-    return next((at for at, word in enumerate(argv) if at and word in _COMMANDS), None)
+    """Where Metaflow's command stands in the command line, None when there is none. `--with batch` is none."""
+    return next((at for at, word in enumerate(argv) if at and word in _COMMANDS and argv[at - 1] != "--with"), None)
 
 
 def _is_launch(at: int | None) -> bool:
@@ -165,6 +194,7 @@ def _tell(job: Job, code: int, started: float) -> int:
     from flows.reporting import write_report
 
     job.remember()  # when `start` ran on another machine, this one does not know the job yet
+    mark_latest(job.name)
     path = local_folder(job.name, job.config.store) / "report.json"
     try:
         if not _is_new(path, started):

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from flows.checks import run_all_checks
 from flows.job import PROJECT_ROOT, RUNS
+from flows.remote import backend_asked, refusal, set_environment
 from infra.config import ConfigError, load_config
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
@@ -47,8 +48,15 @@ def checked_options(options: list[str]) -> list[str]:
         _refuse(str(error), Outcome.CONFIG)
     except InfraError as error:
         _refuse(str(error), error.outcome)
-    failed = blocking(run_all_checks(loaded.config, known.config, quick_only=True, job=known.job or None))
-    if failed:
+    backend = backend_asked(sys.argv)
+    if said := refusal(loaded.config, backend):
+        _refuse(said, Outcome.PREFLIGHT)
+    if backend is not None:
+        set_environment(loaded.config, backend)
+    results = run_all_checks(
+        loaded.config, known.config, quick_only=True, job=known.job or None, target=backend or "local"
+    )
+    if failed := blocking(results):
         _refuse(render_results(failed), Outcome.PREFLIGHT)
     if known.job:
         _check_place(known.job, loaded.config.store)

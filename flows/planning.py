@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flows.backends import training_backend
 from flows.job import Job
-from flows.local import REMOTE
 from infra.errors import InfraError
 from infra.events import read_events
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def stays_here(flow: Any) -> bool:
-    """Whether the ranks run on this machine, where no pool of the plan is paid for: nothing sends `train` elsewhere."""
-    return not any(decorator.name in REMOTE for decorator in flow.train.decorators)
+    """Whether the ranks run on this machine, where no pool of the plan is paid for."""
+    return training_backend(flow) is None
 
 
 def experience(job: Job) -> Experience:

@@ -52,6 +52,9 @@ def write_report(job: Job) -> RunReport:
     Here first: a store that is full or takes no more writes still has events to tell from. Raises StoreError where it
     does not take the report.
     """
+    from flows.attempts.past import settle_all  # not for each card's process, which imports this as well
+
+    settle_all(job)
     record_prices(job)
     events = read_events(job.store)
     report = build_report(events)

@@ -6,24 +6,21 @@ import functools
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from metaflow import current
 from metaflow.exception import MetaflowException
 
+from flows.backends import training_backend
 from flows.checks import run_all_checks
 from flows.job import PROJECT_ROOT, Job, mark_latest
 from flows.planning import experience, progress, stays_here
 from infra.config.sources import values_with_sources
 from infra.errors import InfraError
-from infra.events import CONFIGURED, OUTCOME, PLAN, PREFLIGHT, PREPARED, read_events
+from infra.events import CONFIGURED, OUTCOME, PLAN, PREFLIGHT, PREPARED
 from infra.layout import PLAN_KEY
 from infra.model_shape import ModelShape
 from infra.outcome import Outcome
-
-if TYPE_CHECKING:
-    from training.launch import GangSpec
 
 T = TypeVar("T")
 
@@ -36,14 +33,6 @@ class StepFailed(MetaflowException):
     def __init__(self, outcome: Outcome, message: str) -> None:
         super().__init__(message if outcome is Outcome.FAILED else f"{outcome.value}: {message}")
         self.outcome = outcome
-
-
-@dataclass(frozen=True)
-class GangShape:
-    """Nodes and ranks of the gang that really runs."""
-
-    nodes: int
-    processes_per_node: int
 
 
 def told(step: Callable[[Any], T]) -> Callable[[Any], T]:
@@ -60,18 +49,18 @@ def told(step: Callable[[Any], T]) -> Callable[[Any], T]:
         try:
             return step(flow)
         except (InfraError, CostError, TrainingError) as error:
-            _note_outcome(flow, error.outcome, str(error))
+            note_outcome(flow, error.outcome, str(error))
             raise StepFailed(error.outcome, str(error)) from error
         except StepFailed:
             raise  # has told its outcome
         except Exception as error:  # a bug of ours: the next start would meet it again
-            _note_outcome(flow, Outcome.FAILED, f"{type(error).__name__}: {error}")
+            note_outcome(flow, Outcome.FAILED, f"{type(error).__name__}: {error}")
             raise
 
     return tell
 
 
-def _note_outcome(flow: Any, outcome: Outcome, message: str) -> None:
+def note_outcome(flow: Any, outcome: Outcome, message: str) -> None:
     """In the events, for the report; a store that does not even open takes none, and the message alone must do."""
     try:
         with Job.of(flow, current.run_id).events(current.step_name) as events:
@@ -97,7 +86,8 @@ def check(flow: Any) -> list[dict]:
     from training.checks.workload import WORKLOAD_CHECK
 
     job = Job.of(flow, current.run_id)
-    results = run_all_checks(job.config, flow.settings["path"], job=job.name)
+    target = training_backend(flow) or "local"
+    results = run_all_checks(job.config, flow.settings["path"], job=job.name, target=target)
     say(render_results(results))
     records = [result.to_json() for result in results]
     failed = blocking(results)
@@ -173,80 +163,6 @@ def prepare_data(flow: Any) -> dict:
     with job.events("prepare") as events:
         events.emit(PREPARED, **prepared)
     return prepared
-
-
-def gang_shape(flow: Any) -> GangShape:
-    """Numbers of the configuration; `auto` follows the plan."""
-    job = Job.of(flow, current.run_id)
-    chosen = flow.capacity["chosen"]
-    cluster = job.config.cluster
-    return GangShape(
-        nodes=chosen["nodes"] if cluster.nodes == "auto" else cluster.nodes,
-        processes_per_node=(
-            chosen["processes_per_node"] if cluster.processes_per_node == "auto" else cluster.processes_per_node
-        ),
-    )
-
-
-def train_node(flow: Any, this: Any) -> dict:
-    """Run this node's part of the gang. Raises what a new attempt can cure: a death, or a drain after a notice."""
-    from training.errors import TrainingError
-    from training.launch import run_gang
-
-    try:
-        outcome = run_gang(_gang_spec(flow, this))
-    except (TrainingError, InfraError) as error:
-        if isinstance(error, InfraError) or error.curable:  # a store that is away may be back
-            raise StepFailed(error.outcome, str(error)) from error
-        say(f"no new attempt can cure this: {error}")
-        return {"outcome": error.outcome.value, "step": None, "weights_sha256": None}
-    if outcome.goes_on:  # this task has done its part, and must not end the others'
-        say(f"node {this.parallel.node_index}: {outcome.message}")
-    elif outcome.outcome == Outcome.INTERRUPTED:
-        raise StepFailed(Outcome.INTERRUPTED, f"drained at step {outcome.step}: {outcome.message}")
-    return {"outcome": outcome.outcome, "step": outcome.step, "weights_sha256": outcome.weights_sha256}
-
-
-def _gang_spec(flow: Any, this: Any) -> GangSpec:
-    """What this node's agent must know. Raises StoreError when what was spent so far cannot be read."""
-    from training.launch import GangSpec
-    from training.launch.ports import control_ports
-
-    job = Job.of(flow, this.run_id)
-    shape = gang_shape(flow)
-    return GangSpec(
-        job=job.name,
-        run=this.run_id,
-        attempt=this.retry_count,
-        node=this.parallel.node_index,
-        nodes=shape.nodes,
-        processes_per_node=shape.processes_per_node,
-        main_address=this.parallel.main_ip,
-        config=job.config.model_dump(mode="json"),
-        store_uri=job.config.store,
-        prepared=flow.prepared,
-        log_folder=str(job.folder / "logs"),
-        terms=_terms(flow, job) if this.parallel.node_index == 0 else None,
-        rehearse=flow.rehearse or None,
-        candidate_ports=control_ports(this.run_id, this.retry_count),
-    )
-
-
-def _terms(flow: Any, job: Job) -> dict:
-    """The money terms of this attempt: the plan's price, and what all attempts before it have cost."""
-    from cost.errors import CostError
-    from cost.ledger.ledger import spent_usd, told_threshold
-    from cost.plan.plan import Plan
-
-    plan = Plan.from_json(flow.capacity)
-    events = read_events(job.store)
-    try:
-        spent = spent_usd(events)
-    except CostError as error:
-        # An account that cannot be made is no reason to lose the training; it is one to look at the account.
-        say(f"what was spent so far is unknown, and counts as nothing for the budget: {error}")
-        spent = 0.0
-    return plan.terms(spent_usd=spent, told_threshold=told_threshold(events, plan.budget_usd)).to_json()
 
 
 def write_report(flow: Any) -> dict:

@@ -3,25 +3,31 @@
     python flows/train_flow.py run [--config configs/laptop.yaml] [--set model.num_layers=8] [--rehearse node-loss@60%]
 
 Each step is a few lines; what happens in it lives in `training/`, `cost/` and `infra/`. `train` runs on every node of
-the gang, is retried from the last commit when something dies, and never decides how the run ends: `report` tells it in
-any case, and `end` fails the run when the job is not complete.
+the gang, `train_node` on a single one in AWS Batch, which runs no several nodes on Spot. Both are retried from the last
+commit when something dies, and where they run is chosen afresh for each attempt (`flows/capacity.py`). Neither decides
+how the run ends: `report` tells it in any case, and `end` fails the run when the job is not complete.
 """
 
 import sys
 from pathlib import Path
 
-# The rooms are this file's siblings; in a code package they lie beside it.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+# The rooms are this folder's siblings. In a code package they lie beside this file, and above it is a folder that is
+# called metaflow and must not be taken for it.
+_HERE = Path(__file__).resolve().parent
+if not (_HERE / "training").is_dir():
+    sys.path.insert(1, str(_HERE.parent))
 
 from flows import launcher
 
 # Before Metaflow is imported: it reads its environment then, and a bad configuration should not have to wait for it.
 launcher.prepare(__name__)
 
-from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, package_sources, parallel, retry, step
+from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, parallel, retry, step
 
-from flows import cards, certifying, reporting, steps
-from flows.local import local  # noqa: F401 - makes `--with local` known
+from flows import cards, certifying, gang, reporting, steps
+from flows.backends import cloud, local  # noqa: F401 - makes `--with cloud` and `--with local` known
+from flows.capacity import capacity
+from flows.packaging import package_sources
 
 
 @package_sources(["../flows", "../training", "../cost", "../infra", "../examples"], suffixes=[".py", ".yaml", ".csv"])
@@ -62,19 +68,35 @@ class TrainFlow(FlowSpec):
 
     @step
     def prepare(self):
-        """Put the data where all ranks find them, once: the text as token shards; then start the gang."""
+        """Put the data where all ranks find them, once: the text as token shards; then start training."""
         self.prepared = steps.prepare_data(self)
         self.certificate = certifying.certify(self)
-        self.num_nodes = steps.gang_shape(self).nodes
+        self.num_nodes = gang.gang_shape(self).nodes
+        self.rounds = 0
+        self.way = gang.first_way(self)
+        self.next({"node": self.train_node, "gang": self.fan_out}, condition="way")
+
+    @capacity
+    @retry(times=4, minutes_between_retries=0)
+    @step
+    def train_node(self):
+        """A single node in AWS Batch: one round for each machine, so that a reclaim is no failure."""
+        self.gang_outcome, self.way = gang.train_round(self, current)
+        self.next({"again": self.train_node, "gang": self.fan_out, "done": self.report}, condition="way")
+
+    @step
+    def fan_out(self):
+        """From here on a gang of several nodes."""
         self.next(self.train, num_parallel=self.num_nodes)
 
+    @capacity
     @catch(var="train_failure", print_exception=False)
     @retry(times=4, minutes_between_retries=0)
     @parallel
     @step
     def train(self):
         """On every node: run its ranks from the last commit to the end."""
-        self.gang_outcome = steps.train_node(self, current)
+        self.gang_outcome = gang.train_node(self, current)
         self.next(self.join)
 
     @step

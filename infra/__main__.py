@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from infra.aws.adopt.command import add_adopt_command
+from infra.aws.deploy import add_deploy_command
 from infra.config import ConfigError, load_config
 from infra.config.json_schema import schema_text
 from infra.config.sources import render_sources, values_with_sources
@@ -46,7 +48,7 @@ def preflight(options: argparse.Namespace) -> int:
         else:
             print(error, file=sys.stderr)
         return Outcome.CONFIG.exit_code
-    results = run_all_checks(loaded.config, str(loaded.path), quick_only=options.quick)
+    results = run_all_checks(loaded.config, str(loaded.path), quick_only=options.quick, target=None)
     outcome = Outcome.PREFLIGHT if blocking(results) else None
     print(_document(outcome, results=results) if options.json else render_results(results))
     return Outcome.COMPLETED.exit_code if outcome is None else outcome.exit_code
@@ -107,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--write", action="store_true", help=f"write it to {SCHEMA_FILE.relative_to(PROJECT_ROOT)}")
     command.set_defaults(command=schema)
     add_logs_command(commands, PROJECT_ROOT)
+    add_deploy_command(commands)
+    add_adopt_command(commands)
     return parser
 
 

@@ -41,3 +41,25 @@ class StoreMisconfigured(StoreError):
     """There is no such store: an unknown kind, no such bucket, or a bucket of another region."""
 
     outcome = Outcome.CONFIG
+
+
+class CloudError(InfraError):
+    """AWS did not do what was asked within its deadline. Names the action, the region and the cause."""
+
+
+class CloudAway(CloudError):
+    """Nobody answers, the answer comes too late, or requests are throttled: a later try may do better."""
+
+
+class CloudForbidden(CloudError):
+    """No credentials, wrong or expired ones, or ones without this right."""
+
+
+class CloudRefused(CloudError):
+    """AWS finds the request wrong. code: its word for it, "" where the request did not even leave."""
+
+    outcome = Outcome.CONFIG
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code

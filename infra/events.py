@@ -25,7 +25,7 @@ VERSION = 1
 GENERATION_STARTED = "generation_started"
 GENERATION_ENDED = "generation_ended"
 # Written by each node's agent: what is paid for. started: ranks (list), host, and of the machine what is known of it
-# (`infra.instance`): instance_id, instance_type, zone, zone_id, market, uptime_seconds, identified_by.
+# (`infra.instance`): instance_id, instance_type, zone, zone_id, market, uptime_seconds, identified_by; batch_job_id.
 # ended: seconds (since started), reason.
 NODE_STARTED = "node_started"
 # seconds (since started), resident_bytes (of the ranks), and of the machine memory_available_bytes, disk_free_bytes,
@@ -65,12 +65,24 @@ PREFLIGHT = "preflight"  # results (list)
 # prepared: fingerprint, weight_unit, and of text train_tokens, held_out_tokens, unigram_entropy_nats, files, bytes …
 PREPARED = "prepared"
 PLAN = "plan"  # the plan as JSON
+# Written by whoever submits an attempt to AWS Batch. placed: placement (`cost.capacity.Placement` as JSON), attempt,
+# round, why. batch_attempt: what Batch told of the job once it was over (`infra.batch.attempts.BatchAttempt`): job_id,
+# job_name, queue, nodes, status, created_utc, started_utc, stopped_utc (Unix times by Batch's clock, null: it did not
+# come to that), exit_code, reason, cause; and of its placement instance_type, market, region, zone, processes_per_node,
+# usd_per_hour, quoted_usd_per_hour, price_kind. `cost.capacity.attempt_record` makes it.
+PLACED = "placed"
+# Written by the process that submitted: job_id, job_name, queue, step, task (of the flow).
+BATCH_SUBMITTED = "batch_submitted"
+BATCH_ATTEMPT = "batch_attempt"
 BUDGET = "budget"  # threshold (share of the budget), spent_usd, budget_usd, reserve_usd
 # prices: pools (list of {instance_type, market, region, zone, kind, changes: [[Unix time, "dollars per hour"], …]})
 PRICES = "prices"
 # certificate: the resume certificate as JSON (training.certify.certificate), where one was asked for.
 CERTIFICATE = "certificate"
 OUTCOME = "outcome"  # outcome, step, weights_sha256, message
+# Written by the supervisor after each run of the flow: verdict (`flows.supervising.verdict.Verdict`), exit_code,
+# seconds, commit (key of the newest one, or null), failures (that it counts for).
+SUPERVISED = "supervised"
 
 
 class EndReason(StrEnum):

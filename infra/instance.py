@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ HINT = (
 class Machine:
     """What is known of it; None: not known. uptime_seconds: since it booted. market: spot or on_demand.
 
+    batch_job_id: of the AWS Batch job that this container runs, without a node's number; None: it runs none.
     identified_by: what said so: environment, metadata, firmware; empty: nobody. problem: why an instance of AWS stays
     unknown; empty elsewhere.
     """
@@ -48,6 +49,7 @@ class Machine:
     region: str | None = None
     market: str | None = None
     uptime_seconds: float | None = None
+    batch_job_id: str | None = None
     identified_by: str = ""
     problem: str = ""
 
@@ -60,6 +62,11 @@ def identify(
     environment: Mapping[str, str] = os.environ, *, system: Path = Path("/"), deadline_seconds: float = 2.0
 ) -> Machine:
     """This machine. Never raises, and returns within the deadline. system: where /proc and /sys lie."""
+    job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[0]  # of a node of several: "<job>#<node>"
+    return replace(_identify(environment, system, deadline_seconds), batch_job_id=job or None)
+
+
+def _identify(environment: Mapping[str, str], system: Path, deadline_seconds: float) -> Machine:
     told = {name: environment.get(variable) or None for name, variable in VARIABLES.items()}
     found: dict[str, Any] = {}
     source, problem = "environment", ""

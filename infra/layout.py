@@ -9,6 +9,7 @@
                    quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
                    pins/<sha256>.json         verified/<sha256>.json     never to be deleted; every byte was read
                    overrides/<generation>-<rank>-<what>.json  what guards have ordered for the starts to come
+                   orders/<run>-<step>-<task>-<attempt>.json  what an attempt is told that runs on another machine
                    clock/<random>             put to learn the store's time, and deleted at once
                    plan.json                  the newest plan with all pools
                    report.json  report.html  metrics.prom
@@ -28,6 +29,8 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TAKEN = frozenset({"jobs", "tokens", "workloads", "experience", "latest"})
 EXPERIENCE_PREFIX = "experience/"
 PLAN_KEY = "plan.json"
+# What the lifecycle rule of infra/aws/template.yaml knows tombstones by: jobs that never run again do not drop theirs.
+TOMBSTONE_TAGS = {"ebbflow": "tombstone"}
 _STEP_LIMIT = 10**12 - 1
 _GENERATION_LIMIT = 10**6 - 1
 
@@ -83,6 +86,11 @@ def log_key(generation: int, node: int, rank: int, segment: str) -> str:
 def override_key(generation: int, rank: int, what: str) -> str:
     """what: makes the record of one order different from that of any other of this rank."""
     return f"overrides/{generation:06d}-{rank}-{what}.json"
+
+
+def order_key(run: str, step: str, task: str, attempt: int) -> str:
+    """What one try of one task of the flow is told (`flows.attempts.order`)."""
+    return f"orders/{run}-{step}-{task}-{attempt}.json"
 
 
 def data_key(generation: str, step: int, rank: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from infra.config.schema import RunConfig
 
 Severity = Literal["error", "warning"]  # of a check that fails: does it stop the job?
+Target = Literal["local", "batch", "kubernetes"]  # where the steps of a run are sent
 Tier = Literal["quick", "full"]  # quick: pure or local, well under a second, imports no torch
 Status = Literal["passed", "failed", "warning", "skipped"]
 
@@ -26,13 +27,15 @@ _MARKS: dict[Status, str] = {"passed": "ok", "failed": "FAIL", "warning": "warn"
 @dataclass(frozen=True, kw_only=True)
 class PreflightContext:
     """What the checks look at. config_path: None when the configuration was not read from a file. job: its name, where
-    it has been given one: there may be something of it in the store already.
+    it has been given one: there may be something of it in the store already. target: where the run is sent; None when
+    nobody has said, and the configuration is to be judged for where it could go.
     """
 
     config: RunConfig
     project_root: Path
     config_path: Path | None = None
     job: str | None = None
+    target: Target | None = None
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from infra.outcome import Outcome
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def die_with_parent(parent_pid: int | None = None) -> bool:
-    """Have the kernel kill this process (SIGKILL) as soon as its parent ends, however that ends.
+def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> bool:
+    """Have the kernel kill this process (SIGKILL, or `by`) as soon as its parent ends, however that ends.
 
     parent_pid: who must be the parent, as told by the parent itself; a parent that died before this call is then
     noticed and the process exits at once. Without it only a death during the call is. Returns False where the
@@ -29,7 +29,7 @@ def die_with_parent(parent_pid: int | None = None) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0) != 0:
         return False
     if os.getppid() != expected:  # it died before the kernel knew of the request
         os._exit(Outcome.INTERRUPTED.exit_code)

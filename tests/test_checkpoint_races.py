@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -53,12 +54,12 @@ def test_a_start_that_is_overtaken_by_retention_does_not_begin_from_nothing(
     commit(job, first, 10, 20)
     put = Store.put
 
-    def overtaken(self: Store, key: str, data: bytes) -> None:
+    def overtaken(self: Store, key: str, data: bytes, **options: Any) -> None:
         """The gang before goes on between the choice of the parent and its record."""
         if key.startswith("generations/"):
             commit(job, first, 30, 40, keep_last=1)
             Retention(RetentionPolicy(keep_last=1)).run(job, _save(first, 40))  # and the tombstones fall
-        put(self, key, data)
+        put(self, key, data, **options)
 
     monkeypatch.setattr(Store, "put", overtaken)
     with pytest.raises(CheckpointError, match="start again"):

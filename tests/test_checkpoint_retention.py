@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.errors import StoreFull
+from infra.errors import StoreForbidden, StoreFull
 from infra.layout import commit_key, data_key, index_key
 from infra.store import Store
 from training.checkpoint import Generation, RetentionPolicy, open_generation, reachable_commits, trace_lineage
@@ -181,10 +182,10 @@ def test_the_age_of_orphans_is_by_the_stores_own_clock(
         age(job, key.rpartition("/")[0], 2 * DAY)
     put = Store.put
 
-    def refuse(self: Store, key: str, data: bytes) -> None:
+    def refuse(self: Store, key: str, data: bytes, **options: Any) -> None:
         if not writable:
             raise StoreFull(f"put {key}: no room")
-        put(self, key, data)
+        put(self, key, data, **options)
 
     monkeypatch.setattr(Store, "put", refuse)
     monkeypatch.setattr(time, "time", lambda: 0.0)  # what this machine takes the time to be does not matter
@@ -192,6 +193,23 @@ def test_the_age_of_orphans_is_by_the_stores_own_clock(
     left = {meta.key.split("/")[2].lstrip("0") for meta in job.list("data")}
     assert left == ({"10"} if writable else {"10", "20"})
     assert job.list("clock") == []
+
+
+def test_a_role_that_may_not_tag_deletes_all_the_same(job: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = open_generation(job, run="r", attempt=0)
+    for step in (1, 2):
+        put_commit(job, generation, step)
+    put, refused = Store.put, []
+
+    def refuse(self: Store, key: str, data: bytes, *, tags: Any = None) -> None:
+        if tags:
+            refused.append(key)
+            raise StoreForbidden(f"put {key}: s3:PutObjectTagging is missing")
+        put(self, key, data)
+
+    monkeypatch.setattr(Store, "put", refuse)
+    assert run(job, generation, keep_last=1) == [1]
+    assert steps(job) == [2] and len(refused) == 1
 
 
 def test_a_zombie_deletes_nothing_and_a_deletion_cut_short_is_finished(
@@ -203,8 +221,8 @@ def test_a_zombie_deletes_nothing_and_a_deletion_cut_short_is_finished(
     opened: list[Generation] = []
     put = Store.put
 
-    def open_meanwhile(self: Store, key: str, data: bytes) -> None:
-        put(self, key, data)
+    def open_meanwhile(self: Store, key: str, data: bytes, **options: Any) -> None:
+        put(self, key, data, **options)
         if key.startswith("tombstones/") and not opened:
             opened.append(Generation(0, ""))
             opened[0] = open_generation(job, run="r", attempt=1)

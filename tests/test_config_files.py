@@ -70,6 +70,15 @@ def test_the_schema_is_current_and_describes_every_key() -> None:
         ("data: {suffixes: .py}", False),
         ("workload_options: {a: {b: 1}}", False),
         ("workload_options: {a.b: 1}", False),
+        (
+            "batch: {queues: [{name: a, market: spot, instance_types: [g5]}], tags: {team: x}}\ncluster: {nodes: 1}",
+            True,
+        ),
+        ("batch: {queues: [{name: a}]}", False),
+        ("batch: {queues: [{name: a, market: spot, markt: spot}]}", False),
+        ("batch: {queues: [a]}", False),
+        ("batch: {queues: [null]}", False),
+        ("batch: {tags: {team: 3}}", False),
     ],
 )
 def test_the_schema_and_the_loader_agree_on_keys_types_and_ranges(tmp_path: Path, text: str, good: bool) -> None:

@@ -235,7 +235,7 @@ bad.yaml:1:1: bad.yaml must be a section of 'key: value' lines, not a list
      1 | - model
        | ^^^^^^^
   hint: known keys: store, workload, workload_options, model, training, data, parallel, ddp, fsdp, cluster, \
-checkpoint, cost, metrics, survival, guards""",
+batch, checkpoint, cost, metrics, survival, guards""",
     ),
     "not text at all": (
         b"model:\n  num_heads: \xff\n",

@@ -77,5 +77,6 @@ def test_a_service_that_does_not_answer_holds_nobody_up_and_says_what_to_do(tmp_
 def test_elsewhere_nothing_is_asked_and_nothing_is_said(tmp_path: Path) -> None:
     started = time.monotonic()
     for environment in ({}, {"AWS_BATCH_JOB_ID": "job", "AWS_EC2_METADATA_DISABLED": "true"}):
-        assert identify(environment, system=system(tmp_path)).to_json() == {}
+        told = identify(environment, system=system(tmp_path)).to_json()
+        assert told == ({"batch_job_id": "job"} if environment else {}), "the job is no word on the machine"
     assert time.monotonic() - started < 1.0

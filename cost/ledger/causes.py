@@ -61,6 +61,11 @@ def cause_of(kind: LedgerClass, generation: Generation, started_by: str) -> str:
     return _OWN[kind]
 
 
+def cause_of_job(cause: str) -> str:
+    """Of a Batch job that ended, as Batch tells it, before its agents said a word."""
+    return "start and end" if cause == "ended" else f"interruption: {cause.replace('_', ' ')} before the first word"
+
+
 def cause_lines(micros: Mapping[str, int], usd: Mapping[str, Decimal], total_usd: Decimal) -> tuple[CauseLine, ...]:
     """Work first, then the dearest; their dollars sum to the rounded total."""
     names = sorted(micros, key=lambda name: (name != WORK, -usd[name], name))

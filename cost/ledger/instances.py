@@ -6,8 +6,9 @@ the least (https://aws.amazon.com/ec2/pricing/on-demand/). A launch that never b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from cost.ledger.timeline import MICRO, NodeTime
 from infra.ledger_classes import LedgerClass
@@ -40,21 +41,42 @@ def by_instance(nodes: Sequence[NodeTime]) -> dict[str, list[NodeTime]]:
     return grouped
 
 
-def extras(nodes: Sequence[NodeTime]) -> list[Extra]:
-    """What the instances were billed beyond their nodes' time. Machines without an id, such as this one, have none."""
+class Stay(Protocol):
+    """Unix seconds in which an instance was paid for in any case, such as a job of AWS Batch on it."""
+
+    @property
+    def started(self) -> float: ...
+    @property
+    def stopped(self) -> float: ...
+
+
+def extras(nodes: Sequence[NodeTime], stays: Mapping[int, Stay] | None = None) -> list[Extra]:
+    """What the instances were billed beyond their nodes' time. Machines without an id, such as this one, have none.
+
+    stays: by the node's `id`, of nodes that were part of a longer stay that is paid whole, whoever pays it.
+    """
     found = []
+    known = stays or {}
+
+    def span(node: NodeTime) -> tuple[float, float]:
+        stay = known.get(id(node))
+        return (node.started_wall, node.ended_wall) if stay is None else (stay.started, stay.stopped)
+
     for lived in by_instance(nodes).values():
-        reached, paid = lived[0].started_wall, 0.0
+        lived.sort(key=lambda node: span(node)[0])
+        (reached, _), paid = span(lived[0]), 0.0
         previous = lived[0]
         for node in lived:
-            pause = node.started_wall - reached
+            start, end = span(node)
+            pause = start - reached
             if 0 < pause <= LONGEST_IDLE_SECONDS:
                 found.append(Extra(node=previous, ledger_class=LedgerClass.IDLE, start=reached, seconds=pause))
                 paid += pause
-            paid += max(0.0, node.ended_wall - max(node.started_wall, reached))  # of two at once, once
-            if node.ended_wall >= reached:
-                reached, previous = node.ended_wall, node
-        booted = float(lived[0].machine.get("uptime_seconds") or 0.0)
+            paid += max(0.0, end - max(start, reached))  # of two at once, once
+            if end >= reached:
+                reached, previous = end, node
+        before = max(0.0, lived[0].started_wall - span(lived[0])[0])
+        booted = max(0.0, float(lived[0].machine.get("uptime_seconds") or 0.0) - before)
         missing = MINIMUM_SECONDS - booted - paid
         if missing > 0:
             last = LedgerClass.MINIMUM_CHARGE

@@ -1,6 +1,7 @@
 """Where every paid rank-second went, and what it cost: `fold` turns a job's events into a `Ledger` that adds up.
 
-The identity: paid time is what the agents say their nodes lived, times the node's ranks. The ranks' own intervals
+The identity: paid time is what the agents say their nodes lived, and what AWS Batch says beyond that of its jobs, times
+the node's ranks. The ranks' own intervals
 divide it into classes; a rank's time before its process began is start-up, after its last sign of life it is an
 interruption (or shutdown, when the generation ended as meant), and what no interval covers is `unattributed`.
 Dollars are the node's price at each moment (`cost.ledger.pricing`), shared by its ranks: exact at those prices, and
@@ -14,15 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from cost.ledger.causes import CauseLine, blame, cause_lines, cause_of
-from cost.ledger.charges import node_usd, rank_charges
+from cost.ledger.bills import Bills, NodeBill, SilentBill, bills_of, with_batchs_word
+from cost.ledger.causes import CauseLine, blame, cause_lines, cause_of, cause_of_job
+from cost.ledger.charges import rank_charges
 from cost.ledger.generations import Generation, read_generations
-from cost.ledger.instances import Extra, extras
-from cost.ledger.price_curve import PriceCurve
 from cost.ledger.pricing import SIMULATED as SIMULATED
-from cost.ledger.pricing import UNPRICED, NodePrice, Pricing
-from cost.ledger.sharing import Parts, divided, sharing
-from cost.ledger.timeline import MICRO, NodeTime, paid_nodes, rank_times
+from cost.ledger.pricing import UNPRICED
+from cost.ledger.timeline import MICRO, rank_times
 from cost.money import apportion, rounded
 from infra.events import BUDGET, CONFIGURED, STEP, Event
 from infra.ledger_classes import LedgerClass
@@ -46,43 +45,14 @@ class LedgerLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeBill:
-    """One node of one generation: its paid time, its price and what it cost, to full precision.
-
-    parts: how many nodes paid for its instance since when, where it was not alone there (`cost.ledger.sharing`).
-    extras: what its instance cost beyond that (`cost.ledger.instances`); usd includes it.
-    """
-
-    node: NodeTime
-    price: NodePrice
-    parts: Parts
-    extras: tuple[Extra, ...]
-    usd: Decimal
-
-    @property
-    def curve(self) -> PriceCurve:
-        """What the node pays per hour: its part of the price of its instance."""
-        return divided(self.price.curve, self.parts)
-
-    @property
-    def on_demand_curve(self) -> PriceCurve | None:
-        """The same at the on-demand price; None: not on record."""
-        usd = self.price.on_demand_usd_per_hour
-        return None if usd is None else divided(PriceCurve(usd), self.parts)
-
-    @property
-    def rank_microseconds(self) -> int:
-        return (self.node.paid_micros + sum(extra.micros for extra in self.extras)) * len(self.node.ranks)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ledger:
     """All classes with any time, in the order of `LedgerClass`. Their seconds and dollars sum to the totals exactly.
 
     price_kind: "recorded …", "estimated …", "simulated" (a local run, priced as if) or "unpriced" (no plan is known).
     clean_on_demand_usd: the useful work alone at the on-demand price of the same nodes, see `fold`; None: no price.
     causes: the same seconds and dollars by what they were paid for (`cost.ledger.causes`).
-    nodes: what each node of each generation cost. owner, project: who pays, as configured; empty: nobody said.
+    nodes: what each node of each generation cost; silent: the nodes of Batch jobs that never spoke.
+    owner, project: who pays, as configured; empty: nobody said.
     """
 
     lines: tuple[LedgerLine, ...]
@@ -93,6 +63,7 @@ class Ledger:
     redone_steps: int
     causes: tuple[CauseLine, ...] = ()
     nodes: tuple[NodeBill, ...] = field(default=(), compare=False)
+    silent: tuple[SilentBill, ...] = field(default=(), compare=False)
     owner: str = ""
     project: str = ""
 
@@ -134,46 +105,26 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered, running=running)
     newest = max(generations, default=0)
-    sums = _Sums(generations)
-    bills = node_bills(ordered)
-    for bill in bills:
+    bills = bills_of(ordered, generations)
+    sums = _Sums(with_batchs_word(generations, bills.nodes))
+    for bill in bills.nodes:
         sums.add(bill, newest=bill.node.generation == newest)
+    for silent in bills.silent:
+        sums.add_silent(silent)
     total_usd = rounded(sum(sums.usd.values(), Decimal(0)))
     return Ledger(
         lines=_lines(sums, total_usd),
         paid_microseconds=sum(sums.micros.values()),
         total_usd=total_usd,
-        price_kind=bills[-1].price.kind if bills else UNPRICED,
+        price_kind=_price_kind(bills),
         clean_on_demand_usd=None if sums.clean is None else rounded(sums.clean),
         redone_steps=_redone_steps(ordered, generations),
         causes=cause_lines(sums.cause_micros, sums.cause_usd, total_usd),
-        nodes=tuple(bills),
+        nodes=bills.nodes,
+        silent=bills.silent,
         owner=setting(ordered, "cost.owner"),
         project=setting(ordered, "cost.project"),
     )
-
-
-def node_bills(events: Sequence[Event]) -> list[NodeBill]:
-    """What each node of each generation cost, by generation and node. events: by time."""
-    nodes = paid_nodes(events)
-    pricing = Pricing.of(events)
-    beyond, shared = extras(nodes), sharing(nodes)
-    bills = []
-    for node in nodes:
-        price = pricing.node(node)
-        # A simulated run is priced as if each of its nodes had a machine of the plan's, whatever this one is.
-        real = price.kind != SIMULATED
-        parts = shared.get(id(node), ()) if real else ()
-        mine = tuple(extra for extra in beyond if extra.node is node and real)
-        usd = node_usd(node, divided(price.curve, parts))
-        usd += sum((_extra_usd(extra, price) for extra in mine), Decimal(0))
-        bills.append(NodeBill(node=node, price=price, parts=parts, extras=mine, usd=usd))
-    return bills
-
-
-def machines(bills: Sequence[NodeBill]) -> int:
-    """How many machines are paid for the nodes of one generation: of those that share an instance, one."""
-    return len({bill.node.instance_id if bill.parts else id(bill) for bill in bills})
 
 
 def setting(events: Sequence[Event], key: str) -> str:
@@ -183,9 +134,9 @@ def setting(events: Sequence[Event], key: str) -> str:
     return next((str(row["value"]) for row in rows if row["key"] == key and row["value"] is not None), "")
 
 
-def _extra_usd(extra: Extra, price: NodePrice) -> Decimal:
-    start = round(extra.start * MICRO)
-    return price.curve.usd(start, start + extra.micros)
+def _price_kind(bills: Bills) -> str:
+    known = [*bills.silent, *bills.nodes]
+    return known[-1].price.kind if known else UNPRICED
 
 
 class _Sums:
@@ -213,10 +164,15 @@ class _Sums:
         for extra in bill.extras:
             self.estimated.add(extra.ledger_class)
             spent = extra.micros * len(node.ranks)
-            self._spend(generation, extra.ledger_class, spent, _extra_usd(extra, bill.price))
+            self._spend(generation, extra.ledger_class, spent, bill.extra_usd(extra))
+
+    def add_silent(self, bill: SilentBill) -> None:
+        self._add(LedgerClass.STARTUP, cause_of_job(bill.job.cause), bill.rank_microseconds, bill.usd)
 
     def _spend(self, generation: Generation, kind: LedgerClass, micros: int, usd: Decimal) -> None:
-        cause = cause_of(kind, generation, self._started_by[generation.number])
+        self._add(kind, cause_of(kind, generation, self._started_by[generation.number]), micros, usd)
+
+    def _add(self, kind: LedgerClass, cause: str, micros: int, usd: Decimal) -> None:
         self.cause_micros[cause] = self.cause_micros.get(cause, 0) + micros
         self.cause_usd[cause] = self.cause_usd.get(cause, Decimal(0)) + usd
         self.micros[kind] = self.micros.get(kind, 0) + micros
@@ -259,7 +215,7 @@ def spent_usd(events: Sequence[Event]) -> float:
     From the nodes' paid time alone, so that a rank's contradictory intervals cannot hide what was spent.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    return float(rounded(sum((bill.usd for bill in node_bills(ordered)), Decimal(0))))
+    return float(rounded(bills_of(ordered, read_generations(ordered)).usd))
 
 
 def told_threshold(events: Sequence[Event], budget_usd: float | None) -> float:

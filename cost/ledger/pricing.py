@@ -9,6 +9,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from cost.errors import LedgerError
+from cost.ledger.batch_jobs import BatchJob
 from cost.ledger.price_curve import PriceCurve
 from cost.ledger.timeline import NodeTime
 from infra.events import PLAN, PRICES, Event
@@ -57,33 +58,58 @@ class Pricing:
         plans = tuple(event for event in events if event.name == PLAN and event.data.get("chosen"))
         return cls(plans, {pool: tuple(changes) for pool, changes in history.items()})
 
-    def node(self, node: NodeTime) -> NodePrice:
+    def node(self, node: NodeTime, job: BatchJob | None = None) -> NodePrice:
         """The last plan made before the node started, or the first at all, names its pool and the price to begin with.
 
         A machine that says that it is of another zone, type or market than planned has the price that is on record of
         such machines: recorded changes first, then what the plan quoted of other pools. Where there is none the planned
         price stands, and `kind` says so. A simulated run stays as planned, whatever this machine is.
+
+        job: of AWS Batch that the node was part of. Its own placement is then what was planned, and the plan is that
+        before its submit: the node's wall clock may be minutes from that of the machine that planned.
         """
-        if not self.plans:
+        return self._priced(node.started_wall if job is None else job.placed_wall, node.machine, job)
+
+    def job(self, job: BatchJob) -> NodePrice:
+        """Of a node of the job that never said a word."""
+        return self._priced(job.placed_wall, {}, job)
+
+    def _priced(self, at: float, machine: Mapping[str, Any], job: BatchJob | None) -> NodePrice:
+        plan = self._plan(at, job)
+        if plan is None:
             return NodePrice(curve=PriceCurve(Decimal(0)), on_demand_usd_per_hour=None, kind=UNPRICED, pool=None)
-        before = [event for event in self.plans if event.t_wall <= node.started_wall]
-        plan = (before or self.plans[:1])[-1].data
         chosen: dict[str, Any] = plan["chosen"]
         planned, simulated = pool_of(chosen), bool(plan.get("simulated"))
         kind = SIMULATED if simulated else str(chosen.get("price_kind", "recorded"))
         first, pool = quote_of(chosen), planned
         if not simulated:
-            pool = self._recorded_pool(node.machine, planned)
+            pool = self._recorded_pool(machine, planned)
             if pool != planned:
                 first = min(self.history[pool])[1]
             else:
-                first, pool, kind = _unrecorded(node.machine, plan, kind)
+                first, pool, kind = _unrecorded(machine, plan, kind)
         return NodePrice(
             curve=PriceCurve.of(first, self.history.get(pool, ())),
             on_demand_usd_per_hour=on_demand_usd(plan, pool.instance_type),
             kind=kind,
             pool=pool,
         )
+
+    def _plan(self, at: float, job: BatchJob | None) -> dict[str, Any] | None:
+        """The plan in force at a moment, with the job's own placement as the chosen pool; None: nothing has a price."""
+        before = [event for event in self.plans if event.t_wall <= at] or self.plans[:1]
+        plan = before[-1].data if before else None
+        if job is None or job.quote is None:
+            return plan
+        if plan is None:
+            return {"chosen": dict(job.candidate)}
+        chosen = plan["chosen"]
+        if pool_of(chosen) == pool_of(job.candidate) and quote_of(chosen) == job.quote:
+            return plan
+        same = chosen["instance_type"] == job.candidate["instance_type"]
+        usual = chosen.get("on_demand_usd_per_hour") if same else None
+        usual = usual or (plan.get("on_demand") or {}).get(job.candidate["instance_type"])
+        return {**plan, "chosen": {**chosen, **job.candidate, "on_demand_usd_per_hour": usual}}
 
     def _recorded_pool(self, machine: Mapping[str, Any], planned: PoolName) -> PoolName:
         """Where the machine really is, if changes of its price are on record; else the planned one."""

@@ -17,7 +17,8 @@ from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
 
 MICRO = 1_000_000
-MACHINE_KEYS = ("instance_id", "instance_type", "zone", "zone_id", "region", "market", "uptime_seconds", "host")
+_INSTANCE_KEYS = ("instance_id", "instance_type", "zone", "zone_id", "region", "market", "uptime_seconds")
+MACHINE_KEYS = (*_INSTANCE_KEYS, "host", "batch_job_id")
 # How far a rank's intervals may exceed its paid time before the events count as contradictory: clocks are read one
 # after the other, and a process start is known to a hundredth of a second.
 TOLERANCE_SHARE = 0.005

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
+from cost.ledger.bills import NodeBill
 from cost.ledger.instances import LONGEST_IDLE_SECONDS, by_instance
-from cost.ledger.ledger import NodeBill, fold
+from cost.ledger.ledger import fold
 from cost.ledger.pricing import SIMULATED
 from cost.ledger.sharing import seconds_together
 from cost.reconcile.bill import BillLine, tag_key

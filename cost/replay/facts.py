@@ -11,8 +11,9 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from cost.errors import ReplayError
+from cost.ledger.bills import machines
 from cost.ledger.generations import Generation, read_generations
-from cost.ledger.ledger import Ledger, fold, machines
+from cost.ledger.ledger import Ledger, fold
 from cost.ledger.timeline import MICRO, rank_times
 from infra.events import COMMIT, STEP, Event
 from infra.ledger_classes import LedgerClass

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cost.capacity.history import history_of
 from cost.ledger.generations import Generation
 from infra.events import (
+    BATCH_ATTEMPT,
     BUDGET,
     FAULT_DETECTED,
     FAULT_INJECTED,
@@ -26,12 +28,13 @@ _NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, GUARD, NOT
 def failures(events: Sequence[Event], generations: dict[int, Generation]) -> list[dict[str, Any]]:
     """{seconds, generation, what, culprit} of each failure, by time; seconds count from the first event.
 
-    A failure is a generation that ended unplanned, a failed check, a refused plan, or a commit that could not be
-    restored.
+    A failure is a generation that ended unplanned, a job of AWS Batch that did not succeed, a failed check, a refused
+    plan, or a commit that could not be restored.
     """
     found = [_cut_short(events, generation) for generation in generations.values() if generation.unplanned]
+    causes = {attempt.job_id: attempt.cause for attempt in history_of(events).attempts}
     for event in events:
-        found += _other(event)
+        found += _of_batch(event, causes) if event.name == BATCH_ATTEMPT else _other(event)
     start = min((event.t_wall for event in events), default=0.0)
     found.sort(key=lambda failure: failure["t_wall"])
     return [{"seconds": failure["t_wall"] - start, **failure} for failure in found]
@@ -91,6 +94,16 @@ def _other(event: Event) -> list[dict[str, Any]]:
             for rejected in event.data.get("rejected") or []
         ]  # fmt: skip
     return []
+
+
+def _of_batch(event: Event, causes: Mapping[str, str]) -> list[dict[str, Any]]:
+    """causes: by the job's id, as the agents' events correct Batch's."""
+    cause = causes.get(str(event.data.get("job_id"))) or str(event.data.get("cause") or "unknown")
+    if cause == "ended":
+        return []
+    at = min(event.t_wall, event.data.get("stopped_utc") or event.t_wall)
+    what = f"Batch job in queue {event.data.get('queue') or '?'}: {cause.replace('_', ' ')}"
+    return [_failure(at, event.generation, what, str(event.data.get("reason") or ""))]
 
 
 def _failure(t_wall: float, generation: int, what: str, culprit: str) -> dict[str, Any]:

@@ -182,7 +182,7 @@ GENERATION_HEADER = ("generation", "from step", "last step", "paid rank-seconds"
 def generation_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str]]:
     """`GENERATION_HEADER` of each start of the gang, oldest first. Empty with a single one, which the rest describes.
 
-    The displayed seconds sum to those of the ledger.
+    The displayed seconds sum to those of the ledger, but for nodes of AWS Batch that never joined a generation.
     """
     lines = report.events.get("generations", [])
     if len(lines) < 2:
@@ -223,6 +223,11 @@ def trust_lines(report: RunReport) -> list[str]:
     ]
     if inferred:
         why = "a node's end was not recorded, so it is billed to its last sign of life"
+        if report.money.get("attempts"):
+            why += (
+                ", or as long as AWS Batch says: before the first word it is start-up, after the last what ended "
+                "it; their sum is Batch's own, how it divides follows from two clocks"
+            )
         lines.append(f"estimated: {', '.join(inferred)}: {why}")
     if rules:
         lines.append(f"estimated: {', '.join(rules)}: by the provider's rules, for an instance that is known by its id")

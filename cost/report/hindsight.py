@@ -16,8 +16,9 @@ from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
+from cost.ledger.bills import NodeBill, machines
 from cost.ledger.generations import Generation
-from cost.ledger.ledger import Ledger, NodeBill, machines
+from cost.ledger.ledger import Ledger
 from cost.ledger.price_curve import PriceCurve
 from cost.ledger.pricing import PoolName, Pricing, pool_of
 from cost.ledger.timeline import MICRO, rank_times
@@ -89,6 +90,9 @@ def _hours(bills: Sequence[NodeBill], generations: dict[int, Generation], *, ran
             work += sum(rank.classes.get(kind, 0) for kind in _WORK)
             if bill.node.generation == first:
                 start += sum(rank.classes.get(kind, 0) for kind in _START)
+        if bill.node.generation == first:
+            lead = sum(extra.micros for extra in bill.extras if extra.ledger_class in _START)
+            start += lead * len(bill.node.ranks)
     hour = 3600 * MICRO
     return work / hour / max(1, ranks), start / hour / max(1, first_ranks)
 

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
+from cost.ledger.bills import NodeBill, SilentBill
 from cost.ledger.generations import Generation
-from cost.ledger.ledger import Ledger, NodeBill
+from cost.ledger.ledger import Ledger
 from cost.ledger.timeline import MICRO
 from cost.money import apportion
+from cost.report.attempts import attempt_figures
 from cost.report.hindsight import hindsight
 from infra.events import BUDGET, PLAN, Event
 
@@ -21,6 +23,7 @@ def money_figures(events: Sequence[Event], generations: dict[int, Generation], l
     transfer out, which the ledger does not meter. causes: dollars with six places
     that sum to the total. hindsight: None where it cannot be told. thresholds: shares of the budget that were reached.
     prices: of each kind of machine that nodes really ran on, how its price is known, and its dollars.
+    attempts: on AWS Batch, planned against actual (`cost.report.attempts`).
     """
     found = hindsight(events, generations, ledger)
     return {
@@ -37,6 +40,7 @@ def money_figures(events: Sequence[Event], generations: dict[int, Generation], l
         "unknown_nodes": sum(bill.node.instance_id is None for bill in ledger.nodes),
         "price_changes": _price_changes(ledger),
         "prices": _prices(ledger),
+        "attempts": attempt_figures(events, ledger),
     }
 
 
@@ -66,8 +70,8 @@ def _price_changes(ledger: Ledger) -> int:
 
 def _prices(ledger: Ledger) -> list[dict[str, Any]]:
     """Dollars sum to the total."""
-    grouped: dict[tuple[str, str], list[NodeBill]] = {}
-    for bill in ledger.nodes:
+    grouped: dict[tuple[str, str], list[NodeBill | SilentBill]] = {}
+    for bill in (*ledger.nodes, *ledger.silent):
         pool = "" if bill.price.pool is None else str(bill.price.pool)
         grouped.setdefault((pool, bill.price.kind), []).append(bill)
     spent = [sum((bill.usd for bill in bills), Decimal(0)) for bills in grouped.values()]

@@ -15,6 +15,7 @@ PYTHON = ".venv/bin/python"
 _FLOW = "flows/train_flow.py"
 # `run` reads the configuration anew; the events do not hold where it came from.
 _AS_BEFORE = "(add the --config and --set of before)"
+_SENT_AS_BEFORE = "(add the --with, --config and --set of before)"
 
 
 class NextStep(NamedTuple):
@@ -33,12 +34,19 @@ def resume_line(report: RunReport, *, python: str = PYTHON) -> NextStep | None:
     if report.outcome is Outcome.COMPLETED:
         return None
     words, settings = _advice(report)
+    if settings is None and _was_sent_away(report):
+        words, settings = f"{words} {_SENT_AS_BEFORE}", []
     interpreter = shlex.quote(plain(python))
     run = plain(report.events.get("run") or "")
     if settings is None and run:
         return NextStep(words, f"{interpreter} {_FLOW} resume train --origin-run-id {shlex.quote(run)}")
     command = f"{interpreter} {_FLOW} run --job {shlex.quote(plain(report.job))}"
     return NextStep(words, " ".join([command, *(f"--set {setting}" for setting in settings or [])]))
+
+
+def _was_sent_away(report: RunReport) -> bool:
+    """Training ran on other machines: where it goes next is planned anew, and not as one step of an old run."""
+    return bool(report.money.get("attempts"))
 
 
 def _advice(report: RunReport) -> tuple[str, list[str] | None]:

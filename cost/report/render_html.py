@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cost.report.attempts import ATTEMPT_HEADER, PLACE_HEADER, attempt_rows, place_rows
 from cost.report.figures import (
     GENERATION_HEADER,
     comparison_header,
@@ -53,6 +54,7 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
         _causes(report),
         _section(f"Training loss, {loss_unit(report)}", loss_chart(report)),
         _comparison(report),
+        _attempts(report),
         _generations(report),
         _list("What went wrong, first failure first", failure_lines(report)),
         _section("All figures", _definitions(figures)),
@@ -118,6 +120,14 @@ def _generations(report: RunReport) -> str:
         return ""
     body = "".join(f"<tr><td>{escape(row[0])}</td>{_cells(row[1:])}</tr>" for row in rows)
     return _section("Generations", _table(GENERATION_HEADER, body))
+
+
+def _attempts(report: RunReport) -> str:
+    attempts = report.money.get("attempts") or []
+    if not attempts:
+        return ""
+    figures = _table(ATTEMPT_HEADER, _rows(attempt_rows(attempts), len(ATTEMPT_HEADER)))
+    return _section("Attempts", figures + _table(PLACE_HEADER, _rows(place_rows(attempts), len(PLACE_HEADER))))
 
 
 def _configuration(report: RunReport) -> str:

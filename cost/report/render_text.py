@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from cost.report.attempts import ATTEMPT_HEADER, attempt_rows, place_lines
 from cost.report.figures import (
     GENERATION_HEADER,
     comparison_header,
@@ -24,6 +25,7 @@ WIDTH = 100
 BAR = "│"  # log viewers drop leading spaces: every line begins with a visible character
 _LISTED_FAILURES = 5
 _LISTED_GENERATIONS = 12
+_LISTED_ATTEMPTS = 12
 _LONGEST_END = 20
 
 
@@ -38,6 +40,9 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
         sections.append(_table(causes, CAUSE_HEADER))
     if compared := comparison_rows(report):
         sections.append(_table(compared, comparison_header(report)))
+    if attempts := (report.money.get("attempts") or [])[-_LISTED_ATTEMPTS:]:
+        sections.append(_table(attempt_rows(attempts), ATTEMPT_HEADER))
+        sections.append(["where each attempt was placed, and why:", *_wrapped(place_lines(attempts))])
     if started := generation_rows(report):
         sections.append(_generations(started))
     if found := failure_lines(report):

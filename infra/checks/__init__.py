@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from infra.checks.advice import check_advice, check_debug_level
+from infra.checks.batch import CHECKS as BATCH_CHECKS
+from infra.checks.clock import check_store_clock
 from infra.checks.environment import (
     check_configuration,
     check_host_name,
@@ -23,7 +25,6 @@ from infra.checks.machine import (
 )
 from infra.checks.network import check_imds, check_interfaces
 from infra.checks.store import (
-    check_store_clock,
     check_store_folder,
     check_store_multipart,
     check_store_probe,
@@ -249,4 +250,5 @@ CHECKS: list[Check] = [
         symptoms=("B10", "C01"),
         run=check_memory,
     ),
+    *BATCH_CHECKS,
 ]

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +18,7 @@ from infra.store.s3 import split_uri
 
 _PROBE_BYTES = 4096
 _REQUEST_SECONDS = 10.0
-_DATE_SECONDS = 5.0
 _MISSING_RIGHT = ("AccessDenied", "403")
-_SKEW_WARNING_SECONDS = 60.0
-_SKEW_REFUSED_SECONDS = 900.0  # S3 answers RequestTimeTooSkewed beyond it
 
 
 def store_folder(context: PreflightContext) -> Path | None:
@@ -105,33 +98,6 @@ def check_store_multipart(context: PreflightContext) -> Finding:
     return Finding.passed(f"{context.config.store}: a multipart upload was started and aborted")
 
 
-def check_store_clock(context: PreflightContext) -> Finding:
-    """This machine's clock against the store's: S3 refuses requests that are signed 15 minutes off."""
-    if not context.config.store.startswith("s3://"):
-        return Finding.skipped("the store is a folder: nothing is signed")
-    try:
-        settings = aws_settings()
-    except StoreError as error:
-        return Finding.skipped(f"the store cannot be found: {error}")
-    url = settings.endpoint or f"https://s3.{settings.region}.amazonaws.com"
-    before = time.time()
-    try:
-        date = _date_of(url)
-    except (OSError, ValueError) as error:
-        return Finding.skipped(f"{url} tells no time: {error}")
-    after = time.time()
-    # The header is cut to whole seconds, and was written at some moment between the two readings of our clock.
-    skew = max(before - date - 1.0, date - after, 0.0)
-    direction = "ahead of" if before > date else "behind"
-    if skew <= _SKEW_WARNING_SECONDS:
-        return Finding.passed(f"this machine's clock is within {max(skew, 1.0):.0f} s of {url}'s")
-    refused = "; signed requests are refused" if skew > _SKEW_REFUSED_SECONDS else ""
-    return Finding.failed(
-        f"this machine's clock is {skew:,.0f} s {direction} {url}'s ({_SKEW_REFUSED_SECONDS:.0f} s allowed){refused}",
-        "set the clock: chronyc makestep, or timedatectl set-ntp true",
-    )
-
-
 def _probe(store: Store, place: str) -> Finding:
     key, written = f"{place}/probe", secrets.token_bytes(_PROBE_BYTES)
     trials: dict[str, Callable[[], object]] = {
@@ -176,24 +142,3 @@ def _s3_client(settings: AwsSettings) -> Any:
 
     limits = Config(connect_timeout=4, read_timeout=8, retries={"total_max_attempts": 1})
     return Session().create_client("s3", region_name=settings.region, endpoint_url=settings.endpoint, config=limits)
-
-
-def _date_of(url: str) -> float:
-    """Unix time in the Date header of whatever `url` answers, even a refusal. Raises OSError, ValueError."""
-    opener = urllib.request.build_opener(_NoRedirect)
-    request = urllib.request.Request(url, method="HEAD")
-    try:
-        with opener.open(request, timeout=_DATE_SECONDS) as answer:
-            headers = answer.headers
-    except urllib.error.HTTPError as refusal:
-        headers = refusal.headers
-    if not headers.get("Date"):
-        raise ValueError("no Date header")
-    return parsedate_to_datetime(headers["Date"]).timestamp()
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Another server's clock is not the one to compare with."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None

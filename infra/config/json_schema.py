@@ -39,5 +39,7 @@ def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
     # pydantic's titles repeat the names; but a key may be called title.
     kept = {name: value for name, value in node.items() if not (name == "title" and isinstance(value, str))}
     done = {name: _inlined(value, definitions) for name, value in kept.items() if name != "$defs"}
+    if "$ref" in node.get("items", {}):
+        done["items"]["type"] = "object"  # a section in a list is never left empty
     free = isinstance(node.get("additionalProperties"), dict)
     return done | ({"propertyNames": {"pattern": f"^{OPTION_NAME.pattern}$"}} if free else {})

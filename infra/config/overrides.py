@@ -62,7 +62,7 @@ def _read(key: str, written: str, value: str, name: str, origin: Origin) -> tupl
         return {}, [Problem(message=p.message, key=key, place=p.place, hint=p.hint) for p in problems]
     if node is None:
         node = yaml.ScalarNode("tag:yaml.org,2002:str", "", *[yaml.Mark(name, 0, 0, 0, None, None)] * 2)
-    return {key: Entry(key, node, source.place(node.start_mark, node.end_mark), origin)}, []
+    return {key: Entry(key, node, source.place(node.start_mark, node.end_mark), origin, source)}, []
 
 
 def _place(name: str, written: str, text: str) -> Place:

@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
+from pydantic import BaseModel
 
 from infra.config.document import foreign_tag
 from infra.errors import InfraError
@@ -35,10 +36,11 @@ class MismatchError(InfraError):
 
     outcome = Outcome.CONFIG
 
-    def __init__(self, message: str, hint: str | None = None) -> None:
+    def __init__(self, message: str, hint: str | None = None, node: yaml.Node | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.node = node  # where to point, when it is not the value as a whole
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,12 @@ class Expected:
     types: frozenset[type]
     choices: tuple[str, ...]
     nullable: bool
+    section: type[BaseModel] | None = None  # of a list: what its items are, where they are no texts
 
     @classmethod
     def of(cls, annotation: Any) -> Expected:
         """Read from the annotation of a field, such as ``int | Literal["auto"]``."""
-        types, choices, nullable = set(), [], False
+        types, choices, nullable, section = set(), [], False, None
         for part in _alternatives(annotation):
             if part in (None, type(None)):
                 nullable = True
@@ -60,10 +63,12 @@ class Expected:
                 choices += [str(choice) for choice in get_args(part)]
             else:
                 types.add(get_origin(part) or part)
-        return cls(frozenset(types), tuple(choices), nullable)
+                section = next((item for item in get_args(part) if _is_section(item)), section)
+        return cls(frozenset(types), tuple(choices), nullable, section)
 
     def __str__(self) -> str:
         names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts"}
+        names |= {list: "a list of sections"} if self.section else {}
         names |= {int: names[float]} if float in self.types else {}
         parts = list(dict.fromkeys(name for kind, name in names.items() if kind in self.types))
         if len(self.choices) > 1:
@@ -81,7 +86,7 @@ def convert(node: yaml.Node, expected: Expected) -> Any:
     if isinstance(node, yaml.SequenceNode):
         if list not in expected.types:
             raise MismatchError(f"must be {expected}, not a list")
-        return [_convert_item(item, number) for number, item in enumerate(node.value, start=1)]
+        return [_convert_item(item, number, expected.section) for number, item in enumerate(node.value, start=1)]
     if isinstance(node, yaml.MappingNode):
         raise MismatchError(f"must be {expected}, not a section", _mapping_hint(expected))
     return _convert_scalar(node, expected)
@@ -101,11 +106,37 @@ def nearest(word: str, known: list[str] | tuple[str, ...]) -> str | None:
     return folded[matches[0]] if matches else None
 
 
-def _convert_item(node: yaml.Node, number: int) -> str:
+def _convert_item(node: yaml.Node, number: int, section: type[BaseModel] | None) -> Any:
     try:
+        if section is not None:
+            return _convert_section(node, section)
         return convert(node, Expected(frozenset({str}), (), False))
     except MismatchError as mismatch:
-        raise MismatchError(f"item {number} {mismatch.message}", mismatch.hint) from None
+        raise MismatchError(f"item {number} {mismatch.message}", mismatch.hint, mismatch.node or node) from None
+
+
+def _convert_section(node: yaml.Node, section: type[BaseModel]) -> dict[str, Any]:
+    """The values of a section that stands in a list: unknown, missing and duplicate keys are found here."""
+    fields = section.model_fields
+    known = _known_keys(section)
+    if not isinstance(node, yaml.MappingNode):
+        raise MismatchError(f"must be a section of 'key: value' lines, not {describe(node)}", known)
+    values: dict[str, Any] = {}
+    for key, value in node.value:
+        name = key.value if isinstance(key, yaml.ScalarNode) else ""
+        if name not in fields:
+            close = nearest(name, list(fields))
+            raise MismatchError(f"has an unknown key {name!r}", f"did you mean {close}?" if close else known, key)
+        if name in values:
+            raise MismatchError(f"gives {name} twice", "keep one of the two", key)
+        try:
+            values[name] = convert(value, Expected.of(fields[name].annotation))
+        except MismatchError as mismatch:
+            raise MismatchError(f"{name} {mismatch.message}", mismatch.hint, mismatch.node or value) from None
+    missing = [name for name, field in fields.items() if field.is_required() and name not in values]
+    if missing:
+        raise MismatchError(f"lacks {' and '.join(missing)}", known)
+    return values
 
 
 def _convert_scalar(node: yaml.ScalarNode, expected: Expected) -> Any:
@@ -157,7 +188,7 @@ def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:
     if numeric and _GROUPED.fullmatch(text):
         return f"write {text.replace(',', '')}"
     if list in expected.types:
-        return f"write [{text}]"
+        return f"write [{text}]" if expected.section is None else _known_keys(expected.section)
     close = nearest(text, expected.choices)
     return f"did you mean {close}?" if close else None
 
@@ -210,6 +241,14 @@ def _alternatives(annotation: Any) -> list[Any]:
     if origin in (Union, UnionType):
         return [part for member in get_args(annotation) for part in _alternatives(member)]
     return [annotation]
+
+
+def _known_keys(section: type[BaseModel]) -> str:
+    return f"known keys: {', '.join(section.model_fields)}"
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _fold(word: str) -> str:

@@ -8,16 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Section(BaseModel):
-    """A frozen section that knows no key beyond its own and converts no type behind the user's back."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-Count = Annotated[int, Field(ge=1)]
+from infra.config.batch import BatchConfig
+from infra.config.section import Count, Section
 
 
 class ModelConfig(Section):
@@ -246,6 +240,7 @@ class RunConfig(Section):
     ddp: DdpConfig = DdpConfig()
     fsdp: FsdpConfig = FsdpConfig()
     cluster: ClusterConfig = ClusterConfig()
+    batch: BatchConfig = BatchConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cost: CostConfig = CostConfig()
     metrics: MetricsConfig = MetricsConfig()

@@ -30,7 +30,8 @@ def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) 
     """One line for each key: "model.num_layers  6  --set". defaults: whether to show those that nobody has set."""
     shown = [row for row in rows if defaults or row["source"] != DEFAULT]
     texts = [(row["key"], value_text(row["value"]), row["source"]) for row in shown]
-    widths = [max((len(text[column]) for text in texts), default=0) for column in range(2)]
+    # A long list runs over instead of moving every other line to the right.
+    widths = [min(60, max((len(text[column]) for text in texts), default=0)) for column in range(2)]
     lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}" for key, value, source in texts]
     left_out = len(rows) - len(shown)
     return "\n".join([*lines, *([f"… and {left_out} defaults"] if left_out else [])])

@@ -33,6 +33,11 @@ class Entry:
     node: yaml.Node
     place: Place
     origin: Origin
+    source: SourceText
+
+    def place_of(self, part: yaml.Node | None) -> Place:
+        """Where a part of the value stands, such as an item of a list."""
+        return self.place if part is None else self.source.place(part.start_mark, part.end_mark)
 
 
 @cache
@@ -104,7 +109,7 @@ def collect(
         elif (key in leaves() and "." not in name) or mapping_of(key) == section:
             empty = value.start_mark.index == value.end_mark.index
             place = key_place if empty else source.place(value.start_mark, value.end_mark)
-            entries[key] = Entry(key, value, place, origin)
+            entries[key] = Entry(key, value, place, origin, source)
         else:
             problems.append(unknown_key(key, key_place))
     return entries, problems
@@ -118,7 +123,8 @@ def unknown_key(key: str, place: Place) -> Problem:
 
 def _what_goes_into(section: str) -> str:
     if section in mappings():
-        return "any names, each with a number, a text, true or false"
+        texts = get_args(leaves()[section].annotation)[1] is str
+        return "any names, each with a text" if texts else "any names, each with a number, a text, true or false"
     return f"known keys: {', '.join(sections()[section].model_fields)}"
 
 

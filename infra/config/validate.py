@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -27,7 +28,7 @@ def convert_entries(entries: Mapping[str, Entry]) -> tuple[dict[str, Any], list[
             values[key] = convert(entry.node, Expected.of(annotation_of(key)))
         except MismatchError as mismatch:
             message = f"{key} {mismatch.message}"
-            problems.append(Problem(message=message, key=key, place=entry.place, hint=mismatch.hint))
+            problems.append(Problem(message=message, key=key, place=entry.place_of(mismatch.node), hint=mismatch.hint))
     return values, problems
 
 
@@ -69,7 +70,7 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
     key = entry.key
     limits = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
     wanted = [f"{words} {details['ctx'][name]:g}" for name, words in limits.items() if name in details.get("ctx", {})]
-    if not wanted:
+    if not wanted or not isinstance(entry.node, yaml.ScalarNode):
         return f"{key}: {details['msg']}", None
     default = leaves()[key].default
     hint = None if default is None else f"the default is {default}"

@@ -23,7 +23,8 @@ _DEFAULT_REGION = "us-east-1"
 # botocore renews what expires within 10 minutes when it is asked: asking more often never meets an expired one.
 _ASK_AGAIN = timedelta(minutes=5)
 _TRUE = ("1", "true")
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+# The last is what Metaflow hands over to the containers that it starts.
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "METAFLOW_S3_ENDPOINT_URL")
 
 
 @dataclass(frozen=True)

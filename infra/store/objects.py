@@ -6,7 +6,7 @@ Keys of data, indexes and commits are never overwritten; reports are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,13 @@ class Store:
         below = prefix.strip("/")
         return Store(self._backend, f"{self.uri}/{below}" if below else self.uri, self._root, self._full(below))
 
-    def put(self, key: str, data: Buffer) -> None:
-        """Write the whole object and make it durable. Raises StoreError."""
+    def put(self, key: str, data: Buffer, *, tags: Mapping[str, str] | None = None) -> None:
+        """Write the whole object and make it durable. Raises StoreError.
+
+        tags: for a bucket's lifecycle rules; a folder, and a store that is not Amazon's, goes without.
+        """
         with self._translated("put", key):
-            obstore.put(self._backend, self._full(key), memoryview(data).cast("B"))
+            obstore.put(self._backend, self._full(key), memoryview(data).cast("B"), tags=dict(tags) if tags else None)
             if self._root is not None:
                 sync_file(self._root / self._full(key), self._root)
 

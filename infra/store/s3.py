@@ -37,6 +37,7 @@ def open_bucket(bucket: str, seconds: float) -> S3Store:
     options: dict[str, Any] = {"region": settings.region}
     if endpoint is not None:
         options["endpoint"] = endpoint.rstrip("/")
+        options["disable_tagging"] = True  # few but Amazon's know tags; some refuse the whole request
     elif "AWS_VIRTUAL_HOSTED_STYLE_REQUEST" not in os.environ and "." not in bucket:
         # Amazon's own style; a dot in the name would not match its certificate. Others expect the bucket in the path.
         options["virtual_hosted_style_request"] = True

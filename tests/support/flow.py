@@ -48,6 +48,8 @@ class FlowRunner:
     environment: variables that the runs get besides those of the test.
     """
 
+    program = FLOW
+
     def __init__(self, folder: Path, *, store: str | None = None, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self.runs = folder / "runs"
@@ -67,7 +69,7 @@ class FlowRunner:
         self.log = self.folder / f"output-{time.monotonic_ns()}.log"
         with open(self.log, "w") as log:
             return subprocess.Popen(
-                [sys.executable, str(FLOW), *words],
+                [sys.executable, str(self.program), *words],
                 cwd=cwd or self.folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,

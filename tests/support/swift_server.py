@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ACCESS_KEY, SECRET_KEY, OTHER_KEY = "test:tester", "testing", "test:reader"
+ACCESS_KEY, SECRET_KEY, OTHER_KEY = "test:tester", "store-password-4d1f7a90c2", "test:reader"
 _STORAGE = ("account", "container", "object")
 _SWIFT_CONF = """[swift-hash]
 swift_hash_path_suffix = ebbflow
@@ -41,7 +41,7 @@ use = egg:swift#{name}
 container_update_timeout = 20
 fallocate_reserve = 0
 """
-_PROXY_APP = """[pipeline:main]
+_PROXY_APP = f"""[pipeline:main]
 pipeline = catch_errors gatekeeper healthcheck cache bulk s3api tempauth copy container-quotas slo dlo
     versioned_writes symlink proxy-server
 [app:proxy-server]
@@ -65,7 +65,7 @@ location = us-east-1
 max_bucket_listing = 20
 [filter:tempauth]
 use = egg:swift#tempauth
-user_test_tester = testing .admin
+user_test_tester = {SECRET_KEY} .admin
 user_test_reader = reading
 [filter:copy]
 use = egg:swift#copy

@@ -67,9 +67,9 @@ class CountingStore(Store):
         super().__init__(MemoryStore(), "memory://bench", None)
         self.counts = counts
 
-    def put(self, key: str, data: Any) -> None:
+    def put(self, key: str, data: Any, **options: Any) -> None:
         self.counts.add("put")
-        super().put(key, data)
+        super().put(key, data, **options)
 
     def get(self, key: str) -> bytes:
         self.counts.add("get")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from infra.config.rules import derived, model, names, parallel, survival
+from infra.config.rules import batch, derived, model, names, parallel, survival
 from infra.config.rules.rule import Violation
 from infra.config.schema import RunConfig
 
 __all__ = ["Violation", "violations"]
 
-_RULES = (*model.RULES, *derived.RULES, *parallel.RULES, *names.RULES, *survival.RULES)
+_RULES = (*model.RULES, *derived.RULES, *parallel.RULES, *names.RULES, *survival.RULES, *batch.RULES)
 
 
 def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Violation]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from infra.errors import ObjectNotFound, StoreError
-from infra.layout import data_prefix, index_prefix, pin_key, quarantine_key, tombstone_key, verified_key
+from infra.errors import ObjectNotFound, StoreError, StoreForbidden
+from infra.layout import TOMBSTONE_TAGS, data_prefix, index_prefix, pin_key, quarantine_key, tombstone_key, verified_key
 from infra.store import Store
 from training.checkpoint.checksum import seal, unseal
 from training.checkpoint.generations import newest_number
@@ -33,7 +33,7 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     """
     tombstone = {"version": VERSION, "key": ref.key, "generation": generation, "step": ref.step}
     try:
-        store.put(tombstone_key(ref.sha256), seal(tombstone))
+        _put_tombstone(store, ref.sha256, seal(tombstone))
     except StoreError:
         if not full:
             raise
@@ -84,6 +84,14 @@ def superseded(store: Store, number: int, ours: int) -> GenerationSuperseded:
         f"{store.uri}: generation {number} was opened while generation {ours} was running; "
         "what this gang commits from now on would never be restored"
     )
+
+
+def _put_tombstone(store: Store, sha256: str, data: bytes) -> None:
+    """Tagged where that is allowed: a role may have the right to put and none to tag."""
+    try:
+        store.put(tombstone_key(sha256), data, tags=TOMBSTONE_TAGS)
+    except StoreForbidden:
+        store.put(tombstone_key(sha256), data)
 
 
 def _delete_objects(store: Store, tombstone: dict[str, Any]) -> None:

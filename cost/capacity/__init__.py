@@ -1,0 +1,12 @@
+"""Where the next attempt of a job runs on AWS Batch: asked before each attempt, with fresh prices and what came before.
+
+`place` answers with a `Placement`; `history_of` reads from a job's events what its earlier attempts met.
+"""
+
+from __future__ import annotations
+
+from cost.capacity.history import History, PastAttempt, attempt_record, history_of
+from cost.capacity.place import place
+from cost.capacity.placement import Placement, as_placed
+
+__all__ = ["History", "PastAttempt", "Placement", "as_placed", "attempt_record", "history_of", "place"]

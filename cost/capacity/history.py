@@ -1,0 +1,162 @@
+"""What earlier attempts of a job met, read from its events: where, for how long, and what ended them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
+
+from cost.capacity.placement import Placement
+from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, GENERATION_ENDED, NODE_STARTED, NOTICE, PLACED, Event
+from infra.notices import RECLAIMS
+
+RECLAIMED, USER_CODE, NEVER_STARTED, TERMINATED, ENDED, UNKNOWN = (
+    "reclaimed",
+    "user_code",
+    "never_started",
+    "terminated",
+    "ended",
+    "unknown",
+)
+
+_TOLD_BETTER = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastAttempt:
+    """One placement and what came of it. Unix times by Batch's clock; None: it did not come to that, or nobody told.
+
+    cause: as Batch tells it, except that an attempt that left on a reclaim's notice counts as reclaimed, and that it is
+    not the user's code that failed where the agents name something else, such as the store.
+    """
+
+    placement: Placement
+    placed_utc: float
+    job_id: str = ""
+    cause: str = UNKNOWN
+    created_utc: float | None = None
+    started_utc: float | None = None
+    stopped_utc: float | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Its pool had no capacity for as long as the job was let wait."""
+        return self.cause == NEVER_STARTED or (self.cause == TERMINATED and self.started_utc is None)
+
+    @property
+    def ended_utc(self) -> float:
+        """When it was known what came of it, as far as that was told."""
+        known = (self.placed_utc, self.created_utc, self.started_utc, self.stopped_utc)
+        return max(moment for moment in known if moment is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """All attempts of a job so far, oldest first."""
+
+    attempts: tuple[PastAttempt, ...] = ()
+
+    @property
+    def last(self) -> PastAttempt | None:
+        return self.attempts[-1] if self.attempts else None
+
+
+def attempt_record(attempt: Any, placement: Placement | None) -> dict[str, Any]:
+    """The data of a `batch_attempt` event: what Batch told of a job (`infra.batch.attempts.BatchAttempt`), and where it
+    was placed, so that the ledger can price it. placement: None where nobody knows."""
+    told = asdict(attempt) if is_dataclass(attempt) and not isinstance(attempt, type) else dict(attempt)
+    told["cause"] = str(told.get("cause") or UNKNOWN)
+    placed = {} if placement is None else placement.to_json()
+    names = ("instance_type", "market", "region", "zone", "processes_per_node", "usd_per_hour", "quoted_usd_per_hour")
+    return {**told, **{name: placed.get(name) for name in (*names, "price_kind")}}
+
+
+def history_of(events: Sequence[Event]) -> History:
+    """From a job's events, in any order.
+
+    What came of a placement is told of the job that was submitted for it; where no submit was recorded, it is the first
+    `batch_attempt` that follows it and comes before the next one. Of a job that was told of twice the last word counts.
+    A placement that this version cannot read is passed over.
+    """
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    better = _as_agents_tell(ordered)
+    newest = {str(event.data.get("job_id")): event.data for event in ordered if event.name == BATCH_ATTEMPT}
+    attempts: list[PastAttempt] = []
+    jobs = _jobs_of_placements(ordered)
+    for event in ordered:
+        if event.name != PLACED or (placement := _placement(event.data)) is None:
+            continue
+        attempt = PastAttempt(placement=placement, placed_utc=event.t_wall)
+        job_id = jobs.get(id(event), "")
+        attempts.append(
+            _with_word(attempt, job_id, newest[job_id], better.get(job_id)) if job_id in newest else attempt
+        )
+    return History(attempts=tuple(attempts))
+
+
+def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:
+    """Batch's job by the `id` of its `placed` event."""
+    found: dict[int, str] = {}
+    taken: set[str] = set()
+    tries: dict[tuple[Any, ...], Event] = {}
+    for event in ordered:
+        if event.name == PLACED:
+            tries[_try(event)] = event
+        elif event.name == BATCH_SUBMITTED and (placed := tries.get(_try(event))) is not None:
+            found[id(placed)] = str(event.data.get("job_id"))
+            taken.add(found[id(placed)])
+    open_one: Event | None = None
+    for event in ordered:
+        if event.name == PLACED:
+            open_one = None if id(event) in found else event
+        elif event.name == BATCH_ATTEMPT and open_one is not None and str(event.data.get("job_id")) not in taken:
+            found[id(open_one)] = str(event.data.get("job_id"))
+            taken.add(found[id(open_one)])
+            open_one = None
+    return found
+
+
+def _try(event: Event) -> tuple[Any, ...]:
+    return event.run, event.attempt, event.data.get("step"), event.data.get("task")
+
+
+def _with_word(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], better: str | None) -> PastAttempt:
+    cause = str(data.get("cause") or UNKNOWN)
+    if better is not None and cause in (_TOLD_BETTER if better == RECLAIMED else (USER_CODE,)):
+        cause = better
+    return PastAttempt(
+        placement=attempt.placement,
+        placed_utc=attempt.placed_utc,
+        job_id=job_id,
+        cause=cause,
+        **{name: _moment(data.get(name)) for name in ("created_utc", "started_utc", "stopped_utc")},
+    )
+
+
+def _as_agents_tell(events: Sequence[Event]) -> dict[str, str]:
+    """By job, what Batch cannot know of an attempt that left with a code: its machine was to be taken back, or the last
+    generation was ended by something else than the program, which is no bug."""
+    jobs: dict[int, set[str]] = {}
+    for event in events:
+        if event.name == NODE_STARTED and event.data.get("batch_job_id"):
+            jobs.setdefault(event.generation, set()).add(str(event.data["batch_job_id"]))
+    found: dict[str, str] = {}
+    for event in sorted(events, key=lambda event: event.generation):
+        if event.name == GENERATION_ENDED and "user_code" in event.data:
+            for job_id in jobs.get(event.generation, ()):
+                found[job_id] = USER_CODE if event.data["user_code"] else UNKNOWN
+    for event in events:
+        if event.name == NOTICE and event.data.get("action") in RECLAIMS:
+            found |= dict.fromkeys(jobs.get(event.generation, ()), RECLAIMED)
+    return found
+
+
+def _placement(data: Mapping[str, Any]) -> Placement | None:
+    try:
+        return Placement.from_json(data["placement"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _moment(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

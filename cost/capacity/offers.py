@@ -1,0 +1,100 @@
+"""Which pools of a plan the account's queues can run: a pool without a queue is a price and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cost.capacity.placement import pool_id, short_name
+from cost.plan.pools import Candidate
+
+if TYPE_CHECKING:
+    from infra.batch.queues import QueueState
+
+# What a compute environment may list instead of types: Batch then takes what fits the job.
+_WHATEVER_FITS = ("optimal", "default_x86_64", "default_arm64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """One pool as Batch can run it: the cheapest of the plan's places for the type, since Batch chooses the zone."""
+
+    candidate: Candidate
+    queue: str
+
+    @property
+    def id(self) -> str:
+        return pool_id(self.queue, self.candidate.instance_type, self.candidate.nodes)
+
+    @property
+    def is_spot(self) -> bool:
+        return self.candidate.market == "spot"
+
+    @property
+    def work_hours(self) -> float:
+        return self.candidate.case.work_hours
+
+
+def offers(
+    ranked: Sequence[Candidate], queues: Mapping[str, QueueState], *, region: str | None = None
+) -> tuple[Offer, ...]:
+    """In the plan's order, each type, size and queue once. region: where the queues are; None: not known."""
+    found: dict[str, Offer] = {}
+    for one in ranked:
+        if region is not None and one.region not in (None, region):
+            continue
+        for name, queue in sorted(queues.items(), key=lambda item: not _names(item[1], one.instance_type)):
+            if _lacks(queue, one) is None:
+                offer = Offer(candidate=one, queue=name)
+                found.setdefault(offer.id, offer)
+    return tuple(found.values())
+
+
+def lacking(ranked: Sequence[Candidate], queues: Mapping[str, QueueState], *, region: str | None = None) -> str:
+    """What each queue lacks to run the cheapest pool that is nearest to it."""
+    if not queues:
+        return "the account has no queue that training may go to"
+    here = [one for one in ranked if region is None or one.region in (None, region)]
+    if not here:
+        return f"the plan has no pool in {region}, where the queues are; fix: name it in cost.regions"
+    lines = []
+    for name, queue in queues.items():
+        wanted = next((one for one in here if one.market == queue.market), here[0])
+        lines.append(f"{short_name(name)}: {_lacks(queue, wanted)}")
+    return "; ".join(lines)
+
+
+def _lacks(queue: QueueState, wanted: Candidate) -> str | None:
+    """Why the queue cannot run the pool; None: it can."""
+    if not queue.usable:
+        return queue.problem or "not usable"
+    if queue.fargate:
+        return "Fargate, which has no GPUs"
+    if queue.market != wanted.market:
+        return f"{str(queue.market).replace('_', '-')}, of which the plan has no pool; its best is {wanted}"
+    if wanted.nodes > 1 and wanted.market == "spot" and not queue.multi_node:
+        return f"AWS Batch runs no job of several nodes on Spot, and {wanted} is one"
+    if wanted.nodes > 1 and not queue.multi_node:
+        return f"takes no job of several nodes, and {wanted} is one"
+    if queue.instance_types and not (_names(queue, wanted.instance_type) or _takes_anything(queue)):
+        return f"has {', '.join(queue.instance_types)}, and {wanted} is none of them"
+    return None
+
+
+def _names(queue: QueueState, instance_type: str) -> bool:
+    """Whether the queue lists the type, its family (g5), or the beginning of its name within the family (p4d.24)."""
+    return any(
+        instance_type == listed
+        or instance_type.startswith(f"{listed}.")
+        or ("." in listed and _begins(listed, instance_type))
+        for listed in queue.instance_types
+    )
+
+
+def _begins(listed: str, instance_type: str) -> bool:
+    return instance_type.startswith(listed.removesuffix("*"))
+
+
+def _takes_anything(queue: QueueState) -> bool:
+    return any(listed in _WHATEVER_FITS for listed in queue.instance_types)

@@ -1,0 +1,215 @@
+"""Placing one attempt: fresh prices, what became of the one before, what is left to do; then a queue, or a reason why
+there is none. Never raises, and ends within its deadline, since the scheduler of the run waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from flows import pods
+from flows.attempts.order import AttemptName, Order
+from flows.attempts.past import settle
+from flows.job import PROJECT_ROOT, Job
+from flows.planning import experience
+from infra.events import COMMIT, PLACED, PLAN, Event, read_events
+from infra.model_shape import ModelShape
+from infra.outcome import Outcome
+
+if TYPE_CHECKING:
+    from cost.capacity import History, Placement
+    from cost.plan.plan import Plan
+    from infra.batch import QueueState
+    from infra.event_log import EventLog
+
+DEADLINE_SECONDS = 90.0
+_REQUEST_SECONDS = 20.0
+# Attempts in a row that came to nothing and that no machine's loss explains: another would come to nothing as well.
+_MOST_IN_VAIN = 5
+_MOST_NEVER_MADE = 2  # no container was ever made, and not for want of capacity: as without its image
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """An attempt that is to be placed. flow: the artifacts that the step will find (`job`, `settings`, `capacity` …).
+
+    round: of `train_node`, counted from 1. one_node: the step cannot be a gang. last: Metaflow tries no further.
+    backend: batch or kubernetes.
+    """
+
+    flow: SimpleNamespace
+    name: AttemptName
+    round: int
+    one_node: bool
+    last: bool
+    backend: str = "batch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """trouble: why it was not decided afresh; order is then by the plan of the run, or None where not even that could
+    be done, and the values of the step's own decorators hold.
+    """
+
+    order: Order | None = None
+    trouble: str = ""
+
+
+def place_attempt(ask: Ask, *, deadline_seconds: float = DEADLINE_SECONDS) -> Answer:
+    """In a thread of its own, so that a store or a service that hangs holds up nobody beyond the deadline."""
+    answers: list[Answer] = []
+
+    def work() -> None:
+        try:
+            answers.append(Answer(order=_order(ask)))
+        except Exception as error:  # whatever it is, a hook that raises would end the run
+            answers.append(_as_planned(ask, f"{type(error).__name__}: {error}"))
+
+    thread = threading.Thread(target=work, name="placing", daemon=True)
+    thread.start()
+    thread.join(deadline_seconds)
+    return answers[0] if answers else Answer(trouble=f"no answer within {deadline_seconds:g} s")
+
+
+def _order(ask: Ask) -> Order:
+    from cost.capacity import history_of
+    from infra.batch import batch_client, training_queues
+
+    job, on_batch = _job(ask), ask.backend == "batch"
+    config = job.config
+    client = batch_client(config.batch.region) if on_batch else None
+    with job.events(_process(ask)) as log:
+        events = read_events(job.store)
+        events += settle(job, events, client, log) if on_batch else []
+        history = history_of(events)
+        if said := in_vain(history, _of_run(events, job.run), on_demand_comes=config.cost.deadline_hours is not None):
+            return _ordered(job, ask, Order(does="stop", outcome=said[0].value, message=said[1]))
+        plan = fresh_plan(job, events, ask.flow.examined)
+        queues = training_queues(config.batch, client) if on_batch else pods.markets()
+        return _placed(ask, job, log, plan, history, queues)
+
+
+def _as_planned(ask: Ask, trouble: str) -> Answer:
+    """Where Batch, prices or events cannot be asked: by the plan of the run and the queues as they are configured."""
+    from cost.capacity import History
+    from cost.plan.plan import Plan
+    from infra.batch import declared_queues
+
+    try:
+        job = _job(ask)
+        queues = declared_queues(job.config.batch) if ask.backend == "batch" else pods.markets()
+        with job.events(_process(ask)) as log:
+            order = _placed(ask, job, log, Plan.from_json(ask.flow.capacity), History(), queues)
+        return Answer(order=None if order.does == "stop" else order, trouble=trouble)
+    except Exception as error:
+        return Answer(trouble=f"{trouble}; nor by the plan of the run: {type(error).__name__}: {error}")
+
+
+def _job(ask: Ask) -> Job:
+    job = replace(Job.of(ask.flow, ask.name.run), request_seconds=_REQUEST_SECONDS)
+    if ask.backend == "batch":
+        return job
+    return replace(job, config=pods.with_nodes(job.config, ask.flow.num_nodes))
+
+
+def _process(ask: Ask) -> str:
+    return f"placing-{ask.name.step}-{ask.name.task}-{ask.name.attempt}"
+
+
+def _placed(ask: Ask, job: Job, log: EventLog, plan: Plan, history: History, queues: Mapping[str, QueueState]) -> Order:
+    from cost.capacity import place
+    from cost.errors import CostError
+
+    try:
+        placed = place(job.config, plan=plan, history=history, queues=queues, now_utc=time.time())
+    except CostError as error:
+        return _ordered(job, ask, Order(does="stop", outcome=error.outcome.value, message=str(error)))
+    order = shaped(ask, plan, placed)
+    if order.does == "train":
+        log.origin = replace(log.origin, attempt=ask.name.attempt)
+        log.emit(PLAN, **(order.plan or {}))
+        told = {"attempt": ask.name.attempt, "round": ask.round, "step": ask.name.step, "task": ask.name.task}
+        log.emit(PLACED, placement=order.placement, why=placed.reason, **told)
+    return _ordered(job, ask, order)
+
+
+def _ordered(job: Job, ask: Ask, order: Order) -> Order:
+    order.put(job.store, ask.name)
+    return order
+
+
+def shaped(ask: Ask, plan: Plan, placed: Placement) -> Order:
+    """What the step can do with a placement: a single node cannot become a gang within its own step."""
+    from cost.capacity import as_placed
+
+    shape = {"nodes": placed.nodes, "processes_per_node": placed.processes_per_node}
+    if ask.one_node and placed.nodes > 1:
+        return Order(does="gang", **shape)
+    if ask.one_node and ask.last:  # Metaflow tries no further, and another round counts anew
+        return Order(does="again", **shape)
+    return Order(does="train", placement=placed.to_json(), plan=as_placed(plan, placed).brief().to_json(), **shape)
+
+
+def fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None) -> Plan:
+    """Of the work that is left, at the prices of now."""
+    from cost.plan.plan import make_plan
+    from cost.plan.progress import progress_of
+    from cost.prices.source import open_prices
+
+    now = time.time()
+    measured = {} if examined is None else {"shape": ModelShape.from_json(examined["shape"])}
+    prices = open_prices(job.config, now, project_root=PROJECT_ROOT)
+    known = {"experience": experience(job), "progress": progress_of(events)}
+    return make_plan(job.config, now_utc=now, prices=prices, **known, **measured)
+
+
+def _of_run(events: Sequence[Event], run: str) -> list[Event]:
+    """Since the run began: whoever starts another may have mended what the attempts before it came to nothing by."""
+    began = min((event.t_wall for event in events if event.run == run), default=0.0)
+    return [event for event in events if event.t_wall >= began]
+
+
+def in_vain(history: History, events: Sequence[Event], *, on_demand_comes: bool = False) -> tuple[Outcome, str] | None:
+    """The outcome and the words for a job whose last attempts all came to nothing; None while there is hope.
+
+    events: of this run; attempts before the first of them are not counted. One that led to a commit did not, and the
+    loss of a machine is nobody's failure. on_demand_comes: a deadline ends the waiting for Spot, however often there
+    is none.
+    """
+    began = min((event.t_wall for event in events), default=0.0)
+    committed = max((event.t_wall for event in events if event.name == COMMIT), default=began)
+    vain = [
+        one
+        for one in history.attempts
+        if one.placed_utc > committed and (one.refused or one.cause in ("user_code", "unknown"))
+    ]
+    last = list(itertools.takewhile(lambda one: one in vain, reversed(history.attempts)))
+    if on_demand_comes and last and all(one.refused and one.placement.market == "spot" for one in last):
+        return None
+    never = all(one.started_utc is None for one in last)
+    unmakeable = never and all(one.cause == "user_code" for one in last)
+    if len(last) < (_MOST_NEVER_MADE if unmakeable else _MOST_IN_VAIN):
+        return None
+    words = ", ".join(sorted({f"{one.placement}: {one.cause.replace('_', ' ')}" for one in last}))
+    outcome = Outcome.NO_CAPACITY if never and not unmakeable else Outcome.FAILED
+    return outcome, f"{len(last)} attempts in a row came to nothing ({words}), and another would as well"
+
+
+def said_of(order: Order) -> str:
+    """One line for the run's log."""
+    if order.does == "stop":
+        return f"no further attempt: {order.outcome}: {order.message}"
+    if order.does == "gang":
+        return f"goes on as a gang of {order.nodes} nodes"
+    if order.does == "again":
+        return "goes round again, since this was the step's last attempt"
+    placement = order.placement or {}
+    return (
+        f"{placement.get('nodes')} × {placement.get('instance_type')} {str(placement.get('market')).replace('_', '-')} "
+        f"in queue {str(placement.get('queue')).rpartition('/')[2]}: {placement.get('reason')}"
+    )

@@ -1,0 +1,143 @@
+"""`@capacity`: sends every attempt of a remote training step where the job's plan says at that moment.
+
+Metaflow sends a step where its decorators say, the same in each attempt. The hook `runtime_step_cli` is asked before
+each; it is no public door of Metaflow's, which has none for this (docs/architecture.md). Runs here it leaves alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from metaflow.decorators import StepDecorator, _base_step_decorator
+
+from flows import packaging, pods
+from flows.attempts.order import AttemptName, Order
+
+# What the process that submits needs besides its command line (`flows.attempts.submitting`).
+SUBMIT_VARIABLE = "EBBFLOW_SUBMIT"
+# Options of a step that runs here; what else stands there is @batch's.
+_LOCAL_OPTIONS = frozenset({
+    "run-id", "task-id", "input-paths", "split-index", "split_index", "retry-count", "max-user-code-retries", "tag",
+    "namespace", "ubf-context", "clone-run-id", "num-parallel",
+})  # fmt: skip
+_ARTIFACTS = ("job", "settings", "capacity", "examined", "rounds", "num_nodes")
+
+
+class CapacityDecorator(StepDecorator):
+    """Edits queue, resources, time limit and number of nodes of an attempt's command line."""
+
+    name = "capacity"
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    def step_init(self, flow, graph, step_name, decorators, environment, flow_datastore, logger) -> None:
+        self._store, self._step = flow_datastore, step_name
+        self._parallel = graph[step_name].parallel_step
+        # Hooks run in the order of this list, and that of @batch overwrites the command line: this one comes last.
+        step = getattr(type(flow), step_name)
+        step.decorators = [one for one in step.decorators if one is not self] + [self]
+
+    def add_to_package(self) -> list[tuple[str, str]]:
+        return list(packaging.files())
+
+    def runtime_step_cli(self, cli_args, retry_count, max_user_code_retries, ubf_context) -> None:
+        if cli_args.commands not in (["batch", "step"], ["kubernetes", "step"]):
+            return
+        task = cli_args.task
+        try:
+            self._place(cli_args, task, retry_count, max_user_code_retries)
+        except Exception as error:  # one that is raised here ends the run
+            task.log(f"capacity: as @batch says, since it cannot be chosen: {error!r}", system_msg=True)
+
+    def task_pre_step(
+        self, step_name, task_datastore, metadata, run_id, task_id, flow, graph, retry_count, max_retries, ubf_context,
+        inputs,
+    ) -> None:  # fmt: skip
+        # A @parallel step that one node runs as a plain job: what @batch does for jobs of several nodes.
+        alone = "AWS_BATCH_JOB_ID" in os.environ and "AWS_BATCH_JOB_NUM_NODES" not in os.environ
+        if ubf_context == "ubf_control" and (alone or pods.in_pod_alone()):
+            flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
+            flow._control_task_is_mapper_zero = True
+
+    def _place(self, cli_args: Any, task: Any, attempt: int, last_attempt: int) -> None:
+        from flows.attempts.placing import Ask, place_attempt, said_of
+
+        flow = _artifacts(self._store, task.input_paths[0])
+        name = AttemptName(run=str(task.run_id), step=self._step, task=str(task.task_id), attempt=attempt)
+        ask = Ask(
+            flow=flow,
+            name=name,
+            round=flow.rounds + 1,
+            one_node=not self._parallel,
+            last=attempt >= last_attempt,
+            backend=cli_args.commands[0],
+        )
+        answer = place_attempt(ask)
+        if answer.trouble:
+            where = "as @batch says" if answer.order is None else "by the plan of the run"
+            task.log(f"capacity: {where}, since it cannot be chosen afresh: {answer.trouble}", system_msg=True)
+        if answer.order is None:
+            return
+        task.log(f"capacity: {said_of(answer.order)}", system_msg=True)
+        if answer.order.does != "train":
+            stay(cli_args, self._step)
+        elif ask.backend == "kubernetes":
+            pods.apply(cli_args, answer.order, flow.settings["config"])
+        else:
+            apply(cli_args, answer.order, flow.settings["config"])
+            cli_args.env[SUBMIT_VARIABLE] = json.dumps(_for_the_submitter(flow, name, answer.order))
+
+
+def apply(cli_args: Any, order: Order, config: dict[str, Any]) -> None:
+    """Into the command line of `batch step`, over what @batch has put there."""
+    placement, batch = order.placement or {}, config["batch"]
+    options = cli_args.command_options
+    options.update({
+        "queue": placement["queue"],
+        "cpu": str(placement["cpu"]),
+        "gpu": str(placement["gpu"]),
+        "memory": str(placement["memory_mib"]),
+        "shared_memory": str(batch["shared_memory_mib"]),
+        "efa": (batch["efa_interfaces"] or None) if order.nodes > 1 else None,
+        "run-time-limit": int(placement["wall_seconds"]),
+    })  # fmt: skip
+    for option, value in (("image", batch["image"]), ("iam_role", batch["job_role"])):
+        if value:
+            options[option] = value
+    tags = [f"{key}={value}" for key, value in sorted(batch["tags"].items())]
+    options["aws-batch-tag"] = [*(options.get("aws-batch-tag") or []), *tags]
+    if "num-parallel" in options:  # one node: a plain job, since Batch runs no job of several nodes on Spot
+        options["num-parallel"] = str(order.nodes if order.nodes > 1 else 0)
+
+
+def stay(cli_args: Any, step: str) -> None:
+    """A step that only says how the job goes on needs no machine of its own: it runs where the scheduler is."""
+    cli_args.commands, cli_args.command_args = ["step"], [step]
+    options = cli_args.command_options
+    cli_args.command_options = {key: value for key, value in options.items() if key in _LOCAL_OPTIONS}
+
+
+def _for_the_submitter(flow: SimpleNamespace, name: AttemptName, order: Order) -> dict[str, Any]:
+    placement = order.placement or {}
+    return {
+        "job": flow.job,
+        "store": flow.settings["config"]["store"],
+        "region": flow.settings["config"]["batch"]["region"],
+        "runnable_seconds": placement["runnable_seconds"],
+        "run": name.run,
+        "step": name.step,
+        "task": name.task,
+        "attempt": name.attempt,
+    }
+
+
+def _artifacts(store: Any, pathspec: str) -> SimpleNamespace:
+    """Of the task before."""
+    parent = store.get_task_datastore(*pathspec.split("/"))
+    return SimpleNamespace(**{name: parent[name] for name in _ARTIFACTS})
+
+
+capacity = partial(_base_step_decorator, CapacityDecorator)

@@ -1,0 +1,166 @@
+"""Running this node's part of the gang from a step: in which shape, with which money terms, and where it leads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from metaflow import current
+
+from flows.attempts.order import AttemptName, Order
+from flows.backends import training_backend
+from flows.job import Job
+from flows.network import name_interface
+from flows.remote import in_container
+from flows.steps import StepFailed, note_outcome, say
+from infra.errors import InfraError
+from infra.events import read_events
+from infra.outcome import Outcome
+
+if TYPE_CHECKING:
+    from training.launch import GangSpec
+
+_STOPPED = {"step": None, "weights_sha256": None}
+
+
+@dataclass(frozen=True)
+class GangShape:
+    """Nodes and ranks of the gang that really runs."""
+
+    nodes: int
+    processes_per_node: int
+
+
+def gang_shape(flow: Any, order: Order | None = None) -> GangShape:
+    """What the attempt was told; else numbers of the configuration, and `auto` follows the plan."""
+    if order is not None:
+        return GangShape(order.nodes, order.processes_per_node)
+    job = Job.of(flow, current.run_id)
+    chosen = flow.capacity["chosen"]
+    cluster = job.config.cluster
+    return GangShape(
+        nodes=chosen["nodes"] if cluster.nodes == "auto" else cluster.nodes,
+        processes_per_node=(
+            chosen["processes_per_node"] if cluster.processes_per_node == "auto" else cluster.processes_per_node
+        ),
+    )
+
+
+def first_way(flow: Any) -> str:
+    """node or gang: a single node in AWS Batch has a step of its own, which goes round as often as it is reclaimed."""
+    return "node" if training_backend(flow) == "batch" and flow.num_nodes == 1 else "gang"
+
+
+def train_round(flow: Any, this: Any) -> tuple[dict, str]:
+    """One round of a single node: how it ended, and where the flow goes from here (again, gang, done).
+
+    A drain after a notice ends the round as it should be. Raises what a new attempt can cure.
+    """
+    flow.rounds += 1
+    order = _order(flow, this)
+    if order is not None and order.does in ("gang", "again"):
+        flow.num_nodes = order.nodes
+        return {"outcome": Outcome.INTERRUPTED.value, **_STOPPED}, order.does
+    try:
+        return _train(flow, this, order, node=0, main_address="127.0.0.1"), "done"
+    except StepFailed as error:
+        if error.outcome is not Outcome.INTERRUPTED:
+            raise
+        say(str(error))
+        return {"outcome": Outcome.INTERRUPTED.value, **_STOPPED}, "again"
+
+
+def train_node(flow: Any, this: Any) -> dict:
+    """Run this node's part of the gang. Raises what a new attempt can cure: a death, or a drain after a notice."""
+    return _train(flow, this, _order(flow, this), node=this.parallel.node_index, main_address=this.parallel.main_ip)
+
+
+def _train(flow: Any, this: Any, order: Order | None, *, node: int, main_address: str) -> dict:
+    from training.errors import TrainingError
+    from training.launch import run_gang
+
+    if order is not None and order.does == "stop":
+        return _stopped(flow, order, node)
+    if in_container() and main_address != "127.0.0.1":
+        name_interface(main_address)
+    try:
+        outcome = run_gang(_gang_spec(flow, this, order, node=node, main_address=main_address))
+    except (TrainingError, InfraError) as error:
+        if isinstance(error, InfraError) or error.curable:  # a store that is away may be back
+            raise StepFailed(error.outcome, str(error)) from error
+        say(f"no new attempt can cure this: {error}")
+        return {"outcome": error.outcome.value, **_STOPPED}
+    if outcome.goes_on:  # this task has done its part, and must not end the others'
+        say(f"node {node}: {outcome.message}")
+    elif outcome.outcome == Outcome.INTERRUPTED:
+        raise StepFailed(Outcome.INTERRUPTED, f"drained at step {outcome.step}: {outcome.message}")
+    return {"outcome": outcome.outcome, "step": outcome.step, "weights_sha256": outcome.weights_sha256}
+
+
+def _stopped(flow: Any, order: Order, node: int) -> dict:
+    """The attempt is placed nowhere: budget, deadline or capacity bear none."""
+    say(f"no further attempt: {order.message}")
+    if node == 0:
+        note_outcome(flow, Outcome(order.outcome), order.message)
+    return {"outcome": order.outcome, **_STOPPED}
+
+
+def _order(flow: Any, this: Any) -> Order | None:
+    """What this attempt was told; None where nobody has placed it, as on this machine. Raises StepFailed."""
+    if training_backend(flow) is None:
+        return None
+    name = AttemptName(
+        run=str(this.run_id), step=this.step_name, task=_placed_task(this), attempt=int(this.retry_count)
+    )
+    try:
+        return Order.get(Job.of(flow, this.run_id).store, name)
+    except InfraError as error:
+        raise StepFailed(error.outcome, str(error)) from error
+
+
+def _placed_task(this: Any) -> str:
+    """The task that the scheduler knows: of a gang its control task, under which every node's attempt was placed."""
+    control = this.parallel.control_task_id if getattr(this, "is_parallel", False) else None
+    return str(control or this.task_id)
+
+
+def _gang_spec(flow: Any, this: Any, order: Order | None, *, node: int, main_address: str) -> GangSpec:
+    """What this node's agent must know. Raises StoreError when what was spent so far cannot be read."""
+    from training.launch import GangSpec
+    from training.launch.ports import control_ports
+
+    job = Job.of(flow, this.run_id)
+    shape = gang_shape(flow, order)
+    return GangSpec(
+        job=job.name,
+        run=this.run_id,
+        attempt=this.retry_count,
+        node=node,
+        nodes=shape.nodes,
+        processes_per_node=shape.processes_per_node,
+        main_address=main_address,
+        config=job.config.model_dump(mode="json"),
+        store_uri=job.config.store,
+        prepared=flow.prepared,
+        log_folder=str(job.folder / "logs"),
+        terms=_terms(flow, job, order) if node == 0 else None,
+        rehearse=flow.rehearse or None,
+        candidate_ports=control_ports(this.run_id, this.retry_count),
+    )
+
+
+def _terms(flow: Any, job: Job, order: Order | None) -> dict:
+    """The money terms of this attempt: the price of where it was placed, and what all attempts before it have cost."""
+    from cost.errors import CostError
+    from cost.ledger.ledger import spent_usd, told_threshold
+    from cost.plan.plan import Plan
+
+    plan = Plan.from_json(flow.capacity if order is None or order.plan is None else order.plan)
+    events = read_events(job.store)
+    try:
+        spent = spent_usd(events)
+    except CostError as error:
+        # An account that cannot be made is no reason to lose the training; it is one to look at the account.
+        say(f"what was spent so far is unknown, and counts as nothing for the budget: {error}")
+        spent = 0.0
+    return plan.terms(spent_usd=spent, told_threshold=told_threshold(events, plan.budget_usd)).to_json()

@@ -1,0 +1,184 @@
+"""What Metaflow gets wrong on AWS Batch where it has no metadata service, mended for releases that are known.
+
+With local metadata, in the releases named below:
+
+- the command of the other nodes is made by replacing the task's id as a bare string, wherever it stands
+  (Netflix/metaflow#2564, #2574);
+- a task in a container is not in the metadata there, so that its cards cannot be rendered;
+- node 0 waits for the others by asking the metadata of its own container, which know nothing of them;
+- a job that left no metadata ends its submitter with that error, which hides the reason of its failure and its kind
+  (Netflix/metaflow#2557).
+
+A metadata service has none of this, and nothing is changed then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from infra.aws.metaflow import metaflow_setting
+from infra.checks.batch.queues import why_not_asked
+from infra.preflight import Check, Finding, PreflightContext
+
+# Tried on the last one. What is mended was compared with 2.19.0 and 2.19.20, and is the same there line by line; the
+# flow itself is tried on these by `make metaflow-releases`.
+FIRST, LAST = (2, 19, 0), (2, 19, 39)
+_NODE = "$AWS_BATCH_JOB_NODE_INDEX"
+_MAPPERS_SECONDS = 600.0
+_LOOK_SECONDS = 2.0
+
+
+FIXES = ("#2564 command of other nodes", "#2557 reason of a failure", "end of other nodes", "cards")
+
+
+def release(text: str) -> tuple[int, ...]:
+    """(2, 19, 39) of "2.19.39", whatever follows."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+def known_release(text: str) -> bool:
+    return FIRST <= release(text) <= LAST
+
+
+def needed(words: Sequence[str]) -> bool:
+    """Whether a process of Metaflow with this command line, which names its metadata, is one that is mended."""
+    local = any(pair == ("--metadata", "local") for pair in itertools.pairwise(words)) or "--metadata=local" in words
+    return local and known_release(version("metaflow"))
+
+
+def check(context: PreflightContext) -> Finding:
+    """Without a metadata service Metaflow fails on AWS Batch in known ways: these are mended, or the run is refused."""
+    if reason := why_not_asked(context):
+        return Finding.skipped(reason)
+    found, metadata = version("metaflow"), metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
+    if metadata != "local":
+        return Finding.passed(f"metadata {metadata}: nothing of Metaflow {found} is changed")
+    service = "set METAFLOW_DEFAULT_METADATA=service and METAFLOW_SERVICE_URL"
+    if context.config.batch.metadata_fixes == "refuse":
+        return Finding.failed("metadata are local, and batch.metadata_fixes is refuse", service)
+    if not known_release(found):
+        known = " to ".join(".".join(map(str, one)) for one in (FIRST, LAST))
+        return Finding.failed(
+            f"metadata are local, and what Metaflow {found} gets wrong then on AWS Batch is not known (known: {known})",
+            f"{service}, or install a release that is known",
+        )
+    return Finding.passed(
+        f"metadata are local: {len(FIXES)} fixes for Metaflow {found} ({', '.join(FIXES)}); for demonstrations, "
+        "a metadata service needs none"
+    )
+
+
+CHECKS = [
+    Check(
+        id="aws-metadata",
+        title="Metaflow's metadata work on AWS Batch",
+        severity="error",
+        tier="full",
+        deadline_seconds=5.0,
+        symptoms=(),
+        run=check,
+    )
+]
+
+
+def mend_submitter() -> None:
+    """In the process that submits a job and waits for it."""
+    from botocore import handlers
+
+    handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", _mend_nodes))
+    _pass_over_missing_metadata()
+
+
+def mend_task() -> None:
+    """In a container, where a task runs."""
+    from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
+    from metaflow.plugins.metadata_providers.local import LocalMetadataProvider
+
+    register = LocalMetadataProvider.register_task_id
+
+    def register_here_too(self: Any, run_id: str, step_name: str, task_id: str, *args: Any, **options: Any) -> Any:
+        self._ensure_meta("task", run_id, step_name, task_id)
+        return register(self, run_id, step_name, task_id, *args, **options)
+
+    LocalMetadataProvider.register_task_id = register_here_too
+    BatchDecorator._wait_for_mapper_tasks = _wait_for_mappers
+
+
+def _mend_nodes(params: dict[str, Any], **_: Any) -> None:
+    """The other nodes' command, made anew from that of node 0."""
+    overrides = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
+    if len(overrides) < 2:
+        return
+    main = overrides[0]["containerOverrides"]["command"]
+    for other in overrides[1:]:
+        other["containerOverrides"]["command"] = [*main[:-1], command_of_node(main[-1])]
+
+
+def command_of_node(main: str) -> str:
+    """Of a node that is not node 0, whose index the shell there knows. main: the shell command of node 0."""
+    found = re.search(r"--task-id (\S+)", main)
+    if found is None:
+        return main
+    task = found.group(1)
+    own = f"{task.replace('control-', '')}-node-{_NODE}"
+    command = re.sub(rf"(--task-id ){re.escape(task)}(?=\s)", lambda match: match.group(1) + own, main)
+    # The log's name: MF_PATHSPEC=flow/run/step/task.
+    command = re.sub(
+        rf"(MF_PATHSPEC=[^\s/]+/[^\s/]+/[^\s/]+/){re.escape(task)}(?=\s)", lambda match: match.group(1) + own, command
+    )
+    command = command.replace("ubf_control", "ubf_task")
+    return re.sub(r"(--split-index )\d+", lambda match: match.group(1) + _NODE, command)
+
+
+def _pass_over_missing_metadata() -> None:
+    from metaflow.datastore.exceptions import DataException
+    from metaflow.datastore.flow_datastore import FlowDataStore
+    from metaflow.plugins.aws.batch import batch_cli
+
+    find, sync = FlowDataStore.get_task_datastore, batch_cli.sync_local_metadata_from_datastore
+
+    def lenient(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return find(self, *args, **options)
+        except DataException:
+            if options.get("mode", "r") != "r":
+                raise
+            return None
+
+    def sync_what_there_is(folder: str, datastore: Any) -> None:
+        if datastore is not None:
+            sync(folder, datastore)
+
+    FlowDataStore.get_task_datastore = lenient
+    batch_cli.sync_local_metadata_from_datastore = sync_what_there_is
+
+
+def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
+    """Node 0's end is the end of the job: first the others must have put their results, which the datastore knows."""
+    from metaflow import current
+
+    waiting = [path.split("/") for path in flow._control_mapper_tasks[1:]]
+    limit = time.monotonic() + _MAPPERS_SECONDS
+    while waiting and time.monotonic() < limit:
+        waiting = [path for path in waiting if not _is_done(self.flow_datastore, path, current.retry_count)]
+        if waiting:
+            time.sleep(_LOOK_SECONDS)
+    if waiting:
+        missing = ", ".join("/".join(path) for path in waiting)
+        raise TimeoutError(f"the other nodes did not finish within {_MAPPERS_SECONDS:g} s: {missing}")
+
+
+def _is_done(datastore: Any, path: list[str], attempt: int) -> bool:
+    """Of this attempt: an earlier one may have ended well on the other node alone."""
+    from metaflow.datastore.exceptions import DataException
+
+    try:
+        datastore.get_task_datastore(*path, attempt=attempt)
+    except DataException:
+        return False
+    return True

@@ -1,0 +1,80 @@
+"""`--with kubernetes`: an attempt as pods of a cluster with Karpenter. Never run on a cluster.
+
+The choice is the same as for AWS Batch; what carries it is node labels instead of queues, so that several nodes can be
+Spot. The number of nodes stays what it is within a run: Metaflow's tasks of a JobSet are counted before the attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from flows.attempts.order import Order
+from infra.batch import QueueState
+from infra.config.schema import RunConfig
+from infra.kubernetes.selectors import annotations, node_selector, pod_memory_mib, tolerations
+
+GRACE_VARIABLE = "EBBFLOW_GRACE_SECONDS"
+_LABELS = {"ebbflow/training": "true"}
+
+
+def in_pod_alone() -> bool:
+    """Whether this process is a task in a pod that is no part of a JobSet."""
+    return "METAFLOW_KUBERNETES_WORKLOAD" in os.environ and "METAFLOW_KUBERNETES_JOBSET_NAME" not in os.environ
+
+
+def markets() -> dict[str, QueueState]:
+    """What stands for Batch's queues: Karpenter makes nodes of either market, of any type and in any number."""
+    return {
+        name: QueueState(
+            name=name, arn="", market=market, instance_types=(), multi_node=True, usable=True, problem=""
+        )
+        for name, market in (("spot", "spot"), ("on-demand", "on_demand"))
+    }  # fmt: skip
+
+
+def with_nodes(config: RunConfig, nodes: int) -> RunConfig:
+    """The configuration with the number of nodes that this run has begun with."""
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
+
+
+def apply(cli_args: Any, order: Order, config: dict[str, Any]) -> None:
+    """Into the command line of `kubernetes step`, over what @kubernetes has put there."""
+    placement, options = order.placement or {}, cli_args.command_options
+    options.update({
+        "cpu": str(max(placement["cpu"] - 1, 1)),  # one is left to the node's own pods
+        "gpu": str(placement["gpu"]) if placement["gpu"] else None,
+        "memory": str(pod_memory_mib(placement["memory_mib"])),
+        "shared_memory": str(config["batch"]["shared_memory_mib"]),
+        "node_selector": [f"{key}={value}" for key, value in node_selector(placement).items()],
+        "tolerations": json.dumps(tolerations(placement)),
+        "labels": json.dumps({**_of(options, "labels"), **_LABELS}),
+        "annotations": json.dumps({**_of(options, "annotations"), **annotations(config["metrics"]["port"])}),
+        "run-time-limit": int(placement["wall_seconds"]),
+    })  # fmt: skip
+    if config["batch"]["image"]:
+        options["image"] = config["batch"]["image"]
+    if "num-parallel" in options:  # a JobSet has at least two; Metaflow refuses one
+        options["num-parallel"] = str(order.nodes) if order.nodes > 1 else None
+    cli_args.env[GRACE_VARIABLE] = str(config["checkpoint"]["stop_seconds"])
+
+
+def _of(options: dict[str, Any], name: str) -> dict[str, str]:
+    return json.loads(options.get(name) or "{}") or {}
+
+
+def give_grace() -> None:
+    """In the process that submits: pods get the time from SIGTERM to SIGKILL that a last save needs.
+
+    Metaflow sets it to 0 and has no option for it. It is set where every pod passes: in the Kubernetes client's model.
+    """
+    from kubernetes.client import V1PodSpec
+
+    seconds = round(float(os.environ.get(GRACE_VARIABLE) or 0))
+    make, name = V1PodSpec.__init__, "termination_grace_period_seconds"
+
+    def make_with_grace(spec: V1PodSpec, *args: Any, **fields: Any) -> None:
+        make(spec, *args, **{**fields, name: max(fields.get(name) or 0, seconds)})
+
+    V1PodSpec.__init__ = make_with_grace

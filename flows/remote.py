@@ -1,0 +1,108 @@
+"""What a run needs that goes to another machine, before Metaflow is imported: its settings, and what forbids it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+
+from flows.job import RUNS
+from infra.aws.metaflow import metaflow_setting
+from infra.config.schema import RunConfig
+from infra.errors import InfraError
+from infra.known_jobs import known_job
+from infra.layout import job_prefix
+from infra.store import Store
+from infra.store.aws import aws_settings
+
+# Of a light step's job: how long it may wait for capacity (`flows.attempts.submitting`).
+RUNNABLE_VARIABLE = "EBBFLOW_RUNNABLE_SECONDS"
+_REQUEST_SECONDS = 10.0
+
+_BACKENDS = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}
+
+
+def in_container() -> bool:
+    """Whether this process is a task that Metaflow sent to another machine; a head job there is none."""
+    return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
+
+
+def backend_asked(words: Sequence[str]) -> str | None:
+    """batch or kubernetes: where a command line sends training, by its --with; None: it stays on this machine."""
+    names = [value.partition(":")[0] for value in _values(words, "--with")]
+    return None if "local" in names else next((_BACKENDS[name] for name in names if name in _BACKENDS), None)
+
+
+def _values(words: Sequence[str], option: str) -> list[str]:
+    found = [words[at + 1] for at, word in enumerate(words[:-1]) if word == option]
+    return found + [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
+
+
+def set_environment(config: RunConfig, backend: str) -> None:
+    """Metaflow's settings: what the configuration says goes before what is set elsewhere, and that before what follows
+    from the store alone.
+    """
+    batch = config.batch
+    said = {
+        "METAFLOW_BATCH_JOB_QUEUE": batch.light_queue,
+        "METAFLOW_BATCH_CONTAINER_IMAGE": batch.image,
+        "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": batch.job_role,
+        "AWS_DEFAULT_REGION": batch.region,
+        RUNNABLE_VARIABLE: f"{batch.runnable_minutes * 60:g}",
+    }
+    os.environ.update({name: value for name, value in said.items() if value})
+    follows = {
+        "METAFLOW_DEFAULT_DATASTORE": "s3",
+        "METAFLOW_DATASTORE_SYSROOT_S3": f"{config.store.rstrip('/')}/metaflow",
+        "METAFLOW_S3_ENDPOINT_URL": aws_settings().endpoint,
+        # Metaflow asks once and gives up: AWS answers "too many requests" to whoever starts many jobs at once.
+        "AWS_RETRY_MODE": "standard",
+        "AWS_MAX_ATTEMPTS": "10",
+    }
+    for name, value in follows.items():
+        if value and not _is_set(name):
+            os.environ[name] = value
+    if backend == "batch" and not _is_set("METAFLOW_BATCH_JOB_QUEUE") and (queue := on_demand_queue(config)):
+        os.environ["METAFLOW_BATCH_JOB_QUEUE"] = queue
+
+
+def _is_set(name: str) -> bool:
+    return bool(os.environ.get(name) or metaflow_setting(name))
+
+
+def on_demand_queue(config: RunConfig) -> str | None:
+    """For the steps around training, where none is named: the first that takes jobs on demand, of those that are
+    configured or, without any, of the account. None where Batch does not say; preflight tells why.
+    """
+    from infra.batch import batch_client, declared_queues, training_queues
+
+    queues = declared_queues(config.batch)
+    try:
+        queues = queues or training_queues(config.batch, batch_client(config.batch.region))
+    except InfraError:
+        return None
+    return next((name for name, queue in queues.items() if queue.usable and queue.market == "on_demand"), None)
+
+
+def resumed_config(words: Sequence[str]) -> RunConfig | None:
+    """Of the job whose run a `resume` goes on with, as its store keeps it; None where this machine does not know it."""
+    run = (_values(words, "--origin-run-id") or ["latest"])[-1]
+    job = known_job(RUNS / run) or known_job(RUNS / "latest")
+    if job is None:
+        return None
+    try:
+        store = Store.open(job.store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job.name))
+        return RunConfig.model_validate_json(json.dumps(json.loads(store.get("config.json"))["config"]))
+    except (InfraError, ValueError, KeyError) as error:
+        print(f"resume: Metaflow's own settings hold, since those of job {job.name} cannot be read: {error}")
+        return None
+
+
+def refusal(config: RunConfig, backend: str | None) -> str | None:
+    """Why the run cannot go to another machine, with what to do; None: nothing forbids it."""
+    if backend is not None and "://" not in config.store:
+        return (
+            f"--with {backend}: store {config.store} is a folder of this machine, which no container sees\n"
+            "  fix: store: s3://bucket/prefix"
+        )
+    return None

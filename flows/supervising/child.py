@@ -1,0 +1,84 @@
+"""One run of the flow as a child: it dies with the supervisor, and is asked to leave as the supervisor is.
+
+As a program (`child.py PID COMMAND…`) this ties itself to process PID and becomes COMMAND.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+
+from infra.outcome import Outcome
+from infra.process import die_with_parent
+
+# A drained launcher waits up to 60 s for its last save, and then writes the report.
+LEAVE_SECONDS = 180.0
+
+
+class Child:
+    """Runs commands one after the other, and remembers whether it was asked to leave. Of the main thread only: the
+    kernel ties a process to the thread that started it, and signals are handled there."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._left = threading.Event()
+        self._limit: float | None = None
+
+    @property
+    def asked_to_leave(self) -> bool:
+        return self._left.is_set()
+
+    def listen(self) -> None:
+        """From now on SIGTERM and Ctrl-C are the child's too."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._leave)
+
+    def run(self, command: Sequence[str]) -> int:
+        """The exit code, negative for a signal; interrupted (75) without a start when already asked to leave."""
+        if self.asked_to_leave:
+            return Outcome.INTERRUPTED.exit_code
+        tied = [sys.executable, __file__, str(os.getpid()), *command]
+        # A group of its own: Ctrl-C of the terminal comes once, from here, and not twice.
+        self._process = subprocess.Popen(tied, start_new_session=True)
+        if self.asked_to_leave:  # between the two
+            self._tell(signal.SIGTERM)
+        while (code := self._ended()) is None:
+            if self._limit is not None and time.monotonic() > self._limit:
+                self._tell(signal.SIGKILL)
+        return code
+
+    def pause(self, seconds: float) -> None:
+        """Ends early when asked to leave."""
+        self._left.wait(seconds)
+
+    def _ended(self) -> int | None:
+        assert self._process is not None
+        try:
+            return self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _leave(self, number: int, frame: object) -> None:
+        again = self.asked_to_leave
+        self._left.set()
+        self._limit = self._limit or time.monotonic() + LEAVE_SECONDS
+        self._tell(signal.SIGINT if again else signal.SIGTERM)  # the second time it leaves without its last save
+
+    def _tell(self, number: int) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])

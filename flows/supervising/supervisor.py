@@ -1,0 +1,183 @@
+"""The loop: start the flow, judge how it ended, go on or stop. What it knows of the job it reads from the store."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flows.job import Job
+from flows.reporting import write_report
+from flows.supervising.child import Child
+from flows.supervising.leftovers import end_leftovers
+from flows.supervising.options import Options
+from flows.supervising.record import Record, Spell, read_record
+from flows.supervising.verdict import Verdict, failures_of, in_a_row, judge, pause_seconds, waited_seconds
+from infra.errors import StoreAway
+from infra.events import OUTCOME, SUPERVISED
+from infra.outcome import Outcome
+
+_FLOW = Path(__file__).resolve().parents[1] / "train_flow.py"
+_STORE_PAUSE_SECONDS = 30.0
+_REQUEST_SECONDS = 30.0
+
+
+class Supervisor:
+    """Of one job, until it is over. say: one line for people."""
+
+    def __init__(self, options: Options, say: Callable[[str], None]) -> None:
+        self._options, self._say = options, say
+        self._child = Child()
+        self._job = Job(name=options.job, run="", config=options.config, request_seconds=_REQUEST_SECONDS)
+        self._runs = 0
+        self._unwritten: list[Spell] = []
+
+    def supervise(self) -> int:
+        """The exit code of the job: that of its last run, or what the supervisor itself ended it with."""
+        self._child.listen()
+        before = self._read()
+        if before is None:
+            return self._gave_up()
+        self._welcome(before)
+        if before.finished:
+            self._say(f"job {self._options.job} is complete already, and {before.cost()}; another --job begins anew")
+            return 0
+        while True:
+            started = time.monotonic()
+            self._runs += 1
+            code = self._child.run([sys.executable, str(_FLOW), "run", *self._options.words])
+            after = self._read()
+            if after is None:
+                return self._gave_up()
+            verdict = judge(code, before, after)
+            failures = failures_of(before, after) if verdict is Verdict.FAILURE else 0
+            before = self._write(verdict, code, time.monotonic() - started, after, failures)
+            if (end := self._end(verdict, code, before)) is not None:
+                return end
+            self._pause(verdict, code, before)
+            if self._child.asked_to_leave:
+                return self._leave(before)
+
+    def _welcome(self, record: Record) -> None:
+        spells = f", {_counted(len(record.spells), 'run')} so far" if record.spells else ""
+        kind = f"goes on{spells}; {record.cost()}" if record.begun else "begins"
+        self._say(f"job {self._options.job} in {self._options.config.store} {kind}")
+
+    def _end(self, verdict: Verdict, code: int, record: Record) -> int | None:
+        """The exit code where the job is over, else None."""
+        if verdict is Verdict.COMPLETED:
+            self._say(f"completed after {self._tally(record)}; {record.cost()}")
+            return 0
+        if verdict is Verdict.FINAL:
+            outcome = next(outcome for outcome in Outcome if outcome.exit_code == code)
+            self._say(f"stopped, {outcome.value} (exit code {code}): {self._why(record, outcome)}")
+            self._say(f"after {self._tally(record)}; {record.cost()}")
+            return code
+        if self._child.asked_to_leave:
+            return self._leave(record)
+        if verdict is Verdict.FAILURE and in_a_row(record, verdict) >= self._options.max_failures:
+            return self._too_many_failures(code, record)
+        waited = waited_seconds(record, time.time())
+        if verdict is Verdict.NO_CAPACITY and waited > self._options.wait_hours * 3600:
+            self._say(f"stopped, no_capacity: none for {waited / 3600:.1f} h (--wait-hours); {record.cost()}")
+            return Outcome.NO_CAPACITY.exit_code
+        return None
+
+    def _too_many_failures(self, code: int, record: Record) -> int:
+        """A loop that the agents do not see, since each run of it dies for itself: it ends as theirs do."""
+        count = in_a_row(record, Verdict.FAILURE)
+        message = (
+            f"crash loop: {count} failures with no new commit in between, the last run with exit code {code}: "
+            f"{self._why(record, Outcome.FAILED)}"
+        )
+        self._say(f"stopped, {message}")
+        self._say(f"after {self._tally(record)}; {record.cost()}; fix it, then start the supervisor again")
+        if record.begun:
+            with self._job_of(record).events("supervisor") as events:
+                events.emit(OUTCOME, outcome=Outcome.CRASH_LOOP.value, message=message)
+            try:
+                self._job.folder.mkdir(parents=True, exist_ok=True)
+                write_report(self._job_of(record))
+            except Exception as error:  # the report is a courtesy here: the outcome stands in the events
+                self._say(f"the report could not be written anew: {error}")
+        return Outcome.CRASH_LOOP.exit_code
+
+    def _why(self, record: Record, outcome: Outcome) -> str:
+        """The job's own words, where the last run has left any; a run that was refused before its start has not."""
+        if record.report is not None and record.report.outcome is outcome:
+            told = record.report.events.get("message")
+            told = told or next((failure.get("culprit") for failure in record.report.events["failures"][-1:]), None)
+            if told:
+                return " ".join(str(told).split())
+        return "see what the run has printed above"
+
+    def _pause(self, verdict: Verdict, code: int, record: Record) -> None:
+        seconds = self._options.capacity_pause_seconds
+        if verdict is not Verdict.NO_CAPACITY:
+            seconds = pause_seconds(record, verdict, self._options.pause_seconds)
+        when = f"again in {seconds:g} s" if seconds else "going on"
+        if verdict is Verdict.FAILURE:
+            count = f"failure {in_a_row(record, verdict)} of {self._options.max_failures} without a new commit"
+            words = f"{count} (exit code {code}): {self._why(record, Outcome.FAILED)}"
+        elif verdict is Verdict.NO_CAPACITY:
+            words = "no capacity"
+        else:
+            words = f"interrupted (exit code {code}), {self._tally(record)}"
+        self._say(f"{words}; {record.cost()}; {when}")
+        self._child.pause(seconds)
+
+    def _leave(self, record: Record) -> int:
+        self._say(f"asked to leave; {record.cost()}; the same command goes on with it")
+        return Outcome.INTERRUPTED.exit_code
+
+    def _tally(self, record: Record) -> str:
+        counts = [(len(record.spells) or self._runs, "run")]
+        if record.report is not None:
+            report = record.report
+            counts += [(report.interruptions, "interruption"), (report.failures, "failure")]
+            counts += [(report.redone_steps, "redone step")]
+        return ", ".join(_counted(count, noun) for count, noun in counts)
+
+    def _job_of(self, record: Record) -> Job:
+        """Events are the last run's, so that the report goes on naming it."""
+        return Job(name=self._job.name, run=record.run, config=self._job.config, request_seconds=_REQUEST_SECONDS)
+
+    def _write(self, verdict: Verdict, code: int, seconds: float, record: Record, failures: int) -> Record:
+        """The record with the end of this run. A run that died before there was a job makes none: that only this
+        process remembers."""
+        told = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
+        spell = Spell(**told, ended_utc=time.time())
+        if record.begun:
+            with self._job_of(record).events("supervisor") as events:
+                events.emit(SUPERVISED, exit_code=code, seconds=seconds, **told)
+        else:
+            self._unwritten.append(spell)
+        return record.with_spells(spell)
+
+    def _read(self) -> Record | None:
+        """The record, however long the store is away, once no job of a run is left behind. None when asked to leave;
+        raises StoreAway when it was too long."""
+        limit = time.monotonic() + self._options.wait_hours * 3600
+        while True:
+            try:
+                record = read_record(self._job.store, self._options.config)
+                if record.unsettled:
+                    end_leftovers(self._job_of(record), self._say)
+                    record = read_record(self._job.store, self._options.config)
+                return record.with_spells(*self._unwritten)
+            except StoreAway as error:
+                if self._child.asked_to_leave:
+                    return None
+                if time.monotonic() > limit:
+                    raise
+                self._say(f"the store does not answer, again in {_STORE_PAUSE_SECONDS:g} s: {error}")
+                self._child.pause(_STORE_PAUSE_SECONDS)
+
+    def _gave_up(self) -> int:
+        self._say("asked to leave while the store did not answer; the same command goes on with the job")
+        return Outcome.INTERRUPTED.exit_code
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

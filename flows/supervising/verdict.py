@@ -1,0 +1,83 @@
+"""What one run of the flow came to, by its exit code and by what it left in the job's record. Pure functions."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from flows.supervising.record import Record
+from infra.outcome import Outcome
+
+LONGEST_PAUSE_SECONDS = 600.0
+
+# The same start would end alike, or a limit that the user has set is reached.
+FINAL = frozenset({
+    Outcome.CONFIG, Outcome.PREFLIGHT, Outcome.BUDGET, Outcome.CRASH_LOOP, Outcome.NON_FINITE, Outcome.DEADLINE,
+})  # fmt: skip
+
+
+class Verdict(StrEnum):
+    """How a run of the flow ended, as far as going on is concerned."""
+
+    COMPLETED = "completed"
+    FINAL = "final"  # its outcome ends the job
+    INTERRUPTION = "interruption"  # from outside: goes on, however often
+    NO_CAPACITY = "no_capacity"  # asks again after a pause
+    FAILURE = "failure"  # the program's fault, or a run that came to nothing: only so often without a new commit
+
+
+def judge(exit_code: int, before: Record, after: Record) -> Verdict:
+    """exit_code: of the flow, negative when a signal ended it. before, after: what the store knew around it.
+
+    An exit code of 1 or 75 says little: also a run that died before it trained anything has it. So the record decides:
+    an interruption is what has left an interrupted generation, or an attempt that AWS Batch says was reclaimed.
+    """
+    if exit_code == Outcome.COMPLETED.exit_code:
+        return Verdict.COMPLETED
+    if exit_code in {outcome.exit_code for outcome in FINAL}:
+        return Verdict.FINAL
+    if exit_code == Outcome.NO_CAPACITY.exit_code:
+        return Verdict.NO_CAPACITY
+    if after.failures - before.failures:
+        return Verdict.FAILURE
+    if after.interruptions - before.interruptions:
+        return Verdict.INTERRUPTION
+    # Batch's word last: to it, a container that drained after a notice has merely failed.
+    causes = {cause for job, cause in after.attempts.items() if job not in before.attempts}
+    if "user_code" in causes:
+        return Verdict.FAILURE
+    if {"reclaimed", "terminated"} & causes:
+        return Verdict.INTERRUPTION
+    return Verdict.NO_CAPACITY if "never_started" in causes else Verdict.FAILURE
+
+
+def failures_of(before: Record, after: Record) -> int:
+    """What a run that failed counts for: each of its Batch jobs that the program ended, where none led to a commit."""
+    if before.commit != after.commit:
+        return 1
+    return max(1, sum(cause == "user_code" for job, cause in after.attempts.items() if job not in before.attempts))
+
+
+def in_a_row(record: Record, verdict: Verdict) -> int:
+    """How often runs ended so, back to the newest commit; of failures, how many they were. What is in between of
+    another kind does not break the row: interruptions are counted apart from failures."""
+    ended = [spell for spell in record.spells if spell.verdict == verdict and spell.commit == record.commit]
+    return sum(spell.failures for spell in ended) if verdict is Verdict.FAILURE else len(ended)
+
+
+def pause_seconds(record: Record, verdict: Verdict, first_seconds: float) -> float:
+    """After a run that is the last one in `record`: none when it was interrupted after a new commit; otherwise
+    first_seconds, and twice as long each time that the job comes no further, at most 600 s."""
+    times = in_a_row(record, verdict)
+    if verdict is Verdict.INTERRUPTION:
+        times -= 1  # the first one that ends with this commit may have made it
+    return min(first_seconds * 2 ** (times - 1), LONGEST_PAUSE_SECONDS) if times > 0 else 0.0
+
+
+def waited_seconds(record: Record, now_utc: float) -> float:
+    """Since when there has been no capacity, without a run of another end in between; 0 where there was."""
+    since = now_utc
+    for spell in reversed(record.spells):
+        if spell.verdict != Verdict.NO_CAPACITY:
+            break
+        since = spell.ended_utc
+    return now_utc - since

@@ -1,0 +1,195 @@
+"""What an account says of the things that a job needs: read-only questions, each answered or refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from infra.aws.calls import Patience, ask, aws_client
+from infra.errors import CloudRefused
+
+# An image in ECR: account.dkr.ecr.region.amazonaws.com/repository[:tag][@digest]
+_ECR = re.compile(
+    r"(?P<account>[0-9]{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/"
+    r"(?P<repository>[^:@]+)(:(?P<tag>[^@]+))?(@(?P<digest>sha256:[0-9a-f]+))?"
+)
+_AMAZONS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
+CONTAINERS = "ecs-tasks.amazonaws.com"  # who takes on the role of a container on Batch
+
+# https://docs.aws.amazon.com/ec2/latest/instancetypes/ec2-instance-quotas.html; vCPUs, per region. The codes are those
+# of `aws service-quotas list-service-quotas --service-code ec2`.
+_QUOTAS = {
+    ("on_demand", "standard"): "L-1216C47A",
+    ("on_demand", "g"): "L-DB2E81BA",
+    ("on_demand", "p"): "L-417A185B",
+    ("spot", "standard"): "L-34B43A08",
+    ("spot", "g"): "L-3819A6DF",
+    ("spot", "p"): "L-7212CCBC",
+    ("spot", "p5"): "L-C4BD4855",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quota:
+    """A limit on running vCPUs. code, name: as Service Quotas has them."""
+
+    code: str
+    name: str
+    vcpus: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleState:
+    """A role. trusted: the services that may take it on."""
+
+    arn: str
+    trusted: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketState:
+    """What matters of a bucket. abort_days: until parts of unfinished uploads are deleted, None: never."""
+
+    region: str
+    public_access_blocked: bool
+    abort_days: int | None
+
+
+def is_amazons(client: Any) -> bool:
+    """Whether a client asks Amazon, and not a stand-in that AWS_ENDPOINT_URL or its like leads to."""
+    host = urlsplit(client.meta.endpoint_url).hostname or ""
+    return host.endswith(_AMAZONS)
+
+
+def companion(service: str, batch: Any, region: str | None = None) -> Any:
+    """The client of a service beside a client of Batch. Raises CloudRefused where the two are of different worlds.
+
+    Who leads Batch elsewhere and the rest not has no account at Amazon that would say anything about that Batch.
+    """
+    client = aws_client(service, region or batch.meta.region_name)
+    if is_amazons(client) and not is_amazons(batch):
+        raise CloudRefused(f"Batch is at {batch.meta.endpoint_url}, and {service} would be asked of Amazon")
+    return client
+
+
+def quota_code(instance_type: str, market: str) -> str | None:
+    """The code of the vCPU quota that a machine counts against; None for a family that we do not know one of."""
+    family = instance_type.partition(".")[0]
+    if re.match(r"p5", family) and market == "spot":
+        group = "p5"
+    elif re.match(r"p[0-9]", family):
+        group = "p"
+    elif re.match(r"(g|gr|vt)[0-9]", family):
+        group = "g"
+    elif re.match(r"(a|c|d|h|i|im|is|m|r|t|z)[0-9]", family):
+        group = "standard"
+    else:
+        return None
+    return _QUOTAS[market, group]
+
+
+def vcpu_quota(code: str, client: Any, patience: Patience) -> Quota:
+    """client: of service-quotas. Raises CloudError."""
+    answer = ask(client, "get_service_quota", patience, ServiceCode="ec2", QuotaCode=code)["Quota"]
+    return Quota(code=code, name=answer.get("QuotaName", code), vcpus=float(answer["Value"]))
+
+
+def role_state(arn: str, client: Any, patience: Patience) -> RoleState | None:
+    """client: of iam. None: there is no such role. Raises CloudError."""
+    try:
+        role = ask(client, "get_role", patience, RoleName=arn.rpartition("/")[2])["Role"]
+    except CloudRefused as error:
+        if error.code == "NoSuchEntity":
+            return None
+        raise
+    return RoleState(arn=role["Arn"], trusted=trusted_services(role.get("AssumeRolePolicyDocument")))
+
+
+def trusted_services(document: Any) -> tuple[str, ...]:
+    """The services that a trust policy allows to take a role on. document: as IAM gives it, decoded or not."""
+    policy = json.loads(unquote(document)) if isinstance(document, str) else document or {}
+    statements = policy.get("Statement") or []
+    found: list[str] = []
+    for statement in statements if isinstance(statements, list) else [statements]:
+        principal = statement.get("Principal") or {}
+        services = principal.get("Service", []) if isinstance(principal, dict) else []
+        if statement.get("Effect") == "Allow":
+            found += [services] if isinstance(services, str) else services
+    return tuple(dict.fromkeys(found))
+
+
+def denied_actions(
+    arn: str, actions: Sequence[str], resources: Sequence[str], client: Any, patience: Patience
+) -> tuple[str, ...]:
+    """The actions that IAM's simulation denies a role on any of the resources. client: of iam. Raises CloudError.
+
+    Policies of resources and of the organisation are not part of it: what it denies may be allowed by a bucket policy.
+    """
+    request = {"PolicySourceArn": arn, "ActionNames": list(actions), "ResourceArns": list(resources)}
+    answer = ask(client, "simulate_principal_policy", patience, **request)
+    results = answer.get("EvaluationResults") or []
+    denied = [one["EvalActionName"] for one in results if one.get("EvalDecision") != "allowed"]
+    return tuple(dict.fromkeys(denied))
+
+
+def bucket_state(bucket: str, client: Any, patience: Patience) -> BucketState:
+    """client: of s3. Raises CloudError for any of its parts that cannot be read."""
+    location = ask(client, "get_bucket_location", patience, Bucket=bucket).get("LocationConstraint")
+    block = _or_none(
+        client, "get_public_access_block", patience, "NoSuchPublicAccessBlockConfiguration",
+        right="s3:GetBucketPublicAccessBlock", Bucket=bucket,
+    )  # fmt: skip
+    rules = _or_none(
+        client, "get_bucket_lifecycle_configuration", patience, "NoSuchLifecycleConfiguration",
+        right="s3:GetLifecycleConfiguration", Bucket=bucket,
+    )  # fmt: skip
+    days = [
+        rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"]
+        for rule in (rules or {}).get("Rules", [])
+        if rule.get("Status") == "Enabled" and "AbortIncompleteMultipartUpload" in rule
+    ]
+    flags = (block or {}).get("PublicAccessBlockConfiguration") or {}
+    wanted = ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets")
+    return BucketState(
+        region={None: "us-east-1", "EU": "eu-west-1"}.get(location, location),
+        public_access_blocked=all(flags.get(name) for name in wanted),
+        abort_days=min(days, default=None),
+    )
+
+
+def ecr_region(image: str) -> str | None:
+    """The region of an image in ECR; None for an image of another registry."""
+    match = _ECR.fullmatch(image)
+    return None if match is None else match["region"]
+
+
+def image_exists(image: str, client: Any, patience: Patience) -> bool:
+    """client: of ecr in the image's region. Raises CloudError, ValueError for an image that is not in ECR."""
+    match = _ECR.fullmatch(image)
+    if match is None:
+        raise ValueError(f"{image} is not in ECR")
+    wanted = {"imageDigest": match["digest"]} if match["digest"] else {"imageTag": match["tag"] or "latest"}
+    try:
+        ask(
+            client, "describe_images", patience,
+            registryId=match["account"], repositoryName=match["repository"], imageIds=[wanted],
+        )  # fmt: skip
+    except CloudRefused as error:
+        if error.code in ("ImageNotFoundException", "RepositoryNotFoundException"):
+            return False
+        raise
+    return True
+
+
+def _or_none(client: Any, operation: str, patience: Patience, absent: str, *, right: str, **request: Any) -> Any:
+    """The answer, or None where AWS says that nothing of the kind was configured."""
+    try:
+        return ask(client, operation, patience, right=right, **request)
+    except CloudRefused as error:
+        if error.code == absent:
+            return None
+        raise

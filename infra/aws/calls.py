@@ -1,0 +1,205 @@
+"""Questions to AWS that end: few and bounded retries before a deadline, and errors that say what is missing.
+
+botocore is imported when a client is made, and only then. Its own retries are turned off: they know no deadline.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+
+from infra.errors import CloudAway, CloudError, CloudForbidden, CloudRefused
+from infra.store.aws import aws_settings
+
+T = TypeVar("T")
+
+# What AWS says when it is asked too often, or is in trouble itself: asking again later may help.
+_THROTTLED = frozenset(
+    {"RequestLimitExceeded", "Throttling", "ThrottlingException", "ThrottledException", "RequestThrottled",
+     "RequestThrottledException", "TooManyRequestsException", "TooManyRequests", "SlowDown"}
+)  # fmt: skip
+_FORBIDDEN = frozenset(
+    {"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthorizationError", "403", "Forbidden"}
+)
+_NOT_ACCEPTED = frozenset(
+    {"AuthFailure", "InvalidClientTokenId", "InvalidAccessKeyId", "ExpiredToken", "ExpiredTokenException",
+     "RequestExpired", "SignatureDoesNotMatch", "InvalidSignatureException", "UnrecognizedClientException",
+     "IncompleteSignature", "RequestTimeTooSkewed"}
+)  # fmt: skip
+_NOT_IMPLEMENTED = 501  # by a stand-in for AWS: it will not know the request a second later either
+_CONNECT_SECONDS, _READ_SECONDS = 4.0, 10.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.3, 5.0
+# Nobody there is seldom cured by asking again within seconds; a limit of requests is.
+_TRIES_TO_REACH = 3
+_MOST_PAGES = 200
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Until when to ask. until: in the time of `monotonic`, seconds."""
+
+    until: float
+    monotonic: Callable[[], float] = field(default=time.monotonic, repr=False)
+    sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
+
+    @classmethod
+    def of(cls, seconds: float) -> Patience:
+        return cls(time.monotonic() + seconds)
+
+    def left(self) -> float:
+        return self.until - self.monotonic()
+
+
+def aws_client(service: str, region: str | None = None) -> Any:
+    """A client that neither retries nor waits long: both are done by `ask`. region: None: as every AWS tool finds it.
+
+    AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_<SERVICE> lead elsewhere. Raises CloudRefused for settings that make none.
+    """
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+    from botocore.session import Session
+
+    retries = {"total_max_attempts": 1, "mode": "standard"}
+    limits = Config(connect_timeout=_CONNECT_SECONDS, read_timeout=_READ_SECONDS, retries=retries)
+    try:
+        session = Session()
+        session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+        return session.create_client(service, region_name=region or aws_settings().region, config=limits)
+    except (BotoCoreError, ValueError) as error:
+        raise CloudRefused(
+            f"{service}: no client: {_one_line(error)}; fix: the AWS_* settings or the profile"
+        ) from error
+
+
+@cache
+def _loader(path: str | None) -> Any:
+    """The descriptions of services, read once: that of EC2 alone takes a second."""
+    from botocore.loaders import create_loader
+
+    return create_loader(path)
+
+
+def ask(client: Any, operation: str, patience: Patience, *, right: str = "", **request: Any) -> Mapping[str, Any]:
+    """The answer to one request, asked again after a growing pause while that may help.
+
+    right: the IAM action that is needed, where it is not called as the operation. Raises CloudAway when nobody answers
+    in time, CloudForbidden without the right or with credentials that are not accepted, CloudRefused for a request that
+    AWS finds wrong (`code` is AWS's word for it).
+    """
+    question = _Question(client, operation, right)
+    pause = _FIRST_PAUSE_SECONDS
+    for tried in itertools.count(1):
+        if patience.left() <= 0:
+            raise CloudAway(f"{question}: no answer within the time there was")
+        try:
+            return within(patience.left(), lambda: getattr(client, operation)(**request), str(question))
+        except CloudError:
+            raise
+        except Exception as error:
+            reason, most = _curable(error, question)
+            cause = error
+        wait = pause * random.uniform(0.5, 1.0)  # so that many jobs do not come back together
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        if (most is not None and tried >= most) or wait >= patience.left():
+            raise CloudAway(
+                f"{question}: {reason} (asked {tried} times)" if tried > 1 else f"{question}: {reason}"
+            ) from cause
+        patience.sleep(wait)
+    raise AssertionError("the last try returns or raises")
+
+
+def pages(
+    client: Any,
+    operation: str,
+    key: str,
+    patience: Patience,
+    *,
+    right: str = "",
+    token: str = "nextToken",
+    **request: Any,
+) -> Iterator[Any]:
+    """The entries under `key` of all pages. token: how the service calls the mark of the next page. Raises as `ask`."""
+    following: str | None = None
+    for _ in range(_MOST_PAGES):
+        more = {} if following is None else {token: following}
+        answer = ask(client, operation, patience, right=right, **request, **more)
+        yield from answer.get(key) or []
+        before, following = following, answer.get(token) or None
+        if following is None or following == before:
+            return
+
+
+def within(seconds: float, find: Callable[[], T], what: str) -> T:
+    """What `find` returns or raises; a name server or a source of credentials that hangs holds up nobody.
+
+    Raises CloudAway when there is no answer within `seconds`; the thread is a daemon and keeps no process from ending.
+    """
+    answer: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answer.append(find())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=what, daemon=True)
+    thread.start()
+    thread.join(max(0.0, seconds))
+    if errors:
+        raise errors[0]
+    if not answer:
+        raise CloudAway(f"{what}: no answer within {seconds:.3g} s")
+    return answer[0]
+
+
+class _Question:
+    """How a request is called in messages: "batch:DescribeJobQueues in us-east-1"."""
+
+    def __init__(self, client: Any, operation: str, right: str) -> None:
+        meta = client.meta
+        self.right = right or f"{meta.service_model.signing_name}:{meta.method_to_api_mapping[operation]}"
+        self.region = meta.region_name
+
+    def __str__(self) -> str:
+        return f"{self.right} in {self.region}"
+
+
+def _curable(error: Exception, question: _Question) -> tuple[str, int | None]:
+    """The reason in words, and how often to ask in all (None: while there is time); raises what cannot be cured."""
+    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError
+    from botocore.exceptions import ConnectionError as NoConnection
+
+    if isinstance(error, ClientError):
+        code = str(error.response.get("Error", {}).get("Code", ""))
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        if code in _THROTTLED or status == 429:
+            return f"throttled ({code})", None
+        if status >= 500 and status != _NOT_IMPLEMENTED:
+            return f"AWS is in trouble itself ({status} {code})", None
+        if code in _FORBIDDEN:
+            fix = f"allow {question.right} to whoever these credentials belong to"
+            raise CloudForbidden(f"{question}: denied ({code}); fix: {fix}") from error
+        if code in _NOT_ACCEPTED:
+            why = f"the credentials are not accepted ({code})"
+            fix = "renew them (aws sso login), set the clock, or enable the region"
+            raise CloudForbidden(f"{question}: {why}; fix: {fix}") from error
+        said = error.response.get("Error", {}).get("Message", "")
+        raise CloudRefused(f"{question}: refused: {code}: {_one_line(said)}", code=code) from error
+    if isinstance(error, NoConnection | HTTPClientError):
+        return f"cannot be reached: {_one_line(error)}", _TRIES_TO_REACH
+    if isinstance(error, NoCredentialsError):
+        raise CloudForbidden(f"{question}: no AWS credentials; fix: set AWS_PROFILE or keys, or give a role") from error
+    if isinstance(error, BotoCoreError):  # half of the credentials, a parameter that the API does not know
+        raise CloudRefused(f"{question}: {_one_line(error)}") from error
+    raise error
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split()).rstrip(".")

@@ -1,0 +1,22 @@
+"""AWS Batch as it is asked: queues, what became of attempts, cancelling. botocore is imported when a client is made."""
+
+from __future__ import annotations
+
+from infra.batch.attempts import BatchAttempt, Cause, describe_attempts
+from infra.batch.cancel import cancel_job
+from infra.batch.client import batch_client
+from infra.batch.declared import declared_queues, training_queues
+from infra.batch.queues import ComputeEnvironment, QueueState, describe_queues
+
+__all__ = [
+    "BatchAttempt",
+    "Cause",
+    "ComputeEnvironment",
+    "QueueState",
+    "batch_client",
+    "cancel_job",
+    "declared_queues",
+    "describe_attempts",
+    "describe_queues",
+    "training_queues",
+]

@@ -1,0 +1,212 @@
+"""What became of a Batch job: its times, and the cause as far as Batch's own words tell it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from infra.aws.calls import Patience, ask
+from infra.batch.cancel import NEVER_STARTED, TERMINATED
+from infra.errors import CloudError
+
+Cause = Literal["reclaimed", "user_code", "never_started", "terminated", "ended", "unknown"]
+"""reclaimed: the machine was taken away or lost; Batch tells a Spot reclaim and a broken host alike.
+user_code: the container ended by itself, or its image cannot be had: it would do the same elsewhere. A drain after a
+notice that left with a code looks like this to Batch; the events of the job know better.
+never_started: no capacity, a misconfiguration, or a container that could not be made. terminated: somebody ended it,
+or its time limit did. ended: it succeeded. unknown: it still runs, or Batch's words are none that we know.
+"""
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+FINISHED = ("SUCCEEDED", "FAILED")
+
+_JOBS_IN_A_REQUEST = 100
+_SECONDS = 20.0
+_NODES_SECONDS = 5.0
+
+# Texts of AWS, as its user guide and the reports of users show them; matched at the beginning unless they move about.
+# https://docs.aws.amazon.com/batch/latest/userguide/job_retries.html
+_RECLAIMED = re.compile(r"Host EC2\b|Your Spot Task was interrupted")  # EC2 as the guide matches it; Fargate Spot
+_TOO_LONG = re.compile(r"Job attempt duration exceeded timeout")
+_ENDED_BY_SOMEBODY = re.compile(
+    r"Metaflow initiated job termination|Operator\b|User (requested|initiated)\b", re.IGNORECASE
+)
+# https://docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable.html
+_NO_PLACE = re.compile(
+    r"(Canceled by JobStateTimeLimit action due to reason: )?(CAPACITY|MISCONFIGURATION):|"
+    r"Canceled by JobStateTimeLimit|ACTION_REQUIRED"
+)
+# https://docs.aws.amazon.com/AmazonECS/latest/developerguide/stopped-task-error-codes.html
+_NO_IMAGE = re.compile(
+    r"CannotPull(ECR)?ContainerError.*(not found|manifest unknown|does not exist|access denied|"
+    r"invalid reference|no matching manifest|unauthorized)",
+    re.IGNORECASE | re.DOTALL,
+)
+_NO_CONTAINER = re.compile(
+    r"(CannotPull(ECR)?Container|CannotStartContainer|CannotCreateContainer|CannotInspectContainer|"
+    r"ResourceInitialization|DockerTimeout|CannotCreateVolume)Error|Task failed to start"
+)
+_EXITED = re.compile(r"Essential container in task exited")
+_OUT_OF_MEMORY = re.compile(r"OutOfMemory(Error)?\b")
+_KILLED = (137, 143)  # 128 + SIGKILL, SIGTERM: by whom, the code does not say
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchAttempt:
+    """One Batch job. Times in Unix seconds by Batch's clock, None where it did not get that far.
+
+    queue: its name. status: Batch's. exit_code: the main container's, None when there was none to tell. reason: Batch's
+    words and the container's, "" without any.
+    """
+
+    job_id: str
+    job_name: str
+    queue: str
+    nodes: int
+    status: str
+    created_utc: float | None
+    started_utc: float | None
+    stopped_utc: float | None
+    exit_code: int | None
+    reason: str
+    cause: Cause
+
+    @property
+    def finished(self) -> bool:
+        return self.status in FINISHED
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> BatchAttempt:
+        """Keys that this version does not know are left out."""
+        return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
+
+
+def describe_attempts(
+    job_ids: Sequence[str], client: Any, *, deadline_seconds: float = _SECONDS
+) -> dict[str, BatchAttempt]:
+    """The jobs that Batch still knows, by id: it forgets them some days after their end. Raises CloudError.
+
+    Of a job of several nodes its nodes are asked as well, since only they tell that a machine was lost.
+    """
+    patience = Patience.of(deadline_seconds)
+    jobs = _describe(list(dict.fromkeys(job_ids)), client, patience)
+    failed = [job for job in jobs.values() if job.get("status") == "FAILED" and _nodes(job) > 1]
+    children = [f"{job['jobId']}#{index}" for job in failed for index in range(_nodes(job))]
+    parts = _nodes_of(children, client, patience)
+    found = {}
+    for job_id, job in jobs.items():
+        own = [parts[name] for name in (f"{job_id}#{index}" for index in range(_nodes(job))) if name in parts]
+        found[job_id] = _attempt(job, own)
+    return found
+
+
+def cause_of(
+    status: str,
+    reasons: Sequence[str],
+    exit_code: int | None,
+    *,
+    started: bool,
+    ended_by_call: bool = False,
+    main_alone: bool = False,
+) -> Cause:
+    """What Batch's words mean. reasons: of the job, its container and its nodes.
+
+    ended_by_call: by TerminateJob or CancelJob. main_alone: nothing is known of its further nodes, one may be lost.
+    """
+    text = "\n".join(reasons)
+    if status != "FAILED":
+        return "ended" if status == "SUCCEEDED" else "unknown"
+    if _RECLAIMED.search(text):
+        return "reclaimed"
+    if NEVER_STARTED in text or (_NO_PLACE.search(text) and not started):
+        return "never_started"
+    if TERMINATED in text or _TOO_LONG.search(text) or _ENDED_BY_SOMEBODY.search(text):
+        return "terminated"
+    if ended_by_call:
+        return "terminated"
+    if _NO_IMAGE.search(text):
+        return "user_code"
+    if _NO_CONTAINER.search(text):
+        return "never_started"
+    if _OUT_OF_MEMORY.search(text):
+        return "user_code"
+    if _EXITED.search(text) and exit_code not in _KILLED and not main_alone:
+        return "user_code"
+    return "unknown"
+
+
+def _describe(job_ids: Sequence[str], client: Any, patience: Patience) -> dict[str, Mapping[str, Any]]:
+    found: dict[str, Mapping[str, Any]] = {}
+    for start in range(0, len(job_ids), _JOBS_IN_A_REQUEST):
+        wanted = list(job_ids[start : start + _JOBS_IN_A_REQUEST])
+        answer = ask(client, "describe_jobs", patience, jobs=wanted)
+        found |= {job["jobId"]: job for job in answer.get("jobs") or []}
+    return {job_id: found[job_id] for job_id in job_ids if job_id in found}
+
+
+def _nodes_of(children: Sequence[str], client: Any, patience: Patience) -> dict[str, Mapping[str, Any]]:
+    """The nodes' own descriptions; without them the job's is still worth having."""
+    try:
+        return _describe(children, client, Patience.of(min(_NODES_SECONDS, patience.left()))) if children else {}
+    except CloudError:
+        return {}
+
+
+def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> BatchAttempt:
+    reasons = list(dict.fromkeys(text for one in (job, *parts) for text in _reasons(one)))
+    code = _exit_code(job)
+    if code is None and parts:  # the main node's is the job's
+        main = (job.get("nodeProperties") or {}).get("mainNode", 0)
+        code = next((_exit_code(part) for part in parts if part["jobId"].endswith(f"#{main}")), None)
+    started = _seconds(job.get("startedAt"))
+    status = str(job.get("status", ""))
+    ended_by_call = bool(job.get("isTerminated") or job.get("isCancelled"))
+    return BatchAttempt(
+        job_id=job["jobId"],
+        job_name=job.get("jobName", ""),
+        queue=str(job.get("jobQueue", "")).rpartition("/")[2],
+        nodes=_nodes(job),
+        status=status,
+        created_utc=_seconds(job.get("createdAt")),
+        started_utc=started,
+        stopped_utc=_seconds(job.get("stoppedAt")),
+        exit_code=code,
+        reason="; ".join(" ".join(text.split()) for text in reasons),
+        cause=cause_of(
+            status,
+            reasons,
+            code,
+            started=started is not None,
+            ended_by_call=ended_by_call,
+            main_alone=_nodes(job) > 1 and not parts,
+        ),
+    )
+
+
+def _reasons(job: Mapping[str, Any]) -> list[str]:
+    last = (job.get("attempts") or [{}])[-1]
+    texts = [
+        job.get("statusReason"),
+        (job.get("container") or {}).get("reason"),
+        last.get("statusReason"),
+        (last.get("container") or {}).get("reason"),
+    ]
+    return [text for text in texts if text]
+
+
+def _exit_code(job: Mapping[str, Any]) -> int | None:
+    last = (job.get("attempts") or [{}])[-1]
+    codes = [(job.get("container") or {}).get("exitCode"), (last.get("container") or {}).get("exitCode")]
+    return next((code for code in codes if code is not None), None)
+
+
+def _nodes(job: Mapping[str, Any]) -> int:
+    return int((job.get("nodeProperties") or {}).get("numNodes") or 1)
+
+
+def _seconds(milliseconds: int | None) -> float | None:
+    return None if not milliseconds else milliseconds / 1000

@@ -1,0 +1,82 @@
+"""The queues that a configuration declares, held against what Batch says of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from infra.batch.queues import QueueState, describe_queues
+from infra.config.batch import BatchConfig, QueueConfig
+
+
+def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
+    """As the configuration has them, all taken to be usable: for when Batch does not answer."""
+    return {
+        queue.name: QueueState(
+            name=queue.name,
+            arn="",
+            market=queue.market,
+            instance_types=tuple(queue.instance_types),
+            multi_node=queue.multi_node,
+            usable=True,
+            problem="",
+        )
+        for queue in batch.queues
+    }
+
+
+def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float = 20.0) -> dict[str, QueueState]:
+    """Where training may go, by the name in the configuration; with none declared, all EC2 queues of the region.
+
+    A declaration can only narrow what Batch says: its instance types, and multi_node where that is not wanted. One that
+    contradicts Batch makes the queue unusable, with the reason in `problem`. Raises CloudError.
+    """
+    if not batch.queues:
+        found = describe_queues(None, client, deadline_seconds=deadline_seconds)
+        return {name: state for name, state in found.items() if not state.fargate}  # Fargate has no GPUs
+    found = describe_queues([queue.name for queue in batch.queues], client, deadline_seconds=deadline_seconds)
+    return {queue.name: _narrowed(found[queue.name], queue) for queue in batch.queues}
+
+
+def contradiction(state: QueueState, declared: QueueConfig) -> str:
+    """What the configuration says of a queue and Batch does not, with the fix; "" when they agree."""
+    if state.market is not None and state.market != declared.market:
+        kinds = ", ".join(dict.fromkeys(one.kind for one in state.compute_environments))
+        said = f"queue {state.name} is declared {declared.market}, and its compute environments are {kinds}"
+        return f"{said}; fix: set its market to {state.market} in batch.queues"
+    if declared.multi_node and not state.multi_node:
+        said = (
+            f"queue {state.name} is declared multi_node, and Batch runs several nodes in managed EC2 environments only"
+        )
+        return f"{said}; fix: set its multi_node to false in batch.queues"
+    if declared.instance_types and state.instance_types:
+        lost = [kind for kind in declared.instance_types if not _offered(kind, state.instance_types)]
+        if lost:
+            said = (
+                f"queue {state.name} is declared to have {', '.join(lost)}, and has {', '.join(state.instance_types)}"
+            )
+            return f"{said}; fix: correct its instance_types in batch.queues"
+    return ""
+
+
+def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:
+    problem = state.problem or contradiction(state, declared)
+    return replace(
+        state,
+        instance_types=tuple(declared.instance_types) or state.instance_types,
+        multi_node=state.multi_node and declared.multi_node,
+        usable=not problem,
+        problem=problem,
+    )
+
+
+def _offered(kind: str, offered: tuple[str, ...]) -> bool:
+    """Whether a type or family is among those of a compute environment, as wide or as narrow as it names them."""
+    family, _, size = kind.rstrip(".").partition(".")
+    for one in offered:
+        other, _, its_size = one.partition(".")
+        if one in ("optimal", "default_x86_64", "default_arm64"):
+            return True  # Batch's own choice changes with time and region
+        if family == other and (not size or not its_size or its_size.startswith(size)):
+            return True
+    return False

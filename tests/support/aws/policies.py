@@ -1,0 +1,37 @@
+"""Who may do what, by the template: actions of each role, and on what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def statements(template: Mapping[str, Any], role: str) -> list[Mapping[str, Any]]:
+    """All that allow something, the role's own and those of the template's managed policies that it has."""
+    resources = template["Resources"]
+    properties = resources[role]["Properties"]
+    documents = [policy["PolicyDocument"] for policy in properties.get("Policies", [])]
+    for policy in properties.get("ManagedPolicyArns", []):
+        if "Ref" in policy:
+            documents.append(resources[policy["Ref"]]["Properties"]["PolicyDocument"])
+    return [one for document in documents for one in document["Statement"] if one["Effect"] == "Allow"]
+
+
+def actions(template: Mapping[str, Any], role: str) -> set[str]:
+    return {action for one in statements(template, role) for action in listed(one["Action"])}
+
+
+def roles(template: Mapping[str, Any]) -> list[str]:
+    return [name for name, one in template["Resources"].items() if one["Type"] == "AWS::IAM::Role"]
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def broad_actions(template: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(role, action) of every action that is allowed on everything."""
+    for role in roles(template):
+        for one in statements(template, role):
+            if "*" in listed(one["Resource"]):
+                yield from ((role, action) for action in listed(one["Action"]))

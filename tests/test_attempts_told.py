@@ -1,0 +1,191 @@
+"""What Batch tells of a job, and what it means: AWS's own texts, and jobs of the local Batch that really ran."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.batch import BatchAttempt, batch_client, cancel_job, describe_attempts, describe_queues
+from infra.batch.attempts import cause_of
+from infra.errors import CloudAway, CloudForbidden, CloudRefused
+from tests.support.batch.fixture import LocalBatch, local_batch
+
+_RESOURCES = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "1000"}]
+_EXITED = "Essential container in task exited"
+_PULL = "CannotPullContainerError: Error response from daemon: "
+
+
+@pytest.mark.parametrize(
+    ("reasons", "exit_code", "cause"),
+    [
+        (["Host EC2 (instance i-0123456789abcdef0) terminated."], None, "reclaimed"),
+        ([_EXITED, "Host EC2 (instance i-0123456789abcdef0) terminated."], 143, "reclaimed"),
+        (["Your Spot Task was interrupted."], None, "reclaimed"),
+        ([_EXITED], 1, "user_code"),
+        ([_EXITED], 139, "user_code"),
+        ([_EXITED], 137, "unknown"),  # killed, and nobody says by whom
+        ([_EXITED, "OutOfMemoryError: Container killed due to memory usage"], 137, "user_code"),
+        (["Job attempt duration exceeded timeout"], 143, "terminated"),
+        (["Metaflow initiated job termination."], 143, "terminated"),
+        (["Operator initiated termination"], None, "terminated"),
+        ([_PULL + "manifest for 1.dkr.ecr.us-east-1.amazonaws.com/a:b not found"], None, "user_code"),
+        ([_PULL + "Get https://registry/v2/: net/http: request canceled while waiting"], None, "never_started"),
+        (["ResourceInitializationError: failed to configure the log driver"], None, "never_started"),
+        (["something that AWS has not said before"], 1, "unknown"),
+        ([], None, "unknown"),
+    ],
+)
+def test_a_failure_means_what_batch_says_and_nothing_is_guessed(
+    reasons: list[str], exit_code: int | None, cause: str
+) -> None:
+    assert cause_of("FAILED", reasons, exit_code, started=exit_code is not None) == cause
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "Canceled by JobStateTimeLimit action due to reason: CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",
+        "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT - The job resource requirement (vCPU/memory/GPU) is higher",
+        "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
+        "Ebbflow: did not start in time: 31 minutes in RUNNABLE",
+    ],
+)
+def test_what_never_ran_is_told_from_what_was_ended(reason: str) -> None:
+    assert cause_of("FAILED", [reason], None, started=False, ended_by_call=True) == "never_started"
+    assert cause_of("FAILED", ["stopped by hand"], None, started=True, ended_by_call=True) == "terminated"
+    assert cause_of("RUNNABLE", [reason], None, started=False) == "unknown"
+    assert cause_of("SUCCEEDED", [_EXITED], 0, started=True) == "ended"
+
+
+def test_a_gang_whose_nodes_are_not_known_may_have_lost_one() -> None:
+    assert cause_of("FAILED", [_EXITED], 1, started=True, main_alone=True) == "unknown"
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBatch]:
+    queues = {
+        "spot": {"market": "spot", "instance_types": ["g5.xlarge"]},
+        "gang": {"instance_types": ["p4d.24xlarge"]},
+        "full": {"market": "spot", "capacity": [[0, 0]]},
+        "off": {"state": "DISABLED"},
+        "ill": {"environment_status": "INVALID"},
+    }
+    with local_batch(tmp_path_factory.mktemp("batch"), queues=queues, time_scale=600, start_seconds=0.0) as running:
+        yield running
+
+
+@pytest.fixture
+def client(batch: LocalBatch, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name, value in {
+        "AWS_ENDPOINT_URL_BATCH": batch.endpoint,
+        "AWS_ACCESS_KEY_ID": "local",
+        "AWS_SECRET_ACCESS_KEY": "local",
+        "AWS_DEFAULT_REGION": batch.region,
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield batch_client()
+    batch.change(rules=[], clock_ahead_seconds=0)
+
+
+def submit(batch: LocalBatch, command: str, queue: str) -> str:
+    aws = batch.client()
+    properties = {"image": "image", "command": ["bash", "-c", command], "resourceRequirements": _RESOURCES}
+    made = aws.register_job_definition(jobDefinitionName="plain", type="container", containerProperties=properties)
+    return aws.submit_job(jobName="told", jobQueue=queue, jobDefinition=made["jobDefinitionArn"])["jobId"]
+
+
+def submit_gang(batch: LocalBatch, main: str) -> str:
+    """Two nodes, of which the second sleeps."""
+    aws = batch.client()
+    ranges = [
+        {
+            "targetNodes": f"{node}:{node}",
+            "container": {"image": "image", "command": ["bash", "-c", command], "resourceRequirements": _RESOURCES},
+        }
+        for node, command in enumerate((main, "sleep 600"))
+    ]
+    properties = {"numNodes": 2, "mainNode": 0, "nodeRangeProperties": ranges}
+    made = aws.register_job_definition(jobDefinitionName="gang", type="multinode", nodeProperties=properties)
+    return aws.submit_job(jobName="gang", jobQueue="gang", jobDefinition=made["jobDefinitionArn"])["jobId"]
+
+
+def told(job: str, client: Any, *statuses: str) -> BatchAttempt:
+    """What is told of the job once it has one of the statuses."""
+    limit = time.monotonic() + 90
+    while time.monotonic() < limit:
+        attempt = describe_attempts([job], client)[job]
+        if attempt.status in statuses:
+            return attempt
+        time.sleep(0.1)
+    raise AssertionError(f"{job} was never {statuses}: {attempt}")
+
+
+def test_jobs_that_ran_are_told_with_their_times_and_causes(batch: LocalBatch, client: Any, tmp_path: Path) -> None:
+    bug, sleeper, stuck = (
+        submit(batch, "exit 3", "spot"),
+        submit(batch, "sleep 600", "spot"),
+        submit(batch, "true", "full"),
+    )
+    lost = tmp_path / "lost"
+    gang = submit_gang(batch, f"while [ ! -e {lost} ]; do sleep 0.1; done; exit 1")
+    told(sleeper, client, "RUNNING")
+    told(gang, client, "RUNNING")
+    batch.reclaim(sleeper, notice=False)
+    batch.reclaim(gang, node=1, notice=False)
+    lost.touch()  # the main node leaves with an error of its own: only the other one tells why
+    found = told(bug, client, "FAILED")
+    assert (found.cause, found.exit_code, found.queue, found.nodes, found.finished) == ("user_code", 3, "spot", 1, True)
+    assert found.created_utc <= found.started_utc <= found.stopped_utc
+    assert BatchAttempt.from_json(json.loads(json.dumps(found.to_json()))) == found
+    reclaimed = told(sleeper, client, "FAILED")
+    assert reclaimed.cause == "reclaimed" and "Host EC2" in reclaimed.reason
+    ended = told(gang, client, "FAILED")
+    assert (ended.cause, ended.nodes, ended.exit_code) == ("reclaimed", 2, 1), ended
+    waiting = told(stuck, client, "RUNNABLE", "SUBMITTED", "PENDING")
+    assert (waiting.started_utc, waiting.cause, waiting.finished) == (None, "unknown", False)
+    cancel_job(stuck, "31 minutes in RUNNABLE", client)
+    assert told(stuck, client, "FAILED").cause == "never_started"
+    cancel_job(stuck, "again", client)  # what has ended stays as it is
+    assert describe_attempts(["00000000-0000-0000-0000-000000000000"], client) == {}
+
+
+def test_queues_that_take_nothing_say_why(client: Any) -> None:
+    found = describe_queues(["spot", "gang", "off", "ill", "none"], client)
+    assert (found["spot"].market, found["spot"].multi_node, found["spot"].usable) == ("spot", False, True)
+    assert (found["gang"].market, found["gang"].multi_node) == ("on_demand", True)
+    assert found["off"].problem == "queue off is DISABLED: it takes no jobs"
+    assert not found["ill"].usable and "is INVALID" in found["ill"].problem
+    assert found["none"].problem == "there is no job queue none in us-east-1"
+    assert sorted(describe_queues(None, client)) == ["full", "gang", "ill", "off", "spot"]
+
+
+def test_a_throttled_question_is_asked_again_until_the_deadline(batch: LocalBatch, client: Any) -> None:
+    batch.change(rules=[{"operation": "DescribeJobQueues", "kind": "throttle", "times": 3}])
+    assert describe_queues(["spot"], client, deadline_seconds=60)["spot"].usable
+    assert batch.told()["met"]["throttle"] == 3
+    batch.change(rules=[{"operation": "DescribeJobQueues", "kind": "throttle", "times": 10_000}])
+    with pytest.raises(CloudAway, match=r"batch:DescribeJobQueues in us-east-1: throttled \(TooManyRequests"):
+        describe_queues(["spot"], client, deadline_seconds=1.5)
+
+
+def test_what_asking_again_cannot_cure_is_told_at_once(batch: LocalBatch, client: Any) -> None:
+    batch.change(rules=[{"operation": "DescribeJobQueues", "kind": "forbid", "times": 1}])
+    with pytest.raises(CloudForbidden, match="fix: allow batch:DescribeJobQueues"):
+        describe_queues(["spot"], client)
+    batch.change(rules=[{"operation": "TerminateJob", "kind": "refuse", "times": 1}])
+    with pytest.raises(CloudRefused, match="batch:TerminateJob in us-east-1: refused: ClientException"):
+        cancel_job("00000000-0000-0000-0000-000000000000", "why", client)
+    batch.change(rules=[], clock_ahead_seconds=400)
+    with pytest.raises(CloudForbidden, match="set the clock"):
+        describe_queues(["spot"], client)
+
+
+def test_who_never_answers_is_left_within_the_deadline(batch: LocalBatch, client: Any) -> None:
+    batch.change(rules=[{"operation": "DescribeJobQueues", "kind": "slow", "seconds": 120, "times": 10_000}])
+    with pytest.raises(CloudAway, match="no answer within"):
+        describe_queues(["spot"], client, deadline_seconds=1.0)

@@ -1,0 +1,205 @@
+"""Where an attempt runs on AWS Batch: by market, by what ended the one before, by queue, and within which walls."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cost.capacity import Placement, as_placed, history_of, place
+from cost.catalogue import load_catalogue
+from cost.errors import PlacementError
+from infra.events import GENERATION_ENDED, NODE_STARTED, NOTICE
+from infra.outcome import Outcome
+from tests.support.capacity import BOTH, JobLog, batch_config, placed_now, planned, queue, queues
+from tests.support.timelines import WALL, event
+
+HOUR = 3600.0
+
+
+def test_spot_comes_first_and_fills_its_machine() -> None:
+    config = batch_config()
+    found = placed_now(config, JobLog(), 0.0)
+    assert (found.queue, found.market, found.nodes, found.instance_type) == ("spot-g5", "spot", 1, "g5.xlarge")
+    kind = load_catalogue()["g5.xlarge"]
+    assert (found.cpu, found.gpu) == (kind.vcpu, 1)
+    assert 0.9 * kind.ram_gib * 1024 < found.memory_mib < 0.95 * kind.ram_gib * 1024
+    assert found.runnable_seconds <= config.batch.runnable_minutes * 60
+    assert Placement.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False))) == found
+
+
+def test_without_slack_it_is_on_demand_from_the_start() -> None:
+    plan = planned(batch_config(), WALL)
+    tight = batch_config(f"cost.deadline_hours={plan.ranked[0].case.work_hours + 0.7:.3f}", "cluster.market=auto")
+    found = placed_now(tight, JobLog(), 0.0)
+    assert found.market == "on_demand" and found.queue == "on-demand-g5"
+    assert "slack" in found.reason
+
+
+def test_a_reclaim_goes_on_where_the_policy_says_and_at_the_last_safe_moment_on_demand() -> None:
+    config, log = batch_config(), JobLog()
+    first = placed_now(config, log, 0.0)
+    log.told("reclaimed", first, HOUR, started=120.0)
+    again = placed_now(config, log, HOUR, share_done=0.05)
+    assert again.market == "spot" and "was reclaimed" in again.reason
+    log.told("reclaimed", again, 2 * HOUR, started=HOUR + 120)
+    work = planned(config, WALL).ranked[0].case.work_hours
+    late = (20 - 0.95 * work - 0.7) * HOUR
+    last = placed_now(config, log, late, share_done=0.05)
+    assert last.market == "on_demand" and "last safe moment" in last.reason
+
+
+def test_a_bug_stays_where_it_is_even_when_slack_runs_out() -> None:
+    config, log = batch_config(), JobLog()
+    first = placed_now(config, log, 0.0)
+    log.told("user_code", first, HOUR, started=120.0)
+    work = planned(config, WALL).ranked[0].case.work_hours
+    for at in (HOUR, (20 - work - 0.7) * HOUR):
+        again = placed_now(config, log, at)
+        assert again.pool == first.pool and "the program itself" in again.reason
+        log.told("user_code", again, at + 60, started=at + 30)
+
+
+def test_a_bug_whose_queue_is_gone_gets_nothing_dearer() -> None:
+    config, log = batch_config(), JobLog()
+    first = placed_now(config, log, 0.0)
+    log.told("user_code", first, HOUR, started=120.0)
+    closed = queues(queue("spot-g5", "spot", ["g5"], usable=False, problem="DISABLED"), BOTH["on-demand-g5"])
+    with pytest.raises(PlacementError, match="a bug is not tried again") as refused:
+        placed_now(config, log, HOUR, where=closed)
+    assert refused.value.outcome is Outcome.NO_CAPACITY
+    other = queues(queue("spot-other", "spot"), *closed.values())
+    assert placed_now(config, log, HOUR, where=other).queue == "spot-other"
+
+
+def test_a_drain_after_a_reclaims_notice_is_no_bug() -> None:
+    """Its container left with a code; the agents' events know better."""
+    config, log = batch_config(), JobLog()
+    first = placed_now(config, log, 0.0)
+    log.events.append(event(NODE_STARTED, 130.0, generation=1, ranks=[0], batch_job_id="job-1"))
+    log.events.append(event(NOTICE, HOUR - 60, generation=1, source="imds", action="terminate", does="leave"))
+    log.told("user_code", first, HOUR, started=120.0, job_id="job-1")
+    assert history_of(log.events).attempts[0].cause == "reclaimed"
+    assert "was reclaimed" in placed_now(config, log, HOUR).reason
+
+
+@pytest.mark.parametrize(("user_code", "cause"), [(True, "user_code"), (False, "unknown")])
+def test_the_agents_know_whether_it_was_the_program(user_code: bool, cause: str) -> None:
+    """To Batch a store that is away looks like a bug: a container that left with a code."""
+    log = JobLog()
+    first = placed_now(batch_config(), log, 0.0)
+    log.events.append(event(NODE_STARTED, 130.0, generation=1, ranks=[0], batch_job_id="job-1"))
+    log.events.append(event(GENERATION_ENDED, 900.0, generation=1, reason="rank_failed", user_code=user_code))
+    log.told("user_code", first, HOUR, started=120.0, job_id="job-1")
+    assert history_of(log.events).attempts[0].cause == cause
+
+
+def test_a_pool_that_never_starts_is_left_for_the_next_best() -> None:
+    config, log = batch_config("cluster.instance_types=[g5.xlarge,g6.xlarge]"), JobLog()
+    where = queues(queue("spot", "spot"), queue("on-demand", "on_demand"))
+    tried = []
+    for number in range(4):
+        found = placed_now(config, log, number * 0.5 * HOUR, where=where)
+        assert found.market == "spot"
+        tried.append(found.instance_type)
+        log.told("never_started", found, (number + 1) * 0.5 * HOUR, started=None)
+    assert tried[0] != tried[1] and tried[:2] == tried[2:], "in turn, the one refused longest ago first"
+
+
+def test_on_demand_that_never_starts_is_left_for_another_queue() -> None:
+    config, log = batch_config("cluster.market=on_demand"), JobLog()
+    where = queues(queue("one", "on_demand"), queue("two", "on_demand"))
+    first = placed_now(config, log, 0.0, where=where)
+    log.told("never_started", first, 0.5 * HOUR, started=None)
+    second = placed_now(config, log, 0.5 * HOUR, where=where)
+    assert {first.queue, second.queue} == {"one", "two"}
+
+
+def test_several_nodes_are_on_demand_and_need_a_queue_that_takes_them() -> None:
+    config = batch_config("cluster.nodes=2", "cluster.backend=kubernetes", "training.max_steps=20000")
+    plan = planned(config, WALL)
+    assert any(one.market == "spot" for one in plan.ranked), "what Kubernetes can run, Batch cannot"
+    found = placed_now(config, JobLog(), 0.0)
+    assert (found.market, found.nodes) == ("on_demand", 2)
+    single = queues(BOTH["spot-g5"], queue("one-node", "on_demand", multi_node=False))
+    with pytest.raises(PlacementError) as refused:
+        placed_now(config, JobLog(), 0.0, where=single)
+    assert refused.value.outcome is Outcome.NO_CAPACITY
+    assert "no job of several nodes on Spot" in str(refused.value) and "one-node: takes no job" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (queue("off", "spot", usable=False, problem="queue off is DISABLED"), "off: queue off is DISABLED"),
+        (queue("big", "spot", ["p5"]), "big: has p5"),
+        (queue("tiny", "spot", fargate=True), "tiny: Fargate"),
+        (queue("mixed", None), "mixed: None"),
+    ],
+)
+def test_without_a_queue_it_says_what_each_lacks(state, words: str) -> None:
+    with pytest.raises(PlacementError) as refused:
+        placed_now(batch_config(), JobLog(), 0.0, where=queues(state))
+    assert refused.value.outcome is Outcome.NO_CAPACITY and words in str(refused.value)
+
+
+def test_a_family_is_no_prefix_of_another() -> None:
+    with pytest.raises(PlacementError):
+        placed_now(batch_config(), JobLog(), 0.0, where=queues(queue("arm", "spot", ["g5g"])))
+    config = batch_config("cluster.instance_types=[g5g.xlarge]")
+    with pytest.raises(PlacementError):
+        placed_now(config, JobLog(), 0.0, where=queues(queue("x86", "spot", ["g5"])))
+
+
+def test_a_refused_plan_ends_with_its_own_outcome() -> None:
+    config = batch_config("cost.budget_usd=0.01")
+    with pytest.raises(PlacementError, match="budget_usd") as refused:
+        place(config, plan=planned(config, WALL), history=history_of([]), queues=BOTH, now_utc=WALL)
+    assert refused.value.outcome is Outcome.BUDGET
+    late = batch_config("cost.deadline_hours=20")
+    with pytest.raises(PlacementError) as refused:
+        placed_now(late, JobLog(), 19.9 * HOUR)
+    assert refused.value.outcome is Outcome.DEADLINE
+
+
+def test_the_second_wall_is_what_budget_and_deadline_still_bear() -> None:
+    config = batch_config("cost.budget_usd=10", "checkpoint.deadline_seconds=100")
+    found = placed_now(config, JobLog(), 0.0, share_done=0.9, spent_usd=9.0)
+    assert found.wall_seconds == int(1.0 / found.usd_per_hour * HOUR)
+    by_time = placed_now(batch_config("cost.budget_usd=90"), JobLog(), 15 * HOUR, share_done=0.9)
+    assert by_time.wall_seconds == 5 * HOUR + batch_config().checkpoint.deadline_seconds
+    without = batch_config("cost.budget_usd=null", "cost.deadline_hours=null")
+    assert placed_now(without, JobLog(), 0.0).wall_seconds >= 5 * 24 * HOUR
+
+
+def test_a_budget_that_just_bears_on_demand_bears_spot_before_it() -> None:
+    usual = next(one for one in planned(batch_config(), WALL).ranked if one.market == "on_demand")
+    just = batch_config(f"cost.budget_usd={usual.expected_usd * 1.1:.4f}")
+    log = JobLog()
+    first = placed_now(just, log, 0.0)
+    assert first.market == "spot"
+    log.told("reclaimed", first, 4 * HOUR, started=60.0)
+    spent = usual.expected_usd * 0.2
+    last = placed_now(just, log, 4 * HOUR, share_done=0.09, spent_usd=spent)
+    assert last.market == "spot" and "nothing on demand" in last.reason, "only Spot is cheap enough by now"
+
+
+def test_without_a_deadline_it_waits_for_spot() -> None:
+    config, log = batch_config("cost.deadline_hours=null"), JobLog()
+    for number in range(3):
+        found = placed_now(config, log, number * 24 * HOUR)
+        assert found.market == "spot"
+        log.told("reclaimed", found, (number + 0.5) * 24 * HOUR, started=number * 24 * HOUR + 60)
+
+
+def test_the_plan_follows_the_placement() -> None:
+    config = batch_config("cluster.market=auto")
+    plan = planned(config, WALL)
+    where = queues(BOTH["on-demand-g5"])
+    found = place(config, plan=plan, history=history_of([]), queues=where, now_utc=WALL)
+    followed = as_placed(plan, found)
+    assert plan.chosen.market == "spot" and followed.chosen.market == "on_demand"
+    assert followed.terms().usd_per_rank_second == pytest.approx(found.usd_per_hour / 3600)
+    assert set(followed.ranked) == set(plan.ranked)
+    seconds = config.checkpoint.deadline_seconds
+    assert followed.reserve_usd == pytest.approx(found.gang_usd_per_hour * seconds / HOUR), "the save's, where it is"

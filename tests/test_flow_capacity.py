@@ -1,0 +1,158 @@
+"""What an attempt of a training step is told, how its command line changes, and what is mended of Metaflow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cost.capacity import History, PastAttempt, Placement
+from flows.attempts.order import AttemptName, Order
+from flows.attempts.placing import in_vain
+from flows.capacity import apply, stay
+from flows.metaflow_fixes import command_of_node, known_release, needed
+from flows.remote import backend_asked, refusal
+from infra.config.schema import RunConfig
+from infra.events import COMMIT, Event
+from infra.outcome import Outcome
+from infra.store import Store
+
+PLACED = Placement(
+    queue="spot-g5", market="spot", instance_type="g5.xlarge", region="us-east-1", zone=None, nodes=1,
+    processes_per_node=1, cpu=4, gpu=1, memory_mib=15000, wall_seconds=7200, runnable_seconds=1800, usd_per_hour=0.4,
+    quoted_usd_per_hour="0.4", price_kind="recorded", expected_hours=1.0, expected_usd=0.4, reason="cheapest",
+)  # fmt: skip
+# As Metaflow 2.19.39 makes it for task 3 of a step with three nodes, shortened.
+MAIN = (
+    "true && mkdir -p $PWD/.logs && export PYTHONUNBUFFERED=x MF_PATHSPEC=TrainFlow/1733/train/3 MF_DATASTORE=s3 "
+    "MF_ATTEMPT=0 MFLOG_STDOUT=$PWD/.logs/mflog_stdout && python3 -m x 3.11 && (python -u train_flow.py --metadata "
+    "local step train --run-id 1733 --task-id 3 --input-paths ${METAFLOW_INPUT_PATHS_0} --retry-count 3 --ubf-context "
+    "ubf_control --split-index 0) 1>> >(python -m metaflow.mflog.tee TrainFlow/3); c=$?; exit $c"
+)
+
+
+def command_line(**options: Any) -> SimpleNamespace:
+    usual = {"run-id": "1733", "task-id": "3", "queue": "static", "gpu": "0", "memory": "4096", "tag": ["a"]}
+    return SimpleNamespace(
+        commands=["batch", "step"], command_args=["train", "meta", "sha", "url"], command_options={**usual, **options}
+    )
+
+
+def test_another_nodes_command_differs_in_its_own_name_alone() -> None:
+    node = command_of_node(MAIN)
+    assert "--run-id 1733 --task-id 3-node-$AWS_BATCH_JOB_NODE_INDEX --input-paths" in node
+    assert "MF_PATHSPEC=TrainFlow/1733/train/3-node-$AWS_BATCH_JOB_NODE_INDEX MF_DATASTORE" in node
+    assert "--ubf-context ubf_task --split-index $AWS_BATCH_JOB_NODE_INDEX) 1>>" in node
+    for kept in ("-m x 3.11", "--retry-count 3", "tee TrainFlow/3)", "mflog_stdout", "; c=$?; exit $c"):
+        assert kept in node
+    assert command_of_node("sleep 3") == "sleep 3"
+
+
+def test_an_order_is_read_as_it_was_written_and_an_attempt_that_nobody_placed_has_none(tmp_path: Path) -> None:
+    store = Store.open(str(tmp_path))
+    order = Order(does="train", nodes=2, processes_per_node=4, placement=PLACED.to_json())
+    name = AttemptName(run="1733", step="train", task="3", attempt=1)
+    order.put(store, name)
+    assert Order.get(store, name) == order
+    assert Placement.from_json(order.placement or {}) == PLACED
+    assert Order.get(store, AttemptName(run="1733", step="train", task="3", attempt=2)) is None
+
+
+@pytest.mark.parametrize(("nodes", "asked"), [(1, "0"), (3, "3")])
+def test_a_placement_goes_into_the_command_line(nodes: int, asked: str) -> None:
+    """One node of a @parallel step is a plain job: Batch runs no job of several nodes on Spot, were it one node."""
+    line = command_line(**{"num-parallel": "2", "aws-batch-tag": ["team=a"]})
+    config = RunConfig().model_dump(mode="json")
+    config["batch"] |= {"tags": {"job": "x"}, "efa_interfaces": 4, "image": "repo:1"}
+    apply(line, Order(nodes=nodes, placement=PLACED.to_json()), config)
+    options = line.command_options
+    assert (options["queue"], options["cpu"], options["gpu"], options["memory"]) == ("spot-g5", "4", "1", "15000")
+    assert (options["num-parallel"], options["run-time-limit"], options["image"]) == (asked, 7200, "repo:1")
+    assert options["efa"] == (4 if nodes > 1 else None)
+    assert options["aws-batch-tag"] == ["team=a", "job=x"]
+
+
+def test_a_step_that_only_says_how_it_goes_on_runs_where_the_scheduler_is() -> None:
+    line = command_line(efa=4)
+    stay(line, "train_node")
+    assert line.commands == ["step"] and line.command_args == ["train_node"]
+    assert line.command_options == {"run-id": "1733", "task-id": "3", "tag": ["a"]}
+
+
+def history(*causes: str, started: float | None = 10.0) -> History:
+    attempts = tuple(
+        PastAttempt(
+            placement=PLACED, placed_utc=float(number), job_id=f"job-{number}", cause=cause,
+            started_utc=None if cause == "never_started" else started,
+        )
+        for number, cause in enumerate(causes, 1)
+    )  # fmt: skip
+    return History(attempts=attempts)
+
+
+def commit(t_wall: float) -> Event:
+    fields = {"job": "j", "run": "r", "attempt": 0, "generation": 1, "node": 0, "rank": 0, "step": 8, "t_mono": 0.0}
+    return Event(name=COMMIT, t_wall=t_wall, **fields)
+
+
+def test_what_came_to_nothing_five_times_is_not_tried_again() -> None:
+    failed = in_vain(history(*["user_code"] * 5), [])
+    assert failed is not None and failed[0] is Outcome.FAILED
+    assert in_vain(history(*["user_code"] * 4), []) is None
+    waited = in_vain(history(*["never_started"] * 5), [])
+    assert waited is not None and waited[0] is Outcome.NO_CAPACITY and "spot-g5" in waited[1]
+    missing_image = in_vain(history("user_code", "user_code", started=None), [])
+    assert missing_image is not None and missing_image[0] is Outcome.FAILED
+
+
+def test_spot_is_waited_for_until_the_deadline_brings_on_demand() -> None:
+    assert PLACED.market == "spot"
+    assert in_vain(history(*["never_started"] * 50), [], on_demand_comes=True) is None
+    assert in_vain(history(*["user_code"] * 5), [], on_demand_comes=True) is not None
+
+
+def test_a_reclaim_and_a_commit_are_no_failures() -> None:
+    assert in_vain(history(*["reclaimed"] * 9), []) is None
+    assert in_vain(history("user_code", "user_code", "reclaimed", "user_code", "user_code", "user_code"), []) is None
+    assert in_vain(history(*["unknown"] * 9), [commit(8.5)]) is None
+    assert in_vain(history(*["unknown"] * 9), [commit(3.5)]) is not None
+
+
+def test_another_run_counts_anew_since_somebody_may_have_mended_the_cause() -> None:
+    began = replace(commit(6.5), name="configured")
+    assert in_vain(history(*["never_started"] * 10), [began]) is None
+    assert in_vain(history(*["never_started"] * 11), [began]) is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "backend"),
+    [
+        ("run --with batch", "batch"),
+        ("run --with=batch:queue=other --set a=b", "batch"),
+        ("--with cloud run", "batch"),
+        ("run --with kubernetes", "kubernetes"),
+        ("run --with batch --with local", None),
+        ("run --with retry", None),
+        ("run", None),
+    ],
+)
+def test_where_a_command_line_sends_training(words: str, backend: str | None) -> None:
+    assert backend_asked(["train_flow.py", *words.split()]) == backend
+
+
+def test_a_folder_of_this_machine_is_no_store_for_containers() -> None:
+    said = refusal(RunConfig(store="runs"), "batch")
+    assert said is not None and "runs" in said and "s3://bucket/prefix" in said
+    assert refusal(RunConfig(store="s3://bucket/x"), "batch") is refusal(RunConfig(store="runs"), None) is None
+
+
+def test_metaflow_is_mended_only_with_local_metadata_and_in_releases_that_were_tried() -> None:
+    task = ["train_flow.py", "--quiet", "--metadata", "{}", "--datastore", "s3", "step", "train"]
+    assert needed([word.format("local") for word in task])
+    assert not needed([word.format("service") for word in task])
+    assert not needed(["train_flow.py", "step", "local"])
+    assert known_release("2.19.39") and known_release("2.19.5+ob(v1)")
+    assert not known_release("2.20.0") and not known_release("2.12.1")

@@ -1,0 +1,123 @@
+"""Placing an attempt through its door, without a flow: on queues that answer, that do not, and that hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cost.plan.plan import make_plan
+from flows.attempts.order import AttemptName, Order
+from flows.attempts.past import unsettled_jobs
+from flows.attempts.placing import Ask, place_attempt
+from flows.job import Job
+from flows.remote import set_environment
+from infra.config.schema import RunConfig
+from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, read_events
+from tests.support.batch.fixture import LocalBatch, local_batch
+
+pytestmark = pytest.mark.timeout(120)
+NAME = AttemptName(run="1733", step="train_node", task="5", attempt=0)
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBatch]:
+    queues = {"spot-g5": {"market": "spot"}, "od-g5": {}}
+    with local_batch(tmp_path_factory.mktemp("batch"), queues=queues) as running:
+        yield running
+
+
+@pytest.fixture
+def flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What a step finds of the steps before it. The store is a folder: who places an attempt is where the store is."""
+    for name, value in (("ACCESS_KEY_ID", "local"), ("SECRET_ACCESS_KEY", "local"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    document = {
+        "store": str(tmp_path / "store"),
+        "cluster": {"nodes": 1, "instance_types": ["g5.xlarge"]},
+        "batch": {"queues": [{"name": "spot-g5", "market": "spot"}, {"name": "od-g5", "market": "on_demand"}]},
+    }
+    config = RunConfig.model_validate_json(json.dumps(document))
+    settings = {"config": config.model_dump(mode="json"), "sources": {}}
+    plan = make_plan(config, now_utc=time.time()).brief().to_json()
+    return SimpleNamespace(job="j", settings=settings, capacity=plan, examined=None, rounds=0, num_nodes=1)
+
+
+def ask(flow: SimpleNamespace, name: AttemptName = NAME, *, last: bool = False) -> Ask:
+    return Ask(flow=flow, name=name, round=1, one_node=True, last=last)
+
+
+def test_an_attempt_is_placed_and_what_is_left_behind_says_so(
+    flow: SimpleNamespace, batch: LocalBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
+    answer = place_attempt(ask(flow))
+    assert answer.trouble == "" and answer.order is not None
+    assert answer.order.does == "train" and (answer.order.placement or {})["queue"] == "spot-g5"
+    store = Job.of(flow, NAME.run).store
+    assert Order.get(store, NAME) == answer.order
+    placed = [event for event in read_events(store) if event.name == PLACED]
+    assert [(event.run, event.attempt, event.data["task"]) for event in placed] == [("1733", 0, "5")]
+
+    batch.client().update_job_queue(jobQueue="spot-g5", state="DISABLED")
+    batch.client().update_job_queue(jobQueue="od-g5", state="DISABLED")
+    stopped = place_attempt(ask(flow)).order
+    assert stopped is not None and (stopped.does, stopped.outcome) == ("stop", "no_capacity")
+    assert "spot-g5 is DISABLED" in stopped.message and "od-g5 is DISABLED" in stopped.message
+    batch.client().update_job_queue(jobQueue="spot-g5", state="ENABLED")
+    last = place_attempt(ask(flow, last=True)).order
+    assert last is not None and last.does == "again"
+
+
+def test_light_steps_go_to_the_first_queue_on_demand_unless_one_is_named(
+    batch: LocalBatch, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And Metaflow's records beside the job, where nobody has said otherwise."""
+    queue, root = "METAFLOW_BATCH_JOB_QUEUE", "METAFLOW_DATASTORE_SYSROOT_S3"
+    for name in (queue, root, "METAFLOW_DEFAULT_DATASTORE", "METAFLOW_S3_ENDPOINT_URL", "AWS_RETRY_MODE",
+                 "AWS_MAX_ATTEMPTS", "EBBFLOW_RUNNABLE_SECONDS"):  # fmt: skip
+        monkeypatch.setenv(name, "")  # what the function sets is undone with it
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
+    batch.client().update_job_queue(jobQueue="od-g5", state="ENABLED")
+    set_environment(RunConfig(store="s3://bucket/x"), "batch")  # the account's queues, Spot among them
+    assert os.environ[queue] == "od-g5" and os.environ[root] == "s3://bucket/x/metaflow"
+    named = RunConfig.model_validate_json('{"store": "s3://other", "batch": {"light_queue": "light"}}')
+    set_environment(named, "batch")
+    assert os.environ[queue] == "light" and os.environ[root] == "s3://bucket/x/metaflow"
+
+
+def test_where_batch_cannot_be_asked_the_plan_of_the_run_decides(
+    flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        answer = place_attempt(ask(flow))
+    assert "CloudAway" in answer.trouble
+    assert answer.order is not None and (answer.order.placement or {})["queue"] == "spot-g5"
+
+
+def test_a_service_that_hangs_holds_up_nobody(flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection and says nothing
+        monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        answer = place_attempt(ask(flow), deadline_seconds=0.5)
+    assert answer.order is None and "0.5 s" in answer.trouble
+
+
+def test_jobs_whose_end_is_untold_are_known_by_their_submit_or_by_their_agent(flow: SimpleNamespace) -> None:
+    with Job.of(flow, "1733").events("test") as log:
+        log.emit(NODE_STARTED, batch_job_id="gang#1")
+        log.emit(BATCH_SUBMITTED, job_id="gang", step="train", task="6")
+        log.emit(BATCH_SUBMITTED, job_id="ended", step="train_node", task="5")
+        log.emit(BATCH_ATTEMPT, job_id="ended")
+        log.emit(NODE_STARTED, batch_job_id="alone")
+        log.emit(NODE_STARTED)
+    found = unsettled_jobs(read_events(Job.of(flow, "1733").store))
+    assert {job_id: event.name for job_id, event in found.items()} == {"gang": BATCH_SUBMITTED, "alone": NODE_STARTED}

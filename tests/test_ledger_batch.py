@@ -1,0 +1,194 @@
+"""The bill of AWS Batch's jobs: what agents told, what nobody heard, each second once, whatever the clocks say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from decimal import Decimal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost.ledger.ledger import Ledger, fold, spent_usd
+from infra.events import BATCH_ATTEMPT, NODE_STARTED, Event
+from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
+
+MICRO = 1_000_000
+
+
+def told(job_id: str, started: float | None, stopped: float | None, *, at: float = 1e6, **data) -> Event:
+    """Batch's word of a job of one node and two ranks at $3.60 an hour: a tenth of a cent a second."""
+    of_job = {"job_id": job_id, "job_name": "train", "nodes": 1, "cause": "reclaimed", "processes_per_node": 2}
+    where = {"instance_type": "g5.xlarge", "market": "spot", "usd_per_hour": 3.6, "quoted_usd_per_hour": "3.6"}
+    times = {"created_utc": None, "started_utc": _wall(started), "stopped_utc": _wall(stopped)}
+    return event(BATCH_ATTEMPT, at, **{**of_job, **where, "price_kind": "recorded 2026-07-20", **times, **data})
+
+
+def _wall(seconds: float | None) -> float | None:
+    return None if seconds is None else WALL + seconds
+
+
+def gang(job_id: str | None, *, start: float = 0.0, number: int = 1, ends: bool = False, **machine) -> GangLog:
+    """40 s of one node with two ranks: 10 of start-up, 4 steps of 5 s, 10 that are lost or lead to the end."""
+    known = {**machine, **({"batch_job_id": job_id} if job_id else {})}
+    log = GangLog(number, start, [[0, 1]], machines=[known])
+    log.phase("startup", 10.0)
+    log.steps(1, 4, useful_step=5.0)
+    log.commit(4)
+    if ends:
+        log.outcome("completed")
+        log.phase("shutdown", 10.0)
+        log.ended("completed", 40.0)
+    else:
+        log.heartbeat(0, 40.0)
+    return log
+
+
+def seconds_of(ledger: Ledger) -> dict[str, float]:
+    return {str(line.ledger_class): line.rank_seconds for line in ledger.lines}
+
+
+def assert_adds_up(ledger: Ledger) -> None:
+    for lines in (ledger.lines, ledger.causes):
+        assert sum((line.usd for line in lines), Decimal(0)) == ledger.total_usd
+        assert sum(line.rank_microseconds for line in lines) == ledger.paid_microseconds
+        assert all(line.rank_microseconds >= 0 and line.usd >= 0 for line in lines)
+    bills = (*ledger.nodes, *ledger.silent)
+    assert sum(bill.rank_microseconds for bill in bills) == ledger.paid_microseconds
+
+
+def test_a_killed_attempt_pays_from_batchs_start_to_its_stop() -> None:
+    events = [plan_event(3.6), *gang("j").events, told("j", -100.0, 60.0)]
+    ledger = fold(events)
+    assert ledger.total_usd == Decimal("0.16") == Decimal(str(spent_usd(events)))
+    found = seconds_of(ledger)
+    assert found["startup"] == 2 * (100 + 10), "Batch's start to the first word, and the agent's own"
+    assert found["interruption"] == 2 * (10 + 20), "from the last step to the last word, and on to the stop"
+    assert_adds_up(ledger)
+
+
+def test_what_came_after_a_planned_end_is_idle() -> None:
+    ledger = fold([plan_event(3.6), *gang("j", ends=True).events, told("j", -5.0, 43.0, cause="ended")])
+    assert seconds_of(ledger)["idle"] == 2 * 3.0 and seconds_of(ledger)["startup"] == 2 * 15.0
+    assert ledger.total_usd == Decimal("0.048")
+
+
+def test_a_node_that_never_spoke_was_starting() -> None:
+    one = told("silent", 0.0, 50.0, nodes=2)
+    ledger = fold([plan_event(3.6), one])
+    assert seconds_of(ledger) == {"startup": 2 * 2 * 50.0} and ledger.total_usd == Decimal("0.1")
+    assert [line.cause for line in ledger.causes] == ["interruption: reclaimed before the first word"]
+    assert_adds_up(ledger)
+    both = fold([plan_event(3.6), *gang("silent").events, one])
+    assert both.total_usd == Decimal("0.1"), "node 0 spoke, node 1 did not: each is paid for 50 s"
+    assert_adds_up(both)
+
+
+@pytest.mark.parametrize("times", [(None, None), (None, 60.0), (10.0, None)])
+def test_without_both_times_only_the_agents_word_is_billed(times) -> None:
+    assert fold([plan_event(3.6), *gang("j").events, told("j", *times)]).total_usd == Decimal("0.04")
+    assert fold([plan_event(3.6), told("j", *times)]).total_usd == 0
+
+
+def test_the_last_word_on_a_job_counts_and_counts_once() -> None:
+    twice = [told("j", -100.0, 60.0, at=1e6), told("j", -100.0, 100.0, at=2e6)]
+    assert fold([plan_event(3.6), *gang("j").events, *twice]).total_usd == Decimal("0.2")
+
+
+@pytest.mark.parametrize("skew", [-300.0, -45.0, 0.0, 45.0, 300.0])
+def test_clocks_minutes_apart_change_no_total(skew: float) -> None:
+    """Batch's clock against the agent's: 100 s before, 40 s told, 20 s after, in all 160."""
+    events = [plan_event(3.6, t=-1000.0), *gang("j").events, told("j", -100.0 + skew, 60.0 + skew)]
+    ledger = fold(events)
+    assert ledger.total_usd == Decimal("0.16") and ledger.paid_rank_seconds == 320.0
+    assert_adds_up(ledger)
+
+
+def test_a_job_is_known_by_the_time_where_its_agent_does_not_say_it() -> None:
+    first, second = gang(None), gang(None, number=2, start=500.0)
+    jobs = [told("one", -10.0, 50.0), told("two", 490.0, 550.0)]
+    ledger = fold([plan_event(3.6), *first.events, *second.events, *jobs])
+    assert ledger.total_usd == Decimal("0.12")
+    assert [bill.job.job_id for bill in ledger.nodes] == ["one", "two"]
+
+
+def test_an_attempt_has_the_price_of_its_own_placement() -> None:
+    """Spot, then on demand at twice the price; the second agent's clock is five minutes behind the launcher's."""
+    spot, dear = gang("spot"), gang("dear", number=2, start=200.0)
+    where = {"market": "on_demand", "usd_per_hour": 7.2, "quoted_usd_per_hour": "7.2"}
+    plans = [plan_event(3.6, t=-400.0), plan_event(3.6, t=450.0)]
+    jobs = [told("spot", 0.0, 40.0, at=60.0), told("dear", 500.0, 540.0, **where)]
+    ledger = fold([*plans, *spot.events, *dear.events, *jobs])
+    assert [bill.usd for bill in ledger.nodes] == [Decimal("0.04"), Decimal("0.08")]
+    assert ledger.clean_on_demand_usd is not None
+
+
+def test_a_pause_between_generations_of_a_job_is_paid_once() -> None:
+    known = {"instance_id": "i-1", "uptime_seconds": 300.0}
+    first, second = gang("j", **known), gang("j", number=2, start=50.0, **known)
+    ledger = fold([plan_event(3.6), *first.events, *second.events, told("j", 0.0, 100.0)])
+    assert ledger.total_usd == Decimal("0.1") and seconds_of(ledger)["idle"] == 2 * 10.0
+    assert_adds_up(ledger)
+
+
+def test_an_instance_between_two_jobs_goes_on_being_billed_and_its_minute_counts_jobs() -> None:
+    known = {"instance_id": "i-1", "uptime_seconds": 20.0}
+    first, second = gang("a", **known), gang("b", number=2, start=100.0, **known)
+    jobs = [told("a", -10.0, 45.0), told("b", 90.0, 145.0)]
+    ledger = fold([plan_event(3.6), *first.events, *second.events, *jobs])
+    assert ledger.total_usd == Decimal("0.155"), "from the first job's start to the second's stop, nothing else"
+    short = fold([plan_event(3.6), *gang("a", **known).events, told("a", -10.0, 40.0)])
+    assert short.total_usd == Decimal("0.05"), "10 s before its job, and 50 in it: a minute, and nothing is missing"
+    shorter = fold([plan_event(3.6), *gang("a", **{**known, "uptime_seconds": 12.0}).events, told("a", -10.0, 40.0)])
+    assert shorter.total_usd == Decimal("0.058"), "2 s and 50 s: 8 are missing"
+
+
+@settings(max_examples=60, deadline=None)
+@given(timelines(), st.integers(0, 10**6))
+def test_every_paid_second_is_in_one_class_and_all_sum_to_the_cent(timeline, seed: int) -> None:
+    """Random kills and lost ends in random jobs of Batch: overlapping, skewed, told twice, without times, silent."""
+    draw, events, jobs = random.Random(seed), [], {}
+    for one in timeline[0]:
+        if one.name == NODE_STARTED:
+            job_id = f"job-{one.generation // draw.choice([1, 1, 2])}"
+            tells = draw.random() < 0.9
+            one = replace(one, data={**one.data, **({"batch_job_id": job_id} if tells else {})})
+            jobs.setdefault(job_id, one.t_mono)
+        events.append(one)
+    words = []
+    for job_id, start in [*jobs.items(), ("never", 50.0)]:
+        began = start - draw.uniform(-50, 400) + draw.choice([-300, 0, 300])
+        stopped = began + draw.choice([0.0, draw.uniform(0, 300), draw.uniform(0, 3000)])
+        times = draw.choice([(began, stopped)] * 4 + [(None, stopped), (began, None)])
+        nodes, cause = draw.randint(1, 4), draw.choice(["reclaimed", "ended", "user_code", "unknown"])
+        words += [told(job_id, *times, nodes=nodes, cause=cause, at=1e6 + n) for n in range(draw.choice([1, 1, 2]))]
+    ledger = fold([*events, *words])
+    assert_adds_up(ledger)
+    assert ledger.paid_microseconds == expected_micros(ledger, words)
+
+
+def expected_micros(ledger: Ledger, words: list[Event]) -> int:
+    """Rank-microseconds: of each node of each job the longer of what agents and what Batch told; else the agents'."""
+    total, spoke = 0, {}
+    for bill in ledger.nodes:
+        total += bill.node.paid_micros * len(bill.node.ranks)
+        if bill.job is not None:
+            spoke.setdefault((bill.job.job_id, bill.node.node), []).append(bill)
+    for word in {one.data["job_id"]: one for one in words}.values():
+        data = word.data
+        if data["started_utc"] is None or data["stopped_utc"] is None:
+            continue
+        whole = round(data["stopped_utc"] * MICRO) - round(data["started_utc"] * MICRO)
+        for node in range(data["nodes"]):
+            bills = spoke.pop((data["job_id"], node), [])
+            if not bills:
+                total += whole * data["processes_per_node"]
+                continue
+            missing = max(0, whole - sum(bill.node.paid_micros for bill in bills))
+            extra = [(extra.micros, len(bill.node.ranks)) for bill in bills for extra in bill.extras]
+            assert sum(micros for micros, _ in extra) == missing
+            total += sum(micros * ranks for micros, ranks in extra)
+    for bills in spoke.values():  # beyond the nodes that Batch knows of: as one that it does know
+        total += sum(extra.micros * len(bill.node.ranks) for bill in bills for extra in bill.extras)
+    return total

@@ -1,0 +1,88 @@
+"""The report of a job on AWS Batch: each attempt with its place, why, what was planned and what came of it."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import replace
+
+import pytest
+
+from cost.capacity import as_placed, history_of, place
+from cost.report.attempts import attempt_rows, place_rows
+from cost.report.render_html import render as render_html
+from cost.report.render_text import render as render_text
+from cost.report.report import RunReport, build_report
+from infra.events import PLAN
+from tests.support.capacity import BOTH, JobLog, batch_config, planned
+from tests.support.timelines import WALL, GangLog, event
+
+CONFIG = batch_config()
+
+
+def placed(log: JobLog, at: float, share_done: float) -> None:
+    """Plan and placement, as a launcher writes them."""
+    plan = planned(CONFIG, WALL + at, share_done=share_done)
+    placement = place(CONFIG, plan=plan, history=history_of(log.events), queues=BOTH, now_utc=WALL + at)
+    log.events.append(event(PLAN, at, **as_placed(plan, placement).brief().to_json()))
+    log.placed(placement, at + 0.1)
+
+
+def told(log: JobLog, cause: str, at: float, *, started: float | None, job_id: str) -> None:
+    log.told(cause, history_of(log.events).attempts[-1].placement, at, started=started, job_id=job_id)
+
+
+@pytest.fixture(scope="module")
+def report() -> RunReport:
+    """Never started; then reclaimed after 1,000 s; then done."""
+    log = JobLog()
+    placed(log, 0.0, 0.0)
+    told(log, "never_started", 1800.0, started=None, job_id="one")
+    placed(log, 1801.0, 0.0)
+    first = GangLog(1, 2200.0, [[0]], machines=[{"batch_job_id": "two"}])
+    first.phase("startup", 100.0)
+    first.steps(1, 8, useful_step=100.0)
+    first.commit(8)
+    log.events += first.events
+    told(log, "reclaimed", 3100.0 + 30, started=2130.0, job_id="two")
+    placed(log, 3131.0, 0.4)
+    last = GangLog(2, 3400.0, [[0]], parent=(8, 1), machines=[{"batch_job_id": "three"}])
+    last.phase("startup", 100.0)
+    last.steps(9, 12, useful_step=100.0)
+    last.outcome("completed")
+    last.phase("shutdown", 10.0)
+    last.ended("completed", 510.0)
+    log.events += last.events
+    told(log, "ended", 3915.0, started=3390.0, job_id="three")
+    return build_report([replace(one, run="run-1") for one in log.events])
+
+
+def test_each_attempt_has_its_place_its_plan_and_what_came_of_it(report: RunReport) -> None:
+    attempts = report.money["attempts"]
+    assert [one["ended"] for one in attempts] == ["never_started", "reclaimed", "ended"]
+    assert [one["actual"]["hours"] for one in attempts] == [None, pytest.approx(1000 / 3600), pytest.approx(525 / 3600)]
+    assert attempts[0]["actual"]["usd"] is None and attempts[0]["actual"]["wait_seconds"] == 60.0
+    for one in attempts[1:]:
+        assert one["actual"]["usd_per_hour"] == pytest.approx(one["planned"]["usd_per_hour"], rel=1e-4)
+        assert 0 < one["actual"]["hours"] < one["planned"]["hours"]
+    assert sum(one["actual"]["usd"] or 0 for one in attempts) == pytest.approx(float(report.total_usd), abs=2e-6)
+    assert "had no capacity" in attempts[1]["why"] and "was reclaimed" in attempts[2]["why"]
+    assert RunReport.from_json(report.to_json()).money["attempts"] == attempts
+
+
+def test_all_of_it_is_rendered(report: RunReport) -> None:
+    text, page = render_text(report), html.unescape(render_html(report))
+    assert max(len(line) for line in text.splitlines() if "prices  " not in line) <= 100
+    plain = " ".join(text.replace("│", " ").split())
+    for row in attempt_rows(report.money["attempts"]):
+        assert " ".join(row) in plain and all(f"<td>{cell}</td>" in page for cell in row)
+    for _, where, why in place_rows(report.money["attempts"]):
+        assert why.split(";")[0] in plain and f"<td>{where}</td>" in page and f"<td>{why}</td>" in page
+    assert "interruption: reclaimed" in plain, "not lost without a word: Batch told it"
+    assert "never started" in plain and "Batch job in queue q: reclaimed" in plain
+
+
+def test_regret_is_told_and_the_whole_job_is_in_it(report: RunReport) -> None:
+    found = report.money["hindsight"]
+    assert found["regret_usd"] == pytest.approx(float(report.total_usd) - found["usd"], abs=1e-6)
+    assert found["regret_usd"] > 0, "a second start was paid"
+    assert found["start_hours"] == pytest.approx((70 + 100) / 3600), "Batch's part of a start is a part of one"

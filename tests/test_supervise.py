@@ -1,0 +1,141 @@
+"""The supervisor with the real flow: it goes on after everything was killed, stops where going on is no use, leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.flow import ROOT, FlowRun, FlowRunner, assert_ledger_adds_up, processes_with, wait_until
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(600)]  # four runs of the flow are behind the first tests
+
+CONFIG = str(ROOT / "configs" / "laptop.yaml")
+
+
+class Supervised(FlowRunner):
+    """Starts the supervisor where FlowRunner starts the flow; one rank, so that a run starts sooner."""
+
+    program = ROOT / "flows" / "supervise.py"
+
+    def words(self, *more: str, **settings: object) -> list[str]:
+        return [CONFIG, *self.options(cluster__nodes=1, **settings), "--pause-seconds", "0", *more]
+
+    def await_commit(self, generation: int) -> None:
+        wait_until(
+            f"a commit of generation {generation}",
+            lambda: any(event["name"] == "commit" and event["generation"] == generation for event in self.events()),
+            timeout=120,
+        )
+
+    def launchers(self) -> list[int]:
+        """Pids of the flow's launchers below this folder: not of its tasks, nor of the supervisor."""
+        return [
+            pid
+            for pid in processes_with(str(self.folder))
+            if b"train_flow.py\0run" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+
+
+def told(run: FlowRun) -> list[str]:
+    return re.findall(r"^supervise: (.*)$", run.output, re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Story:
+    """A job whose launcher is killed, whose supervisor is then asked to leave, and that another supervisor completes.
+    quiet: the same job without all that."""
+
+    runner: Supervised
+    left: FlowRun
+    survivors: list[int]
+    run: FlowRun
+    quiet: FlowRun
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    runner = Supervised(tmp_path_factory.mktemp("survived"))
+    first = runner.start(*runner.words())
+    runner.await_commit(1)
+    [launcher] = runner.launchers()
+    os.kill(launcher, signal.SIGKILL)
+    runner.await_commit(2)
+    first.send_signal(signal.SIGTERM)
+    left = runner.finish(first)
+    survivors = processes_with(str(runner.folder))
+    run = runner.run(*runner.words())
+
+    quiet = FlowRunner(tmp_path_factory.mktemp("quiet"))
+    return Story(runner, left, survivors, run, quiet.run("run", *quiet.options(cluster__nodes=1)))
+
+
+def test_what_was_killed_and_left_is_gone_on_with_bit_for_bit(story: Story) -> None:
+    run, quiet = story.run, story.quiet
+    assert run.exit_code == quiet.exit_code == 0, run.output
+    assert run.report["job"] == "laptop"
+    assert (run.report["interruptions"], run.report["failures"]) == (2, 0)
+    assert run.report["weights_sha256"] == quiet.report["weights_sha256"]
+    assert run.report["loss_curve"] == quiet.report["loss_curve"]
+    assert_ledger_adds_up(run.report)
+    first, *_, last = told(run)
+    assert "goes on, 2 runs so far; it has cost $0.00" in first
+    assert last.startswith("completed after 3 runs, 2 interruptions, 0 failures, ") and "simulated price" in last
+
+
+def test_asked_to_leave_it_saves_and_ends_with_75(story: Story) -> None:
+    assert story.left.exit_code == 75, story.left.output
+    assert "interrupted (exit code -9), 1 run, 1 interruption, 0 failures" in story.left.output
+    assert story.left.report["outcome"] == "interrupted"
+    assert story.left.report["events"]["generations"][-1]["ended"] == "interrupted"
+    assert told(story.left)[-1].startswith("asked to leave; it has cost $")
+    assert not story.survivors
+
+
+def test_a_job_that_is_complete_is_not_run_again(story: Story) -> None:
+    again = story.runner.run(*story.runner.words())
+    assert again.exit_code == 0 and len(told(again)) == 2 and "complete already" in told(again)[1]
+    assert "Workflow starting" not in again.output
+
+
+def test_a_crash_loop_ends_with_its_code_its_reason_and_its_cost(tmp_path: Path) -> None:
+    runner = Supervised(tmp_path, environment={"PYTHONPATH": str(ROOT)})
+    settings = {"workload": "tests.support.crashing:Crashing", "checkpoint__interval_steps": 30}
+    run = runner.run(CONFIG, *runner.options(**settings), "--pause-seconds", "0")
+    assert run.exit_code == 6, run.output
+    assert run.report["outcome"] == "crash_loop" and run.report["failures"] == 3
+    *_, why, cost = told(run)
+    assert why.startswith("stopped, crash_loop (exit code 6): crash loop: the same failure 3 times")
+    assert "a bug at sample" in why and "rank-seconds" in why
+    assert re.fullmatch(r"after 1 run, .*3 failures.*; it has cost \$\d\.\d{4} at a simulated price", cost), cost
+    assert f"${run.report['total_usd']:.4f}" in cost
+
+
+def test_runs_that_fail_without_training_anything_stop_after_three(tmp_path: Path) -> None:
+    """No agent sees such a loop: each run dies before it starts one."""
+    runner = Supervised(tmp_path, environment={"METAFLOW_DATASTORE_SYSROOT_LOCAL": "/dev/null/nowhere"})
+    run = runner.run(*runner.words())
+    assert run.exit_code == 6, run.output
+    failed = [line for line in told(run) if line.startswith("failure ")]
+    assert [line[:12] for line in failed] == ["failure 1 of", "failure 2 of"]
+    assert "crash loop: 3 failures with no new commit in between" in told(run)[-2]
+
+
+def test_what_the_flow_refuses_ends_the_supervisor_at_once(tmp_path: Path) -> None:
+    runner = Supervised(tmp_path)
+    run = runner.run(*runner.words(cost__budget_usd=0.0001))
+    assert run.exit_code == 3, run.output
+    assert told(run)[-2].startswith("stopped, preflight (exit code 3): ")
+
+
+def test_nothing_outlives_a_supervisor_that_was_killed(tmp_path: Path) -> None:
+    runner = Supervised(tmp_path)
+    process = runner.start(*runner.words())
+    wait_until("the flow", runner.launchers)
+    process.kill()
+    process.wait()
+    wait_until("the end of all its processes", lambda: not processes_with(str(tmp_path)), timeout=60)
