@@ -160,11 +160,14 @@ def test_nobody_is_blamed_while_somebody_waits_for_the_store(rank: Rank, tmp_pat
 
 def test_those_who_waited_along_have_the_time_of_a_step_when_the_wait_is_over(rank: Rank, tmp_path: Path) -> None:
     """The rank that waited has a step to make before it is where the others are."""
-    watch = watch_of(rank, tmp_path, floor_seconds=20.0)
+    watch = watch_of(rank, tmp_path, floor_seconds=60.0)
     for _ in range(200):
         rank.offset += 0.5
         watch.look(patient=True)
-    assert [one for one in pass_time(watch, rank, 15.0) if one.hung] == []
+    found = pass_time(watch, rank, 10.0)
+    watch.want_witnesses()
+    found += wait_until("where it stands", watch.look, timeout=40)
+    assert [one for one in found if one.hung] == []
     hung = wait_until("its end", lambda: [one for one in pass_time(watch, rank, 1.0) if one.hung], timeout=60)
     assert [one.rank for one in hung] == [3]
     watch.close()
