@@ -9,6 +9,7 @@ import pytest
 from cost.capacity import Placement, as_placed, history_of, place
 from cost.catalogue import load_catalogue
 from cost.errors import PlacementError
+from infra.batch import ComputeEnvironment
 from infra.events import GENERATION_ENDED, NODE_STARTED, NOTICE
 from infra.outcome import Outcome
 from tests.support.capacity import BOTH, JobLog, batch_config, placed_now, planned, queue, queues
@@ -149,6 +150,23 @@ def test_a_family_is_no_prefix_of_another() -> None:
     config = batch_config("cluster.instance_types=[g5g.xlarge]")
     with pytest.raises(PlacementError):
         placed_now(config, JobLog(), 0.0, where=queues(queue("x86", "spot", ["g5"])))
+
+
+def environment(kind: str, most: int | None) -> ComputeEnvironment:
+    known = {"managed": True, "usable": True, "problem": ""}
+    return ComputeEnvironment(name=f"of-{kind}", kind="SPOT", instance_types=(kind,), max_vcpus=most, **known)
+
+
+def test_a_pool_beyond_every_environments_vcpus_would_wait_for_ever() -> None:
+    """One environment runs the job, so another's vCPUs, of other machines, are none of its own."""
+    small = queue("small", "spot", ["g5"], max_vcpus=2)
+    large = queue("small", "spot", ["g5", "p5"], compute_environments=(environment("g5", 2), environment("p5", 192)))
+    for state in (small, large):
+        with pytest.raises(PlacementError, match=r"small: may have 2 vCPUs .* and 1 × g5\.xlarge .* has 4") as refused:
+            placed_now(batch_config(), JobLog(), 0.0, where=queues(state))
+        assert refused.value.outcome is Outcome.NO_CAPACITY
+        other = queue("other", "spot", ["g5"], compute_environments=(environment("g5", 2), environment("g5", 4)))
+        assert placed_now(batch_config(), JobLog(), 0.0, where=queues(state, other)).queue == "other"
 
 
 def test_a_refused_plan_ends_with_its_own_outcome() -> None:

@@ -60,10 +60,10 @@ def place(
     """
     if plan.refusal is not None:
         raise PlacementError(plan.refusal.outcome, f"{plan.refusal.message} ({plan.refusal.hint})")
-    region = config.batch.region
-    found = offers(plan.ranked, queues, region=region)
+    region, kinds = config.batch.region, load_catalogue() if catalogue is None else catalogue
+    found = offers(plan.ranked, queues, region=region, catalogue=kinds)
     if not found:
-        why = lacking(plan.ranked, queues, region=region)
+        why = lacking(plan.ranked, queues, region=region, catalogue=kinds)
         raise PlacementError(
             Outcome.NO_CAPACITY,
             f"none of {len(queues)} queues can run any of the plan's {len(plan.ranked)} pools: {why}; fix: "
@@ -72,7 +72,7 @@ def place(
     runnable = config.batch.runnable_minutes / 60
     seen = situation(plan, found, history, runnable_hours=runnable, now_utc=now_utc)
     choice = _after_a_bug(found, history) or _asked(seen, history, plan) or _only_one_market(found, history)
-    kind = (load_catalogue() if catalogue is None else catalogue)[choice.offer.candidate.instance_type]
+    kind = kinds[choice.offer.candidate.instance_type]
     wall = wall_seconds(config, plan, choice.offer, now_utc)
     state = None if seen.state is None else state_json(seen.state)
     return _placement(choice, kind, wall, choice.runnable_hours or runnable, state)
