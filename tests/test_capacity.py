@@ -10,6 +10,7 @@ from cost.capacity import Placement, as_placed, history_of, place
 from cost.catalogue import load_catalogue
 from cost.errors import PlacementError
 from infra.batch import ComputeEnvironment
+from infra.batch.attempts import Cause
 from infra.events import GENERATION_ENDED, NODE_STARTED, NOTICE
 from infra.outcome import Outcome
 from tests.support.capacity import BOTH, JobLog, batch_config, placed_now, planned, queue, queues
@@ -84,15 +85,18 @@ def test_a_drain_after_a_reclaims_notice_is_no_bug() -> None:
     assert "was reclaimed" in placed_now(config, log, HOUR).reason
 
 
+@pytest.mark.parametrize("told", ["user_code", "unknown"])
 @pytest.mark.parametrize(("user_code", "cause"), [(True, "user_code"), (False, "unknown")])
-def test_the_agents_know_whether_it_was_the_program(user_code: bool, cause: str) -> None:
+def test_the_agents_know_whether_it_was_the_program(user_code: bool, cause: str, told: Cause) -> None:
     """To Batch a store that is away looks like a bug: a container that left with a code."""
     log = JobLog()
     first = placed_now(batch_config(), log, 0.0)
     log.events.append(event(NODE_STARTED, 130.0, generation=1, ranks=[0], batch_job_id="job-1"))
     log.events.append(event(GENERATION_ENDED, 900.0, generation=1, reason="rank_failed", user_code=user_code))
-    log.told("user_code", first, HOUR, started=120.0, job_id="job-1")
+    log.told(told, first, HOUR, started=120.0, job_id="job-1")
     assert history_of(log.events).attempts[0].cause == cause
+    log.events.append(event(NODE_STARTED, 950.0, generation=2, ranks=[0], batch_job_id="job-1"))
+    assert history_of(log.events).attempts[0].cause == told, "of what ended the last generation nobody told"
 
 
 def test_a_pool_that_never_starts_is_left_for_the_next_best() -> None:
