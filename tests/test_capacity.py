@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from cost.capacity import Placement, as_placed, history_of, place
+from cost.capacity.offers import offers
 from cost.catalogue import load_catalogue
 from cost.errors import PlacementError
 from infra.batch import ComputeEnvironment
@@ -148,12 +150,32 @@ def test_without_a_queue_it_says_what_each_lacks(state, words: str) -> None:
     assert refused.value.outcome is Outcome.NO_CAPACITY and words in str(refused.value)
 
 
+def test_a_queue_that_names_the_type_goes_before_one_that_leaves_it_to_batch() -> None:
+    """What "optimal" stands for has no GPUs today: a job of them would wait there for nothing."""
+    ranked = planned(batch_config(), WALL).ranked
+    both = queues(queue("any", "spot", ["optimal"]), queue("g5", "spot", ["g5"]))
+    assert {offer.queue for offer in offers(ranked, both)} == {"g5"}
+    assert {offer.queue for offer in offers(ranked, queues(both["any"]))} == {"any"}
+
+
 def test_a_family_is_no_prefix_of_another() -> None:
     with pytest.raises(PlacementError):
         placed_now(batch_config(), JobLog(), 0.0, where=queues(queue("arm", "spot", ["g5g"])))
     config = batch_config("cluster.instance_types=[g5g.xlarge]")
     with pytest.raises(PlacementError):
         placed_now(config, JobLog(), 0.0, where=queues(queue("x86", "spot", ["g5"])))
+
+
+def test_the_price_is_of_the_region_where_the_queues_are() -> None:
+    """Also where only their ARNs tell it: the plan's cheapest pool may be one of elsewhere."""
+    config = batch_config()
+    plan = planned(config, WALL)
+    cheaper = tuple(replace(one, region="us-west-2", usd_per_hour=one.usd_per_hour / 2) for one in plan.ranked)
+    wide = replace(plan, ranked=(*cheaper, *plan.ranked))
+    for region in ("us-east-1", "us-west-2"):
+        where = queues(queue("spot-g5", "spot", ["g5"], arn=f"arn:aws:batch:{region}:123456789012:job-queue/spot-g5"))
+        found = place(config, plan=wide, history=history_of([]), queues=where, now_utc=WALL)
+        assert (found.queue, found.region) == ("spot-g5", region)
 
 
 def environment(kind: str, most: int | None) -> ComputeEnvironment:

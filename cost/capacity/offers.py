@@ -13,7 +13,8 @@ from cost.plan.pools import Candidate
 if TYPE_CHECKING:
     from infra.batch.queues import QueueState
 
-# What a compute environment may list instead of types: Batch then takes what fits the job.
+# What a compute environment may list instead of types: Batch then takes what fits the job, of families that it chooses
+# itself (today without GPUs). A queue that names the type goes before: in this one the job might wait for nothing.
 _WHATEVER_FITS = ("optimal", "default_x86_64", "default_arm64")
 
 
@@ -50,11 +51,12 @@ def offers(
     for one in ranked:
         if region is not None and one.region not in (None, region):
             continue
-        named_first = sorted(queues.items(), key=lambda item: not _names(item[1].instance_types, one.instance_type))
-        for name, queue in named_first:
-            if _lacks(queue, one, kinds) is None:
-                offer = Offer(candidate=one, queue=name)
-                found.setdefault(offer.id, offer)
+        fit = [name for name, queue in queues.items() if _lacks(queue, one, kinds) is None]
+        named = [name for name in fit if _names(queues[name].instance_types, one.instance_type)]
+        left = [name for name in fit if name not in named and not (named and _leaves_it(queues[name]))]
+        for name in (*named, *left):
+            offer = Offer(candidate=one, queue=name)
+            found.setdefault(offer.id, offer)
     return tuple(found.values())
 
 
@@ -111,6 +113,10 @@ def _most_vcpus(queue: QueueState, instance_type: str) -> int | None:
 
 def _takes(listed: Sequence[str], instance_type: str) -> bool:
     return not listed or _names(listed, instance_type) or any(one in _WHATEVER_FITS for one in listed)
+
+
+def _leaves_it(queue: QueueState) -> bool:
+    return any(one in _WHATEVER_FITS for one in queue.instance_types)
 
 
 def _names(listed: Sequence[str], instance_type: str) -> bool:
