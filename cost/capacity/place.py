@@ -60,7 +60,8 @@ def place(
     """
     if plan.refusal is not None:
         raise PlacementError(plan.refusal.outcome, f"{plan.refusal.message} ({plan.refusal.hint})")
-    region, kinds = config.batch.region, load_catalogue() if catalogue is None else catalogue
+    kinds = load_catalogue() if catalogue is None else catalogue
+    region = config.batch.region or _region_of(queues, plan)
     found = offers(plan.ranked, queues, region=region, catalogue=kinds)
     if not found:
         why = lacking(plan.ranked, queues, region=region, catalogue=kinds)
@@ -76,6 +77,16 @@ def place(
     wall = wall_seconds(config, plan, choice.offer, now_utc)
     state = None if seen.state is None else state_json(seen.state)
     return _placement(choice, kind, wall, choice.runnable_hours or runnable, state)
+
+
+def _region_of(queues: Mapping[str, QueueState], plan: Plan) -> str | None:
+    """As the queues' ARNs have it (arn:aws:batch:REGION:…): prices of another region are none of theirs.
+
+    None where they have none, or one that the plan has no pool in, which preflight tells.
+    """
+    said = {queue.arn.split(":")[3] for queue in queues.values() if queue.arn.count(":") > 3}
+    known = said & {one.region for one in plan.ranked}
+    return known.pop() if len(known) == 1 else None
 
 
 def _placement(
