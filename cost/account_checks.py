@@ -18,8 +18,6 @@ from infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
 from infra.errors import CloudError, StoreError
 from infra.preflight import Check, Finding, PreflightContext
 
-_SHOWN = 6
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
@@ -34,13 +32,6 @@ class _Asked:
     def vcpus(self, offer: Offer) -> int:
         return offer.candidate.nodes * self.catalogue[offer.candidate.instance_type].vcpu
 
-    def too_small(self, offer: Offer) -> str:
-        """Why the queue's compute environments cannot start the machines; "" when they can."""
-        needed, most = self.vcpus(offer), self.queues[offer.queue].max_vcpus
-        if most is None or needed <= most:
-            return ""
-        return f"{offer.queue}: its compute environment may have {most} vCPUs, and {offer.candidate} has {needed}"
-
 
 def check_capacity(context: PreflightContext) -> Finding:
     """Some queue has the machines that some pool of the plan needs, and may start as many of their vCPUs."""
@@ -48,16 +39,14 @@ def check_capacity(context: PreflightContext) -> Finding:
     if isinstance(asked, Finding):
         return asked
     if not asked.offered:
-        fix = "name a queue of such machines in batch.queues, or widen cluster.instance_types or cost.regions"
-        return Finding.failed(lacking(asked.plan.ranked, asked.queues, region=asked.region), fix)
-    small = {offer.id: asked.too_small(offer) for offer in asked.offered}
-    fitting = [offer for offer in asked.offered if not small[offer.id]]
-    if not fitting:
-        lines = list(dict.fromkeys(small.values()))[:_SHOWN]
-        fix = "raise maxvCpus of the compute environment: aws batch update-compute-environment"
-        return Finding.failed("\n".join(lines), fix)
+        fix = (
+            "name a queue of such machines in batch.queues, widen cluster.instance_types or cost.regions, or raise "
+            "maxvCpus of a compute environment: aws batch update-compute-environment"
+        )
+        lacks = lacking(asked.plan.ranked, asked.queues, region=asked.region, catalogue=asked.catalogue)
+        return Finding.failed(lacks, fix)
     cheapest: dict[str, Offer] = {}
-    for offer in fitting:
+    for offer in asked.offered:
         cheapest.setdefault(offer.queue, offer)
     return Finding.passed("\n".join(f"{queue}: {offer.candidate}" for queue, offer in cheapest.items()))
 
@@ -112,8 +101,9 @@ def _ask(context: PreflightContext) -> _Asked | Finding:
     except (CloudError, StoreError) as error:
         return Finding.skipped(str(error))
     region = client.meta.region_name
-    offered = offers(plan.ranked, queues, region=region)
-    return _Asked(plan=plan, region=region, queues=queues, offered=offered, catalogue=load_catalogue())
+    catalogue = load_catalogue()
+    offered = offers(plan.ranked, queues, region=region, catalogue=catalogue)
+    return _Asked(plan=plan, region=region, queues=queues, offered=offered, catalogue=catalogue)
 
 
 # Warnings: they hold the plan of the price table against the account, and prices of the moment may allow more. Where an

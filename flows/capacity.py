@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from metaflow.decorators import StepDecorator, _base_step_decorator
 
 from flows import packaging, pods
-from flows.attempts.order import AttemptName, Order
+from flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
 
 # What the process that submits needs besides its command line (`flows.attempts.submitting`).
 SUBMIT_VARIABLE = "EBBFLOW_SUBMIT"
@@ -34,7 +34,11 @@ class CapacityDecorator(StepDecorator):
     defaults: ClassVar[dict[str, Any]] = {}
 
     def step_init(self, flow, graph, step_name, decorators, environment, flow_datastore, logger) -> None:
+        from metaflow.metaflow_config import BATCH_JOB_QUEUE
+
         self._store, self._step = flow_datastore, step_name
+        queues = [one.attributes.get("queue") for one in decorators if one.name == "batch"]
+        self._named = any(queue not in (None, BATCH_JOB_QUEUE) for queue in queues)
         self._parallel = graph[step_name].parallel_step
         # Hooks run in the order of this list, and that of @batch overwrites the command line: this one comes last.
         step = getattr(type(flow), step_name)
@@ -50,7 +54,7 @@ class CapacityDecorator(StepDecorator):
         try:
             self._place(cli_args, task, retry_count, max_user_code_retries)
         except Exception as error:  # one that is raised here ends the run
-            task.log(f"capacity: as @batch says, since it cannot be chosen: {error!r}", system_msg=True)
+            self._unplaced(cli_args, task, repr(error))
 
     def task_pre_step(
         self, step_name, task_datastore, metadata, run_id, task_id, flow, graph, retry_count, max_retries, ubf_context,
@@ -76,11 +80,11 @@ class CapacityDecorator(StepDecorator):
             backend=cli_args.commands[0],
         )
         answer = place_attempt(ask)
-        if answer.trouble:
-            where = "as @batch says" if answer.order is None else "by the plan of the run"
-            task.log(f"capacity: {where}, since it cannot be chosen afresh: {answer.trouble}", system_msg=True)
         if answer.order is None:
-            return
+            return self._unplaced(cli_args, task, answer.trouble)
+        if answer.trouble:
+            said = f"by the plan of the run, since it cannot be chosen afresh: {answer.trouble}"
+            task.log(f"capacity: {said}", system_msg=True)
         task.log(f"capacity: {said_of(answer.order)}", system_msg=True)
         if answer.order.does != "train":
             stay(cli_args, self._step)
@@ -89,6 +93,18 @@ class CapacityDecorator(StepDecorator):
         else:
             apply(cli_args, answer.order, flow.settings["config"])
             cli_args.env[SUBMIT_VARIABLE] = json.dumps(_for_the_submitter(flow, name, answer.order))
+
+    def _unplaced(self, cli_args: Any, task: Any, trouble: str) -> None:
+        """Where @batch itself names a queue, there. The queue of the light steps has no machine to train on: there the
+        attempt would cost and come to nothing, so that it fails where the scheduler is, and the next is placed anew.
+        """
+        backend = cli_args.commands[0]
+        if self._named or backend == "kubernetes":
+            task.log(f"capacity: as @{backend} says, since it cannot be chosen: {trouble}", system_msg=True)
+            return
+        task.log(f"capacity: this attempt is not submitted, since it cannot be placed: {trouble}", system_msg=True)
+        stay(cli_args, self._step)
+        cli_args.env[UNPLACED_VARIABLE] = trouble
 
 
 def apply(cli_args: Any, order: Order, config: dict[str, Any]) -> None:

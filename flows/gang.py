@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from metaflow import current
 
-from flows.attempts.order import AttemptName, Order
+from flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
 from flows.backends import training_backend
 from flows.job import Job
 from flows.network import name_interface
@@ -109,6 +110,8 @@ def _order(flow: Any, this: Any) -> Order | None:
     """What this attempt was told; None where nobody has placed it, as on this machine. Raises StepFailed."""
     if training_backend(flow) is None:
         return None
+    if trouble := os.environ.get(UNPLACED_VARIABLE):
+        raise StepFailed(Outcome.FAILED, f"this attempt could not be placed: {trouble}")
     name = AttemptName(
         run=str(this.run_id), step=this.step_name, task=_placed_task(this), attempt=int(this.retry_count)
     )

@@ -56,6 +56,10 @@ def test_an_account_without_hints_is_read_by_its_names(aws: Account, tmp_path: P
     text = (tmp_path / "adopted.yaml").read_text()
     assert "left out: queue gang-p4d is DISABLED" in text and "no metadata service is known" in text
     assert "left out: queue cpu-spot is Spot and has no GPUs known here (c6i)" in text
+    assert "light is Fargate: set METAFLOW_ECS_FARGATE_EXECUTION_ROLE" in text
+    aws.add_queue("small-machines", [aws.add_environment("small-machines", "EC2", ["m7i"])])
+    config, _ = adopted(tmp_path, "--force")
+    assert config.batch.light_queue == "small-machines", "which needs no such role"
 
 
 def test_metaflows_stack_and_the_users_own_settings_come_first(

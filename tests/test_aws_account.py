@@ -173,3 +173,18 @@ def test_a_clock_that_is_off_and_a_batch_that_is_not_amazons(monkeypatch: pytest
         # Amazon has no account that would say anything of this Batch, and is not asked.
         assert "would be asked of Amazon" in skipped("aws-role", **batch(SPOT, job_role=JOB_ROLE)).detail
         assert "would be asked of Amazon" in skipped("aws-quota", **batch(SPOT, nodes=1)).detail
+        # Who leads all of AWS to one stand-in, which is Batch and nothing else, is not refused for what it lacks.
+        monkeypatch.setenv("AWS_ENDPOINT_URL", local.endpoint)
+        assert "is not this service" in skipped("aws-role", **batch(SPOT, job_role=JOB_ROLE)).detail
+        skipped("aws-rights", **batch(SPOT, job_role=JOB_ROLE))
+        skipped("aws-bucket", **batch(SPOT))
+        skipped("aws-image", **batch(SPOT, image=IMAGE))
+
+
+def test_what_a_stand_in_lacks_says_nothing_of_a_role_or_an_image(
+    aws: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.checks.batch.account.is_amazons", lambda client: False)
+    nobody = f"arn:aws:iam::{ACCOUNT}:role/nobody"
+    assert f"knows no role {nobody}" in skipped("aws-role", **batch(SPOT, job_role=nobody)).detail
+    assert f"has no image {IMAGE}" in skipped("aws-image", **batch(SPOT, image=IMAGE)).detail

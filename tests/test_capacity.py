@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from cost.capacity import Placement, as_placed, history_of, place
+from cost.capacity.offers import offers
 from cost.catalogue import load_catalogue
 from cost.errors import PlacementError
+from infra.batch import ComputeEnvironment
+from infra.batch.attempts import Cause
 from infra.events import GENERATION_ENDED, NODE_STARTED, NOTICE
 from infra.outcome import Outcome
 from tests.support.capacity import BOTH, JobLog, batch_config, placed_now, planned, queue, queues
@@ -83,15 +87,18 @@ def test_a_drain_after_a_reclaims_notice_is_no_bug() -> None:
     assert "was reclaimed" in placed_now(config, log, HOUR).reason
 
 
+@pytest.mark.parametrize("told", ["user_code", "unknown"])
 @pytest.mark.parametrize(("user_code", "cause"), [(True, "user_code"), (False, "unknown")])
-def test_the_agents_know_whether_it_was_the_program(user_code: bool, cause: str) -> None:
+def test_the_agents_know_whether_it_was_the_program(user_code: bool, cause: str, told: Cause) -> None:
     """To Batch a store that is away looks like a bug: a container that left with a code."""
     log = JobLog()
     first = placed_now(batch_config(), log, 0.0)
     log.events.append(event(NODE_STARTED, 130.0, generation=1, ranks=[0], batch_job_id="job-1"))
     log.events.append(event(GENERATION_ENDED, 900.0, generation=1, reason="rank_failed", user_code=user_code))
-    log.told("user_code", first, HOUR, started=120.0, job_id="job-1")
+    log.told(told, first, HOUR, started=120.0, job_id="job-1")
     assert history_of(log.events).attempts[0].cause == cause
+    log.events.append(event(NODE_STARTED, 950.0, generation=2, ranks=[0], batch_job_id="job-1"))
+    assert history_of(log.events).attempts[0].cause == told, "of what ended the last generation nobody told"
 
 
 def test_a_pool_that_never_starts_is_left_for_the_next_best() -> None:
@@ -143,12 +150,49 @@ def test_without_a_queue_it_says_what_each_lacks(state, words: str) -> None:
     assert refused.value.outcome is Outcome.NO_CAPACITY and words in str(refused.value)
 
 
+def test_a_queue_that_names_the_type_goes_before_one_that_leaves_it_to_batch() -> None:
+    """What "optimal" stands for has no GPUs today: a job of them would wait there for nothing."""
+    ranked = planned(batch_config(), WALL).ranked
+    both = queues(queue("any", "spot", ["optimal"]), queue("g5", "spot", ["g5"]))
+    assert {offer.queue for offer in offers(ranked, both)} == {"g5"}
+    assert {offer.queue for offer in offers(ranked, queues(both["any"]))} == {"any"}
+
+
 def test_a_family_is_no_prefix_of_another() -> None:
     with pytest.raises(PlacementError):
         placed_now(batch_config(), JobLog(), 0.0, where=queues(queue("arm", "spot", ["g5g"])))
     config = batch_config("cluster.instance_types=[g5g.xlarge]")
     with pytest.raises(PlacementError):
         placed_now(config, JobLog(), 0.0, where=queues(queue("x86", "spot", ["g5"])))
+
+
+def test_the_price_is_of_the_region_where_the_queues_are() -> None:
+    """Also where only their ARNs tell it: the plan's cheapest pool may be one of elsewhere."""
+    config = batch_config()
+    plan = planned(config, WALL)
+    cheaper = tuple(replace(one, region="us-west-2", usd_per_hour=one.usd_per_hour / 2) for one in plan.ranked)
+    wide = replace(plan, ranked=(*cheaper, *plan.ranked))
+    for region in ("us-east-1", "us-west-2"):
+        where = queues(queue("spot-g5", "spot", ["g5"], arn=f"arn:aws:batch:{region}:123456789012:job-queue/spot-g5"))
+        found = place(config, plan=wide, history=history_of([]), queues=where, now_utc=WALL)
+        assert (found.queue, found.region) == ("spot-g5", region)
+
+
+def environment(kind: str, most: int | None) -> ComputeEnvironment:
+    known = {"managed": True, "usable": True, "problem": ""}
+    return ComputeEnvironment(name=f"of-{kind}", kind="SPOT", instance_types=(kind,), max_vcpus=most, **known)
+
+
+def test_a_pool_beyond_every_environments_vcpus_would_wait_for_ever() -> None:
+    """One environment runs the job, so another's vCPUs, of other machines, are none of its own."""
+    small = queue("small", "spot", ["g5"], max_vcpus=2)
+    large = queue("small", "spot", ["g5", "p5"], compute_environments=(environment("g5", 2), environment("p5", 192)))
+    for state in (small, large):
+        with pytest.raises(PlacementError, match=r"small: may have 2 vCPUs .* and 1 × g5\.xlarge .* has 4") as refused:
+            placed_now(batch_config(), JobLog(), 0.0, where=queues(state))
+        assert refused.value.outcome is Outcome.NO_CAPACITY
+        other = queue("other", "spot", ["g5"], compute_environments=(environment("g5", 2), environment("g5", 4)))
+        assert placed_now(batch_config(), JobLog(), 0.0, where=queues(state, other)).queue == "other"
 
 
 def test_a_refused_plan_ends_with_its_own_outcome() -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from cost.capacity import History, PastAttempt, Placement
-from flows.attempts.order import AttemptName, Order
+from flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
 from flows.attempts.placing import in_vain
-from flows.capacity import apply, stay
+from flows.capacity import CapacityDecorator, apply, stay
+from flows.gang import train_round
 from flows.metaflow_fixes import command_of_node, known_release, needed
 from flows.remote import backend_asked, refusal
+from flows.steps import StepFailed
 from infra.config.schema import RunConfig
 from infra.events import COMMIT, Event
 from infra.outcome import Outcome
@@ -80,6 +82,35 @@ def test_a_step_that_only_says_how_it_goes_on_runs_where_the_scheduler_is() -> N
     stay(line, "train_node")
     assert line.commands == ["step"] and line.command_args == ["train_node"]
     assert line.command_options == {"run-id": "1733", "task-id": "3", "tag": ["a"]}
+
+
+@pytest.mark.parametrize(("queue", "command"), [("light", ["step"]), ("gpus", ["batch", "step"])])
+def test_an_attempt_that_cannot_be_placed_does_not_go_to_the_light_steps(
+    queue: str, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where @batch names a queue itself. Here the artifacts of the step before cannot be read."""
+
+    class Flow:
+        def train_node(self) -> None: ...
+
+    Flow.train_node.decorators = []  # type: ignore[attr-defined]
+    monkeypatch.setattr("metaflow.metaflow_config.BATCH_JOB_QUEUE", "light")
+    decorator, said = CapacityDecorator(), []
+    batch = SimpleNamespace(name="batch", attributes={"queue": queue})
+    graph = {"train_node": SimpleNamespace(parallel_step=False)}
+    decorator.step_init(Flow(), graph, "train_node", [batch, decorator], None, None, None)
+    line = command_line(queue=queue)
+    line.env, line.task = {}, SimpleNamespace(input_paths=["1733/prepare/4"], log=lambda text, **_: said.append(text))
+    decorator.runtime_step_cli(line, 0, 4, None)
+    assert line.commands == command and len(said) == 1
+    assert (UNPLACED_VARIABLE in line.env) is (command == ["step"])
+
+
+def test_a_step_whose_attempt_was_not_placed_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(UNPLACED_VARIABLE, "the store is away")
+    step = SimpleNamespace(decorators=[SimpleNamespace(name="batch")])
+    with pytest.raises(StepFailed, match="could not be placed: the store is away"):
+        train_round(SimpleNamespace(rounds=0, train=step, train_node=step), SimpleNamespace())
 
 
 def history(*causes: str, started: float | None = 10.0) -> History:

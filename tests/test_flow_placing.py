@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from flows.job import Job
 from flows.remote import set_environment
 from infra.config.schema import RunConfig
 from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, read_events
-from tests.support.batch.fixture import LocalBatch, local_batch
+from tests.support.batch.fixture import LocalBatch, job_when, local_batch
 
 pytestmark = pytest.mark.timeout(120)
 NAME = AttemptName(run="1733", step="train_node", task="5", attempt=0)
@@ -108,7 +109,29 @@ def test_a_service_that_hangs_holds_up_nobody(flow: SimpleNamespace, monkeypatch
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection and says nothing
         monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", f"http://127.0.0.1:{silent.getsockname()[1]}")
         answer = place_attempt(ask(flow), deadline_seconds=0.5)
-    assert answer.order is None and "0.5 s" in answer.trouble
+        assert answer.order is not None and "0.5 s" in answer.trouble, "then by the plan of the run"
+        flow.settings["config"]["batch"]["queues"] = []
+        name = replace(NAME, attempt=1)
+        nowhere = place_attempt(ask(flow, name), deadline_seconds=0.5)
+    assert nowhere.order is None and "no queue" in nowhere.trouble
+    assert Order.get(Job.of(flow, NAME.run).store, name) is None, "no container may take it for a word to stop"
+
+
+def test_what_its_submitter_left_running_is_ended_before_the_next_attempt(
+    flow: SimpleNamespace, batch: LocalBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the same run: a submitter that is killed ends nothing."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
+    aws = batch.client()
+    aws.update_job_queue(jobQueue="od-g5", state="ENABLED")
+    needs = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "1000"}]
+    container = {"image": "local", "command": ["sleep", "600"], "resourceRequirements": needs}
+    aws.register_job_definition(jobDefinitionName="left", type="container", containerProperties=container)
+    job_id = aws.submit_job(jobName="left", jobQueue="od-g5", jobDefinition="left")["jobId"]
+    with Job.of(flow, NAME.run).events("test") as log:
+        log.emit(BATCH_SUBMITTED, job_id=job_id, step=NAME.step, task=NAME.task)
+    assert place_attempt(ask(flow, replace(NAME, attempt=1))).trouble == ""
+    assert job_when(batch, "left", "FAILED")["status"] == "FAILED"
 
 
 def test_jobs_whose_end_is_untold_are_known_by_their_submit_or_by_their_agent(flow: SimpleNamespace) -> None:

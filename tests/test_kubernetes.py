@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -95,6 +96,19 @@ def test_training_pods_ask_the_api_for_nothing_and_the_head_for_what_metaflow_ca
         "jobs", "jobs/status", "jobsets", "jobsets/status", "pods", "pods/exec",
     }  # fmt: skip
     assert not any("*" in rule["verbs"] + rule["resources"] for rule in role["rules"])
+
+
+def test_tasks_reach_the_metadata_service_that_the_supervisor_names() -> None:
+    [policy] = of_kind("NetworkPolicy")
+    [supervisor] = [one for one in of_kind("Job") if one["metadata"]["name"] == "ebbflow-supervisor"]
+    [container] = supervisor["spec"]["template"]["spec"]["containers"]
+    [url] = [one["value"] for one in container["env"] if one["name"] == "METAFLOW_SERVICE_URL"]
+    address = urlsplit(url)
+    namespace = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": address.hostname.split(".")[1]}}}
+    ports = {"protocol": "TCP", "port": address.port}
+    assert [rule for rule in policy["spec"]["egress"] if namespace in rule["to"] and ports in rule["ports"]]
+    command = container["command"]
+    assert command[command.index("--set") + 1] == "cluster.backend=kubernetes", "the file names another"
 
 
 def test_the_zone_is_selected_by_its_id_or_by_its_name_and_only_where_it_is_known() -> None:

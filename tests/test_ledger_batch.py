@@ -113,6 +113,16 @@ def test_a_job_is_known_by_the_time_where_its_agent_does_not_say_it() -> None:
     assert [bill.job.job_id for bill in ledger.nodes] == ["one", "two"]
 
 
+def test_each_node_of_a_job_has_an_instance_of_its_own_whatever_the_metadata_service_says() -> None:
+    """AWS Batch puts no two nodes of a job on one, and a service of one address for all gives all the same id."""
+    log = GangLog(1, 0.0, [[0], [1]], machines=[{"instance_id": "i-1", "batch_job_id": "j"}] * 2)
+    for node in (0, 1):
+        log.heartbeat(node, 40.0)
+    ledger = fold([plan_event(3.6), *log.events, told("j", 0.0, 100.0, nodes=2, processes_per_node=1)])
+    assert ledger.total_usd == Decimal("0.2")
+    assert_adds_up(ledger)
+
+
 def test_an_attempt_has_the_price_of_its_own_placement() -> None:
     """Spot, then on demand at twice the price; the second agent's clock is five minutes behind the launcher's."""
     spot, dear = gang("spot"), gang("dear", number=2, start=200.0)
@@ -135,9 +145,12 @@ def test_a_pause_between_generations_of_a_job_is_paid_once() -> None:
 def test_an_instance_between_two_jobs_goes_on_being_billed_and_its_minute_counts_jobs() -> None:
     known = {"instance_id": "i-1", "uptime_seconds": 20.0}
     first, second = gang("a", **known), gang("b", number=2, start=100.0, **known)
-    jobs = [told("a", -10.0, 45.0), told("b", 90.0, 145.0)]
+    jobs = [told("a", -10.0, 45.0, cause="user_code"), told("b", 90.0, 145.0)]
     ledger = fold([plan_event(3.6), *first.events, *second.events, *jobs])
     assert ledger.total_usd == Decimal("0.155"), "from the first job's start to the second's stop, nothing else"
+    jobs = [told("a", -10.0, 45.0), told("b", 90.0, 145.0)]
+    ledger = fold([plan_event(3.6), *first.events, *second.events, *jobs])
+    assert ledger.total_usd == Decimal("0.11"), "one that was taken away waits for nobody, whatever its successor says"
     short = fold([plan_event(3.6), *gang("a", **known).events, told("a", -10.0, 40.0)])
     assert short.total_usd == Decimal("0.05"), "10 s before its job, and 50 in it: a minute, and nothing is missing"
     shorter = fold([plan_event(3.6), *gang("a", **{**known, "uptime_seconds": 12.0}).events, told("a", -10.0, 40.0)])

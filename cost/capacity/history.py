@@ -26,8 +26,9 @@ _TOLD_BETTER = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
 class PastAttempt:
     """One placement and what came of it. Unix times by Batch's clock; None: it did not come to that, or nobody told.
 
-    cause: as Batch tells it, except that an attempt that left on a reclaim's notice counts as reclaimed, and that it is
-    not the user's code that failed where the agents name something else, such as the store.
+    cause: as Batch tells it, except that an attempt that left on a reclaim's notice counts as reclaimed, that it is not
+    the user's code that failed where the agents name something else, such as the store, and that it is where they name
+    it and Batch names nothing.
     """
 
     placement: Placement
@@ -122,7 +123,7 @@ def _try(event: Event) -> tuple[Any, ...]:
 
 def _with_word(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], better: str | None) -> PastAttempt:
     cause = str(data.get("cause") or UNKNOWN)
-    if better is not None and cause in (_TOLD_BETTER if better == RECLAIMED else (USER_CODE,)):
+    if better is not None and cause in (_TOLD_BETTER if better == RECLAIMED else (USER_CODE, UNKNOWN)):
         cause = better
     return PastAttempt(
         placement=attempt.placement,
@@ -140,11 +141,12 @@ def _as_agents_tell(events: Sequence[Event]) -> dict[str, str]:
     for event in events:
         if event.name == NODE_STARTED and event.data.get("batch_job_id"):
             jobs.setdefault(event.generation, set()).add(str(event.data["batch_job_id"]))
+    newest = {job_id: generation for generation in sorted(jobs) for job_id in jobs[generation]}
     found: dict[str, str] = {}
-    for event in sorted(events, key=lambda event: event.generation):
+    for event in events:
         if event.name == GENERATION_ENDED and "user_code" in event.data:
-            for job_id in jobs.get(event.generation, ()):
-                found[job_id] = USER_CODE if event.data["user_code"] else UNKNOWN
+            ended = [job_id for job_id in jobs.get(event.generation, ()) if newest[job_id] == event.generation]
+            found |= dict.fromkeys(ended, USER_CODE if event.data["user_code"] else UNKNOWN)
     for event in events:
         if event.name == NOTICE and event.data.get("action") in RECLAIMS:
             found |= dict.fromkeys(jobs.get(event.generation, ()), RECLAIMED)

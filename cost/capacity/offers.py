@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cost.capacity.placement import pool_id, short_name
+from cost.catalogue import Catalogue, load_catalogue
 from cost.plan.pools import Candidate
 
 if TYPE_CHECKING:
     from infra.batch.queues import QueueState
 
-# What a compute environment may list instead of types: Batch then takes what fits the job.
+# What a compute environment may list instead of types: Batch then takes what fits the job, of families that it chooses
+# itself (today without GPUs). A queue that names the type goes before: in this one the job might wait for nothing.
 _WHATEVER_FITS = ("optimal", "default_x86_64", "default_arm64")
 
 
@@ -37,35 +39,50 @@ class Offer:
 
 
 def offers(
-    ranked: Sequence[Candidate], queues: Mapping[str, QueueState], *, region: str | None = None
+    ranked: Sequence[Candidate],
+    queues: Mapping[str, QueueState],
+    *,
+    region: str | None = None,
+    catalogue: Catalogue | None = None,
 ) -> tuple[Offer, ...]:
     """In the plan's order, each type, size and queue once. region: where the queues are; None: not known."""
+    kinds = load_catalogue() if catalogue is None else catalogue
     found: dict[str, Offer] = {}
     for one in ranked:
         if region is not None and one.region not in (None, region):
             continue
-        for name, queue in sorted(queues.items(), key=lambda item: not _names(item[1], one.instance_type)):
-            if _lacks(queue, one) is None:
-                offer = Offer(candidate=one, queue=name)
-                found.setdefault(offer.id, offer)
+        fit = [name for name, queue in queues.items() if _lacks(queue, one, kinds) is None]
+        named = [name for name in fit if _names(queues[name].instance_types, one.instance_type)]
+        left = [name for name in fit if name not in named and not (named and _leaves_it(queues[name]))]
+        for name in (*named, *left):
+            offer = Offer(candidate=one, queue=name)
+            found.setdefault(offer.id, offer)
     return tuple(found.values())
 
 
-def lacking(ranked: Sequence[Candidate], queues: Mapping[str, QueueState], *, region: str | None = None) -> str:
+def lacking(
+    ranked: Sequence[Candidate],
+    queues: Mapping[str, QueueState],
+    *,
+    region: str | None = None,
+    catalogue: Catalogue | None = None,
+) -> str:
     """What each queue lacks to run the cheapest pool that is nearest to it."""
     if not queues:
         return "the account has no queue that training may go to"
     here = [one for one in ranked if region is None or one.region in (None, region)]
     if not here:
         return f"the plan has no pool in {region}, where the queues are; fix: name it in cost.regions"
+    kinds = load_catalogue() if catalogue is None else catalogue
     lines = []
     for name, queue in queues.items():
-        wanted = next((one for one in here if one.market == queue.market), here[0])
-        lines.append(f"{short_name(name)}: {_lacks(queue, wanted)}")
+        near = [one for one in here if one.market == queue.market] or here
+        wanted = next((one for one in near if _takes(queue.instance_types, one.instance_type)), near[0])
+        lines.append(f"{short_name(name)}: {_lacks(queue, wanted, kinds)}")
     return "; ".join(lines)
 
 
-def _lacks(queue: QueueState, wanted: Candidate) -> str | None:
+def _lacks(queue: QueueState, wanted: Candidate, catalogue: Catalogue) -> str | None:
     """Why the queue cannot run the pool; None: it can."""
     if not queue.usable:
         return queue.problem or "not usable"
@@ -77,24 +94,38 @@ def _lacks(queue: QueueState, wanted: Candidate) -> str | None:
         return f"AWS Batch runs no job of several nodes on Spot, and {wanted} is one"
     if wanted.nodes > 1 and not queue.multi_node:
         return f"takes no job of several nodes, and {wanted} is one"
-    if queue.instance_types and not (_names(queue, wanted.instance_type) or _takes_anything(queue)):
+    if not _takes(queue.instance_types, wanted.instance_type):
         return f"has {', '.join(queue.instance_types)}, and {wanted} is none of them"
+    most, needed = _most_vcpus(queue, wanted.instance_type), wanted.nodes * catalogue[wanted.instance_type].vcpu
+    if most is not None and needed > most:
+        return f"may have {most} vCPUs (maxvCpus of its compute environment), and {wanted} has {needed}"
     return None
 
 
-def _names(queue: QueueState, instance_type: str) -> bool:
-    """Whether the queue lists the type, its family (g5), or the beginning of its name within the family (p4d.24)."""
+def _most_vcpus(queue: QueueState, instance_type: str) -> int | None:
+    """Of the largest compute environment that takes the type, since a job runs in one of them: beyond it a job waits in
+    RUNNABLE for ever. None: no limit is known.
+    """
+    able = [one for one in queue.compute_environments if one.usable and _takes(one.instance_types, instance_type)]
+    limits = [one.max_vcpus for one in able] or [queue.max_vcpus]
+    return None if None in limits else max(limit for limit in limits if limit is not None)
+
+
+def _takes(listed: Sequence[str], instance_type: str) -> bool:
+    return not listed or _names(listed, instance_type) or any(one in _WHATEVER_FITS for one in listed)
+
+
+def _leaves_it(queue: QueueState) -> bool:
+    return any(one in _WHATEVER_FITS for one in queue.instance_types)
+
+
+def _names(listed: Sequence[str], instance_type: str) -> bool:
+    """Whether the type is listed, or its family (g5), or the beginning of its name within the family (p4d.24)."""
     return any(
-        instance_type == listed
-        or instance_type.startswith(f"{listed}.")
-        or ("." in listed and _begins(listed, instance_type))
-        for listed in queue.instance_types
+        instance_type == one or instance_type.startswith(f"{one}.") or ("." in one and _begins(one, instance_type))
+        for one in listed
     )
 
 
 def _begins(listed: str, instance_type: str) -> bool:
     return instance_type.startswith(listed.removesuffix("*"))
-
-
-def _takes_anything(queue: QueueState) -> bool:
-    return any(listed in _WHATEVER_FITS for listed in queue.instance_types)

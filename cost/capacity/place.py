@@ -60,10 +60,11 @@ def place(
     """
     if plan.refusal is not None:
         raise PlacementError(plan.refusal.outcome, f"{plan.refusal.message} ({plan.refusal.hint})")
-    region = config.batch.region
-    found = offers(plan.ranked, queues, region=region)
+    kinds = load_catalogue() if catalogue is None else catalogue
+    region = config.batch.region or _region_of(queues, plan)
+    found = offers(plan.ranked, queues, region=region, catalogue=kinds)
     if not found:
-        why = lacking(plan.ranked, queues, region=region)
+        why = lacking(plan.ranked, queues, region=region, catalogue=kinds)
         raise PlacementError(
             Outcome.NO_CAPACITY,
             f"none of {len(queues)} queues can run any of the plan's {len(plan.ranked)} pools: {why}; fix: "
@@ -72,10 +73,20 @@ def place(
     runnable = config.batch.runnable_minutes / 60
     seen = situation(plan, found, history, runnable_hours=runnable, now_utc=now_utc)
     choice = _after_a_bug(found, history) or _asked(seen, history, plan) or _only_one_market(found, history)
-    kind = (load_catalogue() if catalogue is None else catalogue)[choice.offer.candidate.instance_type]
+    kind = kinds[choice.offer.candidate.instance_type]
     wall = wall_seconds(config, plan, choice.offer, now_utc)
     state = None if seen.state is None else state_json(seen.state)
     return _placement(choice, kind, wall, choice.runnable_hours or runnable, state)
+
+
+def _region_of(queues: Mapping[str, QueueState], plan: Plan) -> str | None:
+    """As the queues' ARNs have it (arn:aws:batch:REGION:…): prices of another region are none of theirs.
+
+    None where they have none, or one that the plan has no pool in, which preflight tells.
+    """
+    said = {queue.arn.split(":")[3] for queue in queues.values() if queue.arn.count(":") > 3}
+    known = said & {one.region for one in plan.ranked}
+    return known.pop() if len(known) == 1 else None
 
 
 def _placement(

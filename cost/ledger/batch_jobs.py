@@ -94,12 +94,7 @@ def unheard_extras(
     """Of the nodes that spoke: what their jobs cost beyond what they told of."""
     found = []
     for job_id, nodes in heard.items():
-        counted: set[str] = set()
         for _, mine in _by_index(nodes):
-            instance = mine[0].instance_id
-            if instance and instance in counted:
-                continue  # of two nodes on one instance, the instance is paid once
-            counted |= {instance} if instance else set()
             found += _of_node(jobs[job_id], mine, generations)
     return found
 

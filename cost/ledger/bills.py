@@ -87,7 +87,10 @@ def bills_of(events: Sequence[Event], generations: Mapping[int, Generation]) -> 
     jobs = batch_jobs(events)
     heard = nodes_by_job(nodes, jobs)
     job_of = {id(node): jobs[job_id] for job_id, mine in heard.items() for node in mine}
-    pricing, shared = Pricing.of(events), sharing(nodes)
+    # "Multi-node parallel job nodes are single-tenant", whatever their metadata service calls their instances:
+    # https://docs.aws.amazon.com/batch/latest/userguide/multi-node-parallel-jobs.html
+    shared = sharing([node for node in nodes if id(node) not in job_of or job_of[id(node)].nodes == 1])
+    pricing = Pricing.of(events)
     beyond = [*unheard_extras(heard, jobs, generations), *extras(nodes, job_of)]
     return Bills(
         nodes=tuple(_node_bill(node, pricing, shared, beyond, job_of.get(id(node))) for node in nodes),

@@ -42,12 +42,14 @@ def by_instance(nodes: Sequence[NodeTime]) -> dict[str, list[NodeTime]]:
 
 
 class Stay(Protocol):
-    """Unix seconds in which an instance was paid for in any case, such as a job of AWS Batch on it."""
+    """Unix seconds in which an instance was paid for in any case, as a job of AWS Batch on it, and what ended it."""
 
     @property
     def started(self) -> float: ...
     @property
     def stopped(self) -> float: ...
+    @property
+    def cause(self) -> str: ...
 
 
 def extras(nodes: Sequence[NodeTime], stays: Mapping[int, Stay] | None = None) -> list[Extra]:
@@ -62,6 +64,10 @@ def extras(nodes: Sequence[NodeTime], stays: Mapping[int, Stay] | None = None) -
         stay = known.get(id(node))
         return (node.started_wall, node.ended_wall) if stay is None else (stay.started, stay.stopped)
 
+    def taken(node: NodeTime) -> bool:
+        stay = known.get(id(node))
+        return stay is not None and stay.cause == "reclaimed"
+
     for lived in by_instance(nodes).values():
         lived.sort(key=lambda node: span(node)[0])
         (reached, _), paid = span(lived[0]), 0.0
@@ -69,7 +75,7 @@ def extras(nodes: Sequence[NodeTime], stays: Mapping[int, Stay] | None = None) -
         for node in lived:
             start, end = span(node)
             pause = start - reached
-            if 0 < pause <= LONGEST_IDLE_SECONDS:
+            if 0 < pause <= LONGEST_IDLE_SECONDS and not taken(previous):  # nobody pays for one that was taken away
                 found.append(Extra(node=previous, ledger_class=LedgerClass.IDLE, start=reached, seconds=pause))
                 paid += pause
             paid += max(0.0, end - max(start, reached))  # of two at once, once

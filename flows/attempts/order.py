@@ -13,6 +13,8 @@ from typing import Any, Literal
 from infra.layout import order_key
 from infra.store import Store
 
+# Why an attempt is placed nowhere: set for a step that therefore runs beside the scheduler, and fails.
+UNPLACED_VARIABLE = "EBBFLOW_UNPLACED"
 TRAIN: Does = "train"
 Does = Literal["train", "gang", "again", "stop"]
 

@@ -5,13 +5,14 @@ A machine that is taken away tells nobody what it cost, and Batch does: when the
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 from cost.capacity import Placement, attempt_record
 from flows.job import Job
 from infra.batch import BatchAttempt, batch_client, cancel_job, describe_attempts
-from infra.errors import InfraError
+from infra.errors import CloudRefused, InfraError
 from infra.event_log import EventLog
 from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
 
@@ -24,7 +25,8 @@ def settle(
 ) -> list[Event]:
     """The new `batch_attempt` events, in the order of their jobs: of all that have ended and that nobody has told of.
 
-    A job that an earlier launcher of this job left running is ended: two would spend for one. Raises CloudError.
+    To be asked where none of the job's attempts runs: one that still does was left behind by its submitter, in this run
+    or before, and is ended, since two would spend for one. Raises CloudError.
     """
     submitted = unsettled_jobs(events)
     if not submitted:
@@ -35,8 +37,9 @@ def settle(
         event = submitted[job_id]
         if attempt.finished:
             told.append(log.emit(BATCH_ATTEMPT, **attempt_record(attempt, placement_of(event, events))))
-        elif event.run != job.run:
-            cancel_job(job_id, f"run {job.run} goes on with job {job.name}", client, started=_started(attempt))
+        else:
+            with contextlib.suppress(CloudRefused):  # it has ended in the meantime, and is told of next time
+                cancel_job(job_id, f"run {job.run} goes on with job {job.name}", client, started=_started(attempt))
     return told
 
 

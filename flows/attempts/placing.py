@@ -1,5 +1,5 @@
 """Placing one attempt: fresh prices, what became of the one before, what is left to do; then a queue, or a reason why
-there is none. Never raises, and ends within its deadline, since the scheduler of the run waits for it.
+there is none. Never raises, and ends within its deadlines, since the scheduler of the run waits for it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from flows.attempts.order import AttemptName, Order
 from flows.attempts.past import settle
 from flows.job import PROJECT_ROOT, Job
 from flows.planning import experience
+from infra.aws.calls import within
 from infra.events import COMMIT, PLACED, PLAN, Event, read_events
 from infra.model_shape import ModelShape
 from infra.outcome import Outcome
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from infra.batch import QueueState
     from infra.event_log import EventLog
 
-DEADLINE_SECONDS = 90.0
+DEADLINE_SECONDS = 60.0
+PLANNED_SECONDS = 30.0  # more, where it is by the plan of the run
 _REQUEST_SECONDS = 20.0
 # Attempts in a row that came to nothing and that no machine's loss explains: another would come to nothing as well.
 _MOST_IN_VAIN = 5
@@ -39,7 +41,7 @@ class Ask:
     """An attempt that is to be placed. flow: the artifacts that the step will find (`job`, `settings`, `capacity` …).
 
     round: of `train_node`, counted from 1. one_node: the step cannot be a gang. last: Metaflow tries no further.
-    backend: batch or kubernetes.
+    backend: batch or kubernetes. abandoned: nobody waits for the answer any more, so that none may be left behind.
     """
 
     flow: SimpleNamespace
@@ -48,12 +50,13 @@ class Ask:
     one_node: bool
     last: bool
     backend: str = "batch"
+    abandoned: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """trouble: why it was not decided afresh; order is then by the plan of the run, or None where not even that could
-    be done, and the values of the step's own decorators hold.
+    be done.
     """
 
     order: Order | None = None
@@ -61,23 +64,24 @@ class Answer:
 
 
 def place_attempt(ask: Ask, *, deadline_seconds: float = DEADLINE_SECONDS) -> Answer:
-    """In a thread of its own, so that a store or a service that hangs holds up nobody beyond the deadline."""
-    answers: list[Answer] = []
-
-    def work() -> None:
-        try:
-            answers.append(Answer(order=_order(ask)))
-        except Exception as error:  # whatever it is, a hook that raises would end the run
-            answers.append(_as_planned(ask, f"{type(error).__name__}: {error}"))
-
-    thread = threading.Thread(target=work, name="placing", daemon=True)
-    thread.start()
-    thread.join(deadline_seconds)
-    return answers[0] if answers else Answer(trouble=f"no answer within {deadline_seconds:g} s")
+    """A store or a service that hangs holds up nobody: afresh within the deadline, else by the plan of the run within
+    30 s more."""
+    try:
+        return Answer(order=within(deadline_seconds, lambda: _order(ask), "placing"))
+    except Exception as error:  # whatever it is, a hook that raises would end the run
+        trouble = f"{type(error).__name__}: {error}"
+    ask.abandoned.set()
+    again = replace(ask, abandoned=threading.Event())
+    try:
+        return Answer(order=within(PLANNED_SECONDS, lambda: _as_planned(again), "placing"), trouble=trouble)
+    except Exception as error:
+        again.abandoned.set()
+        return Answer(trouble=f"{trouble}; nor by the plan of the run: {type(error).__name__}: {error}")
 
 
 def _order(ask: Ask) -> Order:
     from cost.capacity import history_of
+    from cost.errors import CostError
     from infra.batch import batch_client, training_queues
 
     job, on_batch = _job(ask), ask.backend == "batch"
@@ -91,23 +95,25 @@ def _order(ask: Ask) -> Order:
             return _ordered(job, ask, Order(does="stop", outcome=said[0].value, message=said[1]))
         plan = fresh_plan(job, events, ask.flow.examined)
         queues = training_queues(config.batch, client) if on_batch else pods.markets()
-        return _placed(ask, job, log, plan, history, queues)
+        try:
+            return _placed(ask, job, log, plan, history, queues)
+        except CostError as error:
+            return _ordered(job, ask, Order(does="stop", outcome=error.outcome.value, message=str(error)))
 
 
-def _as_planned(ask: Ask, trouble: str) -> Answer:
-    """Where Batch, prices or events cannot be asked: by the plan of the run and the queues as they are configured."""
+def _as_planned(ask: Ask) -> Order:
+    """Where Batch, prices or events cannot be asked: by the plan of the run and the queues as they are configured.
+
+    Raises where that cannot be either, CostError among others: what little is known then is no reason to stop a job.
+    """
     from cost.capacity import History
     from cost.plan.plan import Plan
     from infra.batch import declared_queues
 
-    try:
-        job = _job(ask)
-        queues = declared_queues(job.config.batch) if ask.backend == "batch" else pods.markets()
-        with job.events(_process(ask)) as log:
-            order = _placed(ask, job, log, Plan.from_json(ask.flow.capacity), History(), queues)
-        return Answer(order=None if order.does == "stop" else order, trouble=trouble)
-    except Exception as error:
-        return Answer(trouble=f"{trouble}; nor by the plan of the run: {type(error).__name__}: {error}")
+    job = _job(ask)
+    queues = declared_queues(job.config.batch) if ask.backend == "batch" else pods.markets()
+    with job.events(_process(ask)) as log:
+        return _placed(ask, job, log, Plan.from_json(ask.flow.capacity), History(), queues)
 
 
 def _job(ask: Ask) -> Job:
@@ -122,14 +128,12 @@ def _process(ask: Ask) -> str:
 
 
 def _placed(ask: Ask, job: Job, log: EventLog, plan: Plan, history: History, queues: Mapping[str, QueueState]) -> Order:
+    """Raises CostError where none of the queues will do, or none of the limits."""
     from cost.capacity import place
-    from cost.errors import CostError
 
-    try:
-        placed = place(job.config, plan=plan, history=history, queues=queues, now_utc=time.time())
-    except CostError as error:
-        return _ordered(job, ask, Order(does="stop", outcome=error.outcome.value, message=str(error)))
+    placed = place(job.config, plan=plan, history=history, queues=queues, now_utc=time.time())
     order = shaped(ask, plan, placed)
+    _still_wanted(ask)
     if order.does == "train":
         log.origin = replace(log.origin, attempt=ask.name.attempt)
         log.emit(PLAN, **(order.plan or {}))
@@ -139,8 +143,15 @@ def _placed(ask: Ask, job: Job, log: EventLog, plan: Plan, history: History, que
 
 
 def _ordered(job: Job, ask: Ask, order: Order) -> Order:
+    _still_wanted(ask)
     order.put(job.store, ask.name)
     return order
+
+
+def _still_wanted(ask: Ask) -> None:
+    """What is decided too late must not be found by a container that was placed otherwise."""
+    if ask.abandoned.is_set():
+        raise TimeoutError("nobody waits any more")
 
 
 def shaped(ask: Ask, plan: Plan, placed: Placement) -> Order:

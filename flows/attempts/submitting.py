@@ -50,6 +50,7 @@ class Submission:
     def _note(self, job_name: str) -> None:
         """Into the events, so that the job is billed whatever becomes of it and of this process."""
         from infra.config.schema import RunConfig
+        from infra.errors import StoreError
         from infra.event_log import EventLog
         from infra.events import BATCH_SUBMITTED, Origin
 
@@ -66,7 +67,12 @@ class Submission:
         )
         with EventLog(job.store, origin) as log:
             told = {"step": asked["step"], "task": asked["task"]}
-            log.emit(BATCH_SUBMITTED, flush=True, job_id=self._job_id, job_name=job_name, **told)
+            log.emit(BATCH_SUBMITTED, job_id=self._job_id, job_name=job_name, **told)
+            while True:  # as long as this process lives: a store that is away keeps what it was not told
+                try:
+                    return log.flush()
+                except StoreError as error:
+                    _say(f"job {self._job_id} is not in the events yet: {error}")
 
     def _watch(self, job_name: str) -> None:
         """End the job when it has not begun in time: Metaflow then tries again, and it is placed elsewhere."""
@@ -93,6 +99,7 @@ class Submission:
                 return
             except InfraError as error:
                 _say(f"AWS Batch cannot be asked whether {job_name} has begun: {error}")
+                time.sleep(_LOOK_SECONDS)
 
     def _leave(self, number: int, frame: object) -> None:
         """The launcher was told to leave: the job saves and leaves, which Batch tells it by SIGTERM."""

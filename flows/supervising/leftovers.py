@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from flows.attempts.past import settle, unsettled_jobs
 from flows.job import Job
@@ -25,19 +24,18 @@ def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
     events = read_events(job.store)
     if not unsettled_jobs(events):
         return
-    nobody = replace(job, run="")  # none of these jobs belongs to a run that goes on
     limit = time.monotonic() + _SECONDS
     try:
         client = batch_client(job.config.batch.region)
         with job.events("leftovers") as log:
             while True:
-                events += settle(nobody, events, client, log)
+                events += settle(job, events, client, log)
                 known = describe_attempts(list(unsettled_jobs(events)), client)
                 left = [job_id for job_id, attempt in known.items() if not attempt.finished]
                 if not left or time.monotonic() > limit:
                     break
                 time.sleep(_LOOK_SECONDS)
-            events += settle(nobody, events, client, log)
+            events += settle(job, events, client, log)
         if left:
             say(f"not ended within {_SECONDS:g} s, and still to be paid for: {', '.join(left)}")
     except InfraError as error:

@@ -173,8 +173,11 @@ class _Question:
 
 def _curable(error: Exception, question: _Question) -> tuple[str, int | None]:
     """The reason in words, and how often to ask in all (None: while there is time); raises what cannot be cured."""
+    from xml.etree.ElementTree import ParseError
+
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError
     from botocore.exceptions import ConnectionError as NoConnection
+    from botocore.parsers import ResponseParserError
 
     if isinstance(error, ClientError):
         code = str(error.response.get("Error", {}).get("Code", ""))
@@ -198,6 +201,8 @@ def _curable(error: Exception, question: _Question) -> tuple[str, int | None]:
         raise CloudForbidden(f"{question}: no AWS credentials; fix: set AWS_PROFILE or keys, or give a role") from error
     if isinstance(error, BotoCoreError):  # half of the credentials, a parameter that the API does not know
         raise CloudRefused(f"{question}: {_one_line(error)}") from error
+    if isinstance(error, ResponseParserError | ParseError):  # a stand-in for AWS that has another service, or none
+        raise CloudRefused(f"{question}: what answers there is not this service: {_one_line(error)}") from error
     raise error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -50,7 +51,7 @@ def _compared(url: str, *, warned: float, refused: float) -> Finding:
     before = time.time()
     try:
         date = _date_of(url)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return Finding.skipped(f"{url} tells no time: {error}")
     after = time.time()
     # The header is cut to whole seconds, and was written at some moment between the two readings of our clock.
@@ -65,7 +66,10 @@ def _compared(url: str, *, warned: float, refused: float) -> Finding:
 
 
 def _date_of(url: str) -> float:
-    """Unix time in the Date header of whatever `url` answers, even a refusal. Raises OSError, ValueError."""
+    """Unix time in the Date header of whatever `url` answers, even a refusal.
+
+    Raises OSError, ValueError, HTTPException.
+    """
     opener = urllib.request.build_opener(_NoRedirect)
     request = urllib.request.Request(url, method="HEAD")
     try:

@@ -12,6 +12,7 @@ from infra.batch import QueueState
 # https://aws.amazon.com/ec2/instance-types/#Accelerated_Computing: families with NVIDIA GPUs and x86-64 processors
 _GPU_FAMILY = re.compile(r"(p[0-9]|g4dn|g[56](?!g)|gr6)")
 _SECRET = "METAFLOW_SERVICE_AUTH_KEY"
+_FARGATE_ROLE = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"  # without it Metaflow makes no job definition for Fargate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ def choose(
     """given: Metaflow's settings on this machine as (value, where). store, stack: what the user has said."""
     open_ = _Open([f"could not be read: {said}" for said in facts.unread])
     known = _settings(facts, given, stack, open_)
-    queues, light = _queues(facts, known.get("METAFLOW_BATCH_JOB_QUEUE", ""), open_)
+    queues, light = _queues(facts, known, open_)
     store = store or _store(facts, known, stack, open_)
     role = known.get("METAFLOW_ECS_S3_ACCESS_IAM_ROLE") or open_.only(
         "several roles can be taken on by containers", facts.roles, "set batch.job_role to the one of the jobs"
@@ -64,6 +65,7 @@ def choose(
     settings |= {"METAFLOW_BATCH_JOB_QUEUE": light} if light else {}
     settings |= {"METAFLOW_ECS_S3_ACCESS_IAM_ROLE": role} if role else {}
     settings |= {"METAFLOW_BATCH_CONTAINER_IMAGE": image} if image else {}
+    settings |= {_FARGATE_ROLE: known[_FARGATE_ROLE]} if known.get(_FARGATE_ROLE) else {}
     settings |= _metadata(known, given, open_)
     return Choice(
         region=facts.region,
@@ -102,7 +104,7 @@ def _stack(facts: AccountFacts, wanted: str | None, open_: _Open) -> Stack | Non
     return stacks.get(name or "")
 
 
-def _queues(facts: AccountFacts, named: str, open_: _Open) -> tuple[tuple[QueueState, ...], str | None]:
+def _queues(facts: AccountFacts, known: Mapping[str, str], open_: _Open) -> tuple[tuple[QueueState, ...], str | None]:
     """Where training may go, and the queue for the steps around it."""
     training, light = [], []
     for state in facts.queues.values():
@@ -115,16 +117,28 @@ def _queues(facts: AccountFacts, named: str, open_: _Open) -> tuple[tuple[QueueS
         else:
             kinds = ", ".join(state.instance_types) or "Fargate"
             open_.notes.append(f"left out: queue {state.name} is Spot and has no GPUs known here ({kinds})")
+    return tuple(training), _light_queue(facts, known, light, training, open_)
+
+
+def _light_queue(
+    facts: AccountFacts, known: Mapping[str, str], light: list[QueueState], training: list[QueueState], open_: _Open
+) -> str | None:
+    """light: on-demand queues without GPUs. training: what is taken where there are none."""
+    named = known.get("METAFLOW_BATCH_JOB_QUEUE", "")
     name = named.rpartition("/")[2]
-    if named and name not in facts.queues:
+    chosen = facts.queues.get(name)
+    if named and chosen is None:
         open_.notes.append(f"METAFLOW_BATCH_JOB_QUEUE names {name}, which is no queue of {facts.region}")
-    elif named and facts.queues[name].usable:
-        return tuple(training), name
-    light.sort(key=lambda state: not state.fargate)  # the steps around training need no machine of their own
-    others = light or [state for state in training if state.market == "on_demand"]
-    if not others:
+    if chosen is None or not chosen.usable:
+        # The steps around training need no machine of their own, but Fargate needs a role that nobody may have made.
+        light = sorted(light, key=lambda state: state.fargate != bool(known.get(_FARGATE_ROLE)))
+        chosen = next(iter([*light, *(state for state in training if state.market == "on_demand")]), None)
+    if chosen is None:
         open_.notes.append("no on-demand queue: the steps around training have no place that is not taken away")
-    return tuple(training), others[0].name if others else None
+        return None
+    if chosen.fargate and not known.get(_FARGATE_ROLE):
+        open_.notes.append(f"{chosen.name} is Fargate: set {_FARGATE_ROLE} to a role that may pull the image")
+    return chosen.name
 
 
 def _gangs(queues: tuple[QueueState, ...], open_: _Open) -> frozenset[str]:

@@ -12,6 +12,7 @@ from infra.aws.account import (
     denied_actions,
     ecr_region,
     image_exists,
+    is_amazons,
     role_state,
 )
 from infra.aws.calls import Patience
@@ -36,9 +37,12 @@ def check_batch_role(context: PreflightContext) -> Finding:
     if not _ROLE.fullmatch(arn):
         return Finding.skipped(_no_role(arn))
     try:
-        role = role_state(arn, _client("iam", context), _patience())
+        client = _client("iam", context)
+        role = role_state(arn, client, _patience())
     except (CloudError, StoreError) as error:
         return Finding.skipped(str(error))
+    if role is None and not is_amazons(client):
+        return Finding.skipped(f"{client.meta.endpoint_url} knows no role {arn}, and need not: it is not Amazon's")
     if role is None:
         return Finding.failed(f"there is no role {arn}", "correct batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
     if CONTAINERS not in role.trusted:
@@ -115,9 +119,12 @@ def check_batch_image(context: PreflightContext) -> Finding:
     if region is None:
         return Finding.skipped(f"{image} is not in ECR: its registry is not asked")
     try:
-        there = image_exists(image, _client("ecr", context, region), _patience())
+        client = _client("ecr", context, region)
+        there = image_exists(image, client, _patience())
     except (CloudError, StoreError) as error:
         return Finding.skipped(str(error))
+    if not there and not is_amazons(client):
+        return Finding.skipped(f"{client.meta.endpoint_url} has no image {image}, and need not: it is not Amazon's")
     if not there:
         return Finding.failed(f"there is no image {image}", "push it (docs/aws.md), or correct batch.image")
     return Finding.passed(f"{image} is there")

@@ -61,9 +61,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = self.path.partition("?")[0]
         try:
+            asked = json.loads(body or b"{}")
             if path.startswith("/_control/"):
                 self._answer(200, control(self.server.api, path.removeprefix("/_control/"), asked))
             else:
