@@ -83,5 +83,5 @@ def test_what_is_installed_holds_the_files_that_are_no_modules() -> None:
     settings.read(ROOT / "setup.cfg")
     patterns = settings["options.package_data"].items()
     held = {path for package, pattern in patterns for path in ROOT.joinpath(*package.split(".")).glob(pattern)}
-    wanted = {path for room in ROOMS for kind in ("*.csv", "*.c") for path in (ROOT / room).rglob(kind)}
+    wanted = {path for room in ROOMS for kind in ("*.csv", "*.c", "*.yaml") for path in (ROOT / room).rglob(kind)}
     assert wanted and held == wanted
