@@ -25,9 +25,9 @@ from infra.aws.metaflow import metaflow_setting
 from infra.checks.batch.queues import why_not_asked
 from infra.preflight import Check, Finding, PreflightContext
 
-# Tried on the last one. What is mended was compared with 2.19.0 and 2.19.20, and is the same there line by line; the
-# flow itself is tried on these by `make metaflow-releases`.
-FIRST, LAST = (2, 19, 0), (2, 19, 39)
+# On which the mended flow was run. What is mended is the same, line by line, in 2.19.20, but a run in Batch failed
+# on it; `make metaflow-releases` tries the others.
+KNOWN = ((2, 19, 39),)
 _NODE = "$AWS_BATCH_JOB_NODE_INDEX"
 _MAPPERS_SECONDS = 600.0
 _LOOK_SECONDS = 2.0
@@ -42,7 +42,7 @@ def release(text: str) -> tuple[int, ...]:
 
 
 def known_release(text: str) -> bool:
-    return FIRST <= release(text) <= LAST
+    return release(text) in KNOWN
 
 
 def needed(words: Sequence[str]) -> bool:
@@ -62,7 +62,7 @@ def check(context: PreflightContext) -> Finding:
     if context.config.batch.metadata_fixes == "refuse":
         return Finding.failed("metadata are local, and batch.metadata_fixes is refuse", service)
     if not known_release(found):
-        known = " to ".join(".".join(map(str, one)) for one in (FIRST, LAST))
+        known = ", ".join(".".join(map(str, one)) for one in KNOWN)
         return Finding.failed(
             f"metadata are local, and what Metaflow {found} gets wrong then on AWS Batch is not known (known: {known})",
             f"{service}, or install a release that is known",
