@@ -46,6 +46,7 @@ def test_queues(aws: Account) -> None:
     found = passed("aws-queues", **batch(SPOT, GANG, nodes=2, light_queue="light"))
     assert "gang-p4d: EC2 (p4d.24xlarge), several nodes" in found.detail and "placement group" not in found.detail
     assert "no jobStateTimeLimitActions" in found.detail
+    assert "is Fargate: Metaflow runs none there without METAFLOW_ECS_FARGATE_EXECUTION_ROLE" in found.detail
     passed("aws-queues", **batch())  # none declared: those of the account
     assert (
         "there is no job queue spot-g6 in us-east-1"

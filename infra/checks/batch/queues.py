@@ -53,7 +53,7 @@ def check_batch_queues(context: PreflightContext) -> Finding:
     if refused:
         fix = "set batch.light_queue (or METAFLOW_BATCH_JOB_QUEUE) to a queue that takes jobs"
         return Finding.failed(f"for the steps around training: {refused[0]}", fix)
-    return _nodes_have_a_queue(context, usable) or Finding.passed(_told(usable))
+    return _nodes_have_a_queue(context, usable) or Finding.passed("\n".join([_told(usable), *_fargate(others)]))
 
 
 def check_batch_metaflow(context: PreflightContext) -> Finding:
@@ -109,6 +109,15 @@ def _told(usable: Mapping[str, QueueState]) -> str:
     if wide:
         lines.append(f"no placement group and several subnets on {', '.join(wide)}: nodes may lie in different zones")
     return "\n".join(lines)
+
+
+def _fargate(light: Mapping[str, QueueState]) -> list[str]:
+    """`--with cloud` sends no step there, so that this refuses nothing."""
+    role = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"
+    found = [name for name, state in light.items() if state.fargate and not metaflow_setting(role)]
+    return [
+        f"{name}, for the steps around training, is Fargate: Metaflow runs none there without {role}" for name in found
+    ]
 
 
 def _kinds(state: QueueState) -> str:
