@@ -11,7 +11,7 @@ from typing import Any
 
 from cost.capacity import Placement, attempt_record
 from flows.job import Job
-from infra.batch import BatchAttempt, batch_client, cancel_job, describe_attempts
+from infra.batch import batch_client, cancel_job, describe_attempts
 from infra.errors import CloudRefused, InfraError
 from infra.event_log import EventLog
 from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
@@ -39,7 +39,8 @@ def settle(
             told.append(log.emit(BATCH_ATTEMPT, **attempt_record(attempt, placement_of(event, events))))
         else:
             with contextlib.suppress(CloudRefused):  # it has ended in the meantime, and is told of next time
-                cancel_job(job_id, f"run {job.run} goes on with job {job.name}", client, started=_started(attempt))
+                why, ran = f"run {job.run} goes on with job {job.name}", attempt.started_utc is not None
+                cancel_job(job_id, why, client, started=ran, deadline_seconds=deadline_seconds)
     return told
 
 
@@ -87,7 +88,3 @@ def settle_all(job: Job) -> None:
             settle(job, events, client, log, deadline_seconds=_REPORT_SECONDS)
     except InfraError as error:
         print(f"what became of the last Batch job is not known yet, so the bill has its agents' word only: {error}")
-
-
-def _started(attempt: BatchAttempt) -> bool:
-    return attempt.started_utc is not None
