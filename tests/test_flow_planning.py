@@ -21,17 +21,26 @@ class Here(FlowSpec):
     @step
     def train(self) -> None: ...
 
+    @step
+    def train_node(self) -> None: ...
+
 
 class OnBatch(FlowSpec):
     @batch
     @step
     def train(self) -> None: ...
 
+    @step
+    def train_node(self) -> None: ...
+
 
 class OnKubernetes(FlowSpec):
     @kubernetes
     @step
     def train(self) -> None: ...
+
+    @step
+    def train_node(self) -> None: ...
 
 
 def test_only_what_stays_on_this_machine_is_simulated() -> None:

@@ -127,7 +127,7 @@ def test_a_launcher_killed_alone_takes_everything_along(tmp_path: Path) -> None:
     """Even when it dies while a task has only just been started."""
     runner = FlowRunner(tmp_path)
     process = runner.start("run", *runner.options())
-    wait_until("the train task", lambda: "train/5 (pid" in runner.log.read_text())
+    wait_until("the train task", lambda: re.search(r"train/\d+ \(pid", runner.log.read_text()))
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     killed_at = time.monotonic()

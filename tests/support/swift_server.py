@@ -2,8 +2,9 @@
 
     python -m tests.support.swift_server FOLDER PARENT_PID
 
-Everything of it lies in FOLDER. Prints one line of JSON, {"endpoint": …}, once it answers, and lives until its parent
-ends. Proxy, account, container and object server run side by side in green threads, each behind a port of its own.
+Everything of it lies in FOLDER. Prints one line of JSON, {"endpoint": …, "access_key": …, "secret_key": …}, once it
+answers, and lives until its parent ends. Proxy, account, container and object server run side by side in green threads,
+each behind a port of its own.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def main(folder: Path, parent_pid: int) -> None:
     ports = {name: sock.getsockname()[1] for name, sock in sockets.items()}
     _write_configuration(folder, ports)
     _serve(folder, sockets)
-    print(json.dumps({"endpoint": f"http://127.0.0.1:{ports['proxy']}"}), flush=True)
+    keys = {"access_key": ACCESS_KEY, "secret_key": SECRET_KEY}
+    print(json.dumps({"endpoint": f"http://127.0.0.1:{ports['proxy']}", **keys}), flush=True)
     while True:
         eventlet.sleep(3600)
 

@@ -52,9 +52,10 @@ def swift(folder: Path) -> Iterator[BucketPlace | str]:
     root.mkdir()
     command = [sys.executable, "-m", _SWIFT, str(root), str(os.getpid())]
     with _server(command, root / "server.log") as line:
-        endpoint = json.loads(line)["endpoint"]
+        told = json.loads(line)
+        endpoint = told["endpoint"]
         _await(f"{endpoint}/healthcheck")
-        environment = _environment(endpoint, "test:tester", "testing")
+        environment = _environment(endpoint, told["access_key"], told["secret_key"])
         _make_bucket(endpoint, environment)
         yield BucketPlace("Swift", "s3://bench/bench", environment)
 
