@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
+from infra import hanging
 from infra.errors import CloudAway, CloudError, CloudForbidden, CloudRefused
 from infra.store.aws import aws_settings
 
@@ -136,27 +136,8 @@ def pages(
 
 
 def within(seconds: float, find: Callable[[], T], what: str) -> T:
-    """What `find` returns or raises; a name server or a source of credentials that hangs holds up nobody.
-
-    Raises CloudAway when there is no answer within `seconds`; the thread is a daemon and keeps no process from ending.
-    """
-    answer: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answer.append(find())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=what, daemon=True)
-    thread.start()
-    thread.join(max(0.0, seconds))
-    if errors:
-        raise errors[0]
-    if not answer:
-        raise CloudAway(f"{what}: no answer within {seconds:.3g} s")
-    return answer[0]
+    """What `find` returns or raises. Raises CloudAway when there is no answer within `seconds`."""
+    return hanging.within(seconds, find, what, lambda: CloudAway(f"{what}: no answer within {seconds:.3g} s"))
 
 
 class _Question:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import configparser
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from infra.errors import StoreAway, StoreError, StoreForbidden, StoreMisconfigured
+from infra.hanging import within
 
 T = TypeVar("T")
 
@@ -95,27 +95,16 @@ def _from_chain(seconds: float) -> Callable[[], dict]:
 
 
 def _within(seconds: float, find: Callable[[], T]) -> T:
-    """What `find` returns or raises; a source of credentials that hangs, such as instance metadata, holds up nobody."""
-    answer: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answer.append(find())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="credentials", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not answer:
-        raise StoreAway(
+    """Of a source of credentials, such as instance metadata."""
+    return within(
+        seconds,
+        find,
+        "credentials",
+        lambda: StoreAway(
             f"the source of AWS credentials did not answer within {seconds:g} s; fix: set AWS_PROFILE or keys, or "
             "AWS_EC2_METADATA_DISABLED=true on a machine that is no instance"
-        )
-    return answer[0]
+        ),
+    )
 
 
 class _Profile:
