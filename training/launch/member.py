@@ -10,25 +10,23 @@ from dataclasses import asdict
 from infra.events import EndReason
 from training.launch.channel import Message, join
 from training.launch.control import Order
-from training.launch.recently import STORE_WAIT_SECONDS, Recently
+from training.launch.heard import Heard
 from training.launch.spec import GangSpec
 from training.launch.verdict import Start, Verdict, told_to_leave
 from training.launch.watch import WorkerFailure
 
 
-class Member:
+class Member(Heard):
     """Any other node's view: it reports to node 0 and does what node 0 says."""
 
     def __init__(self, spec: GangSpec, host: str, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
+        super().__init__()
         hello: Message = {"node": spec.node, "host": host}
         door = (spec.main_address, spec.candidate_ports, spec.token)
         self._lead = join(*door, hello, deadline_seconds, stopped, spec.silence_seconds)
         self._stopped = stopped
         self._generation = 0
         self._inbox: deque[Message] = deque()
-        self._orders: list[Order] = []
-        self._store_wait = Recently(STORE_WAIT_SECONDS)
-        self._witnesses_wanted = False
 
     def await_start(self, deadline_seconds: float) -> Start | Verdict:
         """The start, or the verdict that there will be none."""
@@ -61,21 +59,9 @@ class Member:
     def order(self, order: Order) -> None:
         self._lead.send({"kind": "order", **order.to_json()})
 
-    def orders(self) -> list[Order]:
-        orders, self._orders = self._orders, []
-        return orders
-
-    def witnesses_wanted(self) -> bool:
-        wanted, self._witnesses_wanted = self._witnesses_wanted, False
-        return wanted
-
     def waiting(self) -> None:
         self._store_wait.mark()
         self._send("waiting")
-
-    @property
-    def somebody_waits(self) -> bool:
-        return self._store_wait.holds
 
     def poll(self) -> Verdict | None:
         if (message := self._next("verdict")) is not None:

@@ -12,7 +12,7 @@ from infra.events import EndReason
 from infra.outcome import Outcome
 from training.launch.channel import Connection, Lobby, Message
 from training.launch.control import SIGTERM, Order
-from training.launch.recently import STORE_WAIT_SECONDS, Recently
+from training.launch.heard import Heard
 from training.launch.spec import GangSpec
 from training.launch.verdict import Start, Verdict, agreed, guilty, told_to_leave
 from training.launch.watch import WorkerFailure, mismatch_of, settle_seconds
@@ -45,10 +45,11 @@ class Peers(Protocol):
     def close(self) -> None: ...
 
 
-class Lead:
+class Lead(Heard):
     """Node 0's view: everybody's news, and the verdict. One for all generations of an attempt."""
 
     def __init__(self, spec: GangSpec, host: str) -> None:
+        super().__init__()
         self._spec, self._host = spec, host
         self._lobby: Lobby | None = None
         if spec.nodes > 1:
@@ -58,12 +59,9 @@ class Lead:
         self._failures: list[WorkerFailure] = []
         self._witnesses: dict[int, tuple[float, WorkerFailure]] = {}
         self._first_failure = float("inf")
-        self._witnesses_wanted = False
         self._finished: dict[int, dict[int, dict]] = {}
         self._ready: set[int] = set()
         self._start: Start | None = None
-        self._orders: list[Order] = []
-        self._store_wait = Recently(STORE_WAIT_SECONDS)
         self._to_leave: list[Order] = []  # those of them that tell all to leave
         self._left_out: set[int] = set()
 
@@ -155,21 +153,9 @@ class Lead:
             self._to_leave.append(order)
         self._broadcast({"kind": "order", **order.to_json()})
 
-    def orders(self) -> list[Order]:
-        orders, self._orders = self._orders, []
-        return orders
-
-    def witnesses_wanted(self) -> bool:
-        wanted, self._witnesses_wanted = self._witnesses_wanted, False
-        return wanted
-
     def waiting(self) -> None:
         self._store_wait.mark()
         self._broadcast({"kind": "waiting"})
-
-    @property
-    def somebody_waits(self) -> bool:
-        return self._store_wait.holds
 
     def poll(self) -> Verdict | None:
         for node in self._start.nodes[1:]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from infra.config.rules.names import zone_prefix
+from infra.config.rules.names import is_a_region
 from infra.config.rules.rule import Answer, Rule
 from infra.config.schema import RunConfig
 
@@ -75,10 +75,7 @@ def _instance_types_are_types(config: RunConfig) -> Answer:
 
 
 def _region_is_a_region(config: RunConfig) -> Answer:
-    name = config.batch.region
-    if name is None or zone_prefix(name) is not None:
-        return None
-    return f"batch.region must be the name of an AWS region, not {name!r}", "such as us-east-1"
+    return is_a_region("batch.region", config.batch.region)
 
 
 def _image_is_a_word(config: RunConfig) -> Answer:

@@ -91,11 +91,15 @@ def _regions_are_regions(config: RunConfig) -> Answer:
     return None
 
 
-def _store_region_is_a_region(config: RunConfig) -> Answer:
-    name = config.cost.store_region
+def is_a_region(key: str, name: str | None) -> Answer:
+    """For a key that may be null."""
     if name is None or zone_prefix(name) is not None:
         return None
-    return f"cost.store_region must be the name of an AWS region, not {name!r}", "such as us-east-1"
+    return f"{key} must be the name of an AWS region, not {name!r}", "such as us-east-1"
+
+
+def _store_region_is_a_region(config: RunConfig) -> Answer:
+    return is_a_region("cost.store_region", config.cost.store_region)
 
 
 def _zones_lie_in_the_regions(config: RunConfig) -> Answer:
