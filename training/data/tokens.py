@@ -81,7 +81,8 @@ def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) ->
                 f"{path} is not the {sizes[name]} bytes that {DESCRIPTION} promises; "
                 f"fix: delete {shards.uri} and prepare the tokens again"
             )
-        arrays[name] = np.memmap(path, dtype=dtype, mode="r")
+        # As plain arrays over the mapped file: each indexing of a np.memmap costs as much as the copy of a batch.
+        arrays[name] = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     return TokenArrays(arrays["train"], arrays["held_out"], about)
 
 
