@@ -197,7 +197,7 @@ def test_shares_of_a_batch_follow_one_another() -> None:
 
 
 def row(**changes: float) -> Row:
-    values = dict.fromkeys(Row.__dataclass_fields__, 1.0) | {"stop": 0.0}
+    values = dict.fromkeys(Row._fields, 1.0) | {"stop": 0.0}
     return Row(**values | changes)
 
 

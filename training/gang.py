@@ -14,19 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.errors import RendezvousError
+from training.wire import LARGEST_ROW_BYTES, MOST_RANKS, Wire, open_wire
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gang:
     """One rank's place. device: where its model lives; `alone` when there is nobody to talk to.
 
-    ranks_per_node: neighbours in number are neighbours on a node, as torchrun counts them.
+    ranks_per_node: neighbours in number are neighbours on a node, as torchrun counts them. wire: where rows take a
+    shorter way than the group's.
     """
 
     rank: int = 0
     world_size: int = 1
     ranks_per_node: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    wire: Wire | None = None
 
     @property
     def alone(self) -> bool:
@@ -36,6 +39,8 @@ class Gang:
         """Every rank's row [k] as [world_size, k], equal on all ranks. Collective."""
         if self.alone:
             return row[None]
+        if self.wire is not None and 0 < row.nbytes <= LARGEST_ROW_BYTES:
+            return self.wire.gather(row)
         rows = row.new_empty(self.world_size * row.numel())
         dist.all_gather_single(rows, row)
         return rows.view(self.world_size, -1)
@@ -49,6 +54,7 @@ def connect(*, start_seconds: float, collective_seconds: float, generation: str)
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = _own_device()
+    wire = None
     if "MASTER_ADDR" in os.environ:
         store = _open_store(os.environ, rank, world_size, start_seconds)
         store = dist.PrefixStore(generation, store)
@@ -62,8 +68,17 @@ def connect(*, start_seconds: float, collective_seconds: float, generation: str)
             timeout=timedelta(seconds=collective_seconds),
             device_id=device if device.type == "cuda" else None,
         )
+        if device.type == "cpu" and 1 < world_size <= MOST_RANKS:
+            wire = open_wire(
+                dist.PrefixStore("wire", store),
+                rank,
+                world_size,
+                main=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+                start_seconds=start_seconds,
+                seconds=collective_seconds,
+            )
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return Gang(rank=rank, world_size=world_size, ranks_per_node=ranks_per_node, device=device)
+    return Gang(rank=rank, world_size=world_size, ranks_per_node=ranks_per_node, device=device, wire=wire)
 
 
 def leave(code: int) -> NoReturn:

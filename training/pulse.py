@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass
-from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +25,12 @@ from training.guards.pace import slowest
 from training.limits import Stop
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """What one rank tells. loss_sum, weight, flops: over its micro-batches. square_sum: its share of the squared norm
-    of the summed gradients, as reduced. The seconds are its own, of this step."""
+class Row(NamedTuple):
+    """What one rank tells: numbers only, and a tuple, since every step makes one for each rank.
+
+    loss_sum, weight, flops: over its micro-batches. square_sum: its share of the squared norm of the summed gradients,
+    as reduced. The seconds are its own, of this step.
+    """
 
     step: float
     cursor: float
@@ -46,9 +48,6 @@ class Row:
     own_seconds: float = 0.0  # without waiting for other ranks, as far as they can be told apart: data and forward
     weights_sum: float = 0.0  # of its weights before this step, where they are to be compared
     renew: float = 0.0  # its memory is about to run out
-
-
-_VALUES = attrgetter(*Row.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -154,11 +153,11 @@ class Pulse:
 def exchange(gang: Gang, row: Row) -> Pulse:
     """Tell, hear and check. Collective."""
     rows = gang.gather(_to_tensor(row, gang.device)).tolist()
-    pulse = Pulse([Row(**dict(zip(Row.__dataclass_fields__, values, strict=True))) for values in rows])
+    pulse = Pulse([Row._make(values) for values in rows])
     pulse.check()
     return pulse
 
 
 def _to_tensor(row: Row, device: torch.device) -> Tensor:
-    # Each step pays for this with cold caches: `torch.tensor(astuple(row))` took ten times as long.
-    return torch.frombuffer(array("d", _VALUES(row)), dtype=torch.float64).to(device)
+    # Each step pays for this with cold caches: `torch.tensor(row)` took ten times as long.
+    return torch.frombuffer(array("d", row), dtype=torch.float64).to(device)

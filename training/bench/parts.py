@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ def measure_parts(task: dict[str, Any], gang: Gang) -> dict[str, list[float]]:
     config = RunConfig.model_validate(task["config"])
     watchful = config.model_copy(update={"guards": config.guards.model_copy(update={"spike": "skip"})})
     order, share = SampleOrder(_WINDOWS, seed=1), max(1, task["config"]["training"]["batch_size"] // gang.world_size)
-    values = torch.tensor(astuple(row), dtype=torch.float64, device=gang.device)
+    values = torch.tensor(row, dtype=torch.float64, device=gang.device)
     with EventLog(Store.open(task["store_uri"]).sub("jobs/parts"), Origin(job="parts", rank=gang.rank)) as log:
         pulse = exchange(gang, row)
         parts: dict[str, Callable[[], object]] = {

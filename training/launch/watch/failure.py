@@ -91,6 +91,7 @@ _COLLECTIVE_SIGNS = (
     "gloo/transport",
     "timed out waiting",
     "op.preamble",
+    "called another exchange",
     "watchdog caught collective operation timeout",
     "ncclremoteerror",
     "remote process exited",

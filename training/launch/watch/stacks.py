@@ -24,7 +24,7 @@ _ANSWER_SECONDS = 1.0
 _LAST_BYTES = 65536
 _MAIN = "MainThread"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)', re.MULTILINE)
-_WAITING_FILES = ("training/gang.py", "training/pulse.py")
+_WAITING_FILES = ("training/gang.py", "training/pulse.py", "training/wire.py")
 _WAITING_FUNCTIONS = (
     "exchange_pulse",
 )  # where the host of a GPU waits for its stream, and so for the collectives on it

@@ -1,0 +1,102 @@
+"""Rows of numbers between ranks over connections of their own: the same table everywhere, and who is missing named."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from training.errors import RendezvousError
+from training.launch.watch.failure import is_collective_error
+from training.wire import Wire, open_wire
+
+
+def open_wires(ranks: int, *, present: int | None = None, seconds: float = 60.0, start: float = 60.0) -> list[Wire]:
+    """Of `ranks` ranks, the first `present` come; each in a thread with a client of its own."""
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+    def one(rank: int) -> Wire:
+        client = dist.TCPStore("127.0.0.1", master.port, wait_for_workers=False, timeout=timedelta(seconds=60))
+        main = ("127.0.0.1", master.port)
+        return open_wire(client, rank, ranks, main=main, start_seconds=start, seconds=seconds)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(present or ranks)))
+
+
+def gather(wires: list[Wire], rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    with ThreadPoolExecutor(len(wires)) as pool:
+        return list(pool.map(lambda wire, row: wire.gather(row), wires, rows))
+
+
+def test_every_rank_hears_the_same_rows_in_order_exchange_after_exchange() -> None:
+    wires = open_wires(4)
+    for number in range(50):
+        rows = [torch.tensor([rank, number, 0.1 * rank, float("nan")], dtype=torch.float64) for rank in range(4)]
+        for table in gather(wires, rows):
+            assert table.dtype == torch.float64
+            assert torch.equal(table.nan_to_num(7.0), torch.stack(rows).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    "dtype, length", [(torch.float32, 1), (torch.int64, 3), (torch.bfloat16, 5), (torch.float64, 512)]
+)
+def test_a_row_keeps_its_type_and_length(dtype: torch.dtype, length: int) -> None:
+    rows = [torch.arange(length).to(dtype) + rank for rank in range(2)]
+    for table in gather(open_wires(2), rows):
+        assert table.shape == (2, length) and torch.equal(table, torch.stack(rows))
+
+
+def test_a_rank_that_is_gone_is_told_as_a_lost_peer() -> None:
+    here, gone = open_wires(2)
+    gone.close()
+    with pytest.raises(RuntimeError, match=r"exchange 1 of rank 0: connection closed by peer: rank 1") as told:
+        here.gather(torch.zeros(2))
+    assert is_collective_error(str(told.value))
+
+
+def test_a_silent_rank_is_waited_for_no_longer_than_the_deadline() -> None:
+    here, _silent = open_wires(2, seconds=0.2)
+    with pytest.raises(RuntimeError, match=r"timed out waiting 0.2 s for rank 1") as told:
+        here.gather(torch.zeros(2))
+    assert is_collective_error(str(told.value))
+
+
+def test_rows_of_different_exchanges_are_not_taken_for_each_other() -> None:
+    wires = open_wires(2)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(wire.gather, torch.zeros(1 + rank)) for rank, wire in enumerate(wires)]
+    for call in calls:
+        error = str(call.exception())
+        assert "called another exchange" in error and is_collective_error(error)
+
+
+def test_who_does_not_come_is_named() -> None:
+    with pytest.raises(RendezvousError, match=r"rank 0: no connection of its own to rank (1, )?2 within 3 s"):
+        open_wires(3, present=2, start=3.0)
+
+
+def test_a_stranger_is_sent_away() -> None:
+    """A rank of an older gang, or a port scan, that finds the door before the others do."""
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    main, found = ("127.0.0.1", master.port), []
+    opened = threading.Thread(
+        target=lambda: found.append(open_wire(master, 0, 2, main=main, start_seconds=60, seconds=60))
+    )
+    opened.start()
+    client = dist.TCPStore(*main, wait_for_workers=False, timeout=timedelta(seconds=60))
+    host, port = client.get("0").decode().split()
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(b"\0\0\0\1" + b"another gang's ." + b"\0" * 8)
+        peer = open_wire(client, 1, 2, main=main, start_seconds=60, seconds=60)
+        opened.join(60)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    for table in gather([found[0], peer], [torch.zeros(1), torch.ones(1)]):
+        assert table.flatten().tolist() == [0, 1]

@@ -1,0 +1,161 @@
+"""Small rows of numbers between all ranks of a CPU's gang, over connections of their own.
+
+A pulse is a few hundred bytes on the path of every step. gloo's all-gather hands them to a thread and back, which
+takes 0.5 ms where wake-ups are slow; a write and a read take a tenth of that (`python -m training bench overhead`).
+Every rank has one connection to every other, so that a row takes one way. In a large gang that is too many: there the
+group's all-gather serves.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.errors import RendezvousError
+
+MOST_RANKS = 16
+LARGEST_ROW_BYTES = 4096  # which a connection's buffers take, so that all may write before they read
+_HELLO = struct.Struct("!I16s")  # rank, token of the gang
+_HEAD = struct.Struct("!QI")  # number of the exchange, bytes that follow
+_HELLO_SECONDS = 5.0
+
+
+class Wire:
+    """One rank's connections, by rank. All ranks call `gather` in the same order, with rows of the same size."""
+
+    def __init__(self, rank: int, peers: Mapping[int, socket.socket], seconds: float) -> None:
+        """seconds: for any one exchange."""
+        self._rank, self._peers, self._seconds = rank, dict(sorted(peers.items())), seconds
+        self._number = 0
+        for peer in self._peers.values():
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer.settimeout(seconds)
+
+    def gather(self, row: Tensor) -> Tensor:
+        """Every rank's row [k], k ≥ 1, as [world_size, k] of the same dtype, equal on all ranks. Collective.
+
+        Raises RuntimeError, in words that tell of a lost peer (`is_collective_error`), when one is gone, is not heard
+        of within the seconds, or has called another exchange.
+        """
+        self._number += 1
+        own = row.detach().reshape(-1).view(torch.uint8).numpy().tobytes()  # numpy has no bfloat16
+        size, head = len(own), _HEAD.pack(self._number, len(own))
+        table = bytearray(size * (len(self._peers) + 1))
+        rows = memoryview(table)
+        rows[self._rank * size : (self._rank + 1) * size] = own
+        for rank in self._peers:
+            self._tell(rank, head + own)
+        for rank in self._peers:
+            self._hear(rank, head, rows[rank * size : (rank + 1) * size])
+        return torch.frombuffer(table, dtype=row.dtype).view(len(self._peers) + 1, -1)
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
+    def _tell(self, rank: int, message: bytes) -> None:
+        try:
+            self._peers[rank].sendall(message)
+        except OSError as error:
+            self._lost(rank, error)
+
+    def _hear(self, rank: int, expected: bytes, into: memoryview) -> None:
+        head = bytearray(_HEAD.size)
+        try:
+            _read(self._peers[rank], head)
+            if head == expected:
+                _read(self._peers[rank], into)
+        except OSError as error:
+            self._lost(rank, error)
+        if head != expected:
+            (number, size), (own, own_size) = _HEAD.unpack(head), _HEAD.unpack(expected)
+            raise RuntimeError(
+                f"rank {rank} called another exchange: its number {number} of {size} bytes, where rank {self._rank} "
+                f"is at number {own} of {own_size} bytes"
+            )
+
+    def _lost(self, rank: int, error: OSError) -> NoReturn:
+        if isinstance(error, TimeoutError):
+            text = f"timed out waiting {self._seconds:g} s for rank {rank}"
+        else:
+            text = f"connection closed by peer: rank {rank} ({error})"
+        raise RuntimeError(f"exchange {self._number} of rank {self._rank}: {text}") from error
+
+
+def open_wire(
+    store: dist.Store, rank: int, world_size: int, *, main: tuple[str, int], start_seconds: float, seconds: float
+) -> Wire:
+    """Connect with every other rank; who is to be found where is told through `store`. Collective.
+
+    main: an address by which all nodes reach the gang's main one. What leads there is the way on which the others
+    reach this rank. Raises RendezvousError, which names who did not come.
+    """
+    limit = time.monotonic() + start_seconds
+    store.set_timeout(timedelta(seconds=start_seconds))
+    if rank == 0:
+        store.set("token", secrets.token_hex(8))
+    peers: dict[int, socket.socket] = {}
+    try:
+        host = _own_address(*main, start_seconds)
+        with _listen(host, world_size) as listener:
+            store.set(str(rank), f"{host} {listener.getsockname()[1]}")
+            token = store.get("token")
+            for lower in range(rank):
+                address, port = store.get(str(lower)).decode().split()
+                peers[lower] = socket.create_connection((address, int(port)), max(0.1, limit - time.monotonic()))
+                peers[lower].sendall(_HELLO.pack(rank, token))
+            while len(peers) < world_size - 1:
+                listener.settimeout(max(0.1, limit - time.monotonic()))
+                _let_in(listener.accept()[0], token, peers)
+    except (OSError, RuntimeError) as error:  # what the store raises is a RuntimeError
+        for peer in peers.values():
+            peer.close()
+        missing = ", ".join(str(one) for one in range(world_size) if one != rank and one not in peers)
+        raise RendezvousError(
+            f"rank {rank}: no connection of its own to rank {missing or 'none'} within {start_seconds:g} s "
+            f"(cluster.start_deadline_seconds): {error}; fix: let the nodes reach each other on all TCP ports"
+        ) from error
+    return Wire(rank, peers, seconds)
+
+
+def _own_address(host: str, port: int, seconds: float) -> str:
+    with socket.create_connection((host, port), seconds) as way:
+        return way.getsockname()[0]
+
+
+def _listen(host: str, world_size: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=world_size)
+
+
+def _let_in(caller: socket.socket, token: bytes, peers: dict[int, socket.socket]) -> None:
+    """Whoever says the gang's token; anybody else, such as a rank of an older gang, is sent away."""
+    caller.settimeout(_HELLO_SECONDS)
+    with suppress(OSError):
+        hello = bytearray(_HELLO.size)
+        _read(caller, hello)
+        rank, told = _HELLO.unpack(hello)
+        if told == token:
+            peers[rank] = caller
+            return
+    caller.close()
+
+
+def _read(peer: socket.socket, into: bytearray | memoryview) -> None:
+    """Until `into` is full. Raises OSError."""
+    rest = memoryview(into)
+    while rest:
+        count = peer.recv_into(rest)
+        if count == 0:
+            raise ConnectionResetError("end of stream")
+        rest = rest[count:]
