@@ -90,16 +90,21 @@ def test_an_evaluation_that_not_all_can_leave_comes_to_its_end() -> None:
     assert ranks.metrics == [{"score": 1.0}] * 2 and ranks.passes == [PASSES] * 2
 
 
-def config_of(folder: Path, **options: Any) -> RunConfig:
+def config_of(folder: Path, interval_steps: int = 2, **options: Any) -> RunConfig:
     """Evaluations after steps 2 and 4, of which the last one is the end; no save but the last."""
     return RunConfig.model_validate(
         {
             "store": str(folder / "store"),
             "workload": "tests.support.long_evaluation:LongEvaluation",
             "workload_options": {"passes": 500, "seconds": 0.0, "marks": str(folder), **options},
-            "training": {"batch_size": 4, "max_steps": 4, "evaluation_interval_steps": 2},
+            "training": {
+                "batch_size": 4,
+                "max_steps": 4,
+                "evaluation_interval_steps": interval_steps,
+                "scheduler": {"type": "constant", "warmup_steps": 0},
+            },
             "parallel": {"mode": "ddp"},
-            "checkpoint": {"interval_steps": 1000},
+            "checkpoint": {"interval_steps": 4},
             "cluster": {"nodes": 1, "processes_per_node": 2},
             "survival": {"notice_file": str(folder / "notice")},
         }
@@ -134,8 +139,7 @@ def test_an_evaluation_is_left_and_the_one_at_the_end_is_made_up_for(tmp_path: P
 
 def test_a_gang_leaves_its_last_evaluation_at_a_notice(tmp_path: Path) -> None:
     """An evaluation of hours, of which no more is made than it takes all ranks to hear."""
-    config = config_of(tmp_path, passes=10**6, seconds=0.02)
-    config.training.evaluation_interval_steps = 1000
+    config = config_of(tmp_path, interval_steps=1000, passes=10**6, seconds=0.02)
     spec = GangSpec(
         job="job", run="run", attempt=0, node=0, nodes=1, processes_per_node=2, main_address="127.0.0.1",
         config=config.model_dump(mode="json"), store_uri=config.store,

@@ -53,7 +53,7 @@ class Waiting:
         def call() -> None:
             try:
                 self.lead.roll_call(deadline_seconds, never)
-            except GangError as error:
+            except Exception as error:
                 self.errors.append(str(error))
 
         thread = threading.Thread(target=call)

@@ -46,7 +46,7 @@ def follow(own: OwnNode) -> Verdict:
             own.drain.settle(last.left_out)
             member.ready()
             word = member.await_start(own.start_seconds + REGROUP_SECONDS)
-        if word.generation:  # it waited for a gang that never started, and is paid for
+        if word.generation and not own.log.is_open:  # it waited for a gang that never started, and is paid for
             own.log.open(own.spec, word.generation)
         last = word
         return word

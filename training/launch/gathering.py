@@ -66,7 +66,8 @@ class Gathering:
             if stopped():
                 raise GangError("roll-call: this agent was told to leave")
             self._check_standing(deadline_seconds, limit)
-            self.stand_by(max(until for until, _ in self._standing.values()) - time.monotonic())
+            now = time.monotonic()
+            self.stand_by(max((until - now for until, _ in self._standing.values()), default=0.0))
             for connection in self.members.values():
                 connection.hold()
             time.sleep(_LOOK_SECONDS)
