@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,14 +17,17 @@ import pytest
 from infra.config.schema import RunConfig
 from infra.outcome import Outcome
 from tests.support.gangs import PROJECT_ROOT
-from training.bench.survival.campaign import Campaign, Judged, Planned
+from training.bench.survival import bare as bare_module
+from training.bench.survival.bare import bare_figures, bare_text
+from training.bench.survival.campaign import Campaign, Judged, Planned, run_job
 from training.bench.survival.judge import Finding
 from training.chaos.fault import Aim
 from training.chaos.kinds import FAULTS
 from training.chaos.orders import Strike
 from training.chaos.places import Shimmed
+from training.chaos.places import place as place_module
 from training.chaos.trial import Injection, Trial
-from training.errors import CheckpointError
+from training.errors import CheckpointError, GangError
 from training.launch.spec import GangOutcome
 from training.soak.faults import main as soak_faults
 
@@ -121,6 +125,47 @@ def test_a_fault_that_cannot_be_done_is_told_and_the_others_are_done(tmp_path: P
     assert [found.kind for found in bench.findings] == ["rank-kill", "rank-stop", "exception", "busy-loop"]
     assert "sleep was not done in 2 jobs: ['nobody sleeps here']" in bench.wrong[0]
     assert len(bench.wrong) == 2 and bench.wrong[1].startswith("job-4 ended with"), "other weights are told"
+
+
+def test_a_tool_that_never_comes_back_costs_its_own_faults_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ip` stands still here, as in a kernel that is in trouble: no namespace is made, and none is taken away."""
+    tool = tmp_path / "bin" / "ip"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nexec sleep 3600\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    monkeypatch.setattr(place_module, "TOOL_SECONDS", 0.2)
+
+    def job(bench: Campaign, name: str, batch: Planned) -> Judged:
+        return run_job(bench, name, batch) if batch and batch[0][0].kind == "partition" else taken(batch)
+
+    bench = campaign(tmp_path, job, [])
+    bench.run(planned("partition", "rank-kill"))
+    assert [found.kind for found in bench.findings] == ["rank-kill"]
+    [wrong] = bench.wrong
+    assert wrong.startswith("partition was not done in 2 jobs: ") and "ip netns add" in wrong
+    assert "not done within 0.2 s" in wrong
+
+
+def test_a_case_that_torchrun_never_comes_to_is_told_and_the_others_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NeverSteps:
+        def __init__(self, folder: Path, launch: str = "") -> None:
+            self.processes: list[object] = []
+
+        def await_steps(self, steps: int, seconds: float) -> None:
+            raise GangError(f"bare torchrun took no {steps} steps within {seconds:g} s")
+
+        def close(self) -> None:
+            return None
+
+    monkeypatch.setattr(bare_module, "BareScene", NeverSteps)
+    figures = bare_figures([FAULTS["rank-kill"], FAULTS["sleep"]], tmp_path, cap_seconds=1.0)
+    assert [case["kind"] for case in figures["cases"]] == ["rank-kill", "sleep"]
+    assert "rank-kill          not done: bare torchrun took no 20 steps" in bare_text(figures)
 
 
 def test_a_machine_that_takes_no_job_ends_the_bench(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from infra.errors import StoreError
+from infra.errors import StoreAway, StoreError
 from infra.ranges import read_blocks
 from infra.store import Store
 from training.checkpoint import Checkpointer, Generation, open_generation, reachable_commits
 from training.checkpoint.commands import main as checkpoints
+from training.checkpoint.dcp_reader import CommitReader
 from training.errors import CheckpointError
 
 
@@ -194,6 +195,22 @@ def test_an_unreadable_store_is_no_reason_for_quarantine(
         with pytest.raises(CheckpointError, match=r"says nothing of the commit itself: .*timed out"):
             restore(checkpointer, job)
     assert restore(checkpointer, job) == (2, 2.0, [])
+
+
+def test_a_store_that_refuses_for_a_while_is_asked_again(
+    damaged: tuple[Checkpointer, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that ended for it would take its generation along, and three of those would look like a crash loop."""
+    asked: list[str] = []
+
+    def refuse(store: Store, key: str) -> CommitReader:
+        asked.append(key)
+        if len(asked) <= 2:
+            raise StoreAway(f"get {key}: 503 SlowDown")
+        return CommitReader(store, key)
+
+    monkeypatch.setattr("training.checkpoint.restore.CommitReader", refuse)
+    assert restore(*damaged) == (2, 2.0, []) and len(asked) == 3
 
 
 def test_list_says_what_counts_and_why_not(damaged: tuple[Checkpointer, Path], capfd: pytest.CaptureFixture) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from infra.ledger_classes import LedgerClass
+from tests.support.guard_jobs import Job
 from training.clock import Clock
 from training.launch.watch.heartbeat import Beat, Heartbeat
 from training.launch.watch.limits import Deadlines, PhaseLimits
@@ -88,6 +89,19 @@ def test_an_evaluation_that_compiles_is_still_the_first_one(rank: Rank) -> None:
     assert [phase for phase, _ in limits] == ["evaluation", "compile", "evaluation", "evaluation"]
     assert [limit for _, limit in limits[:3]] == [DEADLINES.longest_seconds] * 3
     assert rank.heartbeat.read().entered == 2
+
+
+def test_a_rank_that_has_ended_hears_of_no_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job of the same process would tell it to a heartbeat and a clock that are nobody's any more."""
+    import torch._dynamo
+
+    heard: list[str] = []
+    monkeypatch.setattr(Reporter, "enter_for_a_while", lambda self, phase: heard.append(phase) or (lambda: None))
+    assert Job.make(tmp_path / "job", steps=1).run_alone().step == 1
+    heard.clear()
+    torch.compile(lambda numbers: 3 * numbers, backend="eager", dynamic=False)(torch.ones(4))
+    torch._dynamo.reset()
+    assert heard == []
 
 
 def test_the_second_evaluation_may_be_as_long_as_the_first() -> None:

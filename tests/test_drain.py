@@ -19,7 +19,7 @@ from infra.metadata import ENDPOINT_VARIABLE
 from infra.notices import rehearse_notice
 from tests.support.flow import wait_until
 from training.chaos.imds import FakeMetadata
-from training.launch import drain as drain_module
+from training.launch import standing as standing_module
 from training.launch.control import CAUSES, Control, Order
 from training.launch.drain import Drain
 from training.launch.spec import GangSpec
@@ -65,6 +65,11 @@ def make_drain(tmp_path: Path) -> Iterator[MakeDrain]:
 def attend(drain: Drain, post: Post, events: list[dict[str, Any]]) -> list[Order]:
     drain.attend(post, lambda name, **data: events.append({"name": name, **data}) if name == NOTICE else None)
     return post.told
+
+
+def outlive(drain: Drain, longest_seconds: float) -> str:
+    assert drain.standing(longest_seconds) is not None
+    return drain.outlive(lambda seconds: "")
 
 
 def leave_notice(folder: Path, seconds: float) -> None:
@@ -155,10 +160,10 @@ def test_a_notice_that_stands_at_the_start_is_waited_out_and_counts_no_more(
     make_drain: MakeDrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an attempt meets it that comes to the machine which the one before had to leave."""
-    monkeypatch.setattr(drain_module, "STALE_SECONDS", 0.5)
+    monkeypatch.setattr(standing_module, "STALE_SECONDS", 0.5)
     leave_notice(tmp_path, 2)
     drain, post, events, began = make_drain(), Post(), [], time.monotonic()
-    assert drain.outlive_standing(60) == "" and 1 < time.monotonic() - began < 30
+    assert outlive(drain, 60) == "" and 1 < time.monotonic() - began < 30
     limits = limits_of(Control(drain.open_record(tmp_path)))
     attend(drain, post, events)
     assert (drain.leaving, post.told, limits.stop()) == (False, [], Stop.NONE)
@@ -169,17 +174,34 @@ def test_a_notice_that_stands_at_the_start_is_waited_out_and_counts_no_more(
     assert limits.stop() is Stop.INTERRUPTED and 27 < limits.stop_seconds <= 28
 
 
+def test_what_is_waited_out_is_no_order_to_leave_and_is_recorded_at_once(make_drain: MakeDrain, tmp_path: Path) -> None:
+    """Others are met meanwhile; and of a machine that goes while it waits nothing is recorded later."""
+    leave_notice(tmp_path, 40)
+    drain, events, left = make_drain(), [], []
+
+    def meanwhile(seconds: float) -> str:
+        drain.record_waits(lambda name, **data: events.append((data["source"], data["does"])))
+        left.append((seconds, drain.leaving))
+        return "node 1 was told to leave"
+
+    standing = drain.standing(60)
+    assert standing is not None and 30 < standing.seconds <= 51 and standing.cause == CAUSES[3] and not drain.leaving
+    assert drain.outlive(meanwhile).startswith("node 1 was told to leave, and this machine is going away in ")
+    assert events == [("metaflow", "wait")] and [leaving for _, leaving in left] == [False]
+    assert 30 < left[0][0] <= 51
+
+
 def test_of_two_notices_that_stand_the_later_one_is_waited_out_too(
     make_drain: MakeDrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the time of one cannot be read, say, and the machine goes by the other."""
-    monkeypatch.setattr(drain_module, "STALE_SECONDS", 0.5)
+    monkeypatch.setattr(standing_module, "STALE_SECONDS", 0.5)
     leave_notice(tmp_path, 2)
     with FakeMetadata() as service:
         service.interrupt(6)
         monkeypatch.setenv(ENDPOINT_VARIABLE, service.address)
         drain, events, began = make_drain(), [], time.monotonic()
-        assert drain.outlive_standing(60) == "" and time.monotonic() - began > 5
+        assert outlive(drain, 60) == "" and time.monotonic() - began > 5
         attend(drain, Post(), events)
     assert sorted(event["source"] for event in events if event["does"] == "wait") == ["metadata", "metaflow"]
     assert not drain.leaving
@@ -188,7 +210,7 @@ def test_of_two_notices_that_stand_the_later_one_is_waited_out_too(
 def test_a_notice_that_leaves_time_to_train_is_no_reason_to_wait(make_drain: MakeDrain, tmp_path: Path) -> None:
     leave_notice(tmp_path, 100)
     drain, post = make_drain(), Post()
-    assert drain.outlive_standing(60) == ""
+    assert drain.standing(60) is None
     assert [order.cause for order in attend(drain, post, [])] == [CAUSES[3]] and drain.leaving
 
 
@@ -196,7 +218,7 @@ def test_who_is_told_to_end_while_it_waits_does(make_drain: MakeDrain, tmp_path:
     leave_notice(tmp_path, 60)
     drain = make_drain()
     drain.signalled()
-    assert drain.outlive_standing(100).startswith("SIGTERM, and this machine is going away in ")
+    assert outlive(drain, 100).startswith("SIGTERM, and this machine is going away in ")
 
 
 def test_of_a_node_that_was_left_out_nobody_hears_any_more(make_drain: MakeDrain, tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.support.flow import wait_until
-from training.launch.watch.gpu import GpuCounters
+from training.launch.watch import Deadlines, GpuCounters, Watch
+from training.launch.watch.heartbeat import Beat
 
 GIB = 2**30
 
@@ -77,6 +80,39 @@ def test_a_driver_that_does_not_answer_holds_nobody_up(library: Library, counter
     wait_until("an answer", counters.sample, timeout=60)
     library.stuck = True
     wait_until("silence", lambda: not counters.sample(), timeout=60)
+
+
+def test_a_driver_that_hangs_keeps_one_thread_however_many_generations_come(
+    library: Library, counters: GpuCounters, tmp_path: Path
+) -> None:
+    library.stuck = True
+    deadlines = Deadlines(floor_seconds=3.0, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0)
+    own = "gpu counters"
+    before = sum(thread.name == own for thread in threading.enumerate())
+    for _ in range(3):
+        watch = Watch([Here(tmp_path)], deadlines, tmp_path, gpus=counters)
+        assert "gpus" not in watch.sample()
+        watch.close()
+    assert sum(thread.name == own for thread in threading.enumerate()) == before + 1
+    library.stuck = False
+    library.released.set()
+    wait_until("an answer, once it comes to itself", counters.sample, timeout=60)
+
+
+class Here:
+    """A worker that is watched: this process."""
+
+    rank = 0
+    process = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
+
+    def __init__(self, folder: Path) -> None:
+        self.log_path, self.beat = folder / "rank-0.log", Beat(pid=os.getpid(), step=1, phase="data", t_mono=0.0)
+
+    def result(self) -> None:
+        return None
+
+    def failure(self) -> None:
+        return None
 
 
 def test_without_the_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch, counters: GpuCounters) -> None:

@@ -68,6 +68,23 @@ def test_who_came_to_a_roll_call_that_failed_is_told_of_which_generation(tmp_pat
     assert [(verdict.culprit, verdict.generation) for verdict in told] == [("node 2 never came", 7)]
 
 
+def test_for_a_peer_that_is_gone_nothing_is_kept() -> None:
+    """The lead goes on telling all nodes that a rank waits for the store, for as long as that takes."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        near = Connection(socket.create_connection(door.getsockname()))
+        door.accept()[0].close()
+    limit = time.monotonic() + 60
+    while not near.closed and time.monotonic() < limit:
+        near.hold()
+        near.send({"kind": "waiting"})
+    assert near.closed
+    for _ in range(1000):
+        near.send({"kind": "waiting"})
+        near.keep_alive()
+    assert near.unsent_bytes == 0
+    near.close()
+
+
 def test_a_node_that_finds_nobody_says_so() -> None:
     with pytest.raises(GangError, match="node 1 could not reach node 0 within 1 s"):
         join("127.0.0.1", [free_port()], "token", {"node": 1, "host": "b"}, deadline_seconds=1)

@@ -12,10 +12,11 @@ from infra.config.schema import RunConfig
 from infra.errors import StoreAway
 from infra.event_log import EventLog
 from infra.events import GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Origin
-from infra.layout import job_prefix
+from infra.layout import commit_key, job_prefix
 from infra.store import Store
 from infra.terms import Terms
-from training.checkpoint import reachable_commits
+from training.checkpoint import reachable_commits, read_generation
+from training.checkpoint.generations import went_back_to
 from training.launch import GangSpec
 from training.launch.crash_loop import Failed, crash_loop
 from training.launch.leader import Leader
@@ -103,6 +104,28 @@ def test_a_record_whose_put_was_given_up_is_nobodys_rival(
     following = leader.open()
     assert following.number == opened.number + 1 and following.id != opened.id
     assert reachable_commits(store) == [], "the chain can be read"
+
+
+def test_a_record_that_arrives_late_undoes_nothing_that_was_recorded_since(
+    spec: GangSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start has gone back to an older parent meanwhile: what it left behind must not count again."""
+    store, late = job_store(spec), []
+    leader = Leader(spec, store, born=0.0)
+
+    def give_up(key: str, data: bytes) -> None:
+        late.append((key, data))
+        raise StoreAway(f"put {key}: no answer in time")
+
+    monkeypatch.setattr(store, "put", give_up)
+    with pytest.raises(StoreAway):
+        leader.open()
+    monkeypatch.undo()
+    opened = leader.open()
+    older = replace(opened, parent=commit_key(4, 0, "0" * 64), parent_step=4)
+    went_back_to(store, opened, older)
+    store.put(*late[0])
+    assert read_generation(store, opened.number, opened.id) == older
 
 
 def test_failures_of_earlier_attempts_count(spec: GangSpec) -> None:

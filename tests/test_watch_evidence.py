@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from tests.support.flow import wait_until
 from training.launch.watch import Deadlines, Watch, WorkerFailure
+from training.launch.watch.evidence import resident_bytes
 from training.launch.watch.heartbeat import Beat, Heartbeat
 
 CHILD = "import sys; sys.stdin.readline(); memory = bytearray(300_000_000); sys.stdin.readline()"
@@ -101,6 +103,19 @@ def test_a_rank_that_goes_on_is_nobodys_concern(rank: Rank, tmp_path: Path) -> N
         rank.offset = 0.0
         assert pass_time(watch, rank, 2.5) == []
     watch.close()
+
+
+def test_what_ranks_map_of_the_same_file_is_no_memory_of_each(tmp_path: Path) -> None:
+    path = tmp_path / "library"
+    path.write_bytes(bytes(64 * 2**20))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        before = resident_bytes(os.getpid())
+        assert not any(mapped[::4096])
+        assert resident_bytes(os.getpid()) - before < 16 * 2**20
+    held = mmap.mmap(-1, 64 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held[::4096] = b"x" * (len(held) // 4096)
+    assert resident_bytes(os.getpid()) - before > 60 * 2**20
+    held.close()
 
 
 def test_a_kill_for_memory_is_told_from_any_other(rank: Rank, tmp_path: Path) -> None:

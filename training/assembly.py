@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 from infra.config.schema import CheckpointConfig, RunConfig
+from infra.errors import StoreAway
 from infra.events import INITIAL_WEIGHTS, PEAK, RESTORE
 from infra.layout import job_prefix
 from infra.store import Store
 from infra.terms import Terms
 from training.cadence import Cadence, believed_hazard
-from training.checkpoint import Checkpointer, Rejected, Restored, RetentionPolicy, read_generation
+from training.checkpoint import Checkpointer, Generation, Rejected, Restored, RetentionPolicy, read_generation
+from training.checkpoint.deadline import Deadline, pauses
 from training.clock import Clock
 from training.errors import DataError
 from training.gang import Gang
@@ -44,6 +46,7 @@ from training.workloads.door import make_workload, users_code, workload_context
 from training.workloads.guard import guarded
 
 Emit = Callable[..., object]
+_RECORD_SECONDS = 30.0  # for a store in trouble to give the record of the generation
 
 
 def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporter, saver: Checkpointer) -> Trainer:
@@ -68,7 +71,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     if config.workload is not None:
         workload = guarded(workload, config.workload)
     spread = spread_model(workload, config, gang)
-    tell_compilation(lambda: reporter.enter_for_a_while("compile"))
+    reporter.at_end(tell_compilation(lambda: reporter.enter_for_a_while("compile")))
     optimizer = _optimizer(workload, spread.module, config)
     guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)
     guards.config = config = fit_micro_batch(guards, workload, spread, optimizer)
@@ -110,7 +113,7 @@ def open_saver(
     return Checkpointer(
         job_store.uri,
         # Its parent need not be the first candidate: who opened it may have passed over one that reads badly.
-        generation=read_generation(job_store, spec.generation, spec.generation_id),
+        generation=_read_generation(job_store, spec),
         rank=gang.rank,
         world_size=gang.world_size,
         node=spec.node,
@@ -120,6 +123,19 @@ def open_saver(
         emit=emit,
         waiting=waiting,
     )
+
+
+def _read_generation(job_store: Store, spec: WorkerSpec) -> Generation:
+    """A store that refuses for a while must cost no start. Raises as `open_saver`."""
+    deadline = Deadline(_RECORD_SECONDS)
+    for pause in pauses():
+        try:
+            return read_generation(job_store, spec.generation, spec.generation_id)
+        except StoreAway:
+            if deadline.remaining_seconds <= pause:
+                raise
+        time.sleep(pause)
+    raise AssertionError("pauses never end")
 
 
 def retention_policy(checkpoint: CheckpointConfig) -> RetentionPolicy:

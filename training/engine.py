@@ -53,9 +53,10 @@ def train(trainer: Trainer) -> Ending:
         trainer.saves.if_due(at, pulse, last=last)
         trainer.renew_if_due(at, pulse, last=last)
 
+    if stop is Stop.NONE:
+        stop = trainer.evaluate(at)
     if stop is not Stop.NONE:
         return trainer.end(at, stop.outcome, trainer.limits.describe(stop))
-    trainer.evaluate(at)
     return trainer.end(at, Outcome.COMPLETED)
 
 

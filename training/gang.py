@@ -21,14 +21,16 @@ from training.wire import LARGEST_ROW_BYTES, MOST_RANKS, Wire, open_wire
 class Gang:
     """One rank's place. device: where its model lives; `alone` when there is nobody to talk to.
 
-    ranks_per_node: neighbours in number are neighbours on a node, as torchrun counts them. wire: where rows take a
-    shorter way than the group's.
+    ranks_per_node: neighbours in number are neighbours on a node, as torchrun counts them. store: this gang's own, of
+    keys and values, for what ranks tell each other beside their collectives. wire: where rows take a shorter way than
+    the group's.
     """
 
     rank: int = 0
     world_size: int = 1
     ranks_per_node: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    store: dist.Store | None = None
     wire: Wire | None = None
 
     @property
@@ -53,8 +55,7 @@ def connect(*, start_seconds: float, collective_seconds: float, generation: str)
     gang's keys apart from those of a dead one on the same store. Raises RendezvousError, which names the missing.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = _own_device()
-    wire = None
+    device, store, wire = _own_device(), None, None
     if "MASTER_ADDR" in os.environ:
         store = _open_store(os.environ, rank, world_size, start_seconds)
         store = dist.PrefixStore(generation, store)
@@ -78,7 +79,7 @@ def connect(*, start_seconds: float, collective_seconds: float, generation: str)
                 seconds=collective_seconds,
             )
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return Gang(rank=rank, world_size=world_size, ranks_per_node=ranks_per_node, device=device, wire=wire)
+    return Gang(rank=rank, world_size=world_size, ranks_per_node=ranks_per_node, device=device, store=store, wire=wire)
 
 
 def leave(code: int) -> NoReturn:

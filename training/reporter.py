@@ -30,12 +30,16 @@ _OWN_PHASES = frozenset({"data", "forward"})
 
 @dataclass(frozen=True)
 class Reporter:
-    """Phases and events. emit takes (name, step=, flush=, **data); beat takes (step, phase), where an agent watches."""
+    """Phases and events. emit takes (name, step=, flush=, **data); beat takes (step, phase), where an agent watches.
+
+    `close` takes away, in turn, what was set up for it elsewhere and left here with `at_end`.
+    """
 
     clock: Clock
     emit: Callable[..., object]
     beat: Callable[[int, str], None] = lambda step, phase: None
     _at: list[tuple[str, int]] = field(default_factory=lambda: [("init", 0)])
+    _at_end: list[Callable[[], object]] = field(default_factory=list)
 
     def enter(self, phase: str, step: int) -> None:
         """From now on this rank is in `phase`; its time is booked in the ledger class of that phase."""
@@ -48,3 +52,11 @@ class Reporter:
         before, step = self._at[0]
         self.enter(phase, step)
         return lambda: self.enter(before, step)
+
+    def at_end(self, undo: Callable[[], object]) -> None:
+        self._at_end.append(undo)
+
+    def close(self) -> None:
+        """Nobody tells this reporter of phases any more."""
+        while self._at_end:
+            self._at_end.pop()()

@@ -19,6 +19,7 @@ from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
 from training.cadence import Cadence
 from training.errors import CheckpointError, GenerationSuperseded
+from training.evaluation import Evaluation
 from training.gang import Gang
 from training.guards.guards import Guards
 from training.guards.numbers import Action, Judgement
@@ -33,7 +34,7 @@ from training.reporter import Reporter
 from training.saver import Saver
 from training.saves import Saves
 from training.weights.digest import weights_sha256
-from training.workload import Batch, Cursor, Loss, Workload, as_numbers
+from training.workload import Batch, Cursor, Loss, Workload
 
 _WORD_SECONDS = 2.0  # less than any silence that is remarkable
 
@@ -221,14 +222,25 @@ class Trainer:
         if pulse.renew and not last:
             self.guards.renew(at, pulse, self.saver)
 
-    def evaluate(self, at: Position) -> None:
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        return Evaluation(self.gang, self.limits)
+
+    def evaluate(self, at: Position) -> Stop:
+        """Stop.INTERRUPTED where all ranks have left it, since they were told to leave. Collective."""
         self.enter("evaluation", at.step)
-        with self.spread.evaluating() as model:
-            metrics = as_numbers(self.workload.evaluate(model))
+        metrics = self.evaluation.run(self.workload, self.spread)
+        if metrics is None:
+            if self.gang.rank == 0:
+                message = f"step {at.step}: the evaluation is left: {self.limits.describe(Stop.INTERRUPTED)}"
+                print(message, flush=True)
+                self.reporter.emit(NOTICE, step=at.step, message=message)
+            return Stop.INTERRUPTED
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.extra["metrics"] = {**finite, "step": at.step}  # with the commit of this step, for retention to choose by
         if self.gang.rank == 0:
             self.reporter.emit(EVALUATION, step=at.step, metrics=metrics)
+        return Stop.NONE
 
     def end(self, at: Position, outcome: Outcome, message: str = "") -> Ending:
         """Wait for the save in flight to be committed, then tell the outcome. Collective."""

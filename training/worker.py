@@ -96,14 +96,15 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> Ending:
         live_metrics(spec, rank=gang.rank, world_size=gang.world_size, emit=log.emit) as emit,
     ):
         clock = Clock(emit)
+        reporter = make_reporter(spec, clock, emit)
         try:
-            reporter = make_reporter(spec, clock, emit)
             reporter.enter("init", 0)
             saver = open_saver(spec, gang, emit, lambda: reporter.enter_for_a_while("store"))
             trainer = build_trainer(spec, gang, nodes=nodes, reporter=reporter, saver=saver)
             ending = train(replace(trainer, start=restore(trainer, saver, spec.candidates)))
             saver.close()
         finally:
+            reporter.close()
             clock.emit_phases()
     if spec.result_path:
         _write_result(Path(spec.result_path), ending)

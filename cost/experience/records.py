@@ -97,13 +97,15 @@ def experience_of(events: Sequence[Event]) -> JobExperience:
 
 def _stay(chosen: dict[str, Any], generation: Generation, events: Sequence[Event]) -> Stay:
     """A notice, or a node that was gone without a word, is the pool's doing; a rank's death, a user's stop or what was
-    rehearsed is not. A notice that was waited out took no machine."""
+    rehearsed is not. A notice that was waited out took no machine, or the one that it took was counted by the stay in
+    which it was heard first."""
     machine = next((event.data for event in events if event.name == NODE_STARTED), {})
     zone = chosen.get("zone")  # an id, or a name where prices have no ids
     market = machine.get("market") or chosen["market"]  # a queue may have fallen back to on-demand
     notices = [event.data for event in events if event.name == NOTICE and event.data.get("does") != "wait"]
     noticed = any(data.get("action") in RECLAIMS for data in notices)
-    lost = generation.reason in (EndReason.NODE_LOST, None)
+    waited = any(event.name == NOTICE and event.data.get("does") == "wait" for event in events)
+    lost = generation.reason in (EndReason.NODE_LOST, None) and not (waited and not any(e.rank >= 0 for e in events))
     rehearsed = any(event.name == FAULT_INJECTED for event in events)
     return Stay(
         instance_type=_type_of(chosen, events),

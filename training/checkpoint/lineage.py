@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from infra.errors import ObjectNotFound
@@ -52,25 +52,36 @@ class Traced:
     modified: float
 
 
+@dataclass
+class Opening:
+    """All tries at one start of the gang. number: the highest that one of them has put a record under, 0: none.
+
+    A put that was given up may yet arrive. Under a number and id that are tried again it would undo what was recorded
+    since (its parent, `went_back_to`). So no try takes a number that one before it took: what arrives late is a start
+    that never was, and that no start descends from. It is a rival only where another attempt took that number before.
+    """
+
+    id: str = field(default_factory=lambda: secrets.token_hex(4))
+    number: int = 0
+
+
 def open_generation(
-    job_store: Store, *, run: str, attempt: int, parent: str | None = None, generation_id: str | None = None
+    job_store: Store, *, run: str, attempt: int, parent: str | None = None, opening: Opening | None = None
 ) -> Generation:
     """Number, name and record the next start of the gang; its parent is the newest reachable commit that reads well.
 
-    parent: start from this commit instead (a rewind: what came after it no longer counts). generation_id: of a try
-    that failed, to be given again: a record whose put was given up may yet arrive, and must not be a rival's then.
-    To be called by one process per start. Raises TwoLaunchers when another opened the same number meanwhile, after
-    withdrawing its own.
+    parent: start from this commit instead (a rewind: what came after it no longer counts). opening: the same for each
+    try at one start. To be called by one process per start. Raises TwoLaunchers when another opened the same number
+    meanwhile, after withdrawing its own.
     """
+    opening = opening or Opening()
     seen = _seen_number(job_store)
-    number = newest_number(job_store, near=seen) + 1
+    number = max(newest_number(job_store, near=seen), opening.number) + 1
     chosen = _sound_parent(job_store) if parent is None else _given_parent(job_store, parent)
     if chosen is None and seen:
         told = f"none of the commits of {job_store.uri} can be restored: start from nothing"
         print(f"checkpoint: WARNING: {told}", file=sys.stderr, flush=True)
-    generation = Generation(
-        number, generation_id or secrets.token_hex(4), chosen and chosen.key, chosen.step if chosen else 0
-    )
+    generation = Generation(number, opening.id, chosen and chosen.key, chosen.step if chosen else 0)
     record = {
         "version": VERSION,
         "generation": generation.number,
@@ -82,6 +93,7 @@ def open_generation(
         "t_wall": time.time(),
     }
     key = generation_key(number, generation.id)
+    opening.number = number
     job_store.put(key, seal(record))
     others = [i for i in listed_ids(job_store, generation) if i != generation.id]
     if others:  # whoever sees the other withdraws: then at most one goes on, whatever the order

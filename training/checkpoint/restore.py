@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.optim import Optimizer
 
-from infra.errors import InfraError
+from infra.errors import InfraError, StoreAway
 from infra.layout import quarantine_key
 from infra.store import Store
 from training.checkpoint.checksum import seal
@@ -27,6 +27,10 @@ from training.errors import CheckpointError, CommitMismatch, CorruptCommit, Misp
 
 _VERDICT_BYTES = 1024
 _SOUND, _CORRUPT, _MISPLACED, _MISMATCH, _ERROR = "sound", "corrupt", "misplaced", "mismatch", "error"
+_AWAY = "away"  # the store, for one rank at least
+# Before a commit is read again that the store would not give to all. A generation is not lost for it: three of them for
+# the same reason would look like a crash loop.
+_AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +91,7 @@ def restore_newest(
     began = time.monotonic()
     rejected: list[Rejected] = []
     for key in candidates:
-        attempted = time.monotonic()
-        loaded, verdict = _attempt(store, key, model, optimizer, rank, world_size)
-        judged = time.monotonic()
-        kind, reason = _agree(verdict, rank, world_size)
-        agree = time.monotonic() - judged
+        attempted, loaded, (kind, reason), agree = _patient_attempt(store, key, model, optimizer, rank, world_size)
         if kind in (_CORRUPT, _MISPLACED):
             rejected.append(Rejected(key=key, reason=reason, extra=_extra(store, key)))
             if rank == 0:
@@ -99,7 +99,7 @@ def restore_newest(
             continue
         if kind == _MISMATCH:
             raise CommitMismatch(f"{key}: {reason}")
-        if kind == _ERROR or loaded is None:
+        if kind in (_ERROR, _AWAY) or loaded is None:
             raise CheckpointError(f"{key} could not be read, which says nothing of the commit itself: {reason}")
         rng = _finish(loaded, key, model, optimizer, rank)
         if rejected and rank == 0:
@@ -130,6 +130,21 @@ class _Loaded:
     read_seconds: float
 
 
+def _patient_attempt(
+    store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int, world_size: int
+) -> tuple[float, _Loaded | None, tuple[str, str], float]:
+    """(time.monotonic() at which the last try began, what it loaded, the verdict of all ranks, seconds that took)."""
+    for pause in (*_AGAIN_SECONDS, None):
+        attempted = time.monotonic()
+        loaded, own = _attempt(store, key, model, optimizer, rank, world_size)
+        judged = time.monotonic()
+        verdict = _agree(own, rank, world_size)
+        if verdict[0] != _AWAY or pause is None:
+            break
+        time.sleep(pause)  # on all ranks alike
+    return attempted, loaded, verdict, time.monotonic() - judged
+
+
 def _attempt(
     store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int, world_size: int
 ) -> tuple[_Loaded | None, tuple[str, str]]:
@@ -156,6 +171,8 @@ def _attempt(
         return None, (_CORRUPT, str(error))
     except CommitMismatch as error:
         return None, (_MISMATCH, str(error))
+    except StoreAway as error:
+        return None, (_AWAY, str(error))
     except (CheckpointError, InfraError) as error:
         return None, (_ERROR, str(error))
     except Exception as error:
@@ -177,7 +194,7 @@ def _agree(verdict: tuple[str, str], rank: int, world_size: int) -> tuple[str, s
         kind, _, reason = bytes(row.cpu().numpy()).rstrip(b"\0").decode(errors="replace").partition("\n")
         verdicts.append((kind, f"rank {number}: {reason}"))
     # An error says nothing of the commit, so it must not be outvoted into a quarantine; nor a mismatch.
-    order = (_ERROR, _MISMATCH, _MISPLACED, _CORRUPT, _SOUND)
+    order = (_ERROR, _AWAY, _MISMATCH, _MISPLACED, _CORRUPT, _SOUND)
     return min(verdicts, key=lambda v: order.index(v[0]))
 
 

@@ -39,11 +39,19 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """What the kernel does not take at once goes out with the next call of any kind. A peer that reads nothing for
-        as long as silence is borne, or leaves 16 MiB unread, is gone."""
-        self._unsent += json.dumps(message).encode() + b"\n"
-        self._write()
-        if len(self._unsent) > _UNREAD_BYTES:
+        as long as silence is borne, or leaves 16 MiB unread, is gone, and what it would have been told with it."""
+        if not self.closed:
+            self._unsent += json.dumps(message).encode() + b"\n"
+            self._write()
+        if self.unsent_bytes > _UNREAD_BYTES:
             self.closed = self.closed or "it does not read what it is told"
+        if self.closed:
+            self._unsent.clear()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Of what was said and the kernel has not taken yet; nothing waits for a peer that is gone."""
+        return len(self._unsent)
 
     def receive(self) -> list[Message]:
         """All whole messages that have arrived, pings left out."""
@@ -128,6 +136,14 @@ class Lobby:
         self._listener = _listen("127.0.0.1" if address == "127.0.0.1" else "", ports)
         self.port = self._listener.getsockname()[1]
         self.joined: dict[int, tuple[Connection, Message]] = {}
+        self._strangers: list[Connection] = []  # who has not said who they are
+
+    def admit(self, nodes: int) -> None:
+        """One look at the door: who has come is let in, and all who came before are kept in touch with."""
+        for connection, _ in self.joined.values():
+            connection.hold()  # who came first must not take the wait for the last one for silence
+        came = self._strangers + self._accept()
+        self._strangers = [peer for peer in came if not self._admit(peer, nodes, self.joined) and not peer.closed]
 
     def roll_call(
         self, nodes: int, deadline_seconds: float, stopped: Callable[[], bool] = lambda: False
@@ -137,7 +153,6 @@ class Lobby:
         `stopped` is asked all along: whether this agent was told to leave.
         """
         joined = self.joined
-        strangers: list[Connection] = []
         limit = time.monotonic() + deadline_seconds
         while len(joined) < nodes - 1:
             if stopped():
@@ -148,10 +163,7 @@ class Lobby:
                     f"roll-call: {len(joined) + 1} of {nodes} nodes joined within {deadline_seconds:g} s on port "
                     f"{self.port}; missing: {', '.join(f'node {node}' for node in missing)}"
                 )
-            for connection, _ in joined.values():
-                connection.hold()  # who came first must not take the wait for the last one for silence
-            strangers += self._accept()
-            strangers = [peer for peer in strangers if not self._admit(peer, nodes, joined) and not peer.closed]
+            self.admit(nodes)
             time.sleep(0.02)
         return joined
 

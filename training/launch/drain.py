@@ -19,7 +19,6 @@ from infra.events import NOTICE, NOTICE_SOURCES
 from infra.notices import (
     LEAVE,
     REBALANCE,
-    STALE_SECONDS,
     MetadataSource,
     MetaflowSource,
     Notice,
@@ -30,6 +29,7 @@ from infra.notices import (
 from training.launch.control import Control, Order
 from training.launch.echo import say
 from training.launch.spec import GangSpec
+from training.launch.standing import Standing, stands, wait_seconds
 from training.launch.watch.failure import SLOW, WorkerFailure
 from training.launch.workers import WorkerGroup
 
@@ -71,8 +71,8 @@ class Drain:
         self._signalled_at: float | None = None
         self._sources_told = False
         self._unsent: list[Notice] = []  # heard, and neither recorded as an event nor sent yet
-        self._outlived: list[Notice] = []  # whose time has passed before anything was begun; not recorded yet
-        self._standing: list[tuple[float, Order]] = []  # (time.monotonic() when it came, what the lead has ordered)
+        self._standing = Standing()
+        self._ordered: list[tuple[float, Order]] = []  # (time.monotonic() when it came, what the lead has ordered)
         self._own: Order | None = None  # the first that came of a notice to this node
         self._gone: set[int] = set()  # nodes that were left out: their notices concern nobody any more
         self._own_leave_at = self._leave_at = self._machine_ends_at = self._echo_by = float("inf")
@@ -89,51 +89,57 @@ class Drain:
         self._hear()
         return self._leave_at < float("inf")
 
-    def outlive_standing(self, longest_seconds: float) -> str:
-        """Before anything is begun: a notice that stands already, since an earlier attempt heard it on this machine.
+    def standing(self, longest_seconds: float) -> Order | None:
+        """Before anything is begun: for how long a notice that stands already is to be waited out, and why.
 
-        To leave for it at once would take attempt after attempt for the same notice, and what starts now would hardly
-        begin to train: its time is waited out, and after that it counts no more. One that leaves time to train, so
-        that the wait would be longer than `longest_seconds`, is left to be heard as any other.
-        Returns "" where the gang may start here, else why not: this process is to end before that time.
+        One that leaves time to train, so that the wait would be longer than `longest_seconds`, is heard as any other.
+        None: there is nothing to be waited out.
         """
         self._watcher.await_first_look(_FIRST_LOOK_SECONDS)
-        told = False
-        while True:
-            self._hear()
-            standing = min(filter(_stands, self._unsent), key=lambda one: one.ends_at, default=None)
-            if standing is None:
-                return ""
-            left = standing.ends_at - time.monotonic()
-            going = f"this machine is going away in {max(left, 0.0):.0f} s"
-            if any(one.source is NoticeSource.SIGNAL for one in self._unsent):
-                return f"SIGTERM, and {going}"
-            if left < -STALE_SECONDS:
-                self._forget_reclaims()
-                if any(map(_stands, self._unsent)):
-                    continue
-                say(f"node {self._node}: the notice's time has passed and this machine is still there: it starts")
-                return ""
-            if not told and left + STALE_SECONDS > longest_seconds:
-                return ""
-            if not told:
-                told = True
-                say(f"node {self._node}: {going} ({_CAUSES[standing.source]}): no rank is started before that")
-            time.sleep(_LOOK_SECONDS)
+        self._standing.open = True
+        self._hear()
+        if min([wait_seconds(one) for one in self._unsent if stands(one)], default=float("inf")) <= longest_seconds:
+            self._unsent = self._standing.take(self._unsent)
+            if (soonest := self._standing.soonest) is not None:
+                return Order(seconds=wait_seconds(soonest), cause=_CAUSES[soonest.source], node=self._node)
+        self._heed_all()
+        return None
 
-    def _forget_reclaims(self) -> None:
-        """Those whose time has passed: another source may tell of a later one."""
-        over = [one for one in self._unsent if _stands(one) and one.ends_at < time.monotonic() - STALE_SECONDS]
-        self._outlived += over
-        self._unsent = [one for one in self._unsent if one not in over]
-        self._own, self._own_leave_at, self._leave_at, self._echo_by = None, *[float("inf")] * 3
+    def outlive(self, meanwhile: Callable[[float], str]) -> str:
+        """Wait out what `standing` has found, and what comes to stand meanwhile; after that it counts no more.
+
+        meanwhile: called all along with the seconds that are left; what it returns, if anything, is why to end it.
+        Returns "" where the gang may start here, else why not: this process is to end before that time.
+        """
+        told = why = ""
+        while not why and (soonest := self._standing.soonest) is not None:
+            going = f"this machine is going away in {soonest.seconds_left:.0f} s"
+            if not told:
+                told = f"node {self._node}: {going} ({_CAUSES[soonest.source]}): no rank is started before that"
+                say(told)
+            signalled = any(one.source is NoticeSource.SIGNAL for one in self._unsent)
+            if why := "SIGTERM" if signalled else meanwhile(wait_seconds(soonest)):
+                why += f", and {going}"
+            time.sleep(_LOOK_SECONDS)
+            self._hear()
+            self._unsent = self._standing.take(self._unsent)
+        if told and not why:
+            say(f"node {self._node}: the notice's time has passed and this machine is still there: it starts")
+        self._heed_all()
+        return why
+
+    def _heed_all(self) -> None:
+        """From now on a notice means to leave, those that were heard and not waited out among them."""
+        self._standing.open = False
+        for notice in self._unsent:
+            self._heed(notice)
 
     def settle(self, nodes: Collection[int]) -> None:
         """Those nodes have left, by the numbers that they joined with, and the others go on: nobody else leaves for
         what was ordered because of them."""
         self._gone |= set(nodes)
-        self._standing = [(came_at, order) for came_at, order in self._standing if order.node not in self._gone]
-        leave_at = [came_at + order.seconds for came_at, order in self._standing if order.leave]
+        self._ordered = [(came_at, order) for came_at, order in self._ordered if order.node not in self._gone]
+        leave_at = [came_at + order.seconds for came_at, order in self._ordered if order.leave]
         self._leave_at = min([self._own_leave_at, *leave_at])
 
     def overstaying(self, group: WorkerGroup) -> list[WorkerFailure]:
@@ -151,7 +157,7 @@ class Drain:
     @property
     def cause(self) -> str:
         """Why, for people."""
-        first = next((order for _, order in self._standing if order.leave), self._own)
+        first = next((order for _, order in self._ordered if order.leave), self._own)
         if first is None or first.cause == "SIGTERM":
             return "" if first is None else first.cause
         return f"{first.cause} to node {first.node}"
@@ -160,7 +166,7 @@ class Drain:
         """The record of the ranks that are about to be started; what was ordered before holds for them too."""
         path = folder / f"node-{self._node}.control"
         self._control = Control.create(path)
-        for came_at, order in self._standing:
+        for came_at, order in self._ordered:
             if order.leave:
                 self._control.tell(replace(order, seconds=came_at + order.seconds - time.monotonic()))
         return path
@@ -175,7 +181,7 @@ class Drain:
             if order.node in self._gone:  # it came in one breath with the news that they have left
                 continue
             now = time.monotonic()
-            self._standing.append((now, order))
+            self._ordered.append((now, order))
             if order.leave:
                 self._leave_at = min(self._leave_at, now + order.seconds)
             if self._control is not None:
@@ -184,12 +190,15 @@ class Drain:
         if time.monotonic() >= self._machine_ends_at:  # a rehearsal takes the machine when it said so
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def record_waits(self, emit: Callable[..., object]) -> None:
+        """Write down what is waited out, at once: of a machine that goes meanwhile nothing is written later."""
+        for notice in self._standing.unrecorded():
+            self._write(notice, None, emit, waits=True)
+
     def record(self, emit: Callable[..., object]) -> list[Order]:
         """Write down what was heard and not yet told; what is to be done about it."""
         orders = []
-        for notice in self._outlived:
-            self._write(notice, None, emit, outlived=True)
-        self._outlived.clear()
+        self.record_waits(emit)
         for notice in self._unsent:
             order = self._order(notice)
             self._write(notice, order, emit)
@@ -208,14 +217,18 @@ class Drain:
             news.append(Notice(source=NoticeSource.SIGNAL, action=LEAVE, heard_at=at, ends_at=at + self._stop_seconds))
         for notice in news:
             self._unsent.append(notice)
-            order = self._order(notice)
-            if order is not None and order.leave:
-                now = time.monotonic()
-                self._own_leave_at = min(self._own_leave_at, now + order.seconds)
-                self._leave_at = min(self._leave_at, self._own_leave_at)
-                self._own, self._echo_by = self._own or order, min(self._echo_by, now + _ECHO_SECONDS)
+            if not (self._standing.open and stands(notice)):
+                self._heed(notice)
             if notice.source is NoticeSource.REHEARSAL:
                 self._machine_ends_at = min(self._machine_ends_at, notice.ends_at)
+
+    def _heed(self, notice: Notice) -> None:
+        order = self._order(notice)
+        if order is not None and order.leave:
+            now = time.monotonic()
+            self._own_leave_at = min(self._own_leave_at, now + order.seconds)
+            self._leave_at = min(self._leave_at, self._own_leave_at)
+            self._own, self._echo_by = self._own or order, min(self._echo_by, now + _ECHO_SECONDS)
 
     def _go_without_lead(self) -> None:
         """A lead that is frozen or gone must not cost the last save: the pulse tells the other nodes' ranks."""
@@ -233,11 +246,9 @@ class Drain:
         seconds = max(notice.seconds_left - margin, 0.0)
         return Order(seconds=seconds, cause=_CAUSES[notice.source], node=self._node)
 
-    def _write(
-        self, notice: Notice, order: Order | None, emit: Callable[..., object], *, outlived: bool = False
-    ) -> None:
+    def _write(self, notice: Notice, order: Order | None, emit: Callable[..., object], *, waits: bool = False) -> None:
         left = None if notice.ends_at == float("inf") else round(notice.seconds_left, 3)
-        does = "wait" if outlived else "nothing" if order is None else "leave" if order.leave else "save"
+        does = "wait" if waits else "nothing" if order is None else "leave" if order.leave else "save"
         now = time.monotonic()
         emit(
             NOTICE,
@@ -249,7 +260,7 @@ class Drain:
             does=does,
             detail=notice.detail,
         )
-        if outlived:  # it was said when it was heard
+        if waits:  # it was said when it was heard
             return
         time_left = "" if left is None else f", {left:.0f} s left"
         say(f"node {self._node}: notice by {notice.source.value}: {notice.action}{time_left}; the gang is to {does}")
@@ -265,8 +276,3 @@ class Drain:
             })  # fmt: skip
             if "hop limit" in (absent := decided.get(NoticeSource.METADATA, "")):
                 say(f"node {self._node}: spot notices will not be heard: {absent}")
-
-
-def _stands(notice: Notice) -> bool:
-    """One that an attempt before this one may have heard already, of the same machine; a rehearsal is heard once."""
-    return notice.reclaims and notice.source is not NoticeSource.REHEARSAL

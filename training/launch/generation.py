@@ -21,7 +21,7 @@ from training.launch.recently import Recently
 from training.launch.spec import GangSpec, WorkerSpec
 from training.launch.standby import Standby
 from training.launch.verdict import Start, Verdict
-from training.launch.watch import STORE_PHASE, Deadlines, Watch, WorkerFailure
+from training.launch.watch import STORE_PHASE, Deadlines, GpuCounters, Watch, WorkerFailure
 from training.launch.workers import WorkerGroup
 
 _POLL_SECONDS = 0.05
@@ -29,13 +29,24 @@ _WAITING_SECONDS = 1.0  # between two words that a rank here waits for the store
 
 
 class NodeGeneration:
-    """spec: of this node, with the number that it has in this generation. None of its ranks is left when it returns."""
+    """spec: of this node, with the number that it has in this generation. None of its ranks is left when it returns.
+
+    gpus: the agent's, over all its generations.
+    """
 
     def __init__(
-        self, spec: GangSpec, start: Start, peers: Peers, drain: Drain, log: NodeLog, job_store: Store
+        self,
+        spec: GangSpec,
+        start: Start,
+        peers: Peers,
+        drain: Drain,
+        log: NodeLog,
+        job_store: Store,
+        *,
+        gpus: GpuCounters | None = None,
     ) -> None:
         self._spec, self._start, self._peers, self._drain, self._log = spec, start, peers, drain, log
-        self._job_store = job_store
+        self._job_store, self._gpus = job_store, gpus
         self._told = time.monotonic()
         self._told_waiting = Recently(_WAITING_SECONDS)
         self._cluster = ClusterConfig(**spec.config["cluster"])
@@ -132,7 +143,7 @@ class NodeGeneration:
         reported: dict[int, WorkerFailure] = {}
         finished = False
         deadlines = Deadlines.of(RunConfig.model_validate(self._spec.config))
-        watch = Watch(group.workers, deadlines, self.folder, node=self._spec.node)
+        watch = Watch(group.workers, deadlines, self.folder, node=self._spec.node, gpus=self._gpus)
         try:
             while (verdict := self._peers.poll()) is None:
                 if self._peers.witnesses_wanted():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from infra.outcome import Outcome
 from infra.store import Store
 from infra.terms import BUDGET_THRESHOLDS, Terms
 from training.checkpoint.generations import Generation
-from training.checkpoint.lineage import CANDIDATES, newest_commits, open_generation, reachable_commits
+from training.checkpoint.lineage import CANDIDATES, Opening, newest_commits, open_generation, reachable_commits
 from training.errors import TrainingError
 from training.guards.overrides import read_overrides, rewind_parent
 from training.launch.crash_loop import Failed, crash_loop, describe, failures_on_record
@@ -35,7 +34,7 @@ class Leader:
         self._world_size = spec.world_size
         self._failed: list[Failed] = []
         self._number = 0
-        self._next_id = secrets.token_hex(4)  # the same until a generation is open
+        self._opening = Opening()
 
     def open(self) -> Generation:
         """The next generation: from the newest commit, or from where a guard has ordered it to start."""
@@ -45,9 +44,9 @@ class Leader:
         parent = rewind_parent(self._job_store)
         spec = self._spec
         generation = open_generation(
-            self._job_store, run=spec.run, attempt=spec.attempt, parent=parent, generation_id=self._next_id
+            self._job_store, run=spec.run, attempt=spec.attempt, parent=parent, opening=self._opening
         )
-        self._next_id = secrets.token_hex(4)
+        self._opening = Opening()
         self._number += 1
         return generation
 

@@ -11,27 +11,45 @@ from infra.events import EndReason
 from training.launch.channel import Message, join
 from training.launch.control import Order
 from training.launch.heard import Heard
+from training.launch.recently import Recently
 from training.launch.spec import GangSpec
 from training.launch.verdict import Start, Verdict, told_to_leave
 from training.launch.watch import WorkerFailure
+
+_STANDING_SECONDS = 1.0  # between two words that a notice is waited out here
 
 
 class Member(Heard):
     """Any other node's view: it reports to node 0 and does what node 0 says."""
 
-    def __init__(self, spec: GangSpec, host: str, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        spec: GangSpec,
+        host: str,
+        deadline_seconds: float,
+        stopped: Callable[[], bool],
+        *,
+        standing: Order | None = None,
+        opened: Callable[[int], object] = lambda number: None,
+    ) -> None:
+        """standing: what this node waits out before it can start. opened: called with the number of the generation that
+        the gang gathers for, as soon as node 0 tells it."""
         super().__init__()
         hello: Message = {"node": spec.node, "host": host}
+        if standing is not None:
+            hello["standing"] = standing.to_json()
         door = (spec.main_address, spec.candidate_ports, spec.token)
         self._lead = join(*door, hello, deadline_seconds, stopped, spec.silence_seconds)
-        self._stopped = stopped
+        self._stopped, self._opened = stopped, opened
+        self._asked_to_wait_until = 0.0
         self._generation = 0
         self._inbox: deque[Message] = deque()
+        self._told_standing = Recently(_STANDING_SECONDS)
 
     def await_start(self, deadline_seconds: float) -> Start | Verdict:
-        """The start, or the verdict that there will be none."""
+        """The start, or the verdict that there will be none. A node that waits out a notice is waited for besides."""
         limit = time.monotonic() + deadline_seconds
-        while time.monotonic() < limit:
+        while time.monotonic() < max(limit, self._asked_to_wait_until + deadline_seconds):
             if (message := self._next("start", "verdict")) is not None:
                 if message.pop("kind") == "verdict":
                     return Verdict.from_message(message)
@@ -45,6 +63,17 @@ class Member(Heard):
             return told_to_leave("this node")
         cause = self._lead.closed or f"no start within {deadline_seconds:g} s"
         return Verdict(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
+
+    def stands_by(self, standing: Order) -> Verdict | None:
+        """What this node still waits out, told to node 0; the verdict where there is one meanwhile."""
+        if not self._told_standing.holds:
+            self._told_standing.mark()
+            self._lead.send({"kind": "standing", **standing.to_json()})
+        return self.poll()
+
+    def can_start(self) -> None:
+        """What this node waited out is over."""
+        self._lead.send({"kind": "standing", **Order(seconds=0.0, cause="", node=0).to_json()})
 
     def ready(self) -> None:
         """This node's ranks of the generation that failed are gone."""
@@ -86,6 +115,10 @@ class Member(Heard):
                 self._store_wait.mark()
             elif message["kind"] == "witnesses":
                 self._witnesses_wanted = True
+            elif message["kind"] == "generation":
+                self._opened(message["generation"])
+            elif message["kind"] == "standing":
+                self._asked_to_wait_until = time.monotonic() + message["seconds"]
             elif message["kind"] in kinds:
                 return message
         return None

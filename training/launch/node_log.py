@@ -43,7 +43,9 @@ class NodeLog:
         return self._since[1]
 
     def open(self, spec: GangSpec, generation: int, *, left_for: str = "") -> None:
-        """Begin a generation; the one before, if there was one, ends now, for the reason given."""
+        """Begin a generation, unless it has begun; the one before, if there was one, ends now, for the reason given."""
+        if self._log is not None and self._log.origin.generation == generation:
+            return
         if self._log is not None:
             now = (time.time(), time.monotonic())
             self.emit(NODE_ENDED, at=now, seconds=now[1] - self._since[1], reason=left_for)

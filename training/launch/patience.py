@@ -7,12 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from infra.errors import InfraError
+from infra.errors import InfraError, StoreForbidden, StoreMisconfigured
+from training.checkpoint.deadline import pauses
 from training.errors import TrainingError
 
 T = TypeVar("T")
 _LOOK_SECONDS = 0.01
-_AGAIN_SECONDS = 1.0
+_HOPELESS = (StoreForbidden, StoreMisconfigured)  # a store that is full may be made room in
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 
 
 def do_meanwhile(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
@@ -26,13 +28,17 @@ def do_meanwhile(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
 
 
 def try_again(work: Callable[[], T], seconds: float, given_up: Callable[[], bool]) -> T:
-    """`work`, again and again while it fails for a reason that may pass, up to the deadline; then its last error."""
+    """`work`, again and again while it fails for a reason that may pass, up to the deadline; then its last error.
+
+    Pauses grow to 5 s: a store that refuses because too much is asked of it is not to be asked more for that.
+    """
     limit = time.monotonic() + seconds
-    while True:
+    for pause in pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS):
         try:
             return work()
         except (TrainingError, InfraError) as error:
-            passing = isinstance(error, InfraError) or error.curable
-            if not passing or given_up() or time.monotonic() + _AGAIN_SECONDS >= limit:
+            passing = error.curable if isinstance(error, TrainingError) else not isinstance(error, _HOPELESS)
+            if not passing or given_up() or time.monotonic() + pause >= limit:
                 raise
-        time.sleep(_AGAIN_SECONDS)
+        time.sleep(pause)
+    raise AssertionError("pauses never end")

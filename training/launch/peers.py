@@ -10,8 +10,9 @@ from typing import Protocol
 
 from infra.events import EndReason
 from infra.outcome import Outcome
-from training.launch.channel import Connection, Lobby, Message
+from training.launch.channel import Connection, Message
 from training.launch.control import SIGTERM, Order
+from training.launch.gathering import Gathering
 from training.launch.heard import Heard
 from training.launch.spec import GangSpec
 from training.launch.verdict import Start, Verdict, agreed, guilty, told_to_leave
@@ -51,11 +52,8 @@ class Lead(Heard):
     def __init__(self, spec: GangSpec, host: str) -> None:
         super().__init__()
         self._spec, self._host = spec, host
-        self._lobby: Lobby | None = None
-        if spec.nodes > 1:
-            self._lobby = Lobby(spec.main_address, spec.candidate_ports, spec.token, spec.silence_seconds)
-        self._members: dict[int, Connection] = {}
-        self._hellos: dict[int, Message] = {}
+        self._gathering = Gathering(spec)
+        self._members, self._hellos = self._gathering.members, self._gathering.hellos
         self._failures: list[WorkerFailure] = []
         self._witnesses: dict[int, tuple[float, WorkerFailure]] = {}
         self._first_failure = float("inf")
@@ -77,28 +75,43 @@ class Lead(Heard):
         return self._to_leave[0].cause if self._to_leave else ""
 
     def hold(self) -> None:
-        """Stay in touch with the others while this node is busy otherwise."""
+        """Stay in touch with the others, who wait for a start, while this node is busy otherwise."""
         for connection in self._members.values():
             connection.hold()
+        self._gathering.stand_by(0.0)
 
     def hosts(self, nodes: Sequence[int]) -> list[str]:
         return [self._host if node == 0 else self._hellos[node]["host"] for node in nodes]
 
+    def gather_for(self, number: int) -> None:
+        """All who have come, and come yet, are told the number of the generation, and can say what they cost."""
+        self._gathering.gather_for(number)
+
+    def greet(self) -> None:
+        """Let in whoever has come, and hear them, while node 0 is not ready for the roll-call."""
+        self._gathering.greet()
+        self._hear_all()
+
+    def stand_by(self, seconds: float) -> str:
+        """While node 0 waits so many seconds for the end of a notice: why to leave instead, or nothing."""
+        self.greet()
+        self._gathering.stand_by(seconds)
+        return self.left_for
+
     def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
-        """Once: those who joined stay for all generations."""
-        if (lobby := self._lobby) is None or self._members:
-            return
+        """Before the first start: until all have come and can start. Raises GangError naming who is missing."""
 
         def told() -> bool:
-            for node, (connection, _) in lobby.joined.items():
-                self._hear(node, connection)
+            self._hear_all()
             return stopped() or bool(self.left_for)
 
+        if self._start is not None:  # those who joined stay for all generations
+            return
         try:
-            lobby.roll_call(self._spec.nodes, deadline_seconds, told)
-        finally:  # who came is told, also when others did not
-            self._members = {node: connection for node, (connection, _) in lobby.joined.items()}
-            self._hellos = {node: hello for node, (_, hello) in lobby.joined.items()}
+            self._gathering.roll_call(deadline_seconds, told)
+        finally:
+            if self._gathering.lost is not None:  # its machine was to go
+                self._to_leave.append(self._gathering.lost)
 
     def start(self, start: Start) -> None:
         self._start = start
@@ -168,10 +181,11 @@ class Lead(Heard):
         return None
 
     def close(self) -> None:
-        for connection in self._members.values():
-            connection.close()
-        if self._lobby:
-            self._lobby.close()
+        self._gathering.close()
+
+    def _hear_all(self) -> None:
+        for node, connection in self._members.items():
+            self._hear(node, connection)
 
     def _hear(self, node: int, connection: Connection) -> None:
         connection.keep_alive()
@@ -179,6 +193,8 @@ class Lead(Heard):
             kind = message["kind"]
             if kind == "order":
                 self.order(Order.from_json(message))
+            elif kind == "standing":
+                self._gathering.stands(node, Order.from_json(message))
             elif self._start is None or message["generation"] != self._start.generation:
                 continue  # of a generation that has ended: its end is known
             elif kind == "failed":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 
@@ -24,7 +25,8 @@ def tell_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], No
         return lambda: None
 
     def stop() -> None:
-        handler.remove_start_callback(start)
-        handler.remove_end_callback(end)
+        with contextlib.suppress(AttributeError, ValueError):
+            handler.remove_start_callback(start)
+            handler.remove_end_callback(end)
 
     return stop

@@ -17,6 +17,7 @@ from training.bench.survival.bare_scene import BareScene
 from training.chaos.fault import Aim, Fault, Means
 from training.chaos.orders import Strike
 from training.chaos.scene import Scene
+from training.errors import GangError
 
 _START_SECONDS = 90.0
 _STRIKE_SECONDS = 20.0
@@ -30,7 +31,8 @@ _FAILED = re.compile(r"failed \(exitcode: -?\d+\) local_rank: (\d+)")
 @dataclass(frozen=True, kw_only=True)
 class BareCase:
     """What came of one fault. ended_seconds: until torchrun ended; back_seconds: until new workers had taken a step;
-    both None: neither within the cap. blamed: the rank that it names first, None where it names none."""
+    both None: neither within the cap. blamed: the rank that it names first, None where it names none. not_done: why the
+    fault could not be done, "" where it was."""
 
     kind: str
     ended_seconds: float | None
@@ -38,6 +40,7 @@ class BareCase:
     exit_codes: list[int | None]
     blamed: int | None
     guilty: int
+    not_done: str = ""
 
 
 def bare_figures(faults: Sequence[Fault], folder: Path, *, cap_seconds: float) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def bare_figures(faults: Sequence[Fault], folder: Path, *, cap_seconds: float) -
     cases = []
     for fault in faults:
         if fault.bare:
-            case = _run(fault, folder / f"bare-{fault.kind}", cap_seconds)
+            case = _case(fault, folder / f"bare-{fault.kind}", cap_seconds)
             print(f"torchrun: {_told(case, cap_seconds)}", flush=True)
             cases.append(asdict(case))
     return {"cap_seconds": cap_seconds, "cases": cases}
@@ -54,6 +57,15 @@ def bare_figures(faults: Sequence[Fault], folder: Path, *, cap_seconds: float) -
 def bare_text(figures: dict[str, Any]) -> str:
     cap = figures["cap_seconds"]
     return "\n".join(["bare torchrun:", *(f"  {_told(BareCase(**case), cap)}" for case in figures["cases"])])
+
+
+def _case(fault: Fault, folder: Path, cap_seconds: float) -> BareCase:
+    """One that torchrun never came to is told, and the others are done all the same."""
+    try:
+        return _run(fault, folder, cap_seconds)
+    except (GangError, OSError) as error:
+        nothing: dict[str, Any] = {"ended_seconds": None, "back_seconds": None, "exit_codes": [], "blamed": None}
+        return BareCase(kind=fault.kind, guilty=_GUILTY, not_done=str(error), **nothing)
 
 
 def _run(fault: Fault, folder: Path, cap_seconds: float) -> BareCase:
@@ -109,6 +121,8 @@ def _blamed(output: str) -> int | None:
 
 
 def _told(case: BareCase, cap_seconds: float) -> str:
+    if case.not_done:
+        return f"{case.kind:18} not done: {case.not_done}"
     if case.back_seconds is not None:
         effect = f"back after {case.back_seconds:.1f} s"
     elif case.ended_seconds is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
+import contextlib
 from pathlib import Path
 
-from training.chaos.places.place import Place, needs_tools
+from training.chaos.places.place import Place, needs_tools, run_tool
 from training.errors import GangError
 
 SMALL_DISK_MIB = 48
@@ -27,10 +27,9 @@ class SmallDisk(Place):
 
     def set_up(self) -> None:
         self.disk.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MIB}m", "none", str(self.disk)]
-        if problem := subprocess.run(command, capture_output=True, text=True).stderr.strip():
-            raise GangError(f"{self.disk}: {problem}")
+        run_tool(["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MIB}m", "none", str(self.disk)])
         self.store = str(self.disk)
 
     def take_down(self) -> None:
-        subprocess.run(["umount", "-l", str(self.disk)], capture_output=True, check=False)
+        with contextlib.suppress(GangError):
+            run_tool(["umount", "-l", str(self.disk)])

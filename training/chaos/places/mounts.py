@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
+
+from training.chaos.places.place import run_tool
+from training.errors import GangError
 
 _CLONE_NEWNS = 0x00020000  # <linux/sched.h>
 
@@ -17,5 +19,8 @@ def own_mounts() -> str:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) != 0:
         return f"mounts of one's own are refused here ({os.strerror(ctypes.get_errno())}): run as root"
-    done = subprocess.run(["mount", "--make-rprivate", "/"], capture_output=True, text=True)
-    return done.stderr.strip()
+    try:
+        run_tool(["mount", "--make-rprivate", "/"])
+    except GangError as error:
+        return str(error)
+    return ""

@@ -6,11 +6,11 @@ store is. Other than at the proxy, packets of agents and of ranks are lost alike
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
 from pathlib import Path
 
-from training.chaos.places.place import Place, needs_tools
+from training.chaos.places.place import Place, needs_tools, run_tool
 from training.errors import GangError
 
 _NODES = (0, 1)
@@ -18,7 +18,6 @@ _ADDRESSES = ("10.213.7.1", "10.213.7.2")  # seen by these two namespaces alone
 _INTERFACE = "eth0"
 _ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 _TOOLS = ("ip", "nsenter", "unshare", "mount", "hostname", "taskset")
-_COMMAND_SECONDS = 30.0
 
 
 class Namespaces(Place):
@@ -39,18 +38,21 @@ class Namespaces(Place):
     def set_up(self) -> None:
         one, other = self._names
         for name in self._names:
-            _run("ip", "netns", "add", name)
-        _run("ip", "-n", one, "link", "add", _INTERFACE, "type", "veth", "peer", "name", _INTERFACE, "netns", other)
+            run_tool(["ip", "netns", "add", name])
+        run_tool(
+            ["ip", "-n", one, "link", "add", _INTERFACE, "type", "veth", "peer", "name", _INTERFACE, "netns", other]
+        )
         for name, address in zip(self._names, _ADDRESSES, strict=True):
-            _run("ip", "-n", name, "address", "add", f"{address}/30", "dev", _INTERFACE)
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run("ip", "-n", name, "link", "set", _INTERFACE, "up")
+            run_tool(["ip", "-n", name, "address", "add", f"{address}/30", "dev", _INTERFACE])
+            run_tool(["ip", "-n", name, "link", "set", "lo", "up"])
+            run_tool(["ip", "-n", name, "link", "set", _INTERFACE, "up"])
         names = "".join(f"{address} {_host(node)}\n" for node, address in enumerate(_ADDRESSES))
         self._hosts.write_text(f"127.0.0.1 localhost\n{names}")
 
     def take_down(self) -> None:
         for name in self._names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+            with contextlib.suppress(GangError):
+                run_tool(["ip", "netns", "delete", name])
 
     def command(self, node: int) -> list[str]:
         cores = sorted(os.sched_getaffinity(0))
@@ -64,7 +66,7 @@ class Namespaces(Place):
 
     def link(self, *, up: bool) -> None:
         """Plugs the cable between the two in, or pulls it out."""
-        _run("ip", "-n", self._names[1], "link", "set", _INTERFACE, "up" if up else "down")
+        run_tool(["ip", "-n", self._names[1], "link", "set", _INTERFACE, "up" if up else "down"])
 
     @property
     def _hosts(self) -> Path:
@@ -73,10 +75,3 @@ class Namespaces(Place):
 
 def _host(node: int) -> str:
     return f"ebbflow-node-{node}"
-
-
-def _run(*command: str) -> None:
-    """Raises GangError with what the command says."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
-    if done.returncode:
-        raise GangError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self, TypeVar
 
 from training.errors import GangError
+
+TOOL_SECONDS = 30.0
 
 
 class Place:
@@ -40,7 +43,8 @@ class Place:
         """Raises GangError where this machine refuses it after all."""
 
     def take_down(self) -> None:
-        """After the job has ended; also where `set_up` failed half-way."""
+        """After the job has ended; also where `set_up` failed half-way. What cannot be undone is left; raises nothing
+        for it, since what the job has shown counts all the same."""
 
     def command(self, node: int) -> list[str]:
         """What the command of that node's agent begins with; it must become the agent, and not start it."""
@@ -84,3 +88,19 @@ def needs_tools(tools: Sequence[str], *, root: bool) -> str:
         return "it needs root"
     absent = [tool for tool in tools if shutil.which(tool) is None]
     return f"there is no {' and no '.join(absent)} on this machine" if absent else ""
+
+
+def run_tool(command: Sequence[str], *, seconds: float | None = None) -> None:
+    """Raises GangError with what the tool says where it fails, and where it has not come back in time.
+
+    seconds: None for 30, enough for a tool that is over in milliseconds on a machine that is not in trouble.
+    """
+    seconds = TOOL_SECONDS if seconds is None else seconds
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise GangError(f"{' '.join(command)}: not done within {seconds:g} s, and ended") from None
+    except OSError as error:
+        raise GangError(f"{' '.join(command)}: {error}") from error
+    if done.returncode:
+        raise GangError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")

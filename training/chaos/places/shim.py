@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from training.chaos.places.place import Place
+from training.chaos.places.place import Place, run_tool
 from training.errors import GangError
 
 _COMPILERS = ("gcc", "cc", "clang")
@@ -36,9 +35,7 @@ class Shimmed(Place):
         self._rules.mkdir()
         command = [_compiler() or "cc", "-shared", "-fPIC", "-O2", "-o", str(library)]
         command += [str(Path(__file__).with_name("shim.c")), "-ldl"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
-        if done.returncode:
-            raise GangError(f"{command[0]} could not compile the shim:\n{done.stderr}")
+        run_tool(command, seconds=_COMPILE_SECONDS)
         self.store = str(files)
         self.environment = {
             "LD_PRELOAD": str(library),

@@ -6,6 +6,7 @@
 
 from training.launch.watch.blame import Culprit, blame, mismatch_of, settle_seconds
 from training.launch.watch.failure import WorkerFailure
+from training.launch.watch.gpu import GpuCounters
 from training.launch.watch.limits import STORE_PHASE, Deadlines
 from training.launch.watch.watch import Watch
 
@@ -13,6 +14,7 @@ __all__ = [
     "STORE_PHASE",
     "Culprit",
     "Deadlines",
+    "GpuCounters",
     "Watch",
     "WorkerFailure",
     "blame",

@@ -14,7 +14,10 @@ _FRESH_SECONDS = 5.0
 
 
 class GpuCounters:
-    """Asked by a thread of its own: a driver in trouble may never answer, and the agent must not wait for it."""
+    """Asked by a thread of its own: a driver in trouble may never answer, and the agent must not wait for it.
+
+    One for all of an agent's life. With one for each generation, each would leave a thread at a driver that hangs.
+    """
 
     def __init__(self) -> None:
         self._wanted = threading.Event()

@@ -45,7 +45,8 @@ class Watch:
     """Reports each rank once: as ended, stopped, or without progress for longer than its phase may take.
 
     Stacks and flight recorders of all ranks of the node are in files before a rank that still lives is reported; with
-    it come witnesses, the other ranks as they stood then. deadlines: see `Deadlines`. folder: for the dumps.
+    it come witnesses, the other ranks as they stood then. deadlines: see `Deadlines`. folder: for the dumps. gpus: the
+    agent's, which outlives this watch; None: nobody asks for them.
     """
 
     def __init__(
@@ -55,13 +56,14 @@ class Watch:
         folder: Path,
         *,
         node: int = 0,
+        gpus: GpuCounters | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._now = now
         self._ranks = [_Rank(worker, deadlines, node) for worker in workers]
         self._folder = folder
         self._pool = ThreadPoolExecutor(max_workers=len(self._ranks), thread_name_prefix="dump")
-        self._gpus = GpuCounters()
+        self._gpus = gpus
         self._dump: Dump | None = None
         self._dumps = 0
         self._told: Dump | None = None  # the dump whose witnesses were handed out
@@ -100,10 +102,9 @@ class Watch:
         for rank in self._ranks:
             rank.sample()
         node = node_sample([rank.pid for rank in self._ranks if rank.living], self._folder)
-        return node | self._gpus.sample()
+        return node if self._gpus is None else node | self._gpus.sample()
 
     def close(self) -> None:
-        self._gpus.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _dumped(self, living: list[_Rank], due: list[_Rank], remarkable: bool, now: float) -> list[WorkerFailure]:

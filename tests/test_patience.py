@@ -1,0 +1,81 @@
+"""Stores that are in trouble while a gang starts: asked again within the deadline, which no attempt is lost for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.config.schema import RunConfig
+from infra.errors import StoreAway, StoreMisconfigured
+from infra.outcome import Outcome
+from training.launch import leader as leader_module
+from training.launch.leading import Leading
+from training.launch.own_node import OwnNode
+from training.launch.spec import GangOutcome, GangSpec
+from training.launch.verdict import Verdict
+
+DONE = Verdict(outcome=GangOutcome(outcome=Outcome.COMPLETED, step=1, generation=1), reason=Outcome.COMPLETED)
+FAILED = Verdict(culprit="rank 0: ValueError: x", reason="rank_failed", fingerprint="x", again=True)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[OwnNode]:
+    cluster = {"nodes": 1, "start_deadline_seconds": 60.0}
+    survival = {"standby": False, "notice_file": str(tmp_path / "notice")}
+    spec = GangSpec(
+        job="job", run="run", attempt=0, node=0, nodes=1, processes_per_node=1, main_address="127.0.0.1",
+        config=RunConfig(store=str(tmp_path), cluster=cluster, survival=survival).model_dump(mode="json"),
+        store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path / "logs"),
+    )  # fmt: skip
+    own = OwnNode(spec)
+    yield own
+    own.close()
+
+
+def troubled(work: Callable[..., Any], times: int, error: Exception) -> Callable[..., Any]:
+    """`work`, whose first calls find a store that is in trouble."""
+    left = [error] * times
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if left:
+            raise left.pop()
+        return work(*arguments, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("what", ["open_generation", "reachable_commits", "read_overrides"])
+@pytest.mark.parametrize("ends", [[DONE], [FAILED, DONE]])
+def test_a_start_outlasts_a_store_that_refuses_for_a_while(
+    ends: list[Verdict], what: str, own: OwnNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start as the next one: to open a generation, and to say what it restores."""
+    work, coming = getattr(leader_module, what), list(ends)
+
+    def run_ranks(*_: Any) -> Verdict:
+        monkeypatch.setattr(leader_module, what, troubled(work, 2, StoreAway("503 SlowDown")))
+        return coming.pop(0)
+
+    monkeypatch.setattr(leader_module, what, troubled(work, 2, StoreAway("503 SlowDown")))
+    monkeypatch.setattr(own, "run_ranks", run_ranks)
+    assert Leading(own).run() == DONE and coming == []
+
+
+def test_a_store_that_is_none_is_told_of_at_once(own: OwnNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    own.start_seconds = 3600.0
+    refused = troubled(leader_module.open_generation, 1, StoreMisconfigured("there is no bucket 'runs'"))
+    monkeypatch.setattr(leader_module, "open_generation", refused)
+    monkeypatch.setattr(own, "run_ranks", lambda *_: DONE)
+    with pytest.raises(StoreMisconfigured, match="there is no bucket"):
+        Leading(own).run()
+
+
+def test_the_last_error_is_told_when_the_deadline_is_over(own: OwnNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    own.start_seconds = 0.5
+    monkeypatch.setattr(leader_module, "reachable_commits", troubled(list, 1000, StoreAway("503 SlowDown")))
+    last = Leading(own).run()
+    assert last == replace(last, culprit="503 SlowDown", reason="store", generation=1, outcome=None)

@@ -1,0 +1,111 @@
+"""What the agent of a node has over all generations, whether it leads or follows: log, notices, standby, ranks."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from infra.config.schema import ClusterConfig, SurvivalConfig
+from infra.events import EndReason
+from infra.layout import job_prefix
+from infra.store import Store
+from training.launch.control import Order
+from training.launch.drain import Drain
+from training.launch.echo import say
+from training.launch.generation import NodeGeneration
+from training.launch.node_log import NodeLog
+from training.launch.peers import Peers
+from training.launch.spec import GangSpec
+from training.launch.standby import Standby
+from training.launch.verdict import Start, Verdict
+from training.launch.watch import GpuCounters
+
+_JOIN_SECONDS = 5.0  # for a node that comes late to find the others, who wait for it as long as a start may take
+
+
+class OwnNode:
+    """Nothing that it started is alive after `close`."""
+
+    def __init__(self, spec: GangSpec) -> None:
+        self.spec = spec
+        self.start_seconds = ClusterConfig(**spec.config["cluster"]).start_deadline_seconds
+        self.job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
+        self.host = socket.gethostname()
+        self.log = NodeLog(self.job_store, self.host)
+        self.drain = Drain(spec)
+        self._gpus = GpuCounters()
+        self._standby: Standby | None = None
+        self._kept: Path | None = None  # folder of the first generation
+        self._pushed: set[int] = set()  # numbers that this node has had: its metrics stand under each
+
+    def standing(self) -> Order | None:
+        """What is to be waited out before anything is begun here. Without it the standby begins to import what ranks
+        need, while the nodes still find each other."""
+        standing = self.drain.standing(self.start_seconds - _JOIN_SECONDS)
+        if standing is None:
+            self._warm()
+        return standing
+
+    def outlive(self, meanwhile: Callable[[float], str]) -> str:
+        """Wait out what stands, which is paid for and on record: "" when this node may start, else why not."""
+
+        def look(seconds: float) -> str:
+            self.log.beat()
+            if self.log.is_open:
+                self.drain.record_waits(self.log.emit)
+            return meanwhile(seconds)
+
+        why = self.drain.outlive(look)
+        if not why:
+            self._warm()
+        return why
+
+    def run_ranks(self, spec: GangSpec, start: Start, peers: Peers) -> Verdict:
+        self._pushed.add(spec.node)
+        if self._standby is not None and self._standby.lost:
+            self._standby.close()
+            self._standby = self._new_standby()
+        generation = NodeGeneration(spec, start, peers, self.drain, self.log, self.job_store, gpus=self._gpus)
+        self._kept = self._kept or generation.folder
+        return generation.run(self._standby, self._kept)
+
+    def in_place(self, nodes: list[int]) -> GangSpec:
+        """This node's spec among the nodes that take part, which get their ranks in this order."""
+        return replace(self.spec, node=nodes.index(self.spec.node), nodes=len(nodes))
+
+    def told_to_leave(self) -> bool:
+        """What is asked all along while this node waits for others, in which time it is paid for as well."""
+        self.log.beat()
+        return self.drain.leaving
+
+    def stopped(self) -> Verdict:
+        """Of this node, where nothing else is known."""
+        culprit = f"node {self.spec.node} ({self.host}): the agent was stopped"
+        return Verdict(culprit=culprit, reason=EndReason.AGENT_STOPPED)
+
+    def close(self) -> None:
+        if self._standby is not None:
+            self._standby.close()
+        self._gpus.close()
+        self.drain.close()
+        self._withdraw_metrics()
+
+    def _warm(self) -> None:
+        if self._standby is None and SurvivalConfig(**self.spec.config.get("survival", {})).standby:
+            self._standby = self._new_standby()
+
+    def _new_standby(self) -> Standby:
+        spec = self.spec
+        here = spec.world_size if spec.main_address == "127.0.0.1" else spec.processes_per_node
+        return Standby(Path(spec.log_folder) / f"standby-node-{spec.node}.log", colocated_ranks=here)
+
+    def _withdraw_metrics(self) -> None:
+        """A pushed group never expires, and a rank that was killed cannot delete its own."""
+        url = self.spec.config.get("metrics", {}).get("push_url")
+        if url is not None:
+            from infra.metrics.push import Group, delete_group
+
+            for node in self._pushed:
+                delete_group(Group(url, self.spec.job, node), say=say)
