@@ -135,6 +135,23 @@ def pages(
             return
 
 
+def told(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> Any:
+    """What an answer holds under a dotted path. Raises CloudRefused, which names the call and what is missing: a 200
+    with nothing in it comes from stand-ins for AWS, proxies and versions of a service that botocore does not know.
+    """
+    found: Any = answer
+    for at, name in enumerate(names := path.split("."), start=1):
+        found = found.get(name) if isinstance(found, Mapping) else None
+        if found is None:
+            raise CloudRefused(f"{named(client, operation)}: the answer lacks {'.'.join(names[:at])}")
+    return found
+
+
+def named(client: Any, operation: str) -> str:
+    """How a request is called in messages."""
+    return str(_Question(client, operation, ""))
+
+
 def within(seconds: float, find: Callable[[], T], what: str) -> T:
     """What `find` returns or raises. Raises CloudAway when there is no answer within `seconds`."""
     return hanging.within(seconds, find, what, lambda: CloudAway(f"{what}: no answer within {seconds:.3g} s"))
