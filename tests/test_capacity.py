@@ -13,6 +13,8 @@ from cost.catalogue import load_catalogue
 from cost.errors import PlacementError
 from infra.batch import ComputeEnvironment
 from infra.batch.attempts import Cause
+from infra.batch.declared import contradiction
+from infra.config.batch import QueueConfig
 from infra.events import GENERATION_ENDED, NODE_STARTED, NOTICE
 from infra.outcome import Outcome
 from tests.support.capacity import BOTH, JobLog, batch_config, placed_now, planned, queue, queues
@@ -150,12 +152,25 @@ def test_without_a_queue_it_says_what_each_lacks(state, words: str) -> None:
     assert refused.value.outcome is Outcome.NO_CAPACITY and words in str(refused.value)
 
 
-def test_a_queue_that_names_the_type_goes_before_one_that_leaves_it_to_batch() -> None:
-    """What "optimal" stands for has no GPUs today: a job of them would wait there for nothing."""
+@pytest.mark.parametrize("choice", ["optimal", "default_x86_64", "default_arm64"])
+def test_what_batch_chooses_itself_has_no_gpus(choice: str) -> None:
+    """A GPU job would wait there for nothing, also where the configuration claims otherwise."""
     ranked = planned(batch_config(), WALL).ranked
-    both = queues(queue("any", "spot", ["optimal"]), queue("g5", "spot", ["g5"]))
-    assert {offer.queue for offer in offers(ranked, both)} == {"g5"}
-    assert {offer.queue for offer in offers(ranked, queues(both["any"]))} == {"any"}
+    chosen, named = queue("any", "spot", [choice]), queue("g5", "spot", ["g5"])
+    assert {offer.queue for offer in offers(ranked, queues(chosen, named))} == {"g5"}
+    both = queue("both", "spot", [choice, "g5"])
+    assert {offer.queue for offer in offers(ranked, queues(both))} == {"both"}
+    with pytest.raises(
+        PlacementError, match=f"any: has {choice}: what AWS Batch chooses itself has no GPUs"
+    ) as refused:
+        placed_now(batch_config(), JobLog(), 0.0, where=queues(chosen))
+    assert refused.value.outcome is Outcome.NO_CAPACITY
+    assert "is declared to have g5, and has" in contradiction(chosen, declared(["g5"]))
+    assert contradiction(chosen, declared(["m6i"])) == contradiction(both, declared(["g5"])) == ""
+
+
+def declared(types: list[str]) -> QueueConfig:
+    return QueueConfig(name="any", market="spot", instance_types=types)
 
 
 def test_a_family_is_no_prefix_of_another() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from infra.batch.machines import BATCHS_CHOICE, accelerated
 from infra.batch.queues import QueueState, describe_queues
 from infra.config.batch import BatchConfig, QueueConfig
 
@@ -75,8 +76,8 @@ def _offered(kind: str, offered: tuple[str, ...]) -> bool:
     family, _, size = kind.rstrip(".").partition(".")
     for one in offered:
         other, _, its_size = one.partition(".")
-        if one in ("optimal", "default_x86_64", "default_arm64"):
-            return True  # Batch's own choice changes with time and region
+        if one in BATCHS_CHOICE and not accelerated(kind):
+            return True  # Batch's own choice changes with time and region, and has never had GPUs
         if family == other and (not size or not its_size or its_size.startswith(size)):
             return True
     return False
