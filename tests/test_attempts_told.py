@@ -58,6 +58,8 @@ def test_a_failure_means_what_batch_says_and_nothing_is_guessed(
 def test_what_never_ran_is_told_from_what_was_ended(reason: str) -> None:
     assert cause_of("FAILED", [reason], None, started=False, ended_by_call=True) == "never_started"
     assert cause_of("FAILED", ["stopped by hand"], None, started=True, ended_by_call=True) == "terminated"
+    late = ["Ebbflow: its container was not made in time: had capacity, and no container after 45.0 minutes"]
+    assert cause_of("FAILED", late, None, started=False, ended_by_call=True) == "not_made"
     assert cause_of("RUNNABLE", [reason], None, started=False) == "unknown"
     assert cause_of("SUCCEEDED", [_EXITED], 0, started=True) == "ended"
 

@@ -11,7 +11,7 @@ from cost.capacity import Placement, as_placed, history_of, place
 from cost.capacity.offers import offers
 from cost.catalogue import load_catalogue
 from cost.errors import PlacementError
-from infra.batch import ComputeEnvironment
+from infra.batch import ComputeEnvironment, in_queues_region
 from infra.batch.attempts import Cause
 from infra.batch.declared import contradiction
 from infra.config.batch import QueueConfig
@@ -191,6 +191,34 @@ def test_the_price_is_of_the_region_where_the_queues_are() -> None:
         where = queues(queue("spot-g5", "spot", ["g5"], arn=f"arn:aws:batch:{region}:123456789012:job-queue/spot-g5"))
         found = place(config, plan=wide, history=history_of([]), queues=where, now_utc=WALL)
         assert (found.queue, found.region) == ("spot-g5", region)
+
+
+def test_queues_of_a_region_that_the_plan_does_not_price_get_no_other_regions_price() -> None:
+    config = batch_config()
+    where = queues(queue("spot-g5", "spot", ["g5"], arn="arn:aws:batch:eu-west-1:123456789012:job-queue/spot-g5"))
+    with pytest.raises(PlacementError, match="no pool in eu-west-1, where the queues are") as refused:
+        place(config, plan=planned(config, WALL), history=history_of([]), queues=where, now_utc=WALL)
+    assert refused.value.outcome is Outcome.NO_CAPACITY
+
+
+@pytest.mark.parametrize(
+    ("variables", "region"),
+    [({"AWS_DEFAULT_REGION": "eu-west-1"}, "eu-west-1"), ({"AWS_REGION": "us-west-2"}, "us-west-2"), ({}, None)],
+)
+def test_the_queues_region_is_the_only_one_that_is_priced(
+    variables: dict[str, str], region: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = batch_config("cost.regions=[us-east-1, us-west-2]")
+    there = in_queues_region(config)
+    assert there.cost.regions == ([region] if region else ["us-east-1", "us-west-2"])
+    assert in_queues_region(config, told=False).batch.region == (region or "us-east-1")
+    named = in_queues_region(batch_config("batch.region=ap-south-1"))
+    assert (named.cost.regions, named.batch.region) == (["ap-south-1"], "ap-south-1")
 
 
 def environment(kind: str, most: int | None) -> ComputeEnvironment:

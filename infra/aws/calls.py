@@ -147,6 +147,11 @@ def told(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> A
     return found
 
 
+def is_throttled(status: int, code: str) -> bool:
+    """Whether an answer's HTTP status and code say that AWS is asked too often."""
+    return code in _THROTTLED or status == 429
+
+
 def named(client: Any, operation: str) -> str:
     """How a request is called in messages."""
     return str(_Question(client, operation, ""))
@@ -180,7 +185,7 @@ def _curable(error: Exception, question: _Question) -> tuple[str, int | None]:
     if isinstance(error, ClientError):
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        if code in _THROTTLED or status == 429:
+        if is_throttled(status, code):
             return f"throttled ({code})", None
         if status >= 500 and status != _NOT_IMPLEMENTED:
             return f"AWS is in trouble itself ({status} {code})", None

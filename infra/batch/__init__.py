@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from infra.batch.attempts import BatchAttempt, Cause, describe_attempts
-from infra.batch.cancel import cancel_job
+from infra.batch.cancel import NEVER_STARTED, NOT_MADE, TERMINATED, cancel_job
 from infra.batch.client import batch_client
-from infra.batch.declared import declared_queues, training_queues
+from infra.batch.declared import declared_queues, in_queues_region, training_queues
 from infra.batch.queues import ComputeEnvironment, QueueState, describe_queues
 
 __all__ = [
+    "NEVER_STARTED",
+    "NOT_MADE",
+    "TERMINATED",
     "BatchAttempt",
     "Cause",
     "ComputeEnvironment",
@@ -18,5 +21,6 @@ __all__ = [
     "declared_queues",
     "describe_attempts",
     "describe_queues",
+    "in_queues_region",
     "training_queues",
 ]

@@ -8,15 +8,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from infra.aws.calls import Patience, ask
-from infra.batch.cancel import NEVER_STARTED, TERMINATED
+from infra.batch.cancel import NEVER_STARTED, NOT_MADE, TERMINATED
 from infra.errors import CloudError
 
-Cause = Literal["reclaimed", "user_code", "never_started", "terminated", "ended", "unknown"]
+Cause = Literal["reclaimed", "user_code", "never_started", "not_made", "terminated", "ended", "unknown"]
 """reclaimed: the machine was taken away or lost; Batch tells a Spot reclaim and a broken host alike.
 user_code: the container ended by itself, or its image cannot be had: it would do the same elsewhere. A drain after a
 notice that left with a code looks like this to Batch; the events of the job know better.
-never_started: no capacity, a misconfiguration, or a container that could not be made. terminated: somebody ended it,
-or its time limit did. ended: it succeeded. unknown: it still runs, or Batch's words are none that we know.
+never_started: no capacity, a misconfiguration, or a container that could not be made. not_made: it had capacity, and
+its submitter saw no container for too long. terminated: somebody ended it, or its time limit did. ended: it succeeded.
+unknown: it still runs, or Batch's words are none that we know.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 FINISHED = ("SUCCEEDED", "FAILED")
@@ -124,6 +125,8 @@ def cause_of(
         return "reclaimed"
     if NEVER_STARTED in text or (_NO_PLACE.search(text) and not started):
         return "never_started"
+    if NOT_MADE in text and not started:
+        return "not_made"
     if TERMINATED in text or _TOO_LONG.search(text) or _ENDED_BY_SOMEBODY.search(text):
         return "terminated"
     if ended_by_call:
