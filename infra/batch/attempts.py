@@ -58,7 +58,8 @@ class BatchAttempt:
     """One Batch job. Times in Unix seconds by Batch's clock, None where it did not get that far.
 
     queue: its name. status: Batch's. exit_code: the main container's, None when there was none to tell. reason: Batch's
-    words and the container's, "" without any.
+    words and the container's, "" without any. node_times: (started, stopped) of each node of an ended job of several,
+    by its index; the job's own are its main node's. Empty where Batch has not told.
     """
 
     job_id: str
@@ -72,6 +73,7 @@ class BatchAttempt:
     exit_code: int | None
     reason: str
     cause: Cause
+    node_times: tuple[tuple[float | None, float | None], ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -83,7 +85,9 @@ class BatchAttempt:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BatchAttempt:
         """Keys that this version does not know are left out."""
-        return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        times = tuple((started, stopped) for started, stopped in data.get("node_times") or ())
+        return cls(**{**known, "node_times": times})
 
 
 def describe_attempts(
@@ -91,12 +95,13 @@ def describe_attempts(
 ) -> dict[str, BatchAttempt]:
     """The jobs that Batch still knows, by id: it forgets them some days after their end. Raises CloudError.
 
-    Of a job of several nodes its nodes are asked as well, since only they tell that a machine was lost.
+    Of a job of several nodes that has ended its nodes are asked as well, since only they tell that a machine was lost,
+    and how long each was paid for.
     """
     patience = Patience.of(deadline_seconds)
     jobs = _describe(list(dict.fromkeys(job_ids)), client, patience)
-    failed = [job for job in jobs.values() if job.get("status") == "FAILED" and _nodes(job) > 1]
-    children = [f"{job['jobId']}#{index}" for job in failed for index in range(_nodes(job))]
+    gangs = [job for job in jobs.values() if job.get("status") in FINISHED and _nodes(job) > 1]
+    children = [f"{job['jobId']}#{index}" for job in gangs for index in range(_nodes(job))]
     parts = _nodes_of(children, client, patience)
     found = {}
     for job_id, job in jobs.items():
@@ -187,7 +192,17 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
             ended_by_call=ended_by_call,
             main_alone=_nodes(job) > 1 and not parts,
         ),
+        node_times=_node_times(job, parts),
     )
+
+
+def _node_times(
+    job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
+) -> tuple[tuple[float | None, float | None], ...]:
+    if not parts:
+        return ()
+    known = {part["jobId"]: (_seconds(part.get("startedAt")), _seconds(part.get("stoppedAt"))) for part in parts}
+    return tuple(known.get(f"{job['jobId']}#{index}", (None, None)) for index in range(_nodes(job)))
 
 
 def _reasons(job: Mapping[str, Any]) -> list[str]:
