@@ -85,7 +85,7 @@ def light_queue(config: RunConfig) -> str | None:
     if (found := lightest_queue(queues)) is None:
         return None
     name, why = found
-    print(f"the steps around training go to queue {name}: {why}", flush=True)
+    print(f"steps around training that are sent to AWS Batch go to queue {name}: {why}", flush=True)
     return name
 
 
