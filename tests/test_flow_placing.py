@@ -78,6 +78,16 @@ def test_an_attempt_is_placed_and_what_is_left_behind_says_so(
     assert last is not None and last.does == "again"
 
 
+def test_prices_are_those_of_the_queues_region_whatever_the_configuration_names(
+    flow: SimpleNamespace, batch: LocalBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
+    flow.settings["config"]["cost"]["regions"] = ["us-west-2"]
+    answer = place_attempt(ask(flow, replace(NAME, attempt=3)))
+    assert answer.trouble == "" and answer.order is not None and answer.order.does == "train"
+    assert (answer.order.placement or {})["region"] == batch.region == "us-east-1"
+
+
 def test_light_steps_go_to_the_smallest_machines_on_demand_unless_a_queue_is_named(
     batch: LocalBatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

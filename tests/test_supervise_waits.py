@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -46,17 +47,20 @@ def flow(folder: Path, *, refusals: int) -> Path:
     return path
 
 
-def has_begun(options: Options, *, trained: bool = True, hours_ago: float = 0.0) -> Job:
+def has_begun(options: Options, *, under: Options | None = None, trained: bool = True, hours_ago: float = 0.0) -> Job:
+    """under: the settings that passed preflight; others have not."""
     job = Job(name="j", run="1", config=options.config)
     with job.events("test") as log:
         log.emit(PREFLIGHT, results=[])
         log.emit(PLAN, **plan_event().data, started_utc=time.time() - 3600 * hours_ago)
         if trained:
             log.emit(GENERATION_STARTED, parent=None, parent_step=0, nodes=1, processes_per_node=1)
+            settings = {"config": (under or options).config.model_dump(mode="json")}
+            job.store.put("config.json", json.dumps(settings).encode())
     return job
 
 
-def test_a_job_that_has_trained_is_tried_again_until_preflight_lets_it_through(tmp_path: Path) -> None:
+def test_what_preflight_has_let_through_is_tried_again_until_it_does_so_again(tmp_path: Path) -> None:
     said: list[str] = []
     asked = options(tmp_path)
     job = has_begun(asked)
@@ -67,10 +71,11 @@ def test_a_job_that_has_trained_is_tried_again_until_preflight_lets_it_through(t
     assert verdicts == ["not_ready"] * 3 + ["completed"]
 
 
-def test_the_first_refusal_of_a_job_that_never_trained_is_final(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_first_refusal_of_a_job_or_of_changed_settings_is_final(tmp_path: Path, trained: bool) -> None:
     said: list[str] = []
     asked = options(tmp_path)
-    has_begun(asked, trained=False)
+    has_begun(asked, trained=trained, under=options(tmp_path, "--set", "training.max_steps=7"))
     program = flow(tmp_path, refusals=9)
     assert Supervisor(asked, said.append, flow=program).supervise() == Outcome.PREFLIGHT.exit_code
     assert program.with_suffix(".count").read_bytes() == b"x"

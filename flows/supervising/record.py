@@ -35,8 +35,8 @@ class Record:
     fault. attempts: of AWS Batch, job id and cause of the end (`infra.batch.attempts.Cause`); unsettled: there are some
     of whose end nothing is told. commit: key of the newest commit. spells: oldest first. report: None where the job has
     not begun, or where no account can be made of its events (why says so). finished: it is complete, under the settings
-    that are asked for. trained: it had passed all checks once, and a gang was started. deadline_utc: Unix time by which
-    the newest plan is to be done; None: it has none.
+    that are asked for. passed: under these it has passed preflight before, and a gang was started. deadline_utc: Unix
+    time by which the newest plan is to be done; None: it has none.
     """
 
     interruptions: frozenset[int] = frozenset()
@@ -49,7 +49,7 @@ class Record:
     why: str = "nothing was recorded"
     run: str = ""
     finished: bool = False
-    trained: bool = False
+    passed: bool = False
     deadline_utc: float | None = None
 
     @property
@@ -80,6 +80,7 @@ def read_record(job_store: Store, config: RunConfig) -> Record:
     generations = read_generations(events)
     ended = [generation for generation in generations.values() if generation.unplanned]
     report, why = _report(events)
+    same_settings = _written_config(job_store) == config.model_dump(mode="json")
     return Record(
         interruptions=frozenset(generation.number for generation in ended if not generation.user_code),
         failures=frozenset(generation.number for generation in ended if generation.user_code),
@@ -90,10 +91,8 @@ def read_record(job_store: Store, config: RunConfig) -> Record:
         report=report,
         why=why,
         run=events[-1].run,
-        finished=report is not None
-        and report.outcome is Outcome.COMPLETED
-        and _written_config(job_store) == config.model_dump(mode="json"),
-        trained=bool(generations),
+        finished=report is not None and report.outcome is Outcome.COMPLETED and same_settings,
+        passed=bool(generations) and same_settings,
         deadline_utc=_deadline_utc(events, config),
     )
 
@@ -121,6 +120,7 @@ def _report(events: Sequence[Event]) -> tuple[RunReport | None, str]:
 
 
 def _written_config(job_store: Store) -> dict | None:
+    """Of the newest run that passed preflight."""
     if job_store.head("config.json") is None:
         return None
     return json.loads(job_store.get("config.json")).get("config")

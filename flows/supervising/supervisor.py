@@ -142,7 +142,7 @@ class Supervisor:
             words = "no capacity"
         elif verdict is Verdict.NOT_READY:
             count = in_a_row(record, verdict)
-            words = f"preflight refused to go on, {_counted(count, 'time')} in a row, and the job has trained before"
+            words = f"preflight refused to go on, {_counted(count, 'time')} in a row, what it has let through before"
         else:
             words = f"interrupted (exit code {code}), {self._tally(record)}"
         self._say(f"{words}; {record.cost()}; {when}")

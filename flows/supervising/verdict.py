@@ -9,8 +9,8 @@ from infra.outcome import Outcome
 
 LONGEST_PAUSE_SECONDS = 600.0
 
-# The same start would end alike, or a limit that the user has set is reached. Preflight is final for a job that has
-# never trained: whoever has just written its configuration is to be told at once.
+# The same start would end alike, or a limit that the user has set is reached. Preflight is final for settings
+# that have never passed it: whoever has just written them is to be told at once.
 FINAL = frozenset({
     Outcome.CONFIG, Outcome.PREFLIGHT, Outcome.BUDGET, Outcome.CRASH_LOOP, Outcome.NON_FINITE, Outcome.DEADLINE,
 })  # fmt: skip
@@ -23,7 +23,7 @@ class Verdict(StrEnum):
     FINAL = "final"  # its outcome ends the job
     INTERRUPTION = "interruption"  # from outside: goes on, however often
     NO_CAPACITY = "no_capacity"  # asks again after a pause
-    NOT_READY = "not_ready"  # preflight refused a job that has trained: something does not answer now
+    NOT_READY = "not_ready"  # preflight refused what it has let through before: something does not answer now
     FAILURE = "failure"  # the program's fault, or a run that came to nothing: only so often without a new commit
 
 
@@ -35,8 +35,8 @@ def judge(exit_code: int, before: Record, after: Record) -> Verdict:
     """
     if exit_code == Outcome.COMPLETED.exit_code:
         return Verdict.COMPLETED
-    if exit_code == Outcome.PREFLIGHT.exit_code and after.trained:
-        return Verdict.NOT_READY  # it has passed before, and a refusal costs nothing
+    if exit_code == Outcome.PREFLIGHT.exit_code and after.passed:
+        return Verdict.NOT_READY  # what has passed will pass again, and a refusal costs nothing
     if exit_code in {outcome.exit_code for outcome in FINAL}:
         return Verdict.FINAL
     if exit_code == Outcome.NO_CAPACITY.exit_code:
