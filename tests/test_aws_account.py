@@ -195,8 +195,8 @@ def test_what_a_stand_in_lacks_says_nothing_of_a_role_or_an_image(
 @pytest.mark.parametrize(
     ("service", "call", "check", "told"),
     [
-        ("iam", "GetRole", "aws-role", "iam:GetRole in us-east-1: the answer lacks Role"),
-        ("iam", "SimulatePrincipalPolicy", "aws-rights", "iam:SimulatePrincipalPolicy in us-east-1: the answer lacks"),
+        ("iam", "GetRole", "aws-role", "iam:GetRole in aws-global: the answer lacks Role"),
+        ("iam", "SimulatePrincipalPolicy", "aws-rights", "iam:SimulatePrincipalPolicy in aws-global: the answer lacks"),
         ("s3", "GetPublicAccessBlock", "aws-bucket", "the answer lacks PublicAccessBlockConfiguration"),
         ("s3", "GetBucketLifecycleConfiguration", "aws-bucket", "the answer lacks Rules"),
         ("ecr", "DescribeImages", "aws-image", "ecr:DescribeImages in us-east-1: the answer lacks imageDetails"),

@@ -89,7 +89,7 @@ def test_prices_are_those_of_the_queues_region_whatever_the_configuration_names(
 
 
 def test_light_steps_go_to_the_smallest_machines_on_demand_unless_a_queue_is_named(
-    batch: LocalBatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    batch: LocalBatch, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And Metaflow's records beside the job, where nobody has said otherwise."""
     named, root = "METAFLOW_BATCH_JOB_QUEUE", "METAFLOW_DATASTORE_SYSROOT_S3"

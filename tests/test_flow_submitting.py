@@ -79,17 +79,17 @@ def test_a_job_that_is_starting_has_capacity_and_a_limit_of_its_own(
     """Its image takes longer than anybody waits. As long as it may start, the limit of waiting is not its own."""
     batch.change(start_seconds=600.0)
     try:
-        done = submit(batch, tmp_path, "pulls", "free", runnable_seconds=8.0, starting_seconds=10.0)
+        done = submit(batch, tmp_path, "pulls", "free", runnable_seconds=5.0, starting_seconds=6.0)
     finally:
         batch.change(start_seconds=0.2)
     assert done.returncode == 0, done.stderr
-    assert "pulls had capacity, and no container after 0.2 minutes of starting (an image too large" in done.stderr
+    assert "pulls had capacity, and no container after 0.1 minutes of starting (an image too large" in done.stderr
     assert "for capacity" not in done.stderr
     assert cause(batch, done, monkeypatch) == "not_made"
 
 
 def test_a_throttled_submit_is_made_again_beyond_what_the_sdk_tries(batch: LocalBatch, tmp_path: Path) -> None:
-    batch.change(rules=[{"operation": "SubmitJob", "kind": "throttle", "times": 4}])
+    batch.change(rules=[{"operation": "SubmitJob", "kind": "throttle", "times": 3}])
     done = submit(batch, tmp_path, "late", "free", submit_seconds=120.0)
     assert done.returncode == 0, done.stderr
     assert "SubmitJob: throttled (TooManyRequestsException); asked again for 2.0 min at most" in done.stderr

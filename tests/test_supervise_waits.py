@@ -75,7 +75,7 @@ def test_what_preflight_has_let_through_is_tried_again_until_it_does_so_again(tm
 def test_the_first_refusal_of_a_job_or_of_changed_settings_is_final(tmp_path: Path, trained: bool) -> None:
     said: list[str] = []
     asked = options(tmp_path)
-    has_begun(asked, trained=trained, under=options(tmp_path, "--set", "training.max_steps=7"))
+    has_begun(asked, trained=trained, under=options(tmp_path, "--set", "training.max_steps=500"))
     program = flow(tmp_path, refusals=9)
     assert Supervisor(asked, said.append, flow=program).supervise() == Outcome.PREFLIGHT.exit_code
     assert program.with_suffix(".count").read_bytes() == b"x"
