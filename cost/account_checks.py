@@ -13,7 +13,7 @@ from cost.plan.plan import Plan, make_plan
 from cost.prices.source import open_prices
 from infra.aws.account import companion, quota_code, vcpu_quota
 from infra.aws.calls import Patience
-from infra.batch import QueueState, batch_client, training_queues
+from infra.batch import QueueState, batch_client, in_queues_region, training_queues
 from infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
 from infra.errors import CloudError, StoreError
 from infra.preflight import Check, Finding, PreflightContext
@@ -85,14 +85,22 @@ def _ask(context: PreflightContext) -> _Asked | Finding:
     """The plan and the queues, or why they are not known."""
     if reason := why_not_asked(context):
         return Finding.skipped(reason)
-    config, now = context.config, time.time()
-    if config.workload is not None:
+    now = time.time()
+    if context.config.workload is not None:
         return Finding.skipped("the model is a workload's own: it is measured by the plan")
+    try:
+        config = in_queues_region(context.config, told=False)
+    except StoreError as error:
+        return Finding.skipped(str(error))
     try:
         prices = open_prices(config, now, project_root=context.project_root, network=False)
         plan = make_plan(config, now_utc=now, prices=prices)
     except PriceError:
         return Finding.skipped("the prices cannot be read; the check prices says more")
+    if not plan.ranked and config.cost.regions != context.config.cost.regions and plan.refusal is not None:
+        named = ", ".join(context.config.cost.regions)
+        detail = f"the queues are in {config.batch.region}, cost.regions has {named}: {plan.refusal.message}"
+        return Finding.failed(detail, plan.refusal.hint)
     if not plan.ranked:
         return Finding.skipped("there is no plan; the checks planned-memory and budget-deadline say more")
     try:

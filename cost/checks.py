@@ -12,7 +12,8 @@ from cost.plan.plan import Plan, make_plan
 from cost.prices.live import ask
 from cost.prices.recorded import RecordedPrices
 from cost.prices.source import NOT_ASKED, open_prices
-from infra.errors import InfraError
+from infra.batch import in_queues_region
+from infra.errors import InfraError, StoreError
 from infra.footprint import size_text
 from infra.layout import job_prefix
 from infra.outcome import Outcome
@@ -106,8 +107,11 @@ def _plan(context: PreflightContext) -> Plan | Finding:
         return Finding.skipped(_MEASURED_LATER)
     now = time.time()
     try:
-        prices = open_prices(context.config, now, project_root=context.project_root, network=False)
-        return make_plan(context.config, now_utc=now, prices=prices)
+        config = in_queues_region(context.config) if context.target == "batch" else context.config
+        prices = open_prices(config, now, project_root=context.project_root, network=False)
+        return make_plan(config, now_utc=now, prices=prices)
+    except StoreError as error:
+        return Finding.skipped(f"the region of the queues is not known: {error}")
     except PriceError:
         return Finding.skipped("the prices cannot be read; the check prices says more")
 

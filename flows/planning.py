@@ -12,11 +12,23 @@ from infra.events import read_events
 if TYPE_CHECKING:
     from cost.experience.belief import Experience
     from cost.plan.progress import Progress
+    from infra.config.schema import RunConfig
 
 
 def stays_here(flow: Any) -> bool:
     """Whether the ranks run on this machine, where no pool of the plan is paid for."""
     return training_backend(flow) is None
+
+
+def where_it_runs(flow: Any, config: RunConfig) -> RunConfig:
+    """On AWS Batch the region of the queues is the only one whose prices mean anything."""
+    from infra.batch import in_queues_region
+
+    there = in_queues_region(config) if training_backend(flow) == "batch" else config
+    if there.cost.regions != config.cost.regions:
+        named = ", ".join(config.cost.regions)
+        print(f"prices of {there.cost.regions[0]}, where the queues are; cost.regions has {named}", flush=True)
+    return there
 
 
 def experience(job: Job) -> Experience:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def set_environment(config: RunConfig, backend: str) -> None:
     for name, value in follows.items():
         if value and not _is_set(name):
             os.environ[name] = value
-    if backend == "batch" and not _is_set("METAFLOW_BATCH_JOB_QUEUE") and (queue := on_demand_queue(config)):
+    if backend == "batch" and not _is_set("METAFLOW_BATCH_JOB_QUEUE") and (queue := light_queue(config)):
         os.environ["METAFLOW_BATCH_JOB_QUEUE"] = queue
 
 
@@ -70,18 +71,22 @@ def _is_set(name: str) -> bool:
     return bool(os.environ.get(name) or metaflow_setting(name))
 
 
-def on_demand_queue(config: RunConfig) -> str | None:
-    """For the steps around training, where none is named: the first that takes jobs on demand, of those that are
-    configured or, without any, of the account. None where Batch does not say; preflight tells why.
+def light_queue(config: RunConfig) -> str | None:
+    """For the steps around training, where none is named, and said with its reason: the one with the smallest machines
+    on demand of those that are configured or, without any, of the account. None where Batch does not say; preflight
+    tells why.
     """
-    from infra.batch import batch_client, declared_queues, training_queues
+    from infra.batch import batch_client, declared_queues, lightest_queue, training_queues
 
     queues = declared_queues(config.batch)
-    try:
-        queues = queues or training_queues(config.batch, batch_client(config.batch.region))
-    except InfraError:
+    if not queues or any(not queue.instance_types for queue in queues.values()):
+        with contextlib.suppress(InfraError):  # then what is configured must do
+            queues = training_queues(config.batch, batch_client(config.batch.region))
+    if (found := lightest_queue(queues)) is None:
         return None
-    return next((name for name, queue in queues.items() if queue.usable and queue.market == "on_demand"), None)
+    name, why = found
+    print(f"steps around training that are sent to AWS Batch go to queue {name}: {why}", flush=True)
+    return name
 
 
 def resumed_config(words: Sequence[str]) -> RunConfig | None:

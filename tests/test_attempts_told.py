@@ -58,6 +58,8 @@ def test_a_failure_means_what_batch_says_and_nothing_is_guessed(
 def test_what_never_ran_is_told_from_what_was_ended(reason: str) -> None:
     assert cause_of("FAILED", [reason], None, started=False, ended_by_call=True) == "never_started"
     assert cause_of("FAILED", ["stopped by hand"], None, started=True, ended_by_call=True) == "terminated"
+    late = ["Ebbflow: its container was not made in time: had capacity, and no container after 45.0 minutes"]
+    assert cause_of("FAILED", late, None, started=False, ended_by_call=True) == "not_made"
     assert cause_of("RUNNABLE", [reason], None, started=False) == "unknown"
     assert cause_of("SUCCEEDED", [_EXITED], 0, started=True) == "ended"
 
@@ -146,12 +148,26 @@ def test_jobs_that_ran_are_told_with_their_times_and_causes(batch: LocalBatch, c
     assert reclaimed.cause == "reclaimed" and "Host EC2" in reclaimed.reason
     ended = told(gang, client, "FAILED")
     assert (ended.cause, ended.nodes, ended.exit_code) == ("reclaimed", 2, 1), ended
+    main, other = ended.node_times
+    assert main == (ended.started_utc, ended.stopped_utc) and main[0] <= other[0] <= other[1] <= main[1]
+    assert BatchAttempt.from_json(json.loads(json.dumps(ended.to_json()))) == ended
     waiting = told(stuck, client, "RUNNABLE", "SUBMITTED", "PENDING")
     assert (waiting.started_utc, waiting.cause, waiting.finished) == (None, "unknown", False)
     cancel_job(stuck, "31 minutes in RUNNABLE", client)
     assert told(stuck, client, "FAILED").cause == "never_started"
     cancel_job(stuck, "again", client)  # what has ended stays as it is
     assert describe_attempts(["00000000-0000-0000-0000-000000000000"], client) == {}
+
+
+def test_nodes_of_a_gang_that_succeeded_have_times_of_their_own(batch: LocalBatch, client: Any, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    gang = submit_gang(batch, f"while [ ! -e {go} ]; do sleep 0.1; done")
+    told(gang, client, "RUNNING")
+    assert describe_attempts([gang], client)[gang].node_times == ()
+    go.touch()
+    found = told(gang, client, "SUCCEEDED")
+    assert found.cause == "ended" and len(found.node_times) == 2
+    assert found.node_times[0] == (found.started_utc, found.stopped_utc)
 
 
 def test_queues_that_take_nothing_say_why(client: Any) -> None:

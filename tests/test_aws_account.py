@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from botocore.client import BaseClient
 from moto.iam.responses import IamResponse
 from moto.servicequotas.models import ServiceQuotasBackend
 
@@ -189,3 +190,32 @@ def test_what_a_stand_in_lacks_says_nothing_of_a_role_or_an_image(
     nobody = f"arn:aws:iam::{ACCOUNT}:role/nobody"
     assert f"knows no role {nobody}" in skipped("aws-role", **batch(SPOT, job_role=nobody)).detail
     assert f"has no image {IMAGE}" in skipped("aws-image", **batch(SPOT, image=IMAGE)).detail
+
+
+@pytest.mark.parametrize(
+    ("service", "call", "check", "told"),
+    [
+        ("iam", "GetRole", "aws-role", "iam:GetRole in aws-global: the answer lacks Role"),
+        ("iam", "SimulatePrincipalPolicy", "aws-rights", "iam:SimulatePrincipalPolicy in aws-global: the answer lacks"),
+        ("s3", "GetPublicAccessBlock", "aws-bucket", "the answer lacks PublicAccessBlockConfiguration"),
+        ("s3", "GetBucketLifecycleConfiguration", "aws-bucket", "the answer lacks Rules"),
+        ("ecr", "DescribeImages", "aws-image", "ecr:DescribeImages in us-east-1: the answer lacks imageDetails"),
+        ("service-quotas", "GetServiceQuota", "aws-quota", "GetServiceQuota in us-east-1: the answer lacks Quota"),
+    ],
+)
+def test_an_answer_with_nothing_in_it_names_the_call_and_passes_nothing(
+    aws: Account, monkeypatch: pytest.MonkeyPatch, service: str, call: str, check: str, told: str
+) -> None:
+    """200 and `{}`, as stand-ins and proxies answer: neither a pass nor a KeyError."""
+    aws.tidy_bucket()
+    aws.push_image()
+
+    def empty(self: BaseClient, operation: str, request: dict[str, Any]) -> dict[str, Any]:
+        if (self.meta.service_model.service_name, operation) == (service, call):
+            return {}
+        return asked(self, operation, request)
+
+    asked = BaseClient._make_api_call
+    monkeypatch.setattr(BaseClient, "_make_api_call", empty)
+    found = skipped(check, **batch(SPOT, nodes=1, job_role=JOB_ROLE, image=IMAGE))
+    assert told in found.detail

@@ -100,3 +100,39 @@ def test_nothing_is_forecast_without_capacity_or_a_long_enough_trace(
 def test_a_policy_that_there_is_not_is_named(bench: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *bench, "--policies", "greedy,nosuch"]) == 2
     assert "no policy nosuch; there are adaptive, " in capsys.readouterr().err
+
+
+def test_placements_are_in_time_and_between_the_optimum_and_on_demand(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "placements", "--data", str(data), "--starts", "1", "--deadlines"]
+    assert main([*command, "6,12", "--json"]) == 0
+    jobs = json.loads(capsys.readouterr().out)["jobs"]
+    assert len(jobs) == 2 * len(ZONES) and {job["zone"] for job in jobs} == set(ZONES)
+    for job in jobs:
+        assert not job["late"] and job["hours"] <= job["deadline_hours"]
+        assert job["optimum_usd"] - 1e-6 <= job["usd"] < 1.5 * job["on_demand_usd"]
+        assert job["regret_usd"] == pytest.approx(job["usd"] - job["optimum_usd"])
+    tight, wide = (sum(job["usd"] for job in jobs if job["deadline_hours"] == hours) for hours in (6, 12))
+    assert wide < tight, "more slack, more Spot"
+    assert main([*command, "12"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| 12 |")).split(" | ")
+    assert row[1:3] == ["4", "0"] and row[8] == f"{wide / 4:.2f}", "the same seed, the same jobs"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--deadlines", "6,soon"], "--deadlines 6,soon: hours above 0"),
+        (["--deadlines", "900"], "600.0 h long, and a job may take 900 h"),
+        (["--deadlines", "1"], "fix: --deadlines, or --set"),
+        (["--starts", "0"], "at least one job"),
+        (["--set", "cost.budget_usd=0.01"], "the job cannot be placed"),
+        (["--set", "training.max_step=3"], "the job of --set"),
+    ],
+)
+def test_placements_that_cannot_be_made_say_why(
+    data: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "placements", "--data", str(data), *words]) != 0
+    assert told in capsys.readouterr().err

@@ -11,8 +11,10 @@ from cost.capacity import Placement, as_placed, history_of, place
 from cost.capacity.offers import offers
 from cost.catalogue import load_catalogue
 from cost.errors import PlacementError
-from infra.batch import ComputeEnvironment
+from infra.batch import ComputeEnvironment, in_queues_region
 from infra.batch.attempts import Cause
+from infra.batch.declared import contradiction
+from infra.config.batch import QueueConfig
 from infra.events import GENERATION_ENDED, NODE_STARTED, NOTICE
 from infra.outcome import Outcome
 from tests.support.capacity import BOTH, JobLog, batch_config, placed_now, planned, queue, queues
@@ -150,12 +152,25 @@ def test_without_a_queue_it_says_what_each_lacks(state, words: str) -> None:
     assert refused.value.outcome is Outcome.NO_CAPACITY and words in str(refused.value)
 
 
-def test_a_queue_that_names_the_type_goes_before_one_that_leaves_it_to_batch() -> None:
-    """What "optimal" stands for has no GPUs today: a job of them would wait there for nothing."""
+@pytest.mark.parametrize("choice", ["optimal", "default_x86_64", "default_arm64"])
+def test_what_batch_chooses_itself_has_no_gpus(choice: str) -> None:
+    """A GPU job would wait there for nothing, also where the configuration claims otherwise."""
     ranked = planned(batch_config(), WALL).ranked
-    both = queues(queue("any", "spot", ["optimal"]), queue("g5", "spot", ["g5"]))
-    assert {offer.queue for offer in offers(ranked, both)} == {"g5"}
-    assert {offer.queue for offer in offers(ranked, queues(both["any"]))} == {"any"}
+    chosen, named = queue("any", "spot", [choice]), queue("g5", "spot", ["g5"])
+    assert {offer.queue for offer in offers(ranked, queues(chosen, named))} == {"g5"}
+    both = queue("both", "spot", [choice, "g5"])
+    assert {offer.queue for offer in offers(ranked, queues(both))} == {"both"}
+    with pytest.raises(
+        PlacementError, match=f"any: has {choice}: what AWS Batch chooses itself has no GPUs"
+    ) as refused:
+        placed_now(batch_config(), JobLog(), 0.0, where=queues(chosen))
+    assert refused.value.outcome is Outcome.NO_CAPACITY
+    assert "is declared to have g5, and has" in contradiction(chosen, declared(["g5"]))
+    assert contradiction(chosen, declared(["m6i"])) == contradiction(both, declared(["g5"])) == ""
+
+
+def declared(types: list[str]) -> QueueConfig:
+    return QueueConfig(name="any", market="spot", instance_types=types)
 
 
 def test_a_family_is_no_prefix_of_another() -> None:
@@ -176,6 +191,34 @@ def test_the_price_is_of_the_region_where_the_queues_are() -> None:
         where = queues(queue("spot-g5", "spot", ["g5"], arn=f"arn:aws:batch:{region}:123456789012:job-queue/spot-g5"))
         found = place(config, plan=wide, history=history_of([]), queues=where, now_utc=WALL)
         assert (found.queue, found.region) == ("spot-g5", region)
+
+
+def test_queues_of_a_region_that_the_plan_does_not_price_get_no_other_regions_price() -> None:
+    config = batch_config()
+    where = queues(queue("spot-g5", "spot", ["g5"], arn="arn:aws:batch:eu-west-1:123456789012:job-queue/spot-g5"))
+    with pytest.raises(PlacementError, match="no pool in eu-west-1, where the queues are") as refused:
+        place(config, plan=planned(config, WALL), history=history_of([]), queues=where, now_utc=WALL)
+    assert refused.value.outcome is Outcome.NO_CAPACITY
+
+
+@pytest.mark.parametrize(
+    ("variables", "region"),
+    [({"AWS_DEFAULT_REGION": "eu-west-1"}, "eu-west-1"), ({"AWS_REGION": "us-west-2"}, "us-west-2"), ({}, None)],
+)
+def test_the_queues_region_is_the_only_one_that_is_priced(
+    variables: dict[str, str], region: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = batch_config("cost.regions=[us-east-1, us-west-2]")
+    there = in_queues_region(config)
+    assert there.cost.regions == ([region] if region else ["us-east-1", "us-west-2"])
+    assert in_queues_region(config, told=False).batch.region == (region or "us-east-1")
+    named = in_queues_region(batch_config("batch.region=ap-south-1"))
+    assert (named.cost.regions, named.batch.region) == (["ap-south-1"], "ap-south-1")
 
 
 def environment(kind: str, most: int | None) -> ComputeEnvironment:

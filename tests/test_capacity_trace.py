@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cost.bench.virtual_batch import HOUR, Course, VirtualBatch
 from cost.capacity import history_of, place
 from infra.events import Event
 from tests.support.capacity import BOTH, batch_config, planned
-from tests.support.capacity_world import HOUR, Course, World
 from tests.support.timelines import WALL
 
 DEADLINE = 8.0
@@ -47,7 +47,7 @@ def assert_on_demand_only_at_the_end(course: Course) -> None:
     ids=["always", "never", "mixed", "lost for good", "flapping", "late"],
 )
 def test_spot_while_slack_lasts(up: list[bool], markets: set[str]) -> None:
-    course = World(up).run(CONFIG)
+    course = VirtualBatch(up).run(CONFIG)
     assert course.finished is not None and course.finished <= DEADLINE * HOUR
     assert_on_demand_only_at_the_end(course)
     assert set(course.markets) == markets
@@ -59,7 +59,7 @@ def test_spot_while_slack_lasts(up: list[bool], markets: set[str]) -> None:
 
 
 def test_without_capacity_waiting_costs_nothing_and_the_last_moment_is_late() -> None:
-    course = World([False]).run(CONFIG)
+    course = VirtualBatch([False]).run(CONFIG)
     at, last, work_hours = course.decisions[-1]
     assert last.market == "on_demand" and course.markets.count("on_demand") == 1
     assert at / HOUR > DEADLINE - work_hours - 0.6, "not before slack ran out"
@@ -70,14 +70,14 @@ def test_without_capacity_waiting_costs_nothing_and_the_last_moment_is_late() ->
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.booleans(), st.integers(0, 1000))
 def test_whatever_the_trace_the_deadline_is_kept(lengths: list[int], first: bool, seed: int) -> None:
-    course = World(spells(tuple(lengths), first=first), seed=seed).run(CONFIG)
+    course = VirtualBatch(spells(tuple(lengths), first=first), seed=seed).run(CONFIG)
     assert course.finished is not None and course.finished <= DEADLINE * HOUR + 1e-6
     assert_on_demand_only_at_the_end(course)
 
 
 def test_another_process_decides_alike() -> None:
     """All that a decision knows is in the events: read again, in any order, each decision is made again as it was."""
-    course = World(spells(MIXED)).run(CONFIG)
+    course = VirtualBatch(spells(MIXED)).run(CONFIG)
     assert len(course.decisions) > 2
     whole, spent = course.decisions[0][2], course.spent_before
     for number, (at, placement, work_hours) in enumerate(course.decisions):

@@ -77,6 +77,9 @@ def test_a_bad_item_is_pointed_at_where_it_stands(tmp_path: Path) -> None:
         ("{job_role: admin}", "batch.job_role must be the ARN of a role"),
         ("{runnable_minutes: 0}", "must be greater than 0"),
         ("{tags: {team: 3}}", 'put it in quotes: "3"'),
+        ("{tags: {team: a=b}}", "job.yaml:2:22: batch.tags: team: 'a=b' has '=' in it: Metaflow hands tags on"),
+        ("{tags: {team: 'AWS:x'}}", "begins with AWS:, which AWS keeps to itself"),
+        ("{tags: {team: 'a;b'}}", "has ';' in it, which AWS does not take"),
         ("{metadata_fixes: never}", "one of auto, refuse"),
     ],
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cost.capacity import History, PastAttempt, Placement
+from cost.capacity import History, PastAttempt, Placement, history_of
 from flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
 from flows.attempts.placing import in_vain
 from flows.capacity import CapacityDecorator, apply, stay
@@ -18,7 +17,8 @@ from flows.metaflow_fixes import command_of_node, known_release, needed
 from flows.remote import backend_asked, refusal
 from flows.steps import StepFailed
 from infra.config.schema import RunConfig
-from infra.events import COMMIT, Event
+from infra.events import BATCH_ATTEMPT, COMMIT, Event
+from infra.events import PLACED as PLACED_EVENT
 from infra.outcome import Outcome
 from infra.store import Store
 
@@ -113,49 +113,75 @@ def test_a_step_whose_attempt_was_not_placed_fails_and_says_why(monkeypatch: pyt
         train_round(SimpleNamespace(rounds=0, train=step, train_node=step), SimpleNamespace())
 
 
-def history(*causes: str, started: float | None = 10.0) -> History:
+def history(*causes: str, started: float | None = 10.0, run: str = "r", after: int = 0) -> History:
+    """after: the generation that was the newest when they were placed."""
     attempts = tuple(
         PastAttempt(
             placement=PLACED, placed_utc=float(number), job_id=f"job-{number}", cause=cause,
-            started_utc=None if cause == "never_started" else started,
+            started_utc=None if cause == "never_started" else started, run=run, after_generation=after,
         )
         for number, cause in enumerate(causes, 1)
     )  # fmt: skip
     return History(attempts=attempts)
 
 
-def commit(t_wall: float) -> Event:
-    fields = {"job": "j", "run": "r", "attempt": 0, "generation": 1, "node": 0, "rank": 0, "step": 8, "t_mono": 0.0}
-    return Event(name=COMMIT, t_wall=t_wall, **fields)
+def vain(known: History, *events: Event, **more: Any) -> tuple[Outcome, str] | None:
+    return in_vain(known, events, run="r", **more)
+
+
+def told(name: str, t_wall: float, generation: int = 0, **data: Any) -> Event:
+    fields = {"job": "j", "run": "r", "attempt": 0, "node": 0, "rank": -1, "step": 8, "t_mono": 0.0}
+    return Event(name=name, t_wall=t_wall, generation=generation, data=data, **fields)
 
 
 def test_what_came_to_nothing_five_times_is_not_tried_again() -> None:
-    failed = in_vain(history(*["user_code"] * 5), [])
+    failed = vain(history(*["user_code"] * 5))
     assert failed is not None and failed[0] is Outcome.FAILED
-    assert in_vain(history(*["user_code"] * 4), []) is None
-    waited = in_vain(history(*["never_started"] * 5), [])
+    assert vain(history(*["user_code"] * 4)) is None
+    waited = vain(history(*["never_started"] * 5))
     assert waited is not None and waited[0] is Outcome.NO_CAPACITY and "spot-g5" in waited[1]
-    missing_image = in_vain(history("user_code", "user_code", started=None), [])
-    assert missing_image is not None and missing_image[0] is Outcome.FAILED
+
+
+@pytest.mark.parametrize("cause", ["user_code", "not_made"])
+def test_a_container_that_is_never_made_with_capacity_there_is_tried_twice(cause: str) -> None:
+    """Without its image it cannot be, wherever it goes; and each try pays for a machine that waits for it."""
+    found = vain(history(cause, cause, started=None), on_demand_comes=True)
+    assert found is not None and found[0] is Outcome.FAILED
+    assert vain(history(cause, started=None)) is None
 
 
 def test_spot_is_waited_for_until_the_deadline_brings_on_demand() -> None:
     assert PLACED.market == "spot"
-    assert in_vain(history(*["never_started"] * 50), [], on_demand_comes=True) is None
-    assert in_vain(history(*["user_code"] * 5), [], on_demand_comes=True) is not None
+    assert vain(history(*["never_started"] * 50), on_demand_comes=True) is None
+    assert vain(history(*["user_code"] * 5), on_demand_comes=True) is not None
 
 
 def test_a_reclaim_and_a_commit_are_no_failures() -> None:
-    assert in_vain(history(*["reclaimed"] * 9), []) is None
-    assert in_vain(history("user_code", "user_code", "reclaimed", "user_code", "user_code", "user_code"), []) is None
-    assert in_vain(history(*["unknown"] * 9), [commit(8.5)]) is None
-    assert in_vain(history(*["unknown"] * 9), [commit(3.5)]) is not None
+    assert vain(history(*["reclaimed"] * 9)) is None
+    assert vain(history("user_code", "user_code", "reclaimed", "user_code", "user_code", "user_code")) is None
+    assert vain(history(*["unknown"] * 9, after=2), told(COMMIT, 8.5, generation=3)) is None
+    assert vain(history(*["unknown"] * 9, after=3), told(COMMIT, 8.5, generation=3)) is not None
+
+
+@pytest.mark.parametrize("skew", [-7200.0, -300.0, 0.0, 300.0, 7200.0])
+def test_clocks_minutes_apart_change_nothing_in_what_led_to_a_commit(skew: float) -> None:
+    """The first attempt commits, and those after it come to nothing; agents' clocks are not the launcher's."""
+    events = [told(COMMIT, 160.0 + skew, generation=1)]
+    for number in range(6):
+        known = {"placement": PLACED.to_json(), "attempt": number, "after_generation": min(number, 1)}
+        events.append(told(PLACED_EVENT, 100.0 * (number + 1), **known))
+        events.append(told(BATCH_ATTEMPT, 100.0 * number + 190, job_id=f"{number}", cause="unknown", started_utc=1.0))
+    events.sort(key=lambda event: event.t_wall)
+    before_last = [event for event in events if event.name == COMMIT or event.t_wall < 600]
+    assert len(history_of(before_last).attempts) == 5 and vain(history_of(before_last), *before_last) is None
+    found = vain(history_of(events), *events)
+    assert found is not None and found[0] is Outcome.FAILED and found[1].startswith("5 attempts in a row")
 
 
 def test_another_run_counts_anew_since_somebody_may_have_mended_the_cause() -> None:
-    began = replace(commit(6.5), name="configured")
-    assert in_vain(history(*["never_started"] * 10), [began]) is None
-    assert in_vain(history(*["never_started"] * 11), [began]) is not None
+    other, ours = history(*["never_started"] * 9, run="q"), history(*["never_started"] * 5)
+    assert vain(History(attempts=(*other.attempts, *ours.attempts[:4]))) is None
+    assert vain(History(attempts=(*other.attempts, *ours.attempts))) is not None
 
 
 @pytest.mark.parametrize(

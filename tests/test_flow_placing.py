@@ -19,9 +19,11 @@ from flows.attempts.past import unsettled_jobs
 from flows.attempts.placing import Ask, place_attempt
 from flows.job import Job
 from flows.remote import set_environment
+from infra.batch import lightest_queue
 from infra.config.schema import RunConfig
 from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, read_events
 from tests.support.batch.fixture import LocalBatch, job_when, local_batch
+from tests.support.capacity import queue, queues
 
 pytestmark = pytest.mark.timeout(120)
 NAME = AttemptName(run="1733", step="train_node", task="5", attempt=0)
@@ -29,8 +31,8 @@ NAME = AttemptName(run="1733", step="train_node", task="5", attempt=0)
 
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBatch]:
-    queues = {"spot-g5": {"market": "spot"}, "od-g5": {}}
-    with local_batch(tmp_path_factory.mktemp("batch"), queues=queues) as running:
+    there = {"spot-g5": {"market": "spot"}, "od-g5": {}}
+    with local_batch(tmp_path_factory.mktemp("batch"), queues=there) as running:
         yield running
 
 
@@ -76,22 +78,56 @@ def test_an_attempt_is_placed_and_what_is_left_behind_says_so(
     assert last is not None and last.does == "again"
 
 
-def test_light_steps_go_to_the_first_queue_on_demand_unless_one_is_named(
-    batch: LocalBatch, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+def test_prices_are_those_of_the_queues_region_whatever_the_configuration_names(
+    flow: SimpleNamespace, batch: LocalBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
+    flow.settings["config"]["cost"]["regions"] = ["us-west-2"]
+    answer = place_attempt(ask(flow, replace(NAME, attempt=3)))
+    assert answer.trouble == "" and answer.order is not None and answer.order.does == "train"
+    assert (answer.order.placement or {})["region"] == batch.region == "us-east-1"
+
+
+def test_light_steps_go_to_the_smallest_machines_on_demand_unless_a_queue_is_named(
+    batch: LocalBatch, flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And Metaflow's records beside the job, where nobody has said otherwise."""
-    queue, root = "METAFLOW_BATCH_JOB_QUEUE", "METAFLOW_DATASTORE_SYSROOT_S3"
-    for name in (queue, root, "METAFLOW_DEFAULT_DATASTORE", "METAFLOW_S3_ENDPOINT_URL", "AWS_RETRY_MODE",
+    named, root = "METAFLOW_BATCH_JOB_QUEUE", "METAFLOW_DATASTORE_SYSROOT_S3"
+    for name in (named, root, "METAFLOW_DEFAULT_DATASTORE", "METAFLOW_S3_ENDPOINT_URL", "AWS_RETRY_MODE",
                  "AWS_MAX_ATTEMPTS", "EBBFLOW_RUNNABLE_SECONDS"):  # fmt: skip
         monkeypatch.setenv(name, "")  # what the function sets is undone with it
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
     batch.client().update_job_queue(jobQueue="od-g5", state="ENABLED")
     set_environment(RunConfig(store="s3://bucket/x"), "batch")  # the account's queues, Spot among them
-    assert os.environ[queue] == "od-g5" and os.environ[root] == "s3://bucket/x/metaflow"
-    named = RunConfig.model_validate_json('{"store": "s3://other", "batch": {"light_queue": "light"}}')
-    set_environment(named, "batch")
-    assert os.environ[queue] == "light" and os.environ[root] == "s3://bucket/x/metaflow"
+    assert os.environ[named] == "od-g5" and os.environ[root] == "s3://bucket/x/metaflow"
+    assert "to queue od-g5: whose machines all have GPUs that these steps would pay for" in capsys.readouterr().out
+    batch.change(queues={"any-m5": {"instance_types": ["m5.2xlarge"]}, "small": {"instance_types": ["m5.large"]}})
+    monkeypatch.delenv(named)
+    set_environment(RunConfig(store="s3://bucket/x"), "batch")
+    assert os.environ[named] == "small" and "the smallest of 3 on demand (m5.large)" in capsys.readouterr().out
+    told = RunConfig.model_validate_json('{"store": "s3://other", "batch": {"light_queue": "light"}}')
+    set_environment(told, "batch")
+    assert os.environ[named] == "light" and os.environ[root] == "s3://bucket/x/metaflow"
+
+
+@pytest.mark.parametrize(
+    ("types", "chosen"),
+    [
+        ({"gpu": ["g5.xlarge"], "cpu": ["c6i.4xlarge"]}, "cpu"),
+        ({"large": ["m5.4xlarge"], "family": ["m5"], "p": ["p4d"]}, "family"),
+        ({"tiny": ["t3.micro"], "four-gib": ["c5.large"], "gpu": ["g4dn.xlarge"], "enough": ["m5.metal"]}, "enough"),
+        ({"gpu": ["trn1.2xlarge"], "unnamed": [], "batchs": ["optimal"]}, "batchs"),
+        ({"gpu": ["g5"], "unnamed": []}, "unnamed"),
+        ({"tiny": ["t3.micro"], "gpu": ["g5"]}, "gpu"),
+    ],
+)
+def test_the_smallest_machine_that_holds_a_light_step_is_taken(types: dict[str, list[str]], chosen: str) -> None:
+    known = queues(*(queue(name, "on_demand", kinds) for name, kinds in types.items()), queue("spot", "spot", ["m5"]))
+    found = lightest_queue(known)
+    assert found is not None and found[0] == chosen
+    assert ("batch.light_queue" in found[1]) is (chosen in ("gpu", "unnamed")), "a choice that may be dear is told"
+    assert lightest_queue(queues(queue("spot", "spot", ["m5"]))) is None
 
 
 def test_where_batch_cannot_be_asked_the_plan_of_the_run_decides(

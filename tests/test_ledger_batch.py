@@ -85,6 +85,22 @@ def test_a_node_that_never_spoke_was_starting() -> None:
     assert_adds_up(both)
 
 
+def test_each_node_of_a_gang_is_paid_by_its_own_times() -> None:
+    """The second started later than the main node and was lost earlier; the third Batch has told nothing of."""
+    times = [[WALL - 10.0, WALL + 60.0], [WALL + 0.0, WALL + 50.0], [None, None]]
+    job = told("j", -10.0, 60.0, nodes=3, processes_per_node=1, node_times=times)
+    ledger = fold([plan_event(3.6), job])
+    assert [bill.rank_microseconds / MICRO for bill in ledger.silent] == [70.0, 50.0, 70.0]
+    assert ledger.total_usd == Decimal("0.19")
+    log = GangLog(1, 0.0, [[0], [1]], machines=[{"batch_job_id": "j"}] * 2)
+    for node in (0, 1):
+        log.heartbeat(node, 40.0)
+    spoken = fold([plan_event(3.6), *log.events, job])
+    assert spoken.total_usd == Decimal("0.19"), "the same, whoever has told of a part of it"
+    assert_adds_up(ledger)
+    assert_adds_up(spoken)
+
+
 @pytest.mark.parametrize("times", [(None, None), (None, 60.0), (10.0, None)])
 def test_without_both_times_only_the_agents_word_is_billed(times) -> None:
     assert fold([plan_event(3.6), *gang("j").events, told("j", *times)]).total_usd == Decimal("0.04")
@@ -175,7 +191,9 @@ def test_every_paid_second_is_in_one_class_and_all_sum_to_the_cent(timeline, see
         stopped = began + draw.choice([0.0, draw.uniform(0, 300), draw.uniform(0, 3000)])
         times = draw.choice([(began, stopped)] * 4 + [(None, stopped), (began, None)])
         nodes, cause = draw.randint(1, 4), draw.choice(["reclaimed", "ended", "user_code", "unknown"])
-        words += [told(job_id, *times, nodes=nodes, cause=cause, at=1e6 + n) for n in range(draw.choice([1, 1, 2]))]
+        own = [[_wall(began + draw.uniform(0, 50)), _wall(stopped + draw.uniform(-50, 50))] for _ in range(nodes)]
+        known = {"nodes": nodes, "cause": cause, "node_times": draw.choice([(), own, [*own[:-1], [None, None]]])}
+        words += [told(job_id, *times, at=1e6 + n, **known) for n in range(draw.choice([1, 1, 2]))]
     ledger = fold([*events, *words])
     assert_adds_up(ledger)
     assert ledger.paid_microseconds == expected_micros(ledger, words)
@@ -192,8 +210,11 @@ def expected_micros(ledger: Ledger, words: list[Event]) -> int:
         data = word.data
         if data["started_utc"] is None or data["stopped_utc"] is None:
             continue
-        whole = round(data["stopped_utc"] * MICRO) - round(data["started_utc"] * MICRO)
         for node in range(data["nodes"]):
+            started, stopped = data["node_times"][node] if data["node_times"] else (None, None)
+            if started is None:
+                started, stopped = data["started_utc"], data["stopped_utc"]
+            whole = max(0, round(stopped * MICRO) - round(started * MICRO))
             bills = spoke.pop((data["job_id"], node), [])
             if not bills:
                 total += whole * data["processes_per_node"]

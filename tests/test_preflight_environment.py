@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import stat
 from pathlib import Path
@@ -15,6 +16,7 @@ from infra.preflight import blocking
 from tests.support.checks import failed, passed, skipped
 from training.chaos.imds import INTERRUPTION_PATH, FakeMetadata
 
+ROOT = Path(__file__).resolve().parents[1]
 INSTANCE = {"/latest/meta-data/instance-id": "i-0123456789abcdef0"}
 TAKEN = {**INSTANCE, INTERRUPTION_PATH: '{"action": "terminate"}'}
 ENDPOINT = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
@@ -98,6 +100,7 @@ def test_interfaces_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> Non
         ("CUDA_LAUNCH_BLOCKING", "1", "unset it"),
         ("EBBFLOW_MODEL__NUM_LAYERS", "3", "EBBFLOW__MODEL__NUM_LAYERS"),
         ("EBBFLOW_RUN", "/tmp", "EBBFLOW_RUNS"),
+        ("EBBFLOW_STORE", "s3://b", "EBBFLOW__STORE"),
     ],
 )
 def test_advice_on_variables(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str) -> None:
@@ -107,6 +110,17 @@ def test_advice_on_variables(monkeypatch: pytest.MonkeyPatch, variable: str, val
     assert variable in result.detail
     assert says in result.fix
     assert not blocking([result])
+
+
+def test_no_variable_that_some_part_reads_is_told_as_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among them what the launcher sets for the processes below it, in which preflight runs."""
+    files = [path for room in ("flows", "infra", "cost", "training") for path in (ROOT / room).rglob("*")]
+    code = [path.read_text() for path in files if path.suffix in (".py", ".c", ".yaml") and path.name != "advice.py"]
+    names = {name for text in code for name in re.findall(r"\bEBBFLOW_[A-Z]+(?:_[A-Z]+)*\b(?!_)", text)}
+    assert {"EBBFLOW_RUNS", "EBBFLOW_RUNNABLE_SECONDS", "EBBFLOW_SUBMIT", "EBBFLOW_ZONE_ID"} <= names
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    passed("advice")
 
 
 def test_a_debugging_level_that_crashes_ddp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

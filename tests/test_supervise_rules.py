@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,15 @@ def test_the_record_tells_interruptions_from_failures(code: int) -> None:
     assert judge(code, before, after(interrupted=3, new="user_code")) is Verdict.INTERRUPTION, "a drain leaves by code"
 
 
+def test_preflight_is_final_until_the_settings_have_passed_it_once() -> None:
+    """A Batch or a store that does not answer when a job is started again will answer some time."""
+    code = Outcome.PREFLIGHT.exit_code
+    assert judge(code, Record(), Record(run="1")) is Verdict.FINAL
+    assert judge(code, Record(run="1", passed=True), Record(run="2", passed=True)) is Verdict.NOT_READY
+    for other in (Outcome.CONFIG, Outcome.BUDGET, Outcome.DEADLINE):
+        assert judge(other.exit_code, Record(passed=True), Record(passed=True)) is Verdict.FINAL
+
+
 def test_failures_count_in_a_row_back_to_the_newest_commit_and_interruptions_apart() -> None:
     row = Record(commit="a", spells=spells("failure", "interruption", "failure", "no_capacity"))
     assert in_a_row(row, Verdict.FAILURE) == 2 and in_a_row(row, Verdict.INTERRUPTION) == 1
@@ -86,8 +96,9 @@ def test_only_a_run_that_gained_nothing_is_followed_by_a_pause_which_grows_to_te
 
 def test_the_wait_for_capacity_is_counted_since_the_last_other_end() -> None:
     record = Record(spells=spells("no_capacity", "interruption", "no_capacity", "no_capacity"))
-    assert waited_seconds(record, 10.0) == 8.0
-    assert waited_seconds(Record(spells=spells("no_capacity", "failure")), 10.0) == 0.0
+    assert waited_seconds(record, Verdict.NO_CAPACITY, 10.0) == 8.0
+    assert waited_seconds(record, Verdict.NOT_READY, 10.0) == 0.0
+    assert waited_seconds(Record(spells=spells("no_capacity", "failure")), Verdict.NO_CAPACITY, 10.0) == 0.0
 
 
 def test_the_record_is_read_from_the_store_alone(tmp_path: Path) -> None:
@@ -103,7 +114,10 @@ def test_the_record_is_read_from_the_store_alone(tmp_path: Path) -> None:
     record = read_record(store, config)
     assert record.begun and record.run == "7" and not record.finished
     assert (record.interruptions, record.failures) == (frozenset({1, 3}), frozenset({2}))
-    assert record.attempts == {"x-1": "reclaimed"}
+    assert record.attempts == {"x-1": "reclaimed"} and not record.passed
+    store.put("config.json", json.dumps({"config": config.model_dump(mode="json")}).encode())
+    assert read_record(store, config).passed
+    assert not read_record(store, RunConfig(store="elsewhere")).passed, "other settings have not passed preflight"
     assert in_a_row(record, Verdict.FAILURE) == 1
     assert record.report is not None and record.report.failures == 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cost.bench import capacity, interval, policy, safety, speed
+from cost.bench import capacity, interval, placements, policy, safety, speed
 
 
 def add_commands(commands: Any) -> None:
@@ -14,5 +14,6 @@ def add_commands(commands: Any) -> None:
     interval.add_command(benches)
     capacity.add_command(benches)
     policy.add_command(benches)
+    placements.add_command(benches)
     safety.add_command(benches)
     speed.add_command(benches)

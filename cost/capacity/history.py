@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any
 
 from cost.capacity.placement import Placement
 from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, GENERATION_ENDED, NODE_STARTED, NOTICE, PLACED, Event
 from infra.notices import RECLAIMS
 
-RECLAIMED, USER_CODE, NEVER_STARTED, TERMINATED, ENDED, UNKNOWN = (
+RECLAIMED, USER_CODE, NEVER_STARTED, NOT_MADE, TERMINATED, ENDED, UNKNOWN = (
     "reclaimed",
     "user_code",
     "never_started",
+    "not_made",
     "terminated",
     "ended",
     "unknown",
@@ -26,6 +27,8 @@ _TOLD_BETTER = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
 class PastAttempt:
     """One placement and what came of it. Unix times by Batch's clock; None: it did not come to that, or nobody told.
 
+    run: of the flow that placed it. after_generation: the newest start of the gang that whoever placed it knew of; what
+    a later one committed came after. Generations have one authority, and clocks are minutes apart.
     cause: as Batch tells it, except that an attempt that left on a reclaim's notice counts as reclaimed, that it is not
     the user's code that failed where the agents name something else, such as the store, and that it is where they name
     it and Batch names nothing.
@@ -38,6 +41,8 @@ class PastAttempt:
     created_utc: float | None = None
     started_utc: float | None = None
     stopped_utc: float | None = None
+    run: str = ""
+    after_generation: int = 0
 
     @property
     def refused(self) -> bool:
@@ -87,7 +92,8 @@ def history_of(events: Sequence[Event]) -> History:
     for event in ordered:
         if event.name != PLACED or (placement := _placement(event.data)) is None:
             continue
-        attempt = PastAttempt(placement=placement, placed_utc=event.t_wall)
+        known = {"run": event.run, "after_generation": int(event.data.get("after_generation") or 0)}
+        attempt = PastAttempt(placement=placement, placed_utc=event.t_wall, **known)
         job_id = jobs.get(id(event), "")
         attempts.append(
             _with_word(attempt, job_id, newest[job_id], better.get(job_id)) if job_id in newest else attempt
@@ -125,13 +131,8 @@ def _with_word(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], bette
     cause = str(data.get("cause") or UNKNOWN)
     if better is not None and cause in (_TOLD_BETTER if better == RECLAIMED else (USER_CODE, UNKNOWN)):
         cause = better
-    return PastAttempt(
-        placement=attempt.placement,
-        placed_utc=attempt.placed_utc,
-        job_id=job_id,
-        cause=cause,
-        **{name: _moment(data.get(name)) for name in ("created_utc", "started_utc", "stopped_utc")},
-    )
+    times = {name: _moment(data.get(name)) for name in ("created_utc", "started_utc", "stopped_utc")}
+    return replace(attempt, job_id=job_id, cause=cause, **times)
 
 
 def _as_agents_tell(events: Sequence[Event]) -> dict[str, str]:

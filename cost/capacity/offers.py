@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING
 from cost.capacity.placement import pool_id, short_name
 from cost.catalogue import Catalogue, load_catalogue
 from cost.plan.pools import Candidate
+from infra.batch.machines import BATCHS_CHOICE
 
 if TYPE_CHECKING:
     from infra.batch.queues import QueueState
-
-# What a compute environment may list instead of types: Batch then takes what fits the job, of families that it chooses
-# itself (today without GPUs). A queue that names the type goes before: in this one the job might wait for nothing.
-_WHATEVER_FITS = ("optimal", "default_x86_64", "default_arm64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +48,10 @@ def offers(
     for one in ranked:
         if region is not None and one.region not in (None, region):
             continue
-        fit = [name for name, queue in queues.items() if _lacks(queue, one, kinds) is None]
-        named = [name for name in fit if _names(queues[name].instance_types, one.instance_type)]
-        left = [name for name in fit if name not in named and not (named and _leaves_it(queues[name]))]
-        for name in (*named, *left):
-            offer = Offer(candidate=one, queue=name)
-            found.setdefault(offer.id, offer)
+        for name, queue in queues.items():
+            if _lacks(queue, one, kinds) is None:
+                offer = Offer(candidate=one, queue=name)
+                found.setdefault(offer.id, offer)
     return tuple(found.values())
 
 
@@ -95,7 +90,13 @@ def _lacks(queue: QueueState, wanted: Candidate, catalogue: Catalogue) -> str | 
     if wanted.nodes > 1 and not queue.multi_node:
         return f"takes no job of several nodes, and {wanted} is one"
     if not _takes(queue.instance_types, wanted.instance_type):
-        return f"has {', '.join(queue.instance_types)}, and {wanted} is none of them"
+        listed = ", ".join(queue.instance_types)
+        if any(one in BATCHS_CHOICE for one in queue.instance_types):
+            family = wanted.instance_type.partition(".")[0]
+            return (
+                f"has {listed}: what AWS Batch chooses itself has no GPUs, and {wanted} is one of {family}, not listed"
+            )
+        return f"has {listed}, and {wanted} is none of them"
     most, needed = _most_vcpus(queue, wanted.instance_type), wanted.nodes * catalogue[wanted.instance_type].vcpu
     if most is not None and needed > most:
         return f"may have {most} vCPUs (maxvCpus of its compute environment), and {wanted} has {needed}"
@@ -112,16 +113,9 @@ def _most_vcpus(queue: QueueState, instance_type: str) -> int | None:
 
 
 def _takes(listed: Sequence[str], instance_type: str) -> bool:
-    return not listed or _names(listed, instance_type) or any(one in _WHATEVER_FITS for one in listed)
-
-
-def _leaves_it(queue: QueueState) -> bool:
-    return any(one in _WHATEVER_FITS for one in queue.instance_types)
-
-
-def _names(listed: Sequence[str], instance_type: str) -> bool:
-    """Whether the type is listed, or its family (g5), or the beginning of its name within the family (p4d.24)."""
-    return any(
+    """Whether the type is listed, or its family (g5), or the beginning of its name within the family (p4d.24); what
+    Batch chooses itself ("optimal") is none of the catalogue, whose types all have GPUs. Nothing listed: any."""
+    return not listed or any(
         instance_type == one or instance_type.startswith(f"{one}.") or ("." in one and _begins(one, instance_type))
         for one in listed
     )

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cost.capacity.history import NEVER_STARTED, RECLAIMED, TERMINATED, USER_CODE, History
+from cost.capacity.history import NEVER_STARTED, NOT_MADE, RECLAIMED, TERMINATED, USER_CODE, History
 from cost.capacity.memory import remember
 from cost.capacity.offers import Offer, lacking, offers
 from cost.capacity.placement import Placement, memory_mib
@@ -61,7 +61,7 @@ def place(
     if plan.refusal is not None:
         raise PlacementError(plan.refusal.outcome, f"{plan.refusal.message} ({plan.refusal.hint})")
     kinds = load_catalogue() if catalogue is None else catalogue
-    region = config.batch.region or _region_of(queues, plan)
+    region = config.batch.region or _region_of(queues)
     found = offers(plan.ranked, queues, region=region, catalogue=kinds)
     if not found:
         why = lacking(plan.ranked, queues, region=region, catalogue=kinds)
@@ -79,14 +79,11 @@ def place(
     return _placement(choice, kind, wall, choice.runnable_hours or runnable, state)
 
 
-def _region_of(queues: Mapping[str, QueueState], plan: Plan) -> str | None:
-    """As the queues' ARNs have it (arn:aws:batch:REGION:…): prices of another region are none of theirs.
-
-    None where they have none, or one that the plan has no pool in, which preflight tells.
-    """
+def _region_of(queues: Mapping[str, QueueState]) -> str | None:
+    """As the queues' ARNs have it (arn:aws:batch:REGION:…): prices of another region are none of theirs. None where
+    they have none, as queues have that Batch was not asked of."""
     said = {queue.arn.split(":")[3] for queue in queues.values() if queue.arn.count(":") > 3}
-    known = said & {one.region for one in plan.ranked}
-    return known.pop() if len(known) == 1 else None
+    return said.pop() if len(said) == 1 else None
 
 
 def _placement(
@@ -242,6 +239,7 @@ def _came(history: History) -> str:
 _ENDS = {
     RECLAIMED: "was reclaimed",
     NEVER_STARTED: "had no capacity",
+    NOT_MADE: "had capacity, and no container in time",
     TERMINATED: "was terminated",
     USER_CODE: "was ended by the program",
     "ended": "ended",

@@ -1,7 +1,8 @@
 """What AWS Batch says of its jobs, beside what the agents within them said: what nobody heard is paid for as well.
 
-A job is paid on each of its nodes from when Batch started it until it stopped. Agents tell a part of that: from the
-first word to the last, by their machine's monotonic clock. The rest of the node's time in the job is
+A job is paid on each of its nodes from when Batch started that node until it stopped, and where Batch has not told of
+it, as its main node is. Agents tell a part of that: from the first word to the last, by their machine's monotonic
+clock. The rest of the node's time in the job is
 
     lead    from Batch's start to the agent's first word                        start-up
     pauses  between two generations of the node                                 idle
@@ -15,7 +16,7 @@ is cut to what there is, and both are estimated. A node that never said a word w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from itertools import pairwise
 from typing import Any
@@ -32,8 +33,22 @@ _CANDIDATE_KEYS = ("instance_type", "market", "region", "zone", "usd_per_hour", 
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeStay:
+    """In which a node of a job was paid for: Unix seconds by Batch's clock, and what ended the job."""
+
+    started: float
+    stopped: float
+    cause: str
+
+    @property
+    def micros(self) -> int:
+        return max(0, round(self.stopped * MICRO) - round(self.started * MICRO))
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """One job that was paid for. started, stopped: Unix seconds by Batch's clock.
+    """One job that was paid for. started, stopped: Unix seconds by Batch's clock, of its main node; node_times: of all,
+    as far as told.
 
     ranks: of each node. candidate: its placement as a plan's candidate has it; empty: nobody knows where it was.
     placed_wall: when it was submitted, as far as told; else when it was made or started.
@@ -48,11 +63,11 @@ class BatchJob:
     cause: str
     placed_wall: float
     candidate: Mapping[str, Any]
+    node_times: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
-    @property
-    def micros(self) -> int:
-        """Of each node."""
-        return max(0, round(self.stopped * MICRO) - round(self.started * MICRO))
+    def stay(self, node: int) -> NodeStay:
+        started, stopped = self.node_times.get(node, (self.started, self.stopped))
+        return NodeStay(started=started, stopped=stopped, cause=self.cause)
 
     @property
     def quote(self) -> Decimal | None:
@@ -103,7 +118,7 @@ def silent_nodes(heard: Mapping[str, Sequence[NodeTime]], jobs: Mapping[str, Bat
     """(job, node) of all that were paid for and never said a word."""
     spoke = {(job_id, node.node) for job_id, nodes in heard.items() for node in nodes}
     everywhere = [(job, node) for job in jobs.values() for node in range(job.nodes)]
-    return [(job, node) for job, node in everywhere if (job.job_id, node) not in spoke and job.micros]
+    return [(job, node) for job, node in everywhere if (job.job_id, node) not in spoke and job.stay(node).micros]
 
 
 def _job(data: Mapping[str, Any], submitted: Mapping[str, float]) -> BatchJob | None:
@@ -122,7 +137,18 @@ def _job(data: Mapping[str, Any], submitted: Mapping[str, float]) -> BatchJob | 
         cause=str(data.get("cause") or "unknown"),
         placed_wall=submitted.get(job_id, started if created is None else created),
         candidate={key: data[key] for key in _CANDIDATE_KEYS if data.get("instance_type") and key in data},
+        node_times=_node_times(data.get("node_times")),
     )
+
+
+def _node_times(told: Any) -> dict[int, tuple[float, float]]:
+    """Of the nodes of which both times are told."""
+    found = {}
+    for index, pair in enumerate(told if isinstance(told, list | tuple) else ()):
+        started, stopped = map(_moment, pair)
+        if started is not None and stopped is not None:
+            found[index] = (started, stopped)
+    return found
 
 
 def _moment(value: Any) -> float | None:
@@ -131,7 +157,8 @@ def _moment(value: Any) -> float | None:
 
 def _job_by_time(node: NodeTime, jobs: Mapping[str, BatchJob]) -> str | None:
     def together(job: BatchJob) -> float:
-        return min(node.ended_wall, job.stopped) - max(node.started_wall, job.started)
+        stay = job.stay(node.node)
+        return min(node.ended_wall, stay.stopped) - max(node.started_wall, stay.started)
 
     nearest = max((job for job in jobs.values() if node.node < job.nodes), key=together, default=None)
     return nearest.job_id if nearest is not None and together(nearest) > -CLOCKS_APART_SECONDS else None
@@ -146,7 +173,8 @@ def _by_index(nodes: Sequence[NodeTime]) -> list[tuple[int, list[NodeTime]]]:
 
 def _of_node(job: BatchJob, mine: Sequence[NodeTime], generations: Mapping[int, Generation]) -> list[Extra]:
     """What is left of the job's time on this node, in microseconds that add up to it."""
-    left = job.micros - sum(node.paid_micros for node in mine)
+    stay = job.stay(mine[0].node)
+    left = stay.micros - sum(node.paid_micros for node in mine)
     found = []
     for before, after in pairwise(mine):
         pause = min(left, round((after.start - before.end) * MICRO))
@@ -156,13 +184,13 @@ def _of_node(job: BatchJob, mine: Sequence[NodeTime], generations: Mapping[int, 
     if left <= 0:
         return found
     first, last = mine[0], mine[-1]
-    lead = min(left, max(0, round((first.started_wall - job.started) * MICRO)))
+    lead = min(left, max(0, round((first.started_wall - stay.started) * MICRO)))
     if lead:
-        found.append(_extra(first, LedgerClass.STARTUP, job.started, lead))
+        found.append(_extra(first, LedgerClass.STARTUP, stay.started, lead))
     if left > lead:
         cut = generations[last.generation].unplanned
         kind = LedgerClass.INTERRUPTION if cut else LedgerClass.IDLE
-        found.append(_extra(last, kind, job.stopped - (left - lead) / MICRO, left - lead))
+        found.append(_extra(last, kind, stay.stopped - (left - lead) / MICRO, left - lead))
     return found
 
 

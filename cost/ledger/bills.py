@@ -57,7 +57,7 @@ class NodeBill:
 
 @dataclass(frozen=True, kw_only=True)
 class SilentBill:
-    """A node of a Batch job that never said a word: paid from the job's start to its stop, all of it start-up."""
+    """A node of a Batch job that never said a word: paid from its start to its stop, all of it start-up."""
 
     job: BatchJob
     node: int
@@ -66,7 +66,7 @@ class SilentBill:
 
     @property
     def rank_microseconds(self) -> int:
-        return self.job.micros * self.job.ranks
+        return self.job.stay(self.node).micros * self.job.ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,8 @@ def bills_of(events: Sequence[Event], generations: Mapping[int, Generation]) -> 
     # https://docs.aws.amazon.com/batch/latest/userguide/multi-node-parallel-jobs.html
     shared = sharing([node for node in nodes if id(node) not in job_of or job_of[id(node)].nodes == 1])
     pricing = Pricing.of(events)
-    beyond = [*unheard_extras(heard, jobs, generations), *extras(nodes, job_of)]
+    stays = {id(node): job_of[id(node)].stay(node.node) for node in nodes if id(node) in job_of}
+    beyond = [*unheard_extras(heard, jobs, generations), *extras(nodes, stays)]
     return Bills(
         nodes=tuple(_node_bill(node, pricing, shared, beyond, job_of.get(id(node))) for node in nodes),
         silent=tuple(_silent_bill(job, node, pricing) for job, node in silent_nodes(heard, jobs)),
@@ -128,6 +129,6 @@ def _node_bill(
 
 
 def _silent_bill(job: BatchJob, node: int, pricing: Pricing) -> SilentBill:
-    price = pricing.job(job)
-    start = round(job.started * MICRO)
-    return SilentBill(job=job, node=node, price=price, usd=price.curve.usd(start, start + job.micros))
+    price, stay = pricing.job(job), job.stay(node)
+    start = round(stay.started * MICRO)
+    return SilentBill(job=job, node=node, price=price, usd=price.curve.usd(start, start + stay.micros))

@@ -96,7 +96,8 @@ def _places(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     cost = config.cost
     if cost.zones:
         yield "leave cost.zones empty", _changed(config, "cost", zones=[])
-    if ON_DEMAND_REGION not in cost.regions:
+    where_queues_are = config.cluster.backend == "batch" and config.batch.region is not None
+    if ON_DEMAND_REGION not in cost.regions and not where_queues_are:
         regions = [*cost.regions, ON_DEMAND_REGION]
         yield f"add {ON_DEMAND_REGION} to cost.regions", _changed(config, "cost", regions=regions, zones=[])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from cost.capacity import Placement, attempt_record
 from flows.job import Job
-from infra.batch import batch_client, cancel_job, describe_attempts
+from infra.batch import NEVER_STARTED, TERMINATED, batch_client, cancel_job, describe_attempts
 from infra.errors import CloudRefused, InfraError
 from infra.event_log import EventLog
 from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
@@ -39,8 +39,9 @@ def settle(
             told.append(log.emit(BATCH_ATTEMPT, **attempt_record(attempt, placement_of(event, events))))
         else:
             with contextlib.suppress(CloudRefused):  # it has ended in the meantime, and is told of next time
-                why, ran = f"run {job.run} goes on with job {job.name}", attempt.started_utc is not None
-                cancel_job(job_id, why, client, started=ran, deadline_seconds=deadline_seconds)
+                why = f"run {job.run} goes on with job {job.name}"
+                words = NEVER_STARTED if attempt.started_utc is None else TERMINATED
+                cancel_job(job_id, why, client, words=words, deadline_seconds=deadline_seconds)
     return told
 
 

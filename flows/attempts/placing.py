@@ -23,7 +23,7 @@ from infra.model_shape import ModelShape
 from infra.outcome import Outcome
 
 if TYPE_CHECKING:
-    from cost.capacity import History, Placement
+    from cost.capacity import History, PastAttempt, Placement
     from cost.plan.plan import Plan
     from infra.batch import QueueState
     from infra.event_log import EventLog
@@ -91,12 +91,14 @@ def _order(ask: Ask) -> Order:
         events = read_events(job.store)
         events += settle(job, events, client, log) if on_batch else []
         history = history_of(events)
-        if said := in_vain(history, _of_run(events, job.run), on_demand_comes=config.cost.deadline_hours is not None):
+        comes = config.cost.deadline_hours is not None
+        if said := in_vain(history, events, run=job.run, on_demand_comes=comes):
             return _ordered(job, ask, Order(does="stop", outcome=said[0].value, message=said[1]))
         plan = fresh_plan(job, events, ask.flow.examined)
         queues = training_queues(config.batch, client) if on_batch else pods.markets()
         try:
-            return _placed(ask, job, log, plan, history, queues)
+            newest = max((event.generation for event in events), default=0)
+            return _placed(ask, job, log, plan, history, queues, after_generation=newest)
         except CostError as error:
             return _ordered(job, ask, Order(does="stop", outcome=error.outcome.value, message=str(error)))
 
@@ -117,9 +119,12 @@ def _as_planned(ask: Ask) -> Order:
 
 
 def _job(ask: Ask) -> Job:
+    """With the configuration as it holds where the attempt is to run."""
+    from infra.batch import in_queues_region
+
     job = replace(Job.of(ask.flow, ask.name.run), request_seconds=_REQUEST_SECONDS)
     if ask.backend == "batch":
-        return job
+        return replace(job, config=in_queues_region(job.config, told=False))
     return replace(job, config=pods.with_nodes(job.config, ask.flow.num_nodes))
 
 
@@ -127,8 +132,17 @@ def _process(ask: Ask) -> str:
     return f"placing-{ask.name.step}-{ask.name.task}-{ask.name.attempt}"
 
 
-def _placed(ask: Ask, job: Job, log: EventLog, plan: Plan, history: History, queues: Mapping[str, QueueState]) -> Order:
-    """Raises CostError where none of the queues will do, or none of the limits."""
+def _placed(
+    ask: Ask,
+    job: Job,
+    log: EventLog,
+    plan: Plan,
+    history: History,
+    queues: Mapping[str, QueueState],
+    *,
+    after_generation: int = 0,
+) -> Order:
+    """Raises CostError where none of the queues will do, or none of the limits. after_generation: the newest known."""
     from cost.capacity import place
 
     placed = place(job.config, plan=plan, history=history, queues=queues, now_utc=time.time())
@@ -138,6 +152,7 @@ def _placed(ask: Ask, job: Job, log: EventLog, plan: Plan, history: History, que
         log.origin = replace(log.origin, attempt=ask.name.attempt)
         log.emit(PLAN, **(order.plan or {}))
         told = {"attempt": ask.name.attempt, "round": ask.round, "step": ask.name.step, "task": ask.name.task}
+        told["after_generation"] = after_generation
         log.emit(PLACED, placement=order.placement, why=placed.reason, **told)
     return _ordered(job, ask, order)
 
@@ -179,31 +194,26 @@ def fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | Non
     return make_plan(job.config, now_utc=now, prices=prices, **known, **measured)
 
 
-def _of_run(events: Sequence[Event], run: str) -> list[Event]:
-    """Since the run began: whoever starts another may have mended what the attempts before it came to nothing by."""
-    began = min((event.t_wall for event in events if event.run == run), default=0.0)
-    return [event for event in events if event.t_wall >= began]
-
-
-def in_vain(history: History, events: Sequence[Event], *, on_demand_comes: bool = False) -> tuple[Outcome, str] | None:
+def in_vain(
+    history: History, events: Sequence[Event], *, run: str, on_demand_comes: bool = False
+) -> tuple[Outcome, str] | None:
     """The outcome and the words for a job whose last attempts all came to nothing; None while there is hope.
 
-    events: of this run; attempts before the first of them are not counted. One that led to a commit did not, and the
-    loss of a machine is nobody's failure. on_demand_comes: a deadline ends the waiting for Spot, however often there
-    is none.
+    run: whose attempts count, since whoever starts another run may have mended what those before it came to nothing by.
+    One that was placed before the newest commit's generation began led to something, and the loss of a machine is
+    nobody's failure. on_demand_comes: a deadline ends the waiting for Spot, however often there is none.
     """
-    began = min((event.t_wall for event in events), default=0.0)
-    committed = max((event.t_wall for event in events if event.name == COMMIT), default=began)
-    vain = [
-        one
-        for one in history.attempts
-        if one.placed_utc > committed and (one.refused or one.cause in ("user_code", "unknown"))
-    ]
-    last = list(itertools.takewhile(lambda one: one in vain, reversed(history.attempts)))
+    committed = max((event.generation for event in events if event.name == COMMIT), default=0)
+
+    def is_vain(one: PastAttempt) -> bool:
+        gained = one.run != run or one.after_generation < committed
+        return not gained and (one.refused or one.cause in ("user_code", "unknown", "not_made"))
+
+    last = list(itertools.takewhile(is_vain, reversed(history.attempts)))
     if on_demand_comes and last and all(one.refused and one.placement.market == "spot" for one in last):
         return None
     never = all(one.started_utc is None for one in last)
-    unmakeable = never and all(one.cause == "user_code" for one in last)
+    unmakeable = never and all(one.cause in ("user_code", "not_made") for one in last)
     if len(last) < (_MOST_NEVER_MADE if unmakeable else _MOST_IN_VAIN):
         return None
     words = ", ".join(sorted({f"{one.placement}: {one.cause.replace('_', ' ')}" for one in last}))

@@ -1,5 +1,6 @@
-"""Beside Metaflow in the process that submits an attempt to AWS Batch and waits for it: notes the job's id, ends a job
-that waits too long for capacity, and passes SIGTERM on as "save and leave".
+"""Beside Metaflow in the process that submits an attempt to AWS Batch and waits for it: asks again where a submit is
+refused for a while, notes the job's id, ends a job that waits too long for capacity or for its container, and passes
+SIGTERM on as "save and leave".
 
 It listens at the AWS SDK, where every request passes, so that it needs nothing of Metaflow's inside.
 """
@@ -7,6 +8,7 @@ It listens at the AWS SDK, where every request passes, so that it needs nothing 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -14,18 +16,55 @@ import threading
 import time
 from typing import Any
 
+from flows.attempts.asking_again import SUBMIT_SECONDS, AskingAgain
 from flows.capacity import SUBMIT_VARIABLE
 from flows.job import Job
 from flows.remote import RUNNABLE_VARIABLE
 
-_WAITING = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING")
+# Where a job has no machine yet, and costs nothing. From STARTING on it has, while its image is pulled.
+_WAITING = ("SUBMITTED", "PENDING", "RUNNABLE")
+STARTING_SECONDS = 2700.0
+_STARTING = "STARTING"
 _LOOK_SECONDS = 5.0
 _REQUEST_SECONDS = 15.0
 _LEAVE_SECONDS = 50.0  # less than the launcher waits
 
 
+class _Patience:
+    """How long a job may wait for capacity, from its submit, and then be starting, from when it was first seen so."""
+
+    def __init__(self, *, runnable_seconds: float, starting_seconds: float) -> None:
+        self._runnable_seconds, self._starting_seconds = runnable_seconds, starting_seconds
+        self._submitted = time.monotonic()
+        self._starting: float | None = None
+
+    def left(self) -> float:
+        """Seconds until one of the limits, as far as is known now."""
+        if self._starting is not None:
+            return self._starting + self._starting_seconds - time.monotonic()
+        return self._submitted + self._runnable_seconds - time.monotonic()
+
+    def exhausted(self, status: str) -> tuple[str, str] | None:
+        """(what the reason begins with, what was waited for) of a job whose time is up; None: it has some left."""
+        from infra.batch import NEVER_STARTED, NOT_MADE
+
+        if status != _STARTING:
+            self._starting = None
+        elif self._starting is None:
+            self._starting = time.monotonic()
+        if self.left() > 0:
+            return None
+        if self._starting is None:
+            return NEVER_STARTED, f"waited {self._runnable_seconds / 60:.1f} minutes for capacity"
+        return NOT_MADE, (
+            f"had capacity, and no container after {self._starting_seconds / 60:.1f} minutes of starting (an image too "
+            "large or out of reach, or an instance that does not come up)"
+        )
+
+
 class Submission:
-    """The one job that this process submits. asked: what the scheduler said about it, {} for a light step."""
+    """The one job that this process submits. asked: what the scheduler said about it, {} for a light step; with limits
+    of this process's own: runnable_seconds, starting_seconds, submit_seconds."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         self._asked = asked
@@ -35,6 +74,7 @@ class Submission:
         """From now on, in every client of the SDK that this process makes."""
         from botocore import handlers
 
+        AskingAgain(self._limit("submit_seconds", SUBMIT_SECONDS), _say).listen()
         handlers.BUILTIN_HANDLERS.append(("after-call.batch.SubmitJob", self._submitted))
         signal.signal(signal.SIGTERM, self._leave)
 
@@ -74,28 +114,33 @@ class Submission:
                 except StoreError as error:
                     _say(f"job {self._job_id} is not in the events yet: {error}")
 
+    def _limit(self, name: str, usual: float) -> float:
+        return float(self._asked.get(name) or usual)
+
     def _watch(self, job_name: str) -> None:
-        """End the job when it has not begun in time: Metaflow then tries again, and it is placed elsewhere."""
+        """End the job when it does not run in time: Metaflow then tries again, and it is placed elsewhere."""
         from infra.batch import batch_client, cancel_job, describe_attempts
         from infra.errors import InfraError
 
-        seconds = float(self._asked.get("runnable_seconds") or os.environ.get(RUNNABLE_VARIABLE) or 0)
-        if not seconds:
-            return
         client = batch_client(self._asked.get("region"))
-        limit = time.monotonic() + seconds
+        patience = _Patience(
+            runnable_seconds=self._limit("runnable_seconds", float(os.environ.get(RUNNABLE_VARIABLE) or math.inf)),
+            starting_seconds=self._limit("starting_seconds", STARTING_SECONDS),
+        )
         while True:
-            time.sleep(max(0.2, min(_LOOK_SECONDS, limit - time.monotonic())))
+            time.sleep(max(0.2, min(_LOOK_SECONDS, patience.left())))
             try:
                 found = describe_attempts([self._job_id], client).get(self._job_id)
-                if found is not None and found.status not in _WAITING:
+                if found is not None and found.status not in (*_WAITING, _STARTING):
                     return
-                if time.monotonic() < limit:
+                waited = patience.exhausted("" if found is None else found.status)
+                if waited is None:
                     continue
-                waited = f"{seconds / 60:.1f} minutes in {found.queue if found else 'its queue'}"
-                why = f" ({found.reason})" if found and found.reason else ""
-                _say(f"{job_name} waited {waited} for capacity{why}: ended, to be placed elsewhere")
-                cancel_job(self._job_id, f"waited {waited} for capacity", client)
+                words, why = waited
+                queue = f"queue {found.queue}" if found else "its queue"
+                reason = f" ({found.reason})" if found and found.reason else ""
+                _say(f"{job_name} {why} in {queue}{reason}: ended, to be placed anew")
+                cancel_job(self._job_id, f"{why} in {queue}", client, words=words)
                 return
             except InfraError as error:
                 _say(f"AWS Batch cannot be asked whether {job_name} has begun: {error}")
@@ -108,13 +153,13 @@ class Submission:
         sys.exit(128 + number)
 
     def _end(self, job_id: str) -> None:
-        from infra.batch import batch_client, cancel_job, describe_attempts
+        from infra.batch import TERMINATED, batch_client, cancel_job, describe_attempts
 
         if not job_id:
             return
         client = batch_client(self._asked.get("region"))
         limit = time.monotonic() + _LEAVE_SECONDS
-        cancel_job(job_id, "the launcher was told to leave", client, started=True)
+        cancel_job(job_id, "the launcher was told to leave", client, words=TERMINATED)
         while time.monotonic() < limit:
             found = describe_attempts([job_id], client).get(job_id)
             if found is None or found.finished:

@@ -12,7 +12,7 @@ from cost.ledger.generations import read_generations
 from cost.report.report import RunReport, build_report
 from flows.attempts.past import unsettled_jobs
 from infra.config.schema import RunConfig
-from infra.events import BATCH_ATTEMPT, SUPERVISED, Event, read_events
+from infra.events import BATCH_ATTEMPT, PLAN, SUPERVISED, Event, read_events
 from infra.outcome import Outcome
 from infra.store import Store
 from training.checkpoint.lineage import newest_commits
@@ -35,7 +35,8 @@ class Record:
     fault. attempts: of AWS Batch, job id and cause of the end (`infra.batch.attempts.Cause`); unsettled: there are some
     of whose end nothing is told. commit: key of the newest commit. spells: oldest first. report: None where the job has
     not begun, or where no account can be made of its events (why says so). finished: it is complete, under the settings
-    that are asked for.
+    that are asked for. passed: under these it has passed preflight before, and a gang was started. deadline_utc: Unix
+    time by which the newest plan is to be done; None: it has none.
     """
 
     interruptions: frozenset[int] = frozenset()
@@ -48,6 +49,8 @@ class Record:
     why: str = "nothing was recorded"
     run: str = ""
     finished: bool = False
+    passed: bool = False
+    deadline_utc: float | None = None
 
     @property
     def begun(self) -> bool:
@@ -74,8 +77,10 @@ def read_record(job_store: Store, config: RunConfig) -> Record:
     events = read_events(job_store)
     if not events:
         return Record(commit=_newest_commit(job_store))
-    ended = [generation for generation in read_generations(events).values() if generation.unplanned]
+    generations = read_generations(events)
+    ended = [generation for generation in generations.values() if generation.unplanned]
     report, why = _report(events)
+    same_settings = _written_config(job_store) == config.model_dump(mode="json")
     return Record(
         interruptions=frozenset(generation.number for generation in ended if not generation.user_code),
         failures=frozenset(generation.number for generation in ended if generation.user_code),
@@ -86,10 +91,17 @@ def read_record(job_store: Store, config: RunConfig) -> Record:
         report=report,
         why=why,
         run=events[-1].run,
-        finished=report is not None
-        and report.outcome is Outcome.COMPLETED
-        and _written_config(job_store) == config.model_dump(mode="json"),
+        finished=report is not None and report.outcome is Outcome.COMPLETED and same_settings,
+        passed=bool(generations) and same_settings,
+        deadline_utc=_deadline_utc(events, config),
     )
+
+
+def _deadline_utc(events: Sequence[Event], config: RunConfig) -> float | None:
+    """By the job's own clock, which began with its first plan, and the deadline as it is configured now."""
+    started = [event.data.get("started_utc") for event in events if event.name == PLAN]
+    hours = config.cost.deadline_hours
+    return None if hours is None or not started or started[-1] is None else started[-1] + hours * 3600
 
 
 def _newest_commit(job_store: Store) -> str | None:
@@ -108,6 +120,7 @@ def _report(events: Sequence[Event]) -> tuple[RunReport | None, str]:
 
 
 def _written_config(job_store: Store) -> dict | None:
+    """Of the newest run that passed preflight."""
     if job_store.head("config.json") is None:
         return None
     return json.loads(job_store.get("config.json")).get("config")

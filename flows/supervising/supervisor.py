@@ -21,13 +21,18 @@ from infra.outcome import Outcome
 _FLOW = Path(__file__).resolve().parents[1] / "train_flow.py"
 _STORE_PAUSE_SECONDS = 30.0
 _REQUEST_SECONDS = 30.0
+# Ends that may cure themselves, and what is said of them when they have lasted too long.
+_WAITS = {
+    Verdict.NO_CAPACITY: (Outcome.NO_CAPACITY, "none"),
+    Verdict.NOT_READY: (Outcome.PREFLIGHT, "refused by preflight"),
+}
 
 
 class Supervisor:
-    """Of one job, until it is over. say: one line for people."""
+    """Of one job, until it is over. say: one line for people. flow: the program whose `run` is started."""
 
-    def __init__(self, options: Options, say: Callable[[str], None]) -> None:
-        self._options, self._say = options, say
+    def __init__(self, options: Options, say: Callable[[str], None], *, flow: Path = _FLOW) -> None:
+        self._options, self._say, self._flow = options, say, flow
         self._child = Child()
         self._job = Job(name=options.job, run="", config=options.config, request_seconds=_REQUEST_SECONDS)
         self._runs = 0
@@ -46,7 +51,7 @@ class Supervisor:
         while True:
             started = time.monotonic()
             self._runs += 1
-            code = self._child.run([sys.executable, str(_FLOW), "run", *self._options.words])
+            code = self._child.run([sys.executable, str(self._flow), "run", *self._options.words])
             after = self._read()
             if after is None:
                 return self._gave_up()
@@ -78,10 +83,23 @@ class Supervisor:
             return self._leave(record)
         if verdict is Verdict.FAILURE and in_a_row(record, verdict) >= self._options.max_failures:
             return self._too_many_failures(code, record)
-        waited = waited_seconds(record, time.time())
-        if verdict is Verdict.NO_CAPACITY and waited > self._options.wait_hours * 3600:
-            self._say(f"stopped, no_capacity: none for {waited / 3600:.1f} h (--wait-hours); {record.cost()}")
-            return Outcome.NO_CAPACITY.exit_code
+        return self._waited_too_long(verdict, record)
+
+    def _waited_too_long(self, verdict: Verdict, record: Record) -> int | None:
+        if verdict not in _WAITS:
+            return None
+        now = time.time()
+        waited = waited_seconds(record, verdict, now)
+        if waited > self._options.wait_hours * 3600:
+            outcome, what = _WAITS[verdict]
+            self._say(f"stopped, {outcome.value}: {what} for {waited / 3600:.1f} h (--wait-hours); {record.cost()}")
+            return outcome.exit_code
+        if verdict is Verdict.NOT_READY and record.deadline_utc is not None and now > record.deadline_utc:
+            late = (now - record.deadline_utc) / 3600
+            self._say(
+                f"stopped, deadline: it passed {late:.1f} h ago, while preflight refused to go on; {record.cost()}"
+            )
+            return Outcome.DEADLINE.exit_code
         return None
 
     def _too_many_failures(self, code: int, record: Record) -> int:
@@ -122,6 +140,9 @@ class Supervisor:
             words = f"{count} (exit code {code}): {self._why(record, Outcome.FAILED)}"
         elif verdict is Verdict.NO_CAPACITY:
             words = "no capacity"
+        elif verdict is Verdict.NOT_READY:
+            count = in_a_row(record, verdict)
+            words = f"preflight refused to go on, {_counted(count, 'time')} in a row, what it has let through before"
         else:
             words = f"interrupted (exit code {code}), {self._tally(record)}"
         self._say(f"{words}; {record.cost()}; {when}")

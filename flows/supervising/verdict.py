@@ -9,7 +9,8 @@ from infra.outcome import Outcome
 
 LONGEST_PAUSE_SECONDS = 600.0
 
-# The same start would end alike, or a limit that the user has set is reached.
+# The same start would end alike, or a limit that the user has set is reached. Preflight is final for settings
+# that have never passed it: whoever has just written them is to be told at once.
 FINAL = frozenset({
     Outcome.CONFIG, Outcome.PREFLIGHT, Outcome.BUDGET, Outcome.CRASH_LOOP, Outcome.NON_FINITE, Outcome.DEADLINE,
 })  # fmt: skip
@@ -22,6 +23,7 @@ class Verdict(StrEnum):
     FINAL = "final"  # its outcome ends the job
     INTERRUPTION = "interruption"  # from outside: goes on, however often
     NO_CAPACITY = "no_capacity"  # asks again after a pause
+    NOT_READY = "not_ready"  # preflight refused what it has let through before: something does not answer now
     FAILURE = "failure"  # the program's fault, or a run that came to nothing: only so often without a new commit
 
 
@@ -33,6 +35,8 @@ def judge(exit_code: int, before: Record, after: Record) -> Verdict:
     """
     if exit_code == Outcome.COMPLETED.exit_code:
         return Verdict.COMPLETED
+    if exit_code == Outcome.PREFLIGHT.exit_code and after.passed:
+        return Verdict.NOT_READY  # what has passed will pass again, and a refusal costs nothing
     if exit_code in {outcome.exit_code for outcome in FINAL}:
         return Verdict.FINAL
     if exit_code == Outcome.NO_CAPACITY.exit_code:
@@ -73,11 +77,11 @@ def pause_seconds(record: Record, verdict: Verdict, first_seconds: float) -> flo
     return min(first_seconds * 2 ** (times - 1), LONGEST_PAUSE_SECONDS) if times > 0 else 0.0
 
 
-def waited_seconds(record: Record, now_utc: float) -> float:
-    """Since when there has been no capacity, without a run of another end in between; 0 where there was."""
+def waited_seconds(record: Record, verdict: Verdict, now_utc: float) -> float:
+    """Since when all runs have ended so, for want of capacity or not ready; 0 where the last one did not."""
     since = now_utc
     for spell in reversed(record.spells):
-        if spell.verdict != Verdict.NO_CAPACITY:
+        if spell.verdict != verdict:
             break
         since = spell.ended_utc
     return now_utc - since

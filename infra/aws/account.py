@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from infra.aws.calls import Patience, ask, aws_client
+from infra.aws.calls import Patience, ask, aws_client, named, told
 from infra.errors import CloudRefused
 
 # An image in ECR: account.dkr.ecr.region.amazonaws.com/repository[:tag][@digest]
@@ -94,19 +94,21 @@ def quota_code(instance_type: str, market: str) -> str | None:
 
 def vcpu_quota(code: str, client: Any, patience: Patience) -> Quota:
     """client: of service-quotas. Raises CloudError."""
-    answer = ask(client, "get_service_quota", patience, ServiceCode="ec2", QuotaCode=code)["Quota"]
-    return Quota(code=code, name=answer.get("QuotaName", code), vcpus=float(answer["Value"]))
+    answer = ask(client, "get_service_quota", patience, ServiceCode="ec2", QuotaCode=code)
+    vcpus = told(answer, "Quota.Value", client, "get_service_quota")
+    return Quota(code=code, name=answer["Quota"].get("QuotaName", code), vcpus=float(vcpus))
 
 
 def role_state(arn: str, client: Any, patience: Patience) -> RoleState | None:
     """client: of iam. None: there is no such role. Raises CloudError."""
     try:
-        role = ask(client, "get_role", patience, RoleName=arn.rpartition("/")[2])["Role"]
+        answer = ask(client, "get_role", patience, RoleName=arn.rpartition("/")[2])
     except CloudRefused as error:
         if error.code == "NoSuchEntity":
             return None
         raise
-    return RoleState(arn=role["Arn"], trusted=trusted_services(role.get("AssumeRolePolicyDocument")))
+    found = told(answer, "Role.Arn", client, "get_role")
+    return RoleState(arn=found, trusted=trusted_services(answer["Role"].get("AssumeRolePolicyDocument")))
 
 
 def trusted_services(document: Any) -> tuple[str, ...]:
@@ -131,9 +133,15 @@ def denied_actions(
     """
     request = {"PolicySourceArn": arn, "ActionNames": list(actions), "ResourceArns": list(resources)}
     answer = ask(client, "simulate_principal_policy", patience, **request)
-    results = answer.get("EvaluationResults") or []
-    denied = [one["EvalActionName"] for one in results if one.get("EvalDecision") != "allowed"]
-    return tuple(dict.fromkeys(denied))
+    call = "simulate_principal_policy"
+    results = told(answer, "EvaluationResults", client, call)
+    decided = {
+        told(one, "EvalActionName", client, call): told(one, "EvalDecision", client, call) == "allowed"
+        for one in sorted(results, key=lambda one: one.get("EvalDecision") != "allowed")  # one denial is enough
+    }
+    if missing := [action for action in actions if action not in decided]:
+        raise CloudRefused(f"{named(client, call)}: the answer decides nothing of {', '.join(missing)}")
+    return tuple(action for action, allowed in decided.items() if not allowed)
 
 
 def bucket_state(bucket: str, client: Any, patience: Patience) -> BucketState:
@@ -148,11 +156,12 @@ def bucket_state(bucket: str, client: Any, patience: Patience) -> BucketState:
         right="s3:GetLifecycleConfiguration", Bucket=bucket,
     )  # fmt: skip
     days = [
-        rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"]
-        for rule in (rules or {}).get("Rules", [])
+        told(rule, "AbortIncompleteMultipartUpload.DaysAfterInitiation", client, "get_bucket_lifecycle_configuration")
+        for rule in (told(rules, "Rules", client, "get_bucket_lifecycle_configuration") if rules is not None else ())
         if rule.get("Status") == "Enabled" and "AbortIncompleteMultipartUpload" in rule
     ]
-    flags = (block or {}).get("PublicAccessBlockConfiguration") or {}
+    blocked = "PublicAccessBlockConfiguration"
+    flags = {} if block is None else told(block, blocked, client, "get_public_access_block")
     wanted = ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets")
     return BucketState(
         region={None: "us-east-1", "EU": "eu-west-1"}.get(location, location),
@@ -174,7 +183,7 @@ def image_exists(image: str, client: Any, patience: Patience) -> bool:
         raise ValueError(f"{image} is not in ECR")
     wanted = {"imageDigest": match["digest"]} if match["digest"] else {"imageTag": match["tag"] or "latest"}
     try:
-        ask(
+        answer = ask(
             client, "describe_images", patience,
             registryId=match["account"], repositoryName=match["repository"], imageIds=[wanted],
         )  # fmt: skip
@@ -182,7 +191,7 @@ def image_exists(image: str, client: Any, patience: Patience) -> bool:
         if error.code in ("ImageNotFoundException", "RepositoryNotFoundException"):
             return False
         raise
-    return True
+    return bool(told(answer, "imageDetails", client, "describe_images"))
 
 
 def _or_none(client: Any, operation: str, patience: Patience, absent: str, *, right: str, **request: Any) -> Any:

@@ -135,6 +135,28 @@ def pages(
             return
 
 
+def told(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> Any:
+    """What an answer holds under a dotted path. Raises CloudRefused, which names the call and what is missing: a 200
+    with nothing in it comes from stand-ins for AWS, proxies and versions of a service that botocore does not know.
+    """
+    found: Any = answer
+    for at, name in enumerate(names := path.split("."), start=1):
+        found = found.get(name) if isinstance(found, Mapping) else None
+        if found is None:
+            raise CloudRefused(f"{named(client, operation)}: the answer lacks {'.'.join(names[:at])}")
+    return found
+
+
+def is_throttled(status: int, code: str) -> bool:
+    """Whether an answer's HTTP status and code say that AWS is asked too often."""
+    return code in _THROTTLED or status == 429
+
+
+def named(client: Any, operation: str) -> str:
+    """How a request is called in messages."""
+    return str(_Question(client, operation, ""))
+
+
 def within(seconds: float, find: Callable[[], T], what: str) -> T:
     """What `find` returns or raises. Raises CloudAway when there is no answer within `seconds`."""
     return hanging.within(seconds, find, what, lambda: CloudAway(f"{what}: no answer within {seconds:.3g} s"))
@@ -163,7 +185,7 @@ def _curable(error: Exception, question: _Question) -> tuple[str, int | None]:
     if isinstance(error, ClientError):
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        if code in _THROTTLED or status == 429:
+        if is_throttled(status, code):
             return f"throttled ({code})", None
         if status >= 500 and status != _NOT_IMPLEMENTED:
             return f"AWS is in trouble itself ({status} {code})", None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from infra.batch.attempts import BatchAttempt, Cause, describe_attempts
-from infra.batch.cancel import cancel_job
+from infra.batch.cancel import NEVER_STARTED, NOT_MADE, TERMINATED, cancel_job
 from infra.batch.client import batch_client
-from infra.batch.declared import declared_queues, training_queues
+from infra.batch.declared import declared_queues, in_queues_region, training_queues
+from infra.batch.light import has_gpus_only, lightest_queue
 from infra.batch.queues import ComputeEnvironment, QueueState, describe_queues
 
 __all__ = [
+    "NEVER_STARTED",
+    "NOT_MADE",
+    "TERMINATED",
     "BatchAttempt",
     "Cause",
     "ComputeEnvironment",
@@ -18,5 +22,8 @@ __all__ = [
     "declared_queues",
     "describe_attempts",
     "describe_queues",
+    "has_gpus_only",
+    "in_queues_region",
+    "lightest_queue",
     "training_queues",
 ]

@@ -8,15 +8,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from infra.aws.calls import Patience, ask
-from infra.batch.cancel import NEVER_STARTED, TERMINATED
+from infra.batch.cancel import NEVER_STARTED, NOT_MADE, TERMINATED
 from infra.errors import CloudError
 
-Cause = Literal["reclaimed", "user_code", "never_started", "terminated", "ended", "unknown"]
+Cause = Literal["reclaimed", "user_code", "never_started", "not_made", "terminated", "ended", "unknown"]
 """reclaimed: the machine was taken away or lost; Batch tells a Spot reclaim and a broken host alike.
 user_code: the container ended by itself, or its image cannot be had: it would do the same elsewhere. A drain after a
 notice that left with a code looks like this to Batch; the events of the job know better.
-never_started: no capacity, a misconfiguration, or a container that could not be made. terminated: somebody ended it,
-or its time limit did. ended: it succeeded. unknown: it still runs, or Batch's words are none that we know.
+never_started: no capacity, a misconfiguration, or a container that could not be made. not_made: it had capacity, and
+its submitter saw no container for too long. terminated: somebody ended it, or its time limit did. ended: it succeeded.
+unknown: it still runs, or Batch's words are none that we know.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 FINISHED = ("SUCCEEDED", "FAILED")
@@ -57,7 +58,8 @@ class BatchAttempt:
     """One Batch job. Times in Unix seconds by Batch's clock, None where it did not get that far.
 
     queue: its name. status: Batch's. exit_code: the main container's, None when there was none to tell. reason: Batch's
-    words and the container's, "" without any.
+    words and the container's, "" without any. node_times: (started, stopped) of each node of an ended job of several,
+    by its index; the job's own are its main node's. Empty where Batch has not told.
     """
 
     job_id: str
@@ -71,6 +73,7 @@ class BatchAttempt:
     exit_code: int | None
     reason: str
     cause: Cause
+    node_times: tuple[tuple[float | None, float | None], ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -82,7 +85,9 @@ class BatchAttempt:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BatchAttempt:
         """Keys that this version does not know are left out."""
-        return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        times = tuple((started, stopped) for started, stopped in data.get("node_times") or ())
+        return cls(**{**known, "node_times": times})
 
 
 def describe_attempts(
@@ -90,12 +95,13 @@ def describe_attempts(
 ) -> dict[str, BatchAttempt]:
     """The jobs that Batch still knows, by id: it forgets them some days after their end. Raises CloudError.
 
-    Of a job of several nodes its nodes are asked as well, since only they tell that a machine was lost.
+    Of a job of several nodes that has ended its nodes are asked as well, since only they tell that a machine was lost,
+    and how long each was paid for.
     """
     patience = Patience.of(deadline_seconds)
     jobs = _describe(list(dict.fromkeys(job_ids)), client, patience)
-    failed = [job for job in jobs.values() if job.get("status") == "FAILED" and _nodes(job) > 1]
-    children = [f"{job['jobId']}#{index}" for job in failed for index in range(_nodes(job))]
+    gangs = [job for job in jobs.values() if job.get("status") in FINISHED and _nodes(job) > 1]
+    children = [f"{job['jobId']}#{index}" for job in gangs for index in range(_nodes(job))]
     parts = _nodes_of(children, client, patience)
     found = {}
     for job_id, job in jobs.items():
@@ -124,6 +130,8 @@ def cause_of(
         return "reclaimed"
     if NEVER_STARTED in text or (_NO_PLACE.search(text) and not started):
         return "never_started"
+    if NOT_MADE in text and not started:
+        return "not_made"
     if TERMINATED in text or _TOO_LONG.search(text) or _ENDED_BY_SOMEBODY.search(text):
         return "terminated"
     if ended_by_call:
@@ -184,7 +192,17 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
             ended_by_call=ended_by_call,
             main_alone=_nodes(job) > 1 and not parts,
         ),
+        node_times=_node_times(job, parts),
     )
+
+
+def _node_times(
+    job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
+) -> tuple[tuple[float | None, float | None], ...]:
+    if not parts:
+        return ()
+    known = {part["jobId"]: (_seconds(part.get("startedAt")), _seconds(part.get("stoppedAt"))) for part in parts}
+    return tuple(known.get(f"{job['jobId']}#{index}", (None, None)) for index in range(_nodes(job)))
 
 
 def _reasons(job: Mapping[str, Any]) -> list[str]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from infra.batch.machines import BATCHS_CHOICE, accelerated
 from infra.batch.queues import QueueState, describe_queues
 from infra.config.batch import BatchConfig, QueueConfig
+from infra.config.schema import RunConfig
+from infra.store.aws import aws_settings
 
 
 def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
@@ -36,6 +39,22 @@ def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float 
         return {name: state for name, state in found.items() if not state.fargate}  # Fargate has no GPUs
     found = describe_queues([queue.name for queue in batch.queues], client, deadline_seconds=deadline_seconds)
     return {queue.name: _narrowed(found[queue.name], queue) for queue in batch.queues}
+
+
+def in_queues_region(config: RunConfig, *, told: bool = True) -> RunConfig:
+    """The configuration with the region of the queues as the only one that is priced: a job runs nowhere else.
+
+    told: False takes the default region where nobody has told another, as a client does; True leaves the configuration
+    as it is then, since a container need not know. Raises StoreError for an unreadable profile.
+    """
+    region = config.batch.region
+    if region is None:
+        settings = aws_settings()
+        if told and not settings.region_told:
+            return config
+        region = settings.region
+    cost = config.cost.model_copy(update={"regions": [region]})
+    return config.model_copy(update={"cost": cost, "batch": config.batch.model_copy(update={"region": region})})
 
 
 def contradiction(state: QueueState, declared: QueueConfig) -> str:
@@ -75,8 +94,8 @@ def _offered(kind: str, offered: tuple[str, ...]) -> bool:
     family, _, size = kind.rstrip(".").partition(".")
     for one in offered:
         other, _, its_size = one.partition(".")
-        if one in ("optimal", "default_x86_64", "default_arm64"):
-            return True  # Batch's own choice changes with time and region
+        if one in BATCHS_CHOICE and not accelerated(kind):
+            return True  # Batch's own choice changes with time and region, and has never had GPUs
         if family == other and (not size or not its_size or its_size.startswith(size)):
             return True
     return False

@@ -10,9 +10,15 @@ from dataclasses import dataclass
 
 from infra.checks.devices import gpu_files, has_rdma
 from infra.config.overrides import PREFIX
+from infra.instance import VARIABLES as MACHINE_VARIABLES
 from infra.preflight import Finding, PreflightContext
 
-_OWN_VARIABLES = ("EBBFLOW_RUNS", "EBBFLOW_PARENT_PID", "EBBFLOW_SPEC")
+# All that some part of Ebbflow reads, whether a user sets it or another part; a test finds them in the code.
+_OWN_VARIABLES = (
+    *("EBBFLOW_RUNS", "EBBFLOW_PARENT_PID", "EBBFLOW_SPEC", "EBBFLOW_STANDBY_OF", "EBBFLOW_EXECUTION"),
+    *("EBBFLOW_SUBMIT", "EBBFLOW_UNPLACED", "EBBFLOW_RUNNABLE_SECONDS", "EBBFLOW_GRACE_SECONDS"),
+    *("EBBFLOW_SHIM_RULES", "EBBFLOW_SHIM_FILES", *MACHINE_VARIABLES.values()),
+)
 _ON = ("1", "true", "yes", "on", "y", "t")
 
 
@@ -113,7 +119,7 @@ def _is_unknown(name: str) -> bool:
 
 def _unknown(name: str) -> tuple[str, str]:
     """A variable that looks like ours: perhaps an override with one underscore too few."""
-    close = difflib.get_close_matches(name, _OWN_VARIABLES, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(name, _OWN_VARIABLES, n=1, cutoff=0.85)
     if close:
         return f"{name} is read by nobody", f"{name}: did you mean {close[0]}?"
     override = PREFIX + re.sub("^EBBFLOW_+", "", name)

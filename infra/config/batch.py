@@ -28,7 +28,7 @@ class BatchConfig(Section):
     )
     light_queue: str | None = Field(
         None,
-        description="for the steps around training; null: METAFLOW_BATCH_JOB_QUEUE, else the first on-demand queue",
+        description="for the steps around training; null: METAFLOW_BATCH_JOB_QUEUE, else the smallest machines",
     )
     image: str | None = Field(None, description="of the containers; null: METAFLOW_BATCH_CONTAINER_IMAGE")
     region: str | None = Field(None, description="of queues and jobs; null: as every AWS tool finds it")

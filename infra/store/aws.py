@@ -29,10 +29,11 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "METAFLOW_S3_ENDPOINT_U
 
 @dataclass(frozen=True)
 class AwsSettings:
-    """endpoint: a URL for a store that is not Amazon's; None for Amazon's."""
+    """endpoint: a URL for a store that is not Amazon's; None for Amazon's. region_told: it is no mere default."""
 
     region: str
     endpoint: str | None
+    region_told: bool = True
 
 
 def aws_settings() -> AwsSettings:
@@ -49,7 +50,7 @@ def aws_settings() -> AwsSettings:
         raise StoreMisconfigured(f"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS contradicts {names}; fix: unset one of them")
     if not ignored:
         endpoint = endpoint or profile.service("s3", "endpoint_url") or profile.get("endpoint_url")
-    return AwsSettings(region or _DEFAULT_REGION, endpoint)
+    return AwsSettings(region or _DEFAULT_REGION, endpoint, bool(region))
 
 
 def credential_provider(seconds: float) -> Callable[[], dict] | None:

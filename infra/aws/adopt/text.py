@@ -11,8 +11,7 @@ import yaml
 
 from infra.aws.adopt.choosing import Choice
 from infra.batch import QueueState
-
-_BATCHS_CHOICE = ("optimal", "default_x86_64", "default_arm64")
+from infra.batch.machines import BATCHS_CHOICE
 
 
 def configuration_text(choice: Choice, now_utc: float) -> str:
@@ -47,7 +46,7 @@ def notes_text(choice: Choice) -> str:
 def _queue(state: QueueState, choice: Choice) -> dict[str, Any]:
     """As the configuration has it; what is its default is left out."""
     entry: dict[str, Any] = {"name": state.name, "market": state.market}
-    if state.instance_types and not set(_BATCHS_CHOICE) & set(state.instance_types):  # those nobody can list
+    if state.instance_types and not set(BATCHS_CHOICE) & set(state.instance_types):  # those nobody can list
         entry["instance_types"] = list(state.instance_types)
     return entry | ({"multi_node": True} if state.name in choice.gang_queues else {})
 

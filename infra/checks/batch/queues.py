@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from infra.aws.metaflow import metaflow_setting
-from infra.batch import batch_client, describe_queues, training_queues
+from infra.batch import batch_client, describe_queues, has_gpus_only, training_queues
 from infra.batch.queues import QueueState
 from infra.errors import CloudError, StoreError
 from infra.preflight import Finding, PreflightContext
@@ -53,7 +53,9 @@ def check_batch_queues(context: PreflightContext) -> Finding:
     if refused:
         fix = "set batch.light_queue (or METAFLOW_BATCH_JOB_QUEUE) to a queue that takes jobs"
         return Finding.failed(f"for the steps around training: {refused[0]}", fix)
-    return _nodes_have_a_queue(context, usable) or Finding.passed("\n".join([_told(usable), *_fargate(others)]))
+    return _nodes_have_a_queue(context, usable) or Finding.passed(
+        "\n".join([_told(usable), *_fargate(others), *_dear(others)])
+    )
 
 
 def check_batch_metaflow(context: PreflightContext) -> Finding:
@@ -117,6 +119,15 @@ def _fargate(light: Mapping[str, QueueState]) -> list[str]:
     found = [name for name, state in light.items() if state.fargate and not metaflow_setting(role)]
     return [
         f"{name}, for the steps around training, is Fargate: Metaflow runs none there without {role}" for name in found
+    ]
+
+
+def _dear(light: Mapping[str, QueueState]) -> list[str]:
+    return [
+        f"{name}, for the steps around training, has machines with GPUs only ({', '.join(state.instance_types)}), "
+        "which these steps would pay for and not use; set batch.light_queue to a queue of small ones"
+        for name, state in light.items()
+        if has_gpus_only(state)
     ]
 
 

@@ -15,6 +15,7 @@ _INSTANCE_TYPE = re.compile(r"[a-z][a-z0-9-]*(\.([a-z0-9-]+)?)?")
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::[0-9]{12}:role/[\w+=,.@/-]+", re.ASCII)
 # https://docs.aws.amazon.com/batch/latest/userguide/using-tags.html
 _MOST_TAGS, _LONGEST_TAG_NAME, _LONGEST_TAG_VALUE = 50, 128, 256
+_TAG_CHARACTERS = re.compile(r"[\w +\-.:/@]*")  # AWS takes "=" as well, and Metaflow's `--aws-batch-tag` does not
 _QUEUE_HINT = "letters, digits, '-' and '_', at most 128; aws batch describe-job-queues lists them"
 
 
@@ -106,7 +107,19 @@ def _tags_are_tags(config: RunConfig) -> Answer:
         if len(name) > _LONGEST_TAG_NAME or len(value) > _LONGEST_TAG_VALUE:
             limits = f"{_LONGEST_TAG_NAME} characters of name and {_LONGEST_TAG_VALUE} of value"
             return f"batch.tags: {name[:40]} is too long: AWS takes {limits}", "shorten it"
+        if problem := _value_problem(value):
+            return f"batch.tags: {name}: {value!r} {problem}", "use letters, digits, spaces and + - . _ : / @"
     return None
+
+
+def _value_problem(value: str) -> str | None:
+    """Names are narrower already, as keys of the configuration."""
+    if "=" in value:
+        return "has '=' in it: Metaflow hands tags on as NAME=VALUE and splits them at each '='"
+    if value.lower().startswith("aws:"):
+        return f"begins with {value[:4]}, which AWS keeps to itself"
+    odd = next((char for char in value if not _TAG_CHARACTERS.fullmatch(char)), None)
+    return None if odd is None else f"has {odd!r} in it, which AWS does not take"
 
 
 def _named(config: RunConfig) -> str:

@@ -1,0 +1,177 @@
+"""A virtual AWS Batch for `cost.capacity.place`: Spot comes and goes by a trace, on a clock that nobody waits for.
+
+Simulated: there is no service behind it. What a process of a real run would know goes through events, as JSON.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cost.capacity import Placement, attempt_record, history_of, place
+from cost.plan.plan import Plan, make_plan
+from cost.plan.progress import Progress
+from infra.batch.attempts import BatchAttempt, Cause
+from infra.batch.queues import QueueState
+from infra.config.schema import RunConfig
+from infra.events import BATCH_ATTEMPT, PLACED, Event
+
+HOUR = 3600.0
+BEGAN_UTC = 1_800_000_000.0  # of every job
+
+
+def queue(name: str, market: str | None, types: Sequence[str] = (), **known: Any) -> QueueState:
+    """Usable, unless `known` says otherwise; on demand it takes several nodes."""
+    fields = {"multi_node": market == "on_demand", "usable": True, "problem": "", "arn": f"arn:{name}"} | known
+    return QueueState(name=name, market=market, instance_types=tuple(types), **fields)
+
+
+def queues(*states: QueueState) -> dict[str, QueueState]:
+    return {state.name: state for state in states}
+
+
+BOTH = queues(queue("spot-g5", "spot", ["g5"]), queue("on-demand-g5", "on_demand", ["g5"]))
+
+
+def planned(config: RunConfig, now_utc: float, *, share_done: float = 0.0, spent_usd: float = 0.0) -> Plan:
+    """Of what is left, the job having begun at `BEGAN_UTC`; by the static table."""
+    done = round(config.training.max_steps * share_done)
+    progress = Progress(done_steps=done, spent_usd=spent_usd, started_utc=BEGAN_UTC)
+    return make_plan(config, now_utc=now_utc, progress=progress)
+
+
+def attempt(cause: Cause, stopped: float, started: float | None, job_id: str = "", *, nodes: int = 1) -> BatchAttempt:
+    """Times in seconds after `BEGAN_UTC`."""
+    return BatchAttempt(
+        job_id=job_id or f"job-at-{stopped}",
+        job_name="train",
+        queue="q",
+        nodes=nodes,
+        status="SUCCEEDED" if cause == "ended" else "FAILED",
+        created_utc=BEGAN_UTC + (stopped if started is None else started) - 60,
+        started_utc=None if started is None else BEGAN_UTC + started,
+        stopped_utc=BEGAN_UTC + stopped,
+        exit_code=None,
+        reason="",
+        cause=cause,
+    )
+
+
+@dataclass
+class JobLog:
+    """The events of a job as its launcher writes them: placements, and what Batch told."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def placed(self, placement: Placement, at: float) -> None:
+        self._add(PLACED, at, placement=placement.to_json(), attempt=0, round=1, why=placement.reason)
+
+    def told(self, cause: Cause, placement: Placement, at: float, *, started: float | None, job_id: str = "") -> None:
+        """What came of the newest placement at second `at`."""
+        self._add(BATCH_ATTEMPT, at, **attempt_record(attempt(cause, at, started, job_id), placement))
+
+    def _add(self, name: str, at: float, **data: Any) -> None:
+        of_nobody = {"attempt": 0, "generation": 0, "node": 0, "rank": -1, "step": None}
+        clocks = {"t_wall": BEGAN_UTC + at, "t_mono": at}
+        self.events.append(Event(name=name, job="simulated", run="run-1", data=data, **of_nobody, **clocks))
+
+
+def placed_now(
+    config: RunConfig,
+    log: JobLog,
+    at: float,
+    *,
+    share_done: float = 0.0,
+    spent_usd: float = 0.0,
+    where: Mapping[str, QueueState] | None = None,
+) -> Placement:
+    """Second `at` of the job: place the next attempt and write it down."""
+    plan = planned(config, BEGAN_UTC + at, share_done=share_done, spent_usd=spent_usd)
+    history = history_of(log.events)
+    placement = place(config, plan=plan, history=history, queues=where or BOTH, now_utc=BEGAN_UTC + at)
+    log.placed(placement, at + 0.01)
+    return placement
+
+
+@dataclass
+class Course:
+    """How a job went. Seconds from its beginning; decisions: (second, placement, work hours left)."""
+
+    finished: float | None = None
+    usd: float = 0.0
+    decisions: list[tuple[float, Placement, float]] = field(default_factory=list)
+    spent_before: list[float] = field(default_factory=list)
+    log: JobLog = field(default_factory=JobLog)
+
+    @property
+    def markets(self) -> list[str]:
+        return [placement.market for _, placement, _ in self.decisions]
+
+
+@dataclass
+class VirtualBatch:
+    """up: whether the Spot queue has capacity, for `gap_seconds` each, and after its end as at its end.
+
+    A start on demand waits for a random time, at most as long as was stated; a loss redoes half a commit interval.
+    """
+
+    up: Sequence[bool]
+    gap_seconds: float = 195.0
+    seed: int = 0
+
+    def has(self, second: float) -> bool:
+        return self.up[min(len(self.up) - 1, int(second // self.gap_seconds))]
+
+    def next_change(self, second: float, wanted: bool) -> float:
+        """The first moment from `second` on at which capacity is `wanted`; infinite: never again."""
+        if self.has(second) is wanted:
+            return second
+        for index in range(int(second // self.gap_seconds) + 1, len(self.up)):
+            if self.up[index] is wanted:
+                return index * self.gap_seconds
+        return float("inf")
+
+    def run(self, config: RunConfig) -> Course:
+        """Place, run, lose and place again until the job is done or ten times its deadline has passed."""
+        course, draw, now, done = Course(), random.Random(self.seed), 0.0, 0.0
+        whole = planned(config, BEGAN_UTC).ranked[0].case.work_hours
+        limit = 10 * (config.cost.deadline_hours or 1000.0) * HOUR
+        while now < limit:
+            # A process of its own decides each time: all it knows went through the store.
+            course.log.events = [Event.from_json(one.to_json()) for one in course.log.events]
+            placement = placed_now(config, course.log, now, share_done=done / whole, spent_usd=course.usd)
+            course.spent_before.append(course.usd)
+            course.decisions.append((now, placement, whole - done))
+            now, done, finished = self._attempt(placement, course, draw, now, done, whole)
+            if finished:
+                course.finished = now
+                return course
+        return course
+
+    def _attempt(
+        self, placement: Placement, course: Course, draw: random.Random, now: float, done: float, whole: float
+    ) -> tuple[float, float, bool]:
+        waits = placement.runnable_seconds
+        spot = placement.market == "spot"
+        start = self.next_change(now, True) if spot else now + draw.uniform(0, waits)
+        if start > now + waits:
+            course.log.told("never_started", placement, now + waits, started=None, job_id=f"job-{now}")
+            return now + waits, done, False
+        case = case_of(placement)
+        end = start + (case["changeover_hours"] + whole - done) * HOUR
+        lost = self.next_change(start, False) if spot else float("inf")
+        course.usd += (min(end, lost) - start) / HOUR * placement.gang_usd_per_hour
+        if end <= lost:
+            course.log.told("ended", placement, end, started=start, job_id=f"job-{now}")
+            return end, whole, True
+        trained = (lost - start) / HOUR - case["changeover_hours"] - case["commit_interval_hours"] / 2
+        course.log.told("reclaimed", placement, lost, started=start, job_id=f"job-{now}")
+        return lost, done + max(0.0, trained), False
+
+
+def case_of(placement: Placement) -> dict[str, Any]:
+    """Changeover and commit interval as the decision reckoned with them."""
+    assert placement.state is not None
+    return placement.state

@@ -1,0 +1,118 @@
+"""The process that submits, on the SDK and the local Batch: throttled, without capacity, stuck while starting."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.batch import batch_client, describe_attempts
+from tests.support.batch.fixture import LocalBatch, job_when, local_batch
+
+pytestmark = pytest.mark.timeout(180)
+ROOT = Path(__file__).resolve().parents[1]
+# What Metaflow's `batch step` does, as far as the SDK sees it: a submit, and then waiting for the job's end.
+SUBMITTER = """
+import sys, time
+import boto3
+from flows.attempts.submitting import submission
+submission().listen()
+client = boto3.client("batch")
+job = client.submit_job(jobName=sys.argv[1], jobQueue=sys.argv[2], jobDefinition="plain")["jobId"]
+while client.describe_jobs(jobs=[job])["jobs"][0]["status"] not in ("SUCCEEDED", "FAILED"):
+    time.sleep(0.2)
+print(job, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBatch]:
+    queues = {"full": {"capacity": [[0, 0]]}, "free": {}}
+    with local_batch(tmp_path_factory.mktemp("batch"), queues=queues) as running:
+        needs = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "1000"}]
+        container = {"image": "image", "command": ["true"], "resourceRequirements": needs}
+        running.client().register_job_definition(
+            jobDefinitionName="plain", type="container", containerProperties=container
+        )
+        yield running
+
+
+def submit(batch: LocalBatch, store: Path, name: str, queue: str, **limits: float) -> subprocess.CompletedProcess[str]:
+    """limits: of the submission. The SDK itself tries twice."""
+    of_job = {"job": "j", "store": str(store), "region": batch.region, "run": "1", "step": "train", "task": "3"}
+    variables = {
+        "AWS_ENDPOINT_URL_BATCH": batch.endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_DEFAULT_REGION": batch.region, "AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": "2",
+        "EBBFLOW_SUBMIT": json.dumps({**of_job, "attempt": 0, **limits}), "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    command = [sys.executable, "-c", SUBMITTER, name, queue]
+    return subprocess.run(
+        command, env={**os.environ, **variables}, cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
+
+
+def cause(batch: LocalBatch, done: subprocess.CompletedProcess[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the job that was submitted, as the next attempt is told it."""
+    for name, value in (("ENDPOINT_URL_BATCH", batch.endpoint), ("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    job = done.stdout.split()[-1]
+    return describe_attempts([job], batch_client(batch.region))[job].cause
+
+
+def test_a_job_that_waits_too_long_for_capacity_is_ended(
+    batch: LocalBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = submit(batch, tmp_path, "waits", "full", runnable_seconds=1.0, starting_seconds=600.0)
+    assert done.returncode == 0, done.stderr
+    assert "waits waited 0.0 minutes for capacity in queue full" in done.stderr
+    assert cause(batch, done, monkeypatch) == "never_started"
+
+
+def test_a_job_that_is_starting_has_capacity_and_a_limit_of_its_own(
+    batch: LocalBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its image takes longer than anybody waits. As long as it may start, the limit of waiting is not its own."""
+    batch.change(start_seconds=600.0)
+    try:
+        done = submit(batch, tmp_path, "pulls", "free", runnable_seconds=5.0, starting_seconds=6.0)
+    finally:
+        batch.change(start_seconds=0.2)
+    assert done.returncode == 0, done.stderr
+    assert "pulls had capacity, and no container after 0.1 minutes of starting (an image too large" in done.stderr
+    assert "for capacity" not in done.stderr
+    assert cause(batch, done, monkeypatch) == "not_made"
+
+
+def test_a_throttled_submit_is_made_again_beyond_what_the_sdk_tries(batch: LocalBatch, tmp_path: Path) -> None:
+    batch.change(rules=[{"operation": "SubmitJob", "kind": "throttle", "times": 3}])
+    done = submit(batch, tmp_path, "late", "free", submit_seconds=120.0)
+    assert done.returncode == 0, done.stderr
+    assert "SubmitJob: throttled (TooManyRequestsException); asked again for 2.0 min at most" in done.stderr
+    assert job_when(batch, "late", "SUCCEEDED")["status"] == "SUCCEEDED"
+    assert len([job for job in batch.jobs() if job["jobName"] == "late"]) == 1
+
+
+def test_a_submit_that_is_throttled_for_too_long_ends_with_one_clear_line(batch: LocalBatch, tmp_path: Path) -> None:
+    batch.change(rules=[{"operation": "SubmitJob", "kind": "throttle", "times": 1000}])
+    try:
+        done = submit(batch, tmp_path, "never", "free", submit_seconds=2.0)
+    finally:
+        batch.change(rules=[])
+    assert done.returncode != 0 and "TooManyRequestsException" in done.stderr.splitlines()[-1]
+    told = [line for line in done.stderr.splitlines() if "given up" in line]
+    assert len(told) == 1 and "Nothing of the job is lost" in told[0] and "batch:SubmitJob" in told[0]
+    assert not [job for job in batch.jobs() if job["jobName"] == "never"]
+
+
+def test_other_refusals_are_left_to_the_sdk(batch: LocalBatch, tmp_path: Path) -> None:
+    batch.change(rules=[{"operation": "SubmitJob", "kind": "forbid", "times": 9}])
+    try:
+        done = submit(batch, tmp_path, "denied", "free", submit_seconds=120.0)
+    finally:
+        batch.change(rules=[])
+    assert done.returncode != 0 and "asked again" not in done.stderr and "AccessDenied" in done.stderr
