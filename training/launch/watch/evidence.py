@@ -47,7 +47,8 @@ def resident_bytes(pid: int) -> int:
     """Memory of a process that is in RAM, without mapped files; 0 when it is gone.
 
     The pages of libraries and data that are mapped are shared by all ranks, and dropped before anybody is killed. What
-    is exact for forked ranks' other memory, the kernel's shares by page (smaps_rollup), takes tens of milliseconds.
+    a forked rank still shares of the standby's own memory is counted: only the kernel's look at each page
+    (smaps_rollup), which takes tens of milliseconds, could tell it apart.
     """
     try:
         lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
@@ -57,7 +58,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
-    """One look at the node, for its heartbeat: microseconds, no process started."""
+    """One look at the node, for its heartbeat: some tenths of a millisecond per process, and none is started."""
     sample = {"resident_bytes": sum(map(resident_bytes, pids))}
     if (available := _available_bytes()) is not None:
         sample["memory_available_bytes"] = available
