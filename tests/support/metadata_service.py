@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -23,6 +26,25 @@ VERSION = "2.5.0"  # of the service whose routes these are: it has heartbeats, t
 HEARTBEAT_SECONDS = 10
 _OF_PARENTS = ("flow_id", "run_number", "step_name")
 _NAMES = {"run": "run_number", "step": "step_name", "task": "task_id"}  # how a kind's own name is called in its record
+
+# Metaflow reads its settings when it is imported, so that its client needs a process of its own.
+_CLIENT = """
+import json, sys
+from metaflow import Run, namespace
+from metaflow.cards import get_cards
+
+namespace(None)
+run = Run(sys.argv[1])
+report = run["report"].task
+steps = {step.id: step for step in run}
+print(json.dumps({
+    "successful": run.successful,
+    "outcome": report.data.run_report["outcome"],
+    "weights": report.data.run_report["weights_sha256"],
+    "train": [task.successful for name in ("train", "train_node") if name in steps for task in steps[name]],
+    "cards": len(get_cards(report)),
+}))
+"""
 
 Answer = tuple[int, Any]
 Path = tuple[str, ...]
@@ -184,6 +206,16 @@ def metadata_service() -> Iterator[MetadataService]:
         yield service
     finally:
         service.close()
+
+
+def seen_by_client(run: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What Metaflow's own client finds of a run, such as "TrainFlow/1", with these settings."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CLIENT, run],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _path(text: str) -> Path:
