@@ -124,7 +124,7 @@ def mend_request() -> None:
     """Where nothing of Metaflow is changed: from now on in what this process asks of AWS Batch."""
     from botocore import handlers
 
-    handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", _mend_nodes))
+    handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", correct_nodes))
 
 
 def mend_task() -> None:
@@ -142,8 +142,8 @@ def mend_task() -> None:
     BatchDecorator._wait_for_mapper_tasks = _wait_for_mappers
 
 
-def _mend_nodes(params: dict[str, Any], **_: Any) -> None:
-    """The other nodes' command, made anew from that of node 0."""
+def correct_nodes(params: dict[str, Any], **_: Any) -> None:
+    """The other nodes' command in a request to submit a job, made anew from that of node 0 where it is another one."""
     overrides = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
     if len(overrides) < 2:
         return

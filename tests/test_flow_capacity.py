@@ -8,13 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
 
 from cost.capacity import History, PastAttempt, Placement
 from flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
 from flows.attempts.placing import in_vain
+from flows.backends import cloud
 from flows.capacity import CapacityDecorator, apply, stay
 from flows.gang import train_round
-from flows.metaflow_fixes import command_of_node, known_release, needed
+from flows.metaflow_fixes import command_of_node, correct_nodes, known_release, needed
 from flows.remote import backend_asked, refusal
 from flows.steps import StepFailed
 from infra.config.schema import RunConfig
@@ -51,6 +53,34 @@ def test_another_nodes_command_differs_in_its_own_name_alone() -> None:
     for kept in ("-m x 3.11", "--retry-count 3", "tee TrainFlow/3)", "mflog_stdout", "; c=$?; exit $c"):
         assert kept in node
     assert command_of_node("sleep 3") == "sleep 3"
+
+
+def test_a_command_that_a_short_task_number_has_spoilt_is_corrected_and_that_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Task 3: Metaflow also renames the 3 of the run, of Python and of the retry count."""
+    spoilt = MAIN.replace("3", "3-node-$AWS_BATCH_JOB_NODE_INDEX").replace("ubf_control", "ubf_task")
+    nodes = [{"containerOverrides": {"command": ["bash", "-c", command]}} for command in (MAIN, spoilt)]
+    request = {"nodeOverrides": {"nodePropertyOverrides": nodes}}
+    correct_nodes(request)
+    commands = [node["containerOverrides"]["command"] for node in nodes]
+    assert commands == [["bash", "-c", MAIN], ["bash", "-c", command_of_node(MAIN)]]
+    assert "#2564" in capsys.readouterr().err
+    correct_nodes(request)
+    assert [node["containerOverrides"]["command"] for node in nodes] == commands
+    assert capsys.readouterr().err == "", "there is nothing more to correct"
+
+
+def test_what_with_cloud_adds_has_begun_in_every_release() -> None:
+    """Older ones do not begin what a mutator adds: @batch then had no tags, and its first attempt ended the run."""
+    step = SimpleNamespace(decorators=[])
+    mutable = SimpleNamespace(
+        decorator_specs=[("capacity", "flows.capacity", [], {})],
+        add_decorator=lambda name: step.decorators.append(BatchDecorator()),
+        _my_step=step,
+    )
+    cloud.mutate(None, mutable)
+    assert [one.attributes["aws_batch_tags"] for one in step.decorators] == [{}]
 
 
 def test_an_order_is_read_as_it_was_written_and_an_attempt_that_nobody_placed_has_none(tmp_path: Path) -> None:
