@@ -207,7 +207,23 @@ def test_where_a_command_line_sends_training(words: str, backend: str | None) ->
 def test_a_folder_of_this_machine_is_no_store_for_containers() -> None:
     said = refusal(RunConfig(store="runs"), "batch")
     assert said is not None and "runs" in said and "s3://bucket/prefix" in said
-    assert refusal(RunConfig(store="s3://bucket/x"), "batch") is refusal(RunConfig(store="runs"), None) is None
+    assert refusal(RunConfig(store="runs"), None) is None
+
+
+def test_batch_without_a_role_is_refused_before_metaflow_does_it_with_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("METAFLOW_HOME", str(tmp_path))
+    monkeypatch.delenv("METAFLOW_ECS_S3_ACCESS_IAM_ROLE", raising=False)
+    there, role = RunConfig(store="s3://bucket/x"), "arn:aws:iam::000000000000:role/job"
+    said = refusal(there, "batch", ["--with", "batch"])
+    assert said is not None and "no role" in said and "METAFLOW_ECS_S3_ACCESS_IAM_ROLE" in said
+    assert refusal(there, "batch", ["--with", f"batch:iam_role={role}"]) is None
+    configured = RunConfig.model_validate({"store": there.store, "batch": {"job_role": role}})
+    assert refusal(configured, "batch") is None
+    assert refusal(there, "kubernetes") is None
+    monkeypatch.setenv("METAFLOW_ECS_S3_ACCESS_IAM_ROLE", role)
+    assert refusal(there, "batch") is None
 
 
 def test_metaflow_is_mended_only_with_local_metadata_and_in_releases_that_were_tried() -> None:
