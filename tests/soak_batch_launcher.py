@@ -124,6 +124,19 @@ def test_a_launcher_that_is_killed_takes_its_job_along_and_resume_goes_on(
     assert_billed_by_batch(runner, run, before)
 
 
+def test_a_run_whose_submit_was_refused_for_good_goes_on_by_resume(
+    runner: BatchRunner, batch: LocalBatch, quiet: dict[str, Any]
+) -> None:
+    before = len(batch.jobs())
+    process = runner.start("run", "--with", "batch", *runner.options(**SETTINGS))
+    runner.await_so("the preparation", lambda: [event for event in runner.events() if event["name"] == "prepared"])
+    batch.change(rules=[{"operation": "SubmitJob", "kind": "refuse", "times": 1}])
+    failed = runner.finish(process)
+    assert failed.exit_code == 1 and "SubmitJob is refused" in failed.output, failed.output
+    assert not runner.training_jobs(before=before)
+    assert_as_quiet(runner.run("resume", "--with", "batch", timeout=400), quiet)
+
+
 def test_what_was_left_behind_is_told_and_ended_by_the_next_start(
     runner: BatchRunner, batch: LocalBatch, quiet: dict[str, Any]
 ) -> None:
