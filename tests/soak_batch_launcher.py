@@ -78,12 +78,17 @@ def assert_billed_by_batch(runner: BatchRunner, run: FlowRun, before: int) -> No
     assert len(jobs) > 1 and run.report["paid_rank_seconds"] == pytest.approx(seconds, abs=0.5)
 
 
-def test_sigterm_ends_the_job_and_the_printed_line_goes_on_with_it(
-    runner: BatchRunner, batch: LocalBatch, quiet: dict[str, Any]
+@pytest.mark.parametrize(("sent", "number"), [("batch", signal.SIGTERM), ("cloud", signal.SIGINT)])
+def test_a_launcher_that_is_asked_to_leave_ends_its_job_and_the_printed_line_goes_on(
+    runner: BatchRunner, batch: LocalBatch, quiet: dict[str, Any], sent: str, number: signal.Signals
 ) -> None:
+    """SIGTERM comes to the launcher alone, Ctrl-C of a terminal to all that it has started as well."""
     before = len(batch.jobs())
-    process = started(runner, "--with", "batch")
-    process.terminate()
+    process = started(runner, "--with", sent)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     left = runner.finish(process)
     assert left.exit_code == 75, left.output
     assert left.report["outcome"] == "interrupted" and left.report["failures"] == 0
@@ -92,7 +97,7 @@ def test_sigterm_ends_the_job_and_the_printed_line_goes_on_with_it(
     assert runner.training_jobs(before=before)[-1]["statusReason"].startswith("Ebbflow: ended: the launcher was told")
     line = re.search(r"flows/train_flow\.py (run --job \S+)$", left.output, re.MULTILINE)
     assert line is not None, left.output
-    run = runner.run(*shlex.split(line[1]), "--with", "batch", *runner.options(**SETTINGS), timeout=400)
+    run = runner.run(*shlex.split(line[1]), "--with", sent, *runner.options(**SETTINGS), timeout=400)
     assert_as_quiet(run, quiet)
     assert run.report["redone_steps"] == 0, "it saved before it left"
     assert_billed_by_batch(runner, run, before)

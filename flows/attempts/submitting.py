@@ -41,6 +41,7 @@ class Submission:
         handlers.BUILTIN_HANDLERS.append(("after-call.batch.SubmitJob", self._submitted))
         handlers.BUILTIN_HANDLERS.append(("after-call-error.batch.SubmitJob", self._not_submitted))
         signal.signal(signal.SIGTERM, self._leave)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's comes to all: the launcher passes it on as SIGTERM
 
     def _begun(self, **_: Any) -> None:
         self._submits = True
