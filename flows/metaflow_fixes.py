@@ -32,7 +32,7 @@ from infra.preflight import Check, Finding, PreflightContext
 
 # On which the mended flow was run. What is mended is the same, line by line, in 2.19.20, but a run in Batch failed
 # on it; `make metaflow-releases` tries the others.
-KNOWN = ((2, 19, 39),)
+KNOWN = ((2, 19, 0), (2, 19, 20), (2, 19, 39))
 _NODE = "$AWS_BATCH_JOB_NODE_INDEX"
 _MAPPERS_SECONDS = 600.0
 _LOOK_SECONDS = 2.0

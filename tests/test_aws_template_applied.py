@@ -19,7 +19,7 @@ from infra.aws.calls import Patience, aws_client
 from infra.aws.stack import Stack
 from infra.batch import batch_client, describe_queues
 from infra.config import load_config
-from infra.errors import CloudAway, CloudError
+from infra.errors import CloudAway, CloudError, CloudForbidden
 
 ROOT = Path(__file__).resolve().parents[1]
 REGION = "us-east-1"
@@ -99,7 +99,7 @@ def test_a_second_stack_leaves_the_log_group_of_all_jobs_to_the_first(
     assert "+ HeadLogs " in said and "+ BatchLogs " not in said
     assert main(["deploy", "--dry-run", "--stack", "second", "--parameter", "CreateBatchLogGroup=yes"]) == 0
     assert "+ BatchLogs " in capsys.readouterr().out, "what is given holds"
-    assert main(["deploy", "--dry-run"]) == 0
+    assert main(["deploy", "--dry-run", "--parameter", "Nat=no"]) == 0
     assert "/aws/batch/job" not in capsys.readouterr().out
 
 
@@ -118,7 +118,10 @@ def test_an_alarm_on_the_bill_is_made_where_the_account_publishes_its_bill(
 def test_what_the_account_does_not_tell_is_left_to_the_one_who_asks(
     applied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_LOGS", "http://127.0.0.1:9")
+    def denied(client: Any, operation: str, patience: Patience, **request: Any) -> None:
+        raise CloudForbidden(f"{operation}: denied")
+
+    monkeypatch.setattr("infra.aws.existing.ask", denied)
     assert main(["deploy", "--dry-run", "--stack", "second"]) == 0
     said = capsys.readouterr().out
     assert "whether /aws/batch/job is there is not known; --parameter CreateBatchLogGroup=no if it is" in said
