@@ -26,7 +26,7 @@ from tests.support.swift import Swift
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
 
 ENDED = ("SUCCEEDED", "FAILED")
-SETTINGS: dict[str, Any] = {"training__max_steps": 150, "checkpoint__interval_steps": 10}
+SETTINGS: dict[str, Any] = {"training__max_steps": 80, "checkpoint__interval_steps": 8}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_a_launcher_that_is_asked_to_leave_ends_its_job_and_the_printed_line_goe
     assert runner.training_jobs(before=before)[-1]["statusReason"].startswith("Ebbflow: ended: the launcher was told")
     line = re.search(r"flows/train_flow\.py (run --job \S+)$", left.output, re.MULTILINE)
     assert line is not None, left.output
-    run = runner.run(*shlex.split(line[1]), "--with", sent, *runner.options(**SETTINGS), timeout=400)
+    run = runner.run(*shlex.split(line[1]), "--with", "cloud", *runner.options(**SETTINGS), timeout=400)
     assert_as_quiet(run, quiet)
     assert run.report["redone_steps"] == 0, "it saved before it left"
     assert_billed_by_batch(runner, run, before)
@@ -119,7 +119,7 @@ def test_a_launcher_that_is_killed_takes_its_job_along_and_resume_goes_on(
     runner: BatchRunner, batch: LocalBatch, quiet: dict[str, Any]
 ) -> None:
     before = len(batch.jobs())
-    process = started(runner, "--with", "batch")
+    process = started(runner, "--with", "cloud")
     os.kill(process.pid, signal.SIGKILL)
     process.wait(60)
     wait_until("the end of its job", lambda: not running(runner, before), timeout=90)
@@ -133,7 +133,7 @@ def test_a_run_whose_submit_was_refused_for_good_goes_on_by_resume(
     runner: BatchRunner, batch: LocalBatch, quiet: dict[str, Any]
 ) -> None:
     before = len(batch.jobs())
-    process = runner.start("run", "--with", "batch", *runner.options(**SETTINGS))
+    process = runner.start("run", "--with", "cloud", *runner.options(**SETTINGS))
     runner.await_so("the preparation", lambda: [event for event in runner.events() if event["name"] == "prepared"])
     batch.change(rules=[{"operation": "SubmitJob", "kind": "refuse", "times": 1}])
     failed = runner.finish(process)
