@@ -19,7 +19,7 @@ from flows.job import PROJECT_ROOT, Job
 from infra.config.schema import RunConfig
 from infra.events import BATCH_SUBMITTED, read_events
 from infra.preflight import PreflightContext
-from tests.support.batch.fixture import LocalBatch, job_when, local_batch
+from tests.support.batch.fixture import LocalBatch, local_batch
 from tests.support.flow import wait_until
 
 QUEUE = "spot-g5"
@@ -79,7 +79,7 @@ def test_a_job_whose_submit_is_not_answered_yet_is_ended_once_its_id_is_known(
 def test_what_was_left_behind_is_told_by_preflight_and_ended_by_whoever_goes_on(
     batch: LocalBatch, submitter: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    running = job_when(batch, "train", "RUNNING")["jobId"]
+    running = wait_until("its job", lambda: [one["jobId"] for one in batch.jobs() if one["status"] == "RUNNING"])[0]
     submitter.kill()
     job = Job(name="left", run="1", config=RunConfig(store=str(tmp_path)))
     context = PreflightContext(config=job.config, project_root=PROJECT_ROOT, job=job.name, target="batch")
