@@ -29,6 +29,16 @@ class cloud(StepMutator):  # noqa: N801
         names = _names(mutable_step)
         if "capacity" in names and not names.intersection(REMOTE):
             mutable_step.add_decorator("batch")
+            _begin(mutable_step, "batch")
+
+
+def _begin(mutable_step: Any, name: str) -> None:
+    """A decorator that a mutator adds is begun by nobody in releases to 2.19.20 at least: it then lacks what its `init`
+    makes of its attributes. Later ones begin each once, whoever comes first.
+    """
+    for decorator in getattr(getattr(mutable_step, "_my_step", None), "decorators", ()):
+        if decorator.name == name:
+            decorator.external_init()
 
 
 def _names(mutable_step: Any) -> set[str]:

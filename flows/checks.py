@@ -20,11 +20,12 @@ _OF_AN_ACCOUNT = "aws-"  # how the ids of checks begin that ask an AWS account
 def all_checks() -> list[Check]:
     """The checks of every room, in the order in which they are told."""
     from cost.checks import CHECKS as cost_checks
+    from flows.attempts.past import CHECKS as batch_checks
     from flows.metaflow_fixes import CHECKS as metaflow_checks
     from infra.checks import CHECKS as infra_checks
     from training.checks import CHECKS as training_checks
 
-    return [*infra_checks, *cost_checks, *training_checks, *metaflow_checks]
+    return [*infra_checks, *cost_checks, *training_checks, *metaflow_checks, *batch_checks]
 
 
 def run_all_checks(

@@ -99,6 +99,8 @@ def _join_in(words: list[str]) -> None:
         submission().listen()
         if mended:
             metaflow_fixes.mend_submitter()
+        elif metaflow_fixes.known_release():
+            metaflow_fixes.mend_request()
     elif words[:2] == ["kubernetes", "step"]:
         from flows.pods import give_grace
 

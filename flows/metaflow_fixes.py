@@ -9,14 +9,19 @@ With local metadata, in the releases named below:
 - a job that left no metadata ends its submitter with that error, which hides the reason of its failure and its kind
   (Netflix/metaflow#2557).
 
-A metadata service has none of this, and nothing is changed then.
+With a metadata service nothing of Metaflow is changed. One of these it shares: a task's number is replaced wherever it
+stands, and the first tasks of a new service have short ones. A command that this has spoilt is corrected in the request
+to AWS, and said.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
+import sys
 import time
+import urllib.request
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -25,13 +30,12 @@ from infra.aws.metaflow import metaflow_setting
 from infra.checks.batch.queues import why_not_asked
 from infra.preflight import Check, Finding, PreflightContext
 
-# On which the mended flow was run. What is mended is the same, line by line, in 2.19.20, but a run in Batch failed
-# on it; `make metaflow-releases` tries the others.
-KNOWN = ((2, 19, 39),)
+# On which the mended flow was run in a local Batch: `make metaflow-releases`.
+KNOWN = ((2, 19, 0), (2, 19, 20), (2, 19, 39))
 _NODE = "$AWS_BATCH_JOB_NODE_INDEX"
 _MAPPERS_SECONDS = 600.0
 _LOOK_SECONDS = 2.0
-
+_PING_SECONDS = 4.0
 
 FIXES = ("#2564 command of other nodes", "#2557 reason of a failure", "end of other nodes", "cards")
 
@@ -41,8 +45,9 @@ def release(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
-def known_release(text: str) -> bool:
-    return release(text) in KNOWN
+def known_release(text: str | None = None) -> bool:
+    """None: of the Metaflow that is installed."""
+    return release(text or version("metaflow")) in KNOWN
 
 
 def needed(words: Sequence[str]) -> bool:
@@ -56,6 +61,8 @@ def check(context: PreflightContext) -> Finding:
     if reason := why_not_asked(context):
         return Finding.skipped(reason)
     found, metadata = version("metaflow"), metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
+    if metadata == "service":
+        return _asked_service(f"nothing of Metaflow {found} is changed")
     if metadata != "local":
         return Finding.passed(f"metadata {metadata}: nothing of Metaflow {found} is changed")
     service = "set METAFLOW_DEFAULT_METADATA=service and METAFLOW_SERVICE_URL"
@@ -73,6 +80,26 @@ def check(context: PreflightContext) -> Finding:
     )
 
 
+def _asked_service(follows: str) -> Finding:
+    """Metaflow asks five times within 15 s, and then shows a traceback."""
+    url = metaflow_setting("METAFLOW_SERVICE_URL")
+    if not url:
+        return Finding.skipped("METAFLOW_SERVICE_URL is not set; the check aws-metaflow says more")
+    try:
+        headers = json.loads(metaflow_setting("METAFLOW_SERVICE_HEADERS") or "{}")
+        if key := metaflow_setting("METAFLOW_SERVICE_AUTH_KEY"):
+            headers["x-api-key"] = key
+        request = urllib.request.Request(f"{url.rstrip('/')}/ping", headers=headers)
+        with urllib.request.urlopen(request, timeout=_PING_SECONDS) as answer:
+            number = answer.headers.get("METADATA_SERVICE_VERSION", "of an unknown version")
+    except (OSError, ValueError) as error:
+        return Finding.failed(
+            f"no metadata service answers at {url}: {error}",
+            "correct METAFLOW_SERVICE_URL, or start the service; METAFLOW_DEFAULT_METADATA=local does without",
+        )
+    return Finding.passed(f"metadata service {number} at {url}: {follows}")
+
+
 CHECKS = [
     Check(
         id="aws-metadata",
@@ -88,10 +115,15 @@ CHECKS = [
 
 def mend_submitter() -> None:
     """In the process that submits a job and waits for it."""
+    mend_request()
+    _pass_over_missing_metadata()
+
+
+def mend_request() -> None:
+    """Where nothing of Metaflow is changed: from now on in what this process asks of AWS Batch."""
     from botocore import handlers
 
-    handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", _mend_nodes))
-    _pass_over_missing_metadata()
+    handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", correct_nodes))
 
 
 def mend_task() -> None:
@@ -109,14 +141,18 @@ def mend_task() -> None:
     BatchDecorator._wait_for_mapper_tasks = _wait_for_mappers
 
 
-def _mend_nodes(params: dict[str, Any], **_: Any) -> None:
-    """The other nodes' command, made anew from that of node 0."""
+def correct_nodes(params: dict[str, Any], **_: Any) -> None:
+    """The other nodes' command in a request to submit a job, made anew from that of node 0 where it is another one."""
     overrides = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
     if len(overrides) < 2:
         return
     main = overrides[0]["containerOverrides"]["command"]
+    command = [*main[:-1], command_of_node(main[-1])]
     for other in overrides[1:]:
-        other["containerOverrides"]["command"] = [*main[:-1], command_of_node(main[-1])]
+        if other["containerOverrides"]["command"] != command:
+            other["containerOverrides"]["command"] = command
+            said = "Metaflow's command of the other nodes changed more than the task's id (#2564): corrected"
+            print(f"batch: {said}", file=sys.stderr, flush=True)
 
 
 def command_of_node(main: str) -> str:

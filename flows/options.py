@@ -49,7 +49,7 @@ def checked_options(options: list[str]) -> list[str]:
     except InfraError as error:
         _refuse(str(error), error.outcome)
     backend = backend_asked(sys.argv)
-    if said := refusal(loaded.config, backend):
+    if said := refusal(loaded.config, backend, sys.argv):
         _refuse(said, Outcome.PREFLIGHT)
     if backend is not None:
         set_environment(loaded.config, backend)

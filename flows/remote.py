@@ -94,6 +94,7 @@ def resumed_config(words: Sequence[str]) -> RunConfig | None:
     run = (_values(words, "--origin-run-id") or ["latest"])[-1]
     job = known_job(RUNS / run) or known_job(RUNS / "latest")
     if job is None:
+        print(f"resume: {RUNS} knows no job of run {run}: Metaflow's own settings hold, METAFLOW_* and its file")
         return None
     try:
         store = Store.open(job.store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job.name))
@@ -103,11 +104,22 @@ def resumed_config(words: Sequence[str]) -> RunConfig | None:
         return None
 
 
-def refusal(config: RunConfig, backend: str | None) -> str | None:
-    """Why the run cannot go to another machine, with what to do; None: nothing forbids it."""
+def refusal(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -> str | None:
+    """Why the run cannot go to another machine, with what to do; None: nothing forbids it. words: its command line."""
     if backend is not None and "://" not in config.store:
         return (
             f"--with {backend}: store {config.store} is a folder of this machine, which no container sees\n"
             "  fix: store: s3://bucket/prefix"
         )
+    if backend == "batch" and not _names_role(config, words):
+        return (
+            "--with batch: no role is named for the containers, and Metaflow submits nothing without one\n"
+            "  fix: set batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE; `python -m infra deploy --env` writes it "
+            "down, `python -m infra adopt` finds one that there is"
+        )
     return None
+
+
+def _names_role(config: RunConfig, words: Sequence[str]) -> bool:
+    given = any("iam_role=" in value for value in _values(words, "--with"))
+    return given or bool(config.batch.job_role) or _is_set("METAFLOW_ECS_S3_ACCESS_IAM_ROLE")

@@ -11,10 +11,10 @@ how the run ends: `report` tells it in any case, and `end` fails the run when th
 import sys
 from pathlib import Path
 
-# The rooms are this folder's siblings. In a code package they lie beside this file, and above it is a folder that is
-# called metaflow and must not be taken for it.
+# The rooms are this folder's siblings. In a code package they lie beside this file or, in older releases of Metaflow,
+# where Python looks anyway; and above it is a folder that is called metaflow and must not be taken for it.
 _HERE = Path(__file__).resolve().parent
-if not (_HERE / "training").is_dir():
+if (_HERE.parent / "training").is_dir():
     sys.path.insert(1, str(_HERE.parent))
 
 from flows import launcher

@@ -200,11 +200,21 @@ def test_without_a_nat_gateway_nothing_is_left_that_is_paid_by_the_hour(template
     assert {"NatGateway", "NatAddress", "NatAlarm", "GangG5Queue", "GangTemplate"} <= gone
     assert not {"AWS::EC2::NatGateway", "AWS::EC2::EIP"} & set(without.values())
     assert "NodeRouteDirect" in without and "NodeRouteDirect" not in everything
-    assert "BillAlarm" not in everything, "its metric is published in us-east-1 only"
-    assert "BillAlarm" in {one.name for one in planned(template, {}, region="us-east-1")}
     for name in without:  # what is made refers to nothing that is not
         refers = set(re.findall(r'"(?:Ref|Fn::GetAtt)": \[?"(\w+)"', json.dumps(template["Resources"][name])))
         assert not refers & gone - {"NatGateway"}, name
+
+
+@pytest.mark.parametrize(
+    ("region", "published", "made"),
+    [("us-east-1", "yes", True), ("us-east-1", "no", False), ("eu-west-1", "yes", False)],
+)
+def test_there_is_an_alarm_on_the_bill_only_where_the_bill_is_published(
+    template: dict[str, Any], region: str, published: str, made: bool
+) -> None:
+    names = {one.name for one in planned(template, {"BillingAlerts": published}, region=region)}
+    assert ("BillAlarm" in names) is made
+    assert template["Parameters"]["BillingAlerts"]["Default"] == "no", "an alarm without data never warns"
 
 
 def test_nothing_secret_stands_in_the_template() -> None:

@@ -19,10 +19,11 @@ from infra.aws.calls import Patience, aws_client
 from infra.aws.stack import Stack
 from infra.batch import batch_client, describe_queues
 from infra.config import load_config
-from infra.errors import CloudAway, CloudError
+from infra.errors import CloudAway, CloudError, CloudForbidden
 
 ROOT = Path(__file__).resolve().parents[1]
 REGION = "us-east-1"
+SERVICE = "http://metadata.internal:8080"
 BODY = "Parameters:\n  Nat:\n    Type: String\n"
 
 
@@ -36,7 +37,8 @@ def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with mock_aws(), pytest.MonkeyPatch.context() as patch:
         for name, value in KEYS.items():
             patch.setenv(name, value)
-        assert main(["deploy", "--apply", "--minutes", "5", "--env", str(settings)]) == 0
+        service = ["--parameter", f"MetadataServiceUrl={SERVICE}"]
+        assert main(["deploy", "--apply", "--minutes", "5", "--env", str(settings), *service]) == 0
         yield settings
 
 
@@ -81,6 +83,49 @@ def test_bucket_roles_and_head_job_are_there_and_name_each_other(applied: Path) 
     lines = [line.removeprefix("export ").partition("=") for line in applied.read_text().splitlines()]
     settings = {name: value for name, _, value in lines}
     assert all(settings.values()) and settings == {name: environment[name] for name in settings}, "as the head job has"
+    assert (settings["METAFLOW_DEFAULT_METADATA"], settings["METAFLOW_SERVICE_URL"]) == ("service", SERVICE)
+
+
+def test_a_second_stack_leaves_the_log_group_of_all_jobs_to_the_first(
+    applied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its creation would fail otherwise: a log group has one maker. The stack that made it keeps it."""
+    assert [one["logGroupName"] for one in boto3.client("logs").describe_log_groups()["logGroups"]].count(
+        "/aws/batch/job"
+    )
+    assert main(["deploy", "--dry-run", "--stack", "second"]) == 0
+    said = capsys.readouterr().out
+    assert "/aws/batch/job is there already and is left as it is" in said
+    assert "+ HeadLogs " in said and "+ BatchLogs " not in said
+    assert main(["deploy", "--dry-run", "--stack", "second", "--parameter", "CreateBatchLogGroup=yes"]) == 0
+    assert "+ BatchLogs " in capsys.readouterr().out, "what is given holds"
+    assert main(["deploy", "--dry-run", "--parameter", "Nat=no"]) == 0
+    assert "/aws/batch/job" not in capsys.readouterr().out
+
+
+def test_an_alarm_on_the_bill_is_made_where_the_account_publishes_its_bill(
+    applied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["deploy", "--dry-run", "--stack", "second"]) == 0
+    said = capsys.readouterr().out
+    assert "+ BillAlarm " not in said and "the account does not publish it" in said
+    spent = {"MetricName": "EstimatedCharges", "Value": 1.0, "Dimensions": [{"Name": "Currency", "Value": "USD"}]}
+    boto3.client("cloudwatch").put_metric_data(Namespace="AWS/Billing", MetricData=[spent])
+    assert main(["deploy", "--dry-run", "--stack", "second"]) == 0
+    assert "+ BillAlarm " in capsys.readouterr().out
+
+
+def test_what_the_account_does_not_tell_is_left_to_the_one_who_asks(
+    applied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def denied(client: Any, operation: str, patience: Patience, **request: Any) -> None:
+        raise CloudForbidden(f"{operation}: denied")
+
+    monkeypatch.setattr("infra.aws.existing.ask", denied)
+    assert main(["deploy", "--dry-run", "--stack", "second"]) == 0
+    said = capsys.readouterr().out
+    assert "whether /aws/batch/job is there is not known; --parameter CreateBatchLogGroup=no if it is" in said
+    assert "+ BatchLogs " in said
 
 
 def test_a_dry_run_leaves_no_change_set_behind(applied: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
 
 from cost.capacity import History, PastAttempt, Placement, history_of
 from flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
 from flows.attempts.placing import in_vain
+from flows.backends import cloud
 from flows.capacity import CapacityDecorator, apply, stay
 from flows.gang import train_round
-from flows.metaflow_fixes import command_of_node, known_release, needed
+from flows.metaflow_fixes import command_of_node, correct_nodes, known_release, needed
 from flows.remote import backend_asked, refusal
 from flows.steps import StepFailed
 from infra.config.schema import RunConfig
@@ -51,6 +53,34 @@ def test_another_nodes_command_differs_in_its_own_name_alone() -> None:
     for kept in ("-m x 3.11", "--retry-count 3", "tee TrainFlow/3)", "mflog_stdout", "; c=$?; exit $c"):
         assert kept in node
     assert command_of_node("sleep 3") == "sleep 3"
+
+
+def test_a_command_that_a_short_task_number_has_spoilt_is_corrected_and_that_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Task 3: Metaflow also renames the 3 of the run, of Python and of the retry count."""
+    spoilt = MAIN.replace("3", "3-node-$AWS_BATCH_JOB_NODE_INDEX").replace("ubf_control", "ubf_task")
+    nodes = [{"containerOverrides": {"command": ["bash", "-c", command]}} for command in (MAIN, spoilt)]
+    request = {"nodeOverrides": {"nodePropertyOverrides": nodes}}
+    correct_nodes(request)
+    commands = [node["containerOverrides"]["command"] for node in nodes]
+    assert commands == [["bash", "-c", MAIN], ["bash", "-c", command_of_node(MAIN)]]
+    assert "#2564" in capsys.readouterr().err
+    correct_nodes(request)
+    assert [node["containerOverrides"]["command"] for node in nodes] == commands
+    assert capsys.readouterr().err == "", "there is nothing more to correct"
+
+
+def test_what_with_cloud_adds_has_begun_in_every_release() -> None:
+    """Older ones do not begin what a mutator adds: @batch then had no tags, and its first attempt ended the run."""
+    step = SimpleNamespace(decorators=[])
+    mutable = SimpleNamespace(
+        decorator_specs=[("capacity", "flows.capacity", [], {})],
+        add_decorator=lambda name: step.decorators.append(BatchDecorator()),
+        _my_step=step,
+    )
+    cloud.mutate(None, mutable)
+    assert [one.attributes["aws_batch_tags"] for one in step.decorators] == [{}]
 
 
 def test_an_order_is_read_as_it_was_written_and_an_attempt_that_nobody_placed_has_none(tmp_path: Path) -> None:
@@ -203,7 +233,23 @@ def test_where_a_command_line_sends_training(words: str, backend: str | None) ->
 def test_a_folder_of_this_machine_is_no_store_for_containers() -> None:
     said = refusal(RunConfig(store="runs"), "batch")
     assert said is not None and "runs" in said and "s3://bucket/prefix" in said
-    assert refusal(RunConfig(store="s3://bucket/x"), "batch") is refusal(RunConfig(store="runs"), None) is None
+    assert refusal(RunConfig(store="runs"), None) is None
+
+
+def test_batch_without_a_role_is_refused_before_metaflow_does_it_with_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("METAFLOW_HOME", str(tmp_path))
+    monkeypatch.delenv("METAFLOW_ECS_S3_ACCESS_IAM_ROLE", raising=False)
+    there, role = RunConfig(store="s3://bucket/x"), "arn:aws:iam::000000000000:role/job"
+    said = refusal(there, "batch", ["--with", "batch"])
+    assert said is not None and "no role" in said and "METAFLOW_ECS_S3_ACCESS_IAM_ROLE" in said
+    assert refusal(there, "batch", ["--with", f"batch:iam_role={role}"]) is None
+    configured = RunConfig.model_validate({"store": there.store, "batch": {"job_role": role}})
+    assert refusal(configured, "batch") is None
+    assert refusal(there, "kubernetes") is None
+    monkeypatch.setenv("METAFLOW_ECS_S3_ACCESS_IAM_ROLE", role)
+    assert refusal(there, "batch") is None
 
 
 def test_metaflow_is_mended_only_with_local_metadata_and_in_releases_that_were_tried() -> None:
@@ -211,5 +257,5 @@ def test_metaflow_is_mended_only_with_local_metadata_and_in_releases_that_were_t
     assert needed([word.format("local") for word in task])
     assert not needed([word.format("service") for word in task])
     assert not needed(["train_flow.py", "step", "local"])
-    assert known_release("2.19.39") and known_release("2.19.39+ob(v1)")
-    assert not known_release("2.20.0") and not known_release("2.19.20") and not known_release("2.12.1")
+    assert all(known_release(one) for one in ("2.19.39", "2.19.39+ob(v1)", "2.19.20", "2.19.0"))
+    assert not any(known_release(one) for one in ("2.20.0", "2.19.21", "2.12.1"))

@@ -24,11 +24,14 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 20.0
 class AskingAgain:
     """Answers the SDK's question, after each try, whether and when to try again. Of one process, which submits one job.
 
-    seconds: for all requests of the submit together, from the first try that failed.
+    seconds: for all requests of the submit together, from the first try that failed. wanted: whether the submit still
+    is; one that is not ends with the next answer.
     """
 
-    def __init__(self, seconds: float, say: Callable[[str], None]) -> None:
-        self._seconds, self._say = seconds, say
+    def __init__(
+        self, seconds: float, say: Callable[[str], None], *, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._seconds, self._say, self._wanted = seconds, say, wanted
         self._began: float | None = None
         self._told = 0.0
 
@@ -46,6 +49,8 @@ class AskingAgain:
         self, response: Any, operation: Any, attempts: int, caught_exception: BaseException | None, **_: Any
     ) -> float | bool | None:
         """Seconds until the next try, False for none; None: the SDK is to decide. Called by the SDK, never raises."""
+        if not self._wanted():
+            return False
         why = _curable(response, caught_exception)
         now = time.monotonic()
         if why is None:

@@ -6,27 +6,40 @@ A machine that is taken away tells nobody what it cost, and Batch does: when the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cost.capacity import Placement, attempt_record
 from flows.job import Job
-from infra.batch import NEVER_STARTED, TERMINATED, batch_client, cancel_job, describe_attempts
+from infra.batch import NEVER_STARTED, TERMINATED, BatchAttempt, batch_client, cancel_job, describe_attempts
+from infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
 from infra.errors import CloudRefused, InfraError
 from infra.event_log import EventLog
 from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
+from infra.preflight import Check, Finding, PreflightContext
 
 # A report should not wait long for a service that its container may not reach; the launcher asks again.
 _REPORT_SECONDS = 6.0
 
 
+def _say(text: str) -> None:
+    print(f"batch: {text}", file=sys.stderr, flush=True)
+
+
 def settle(
-    job: Job, events: Sequence[Event], client: Any, log: EventLog, *, deadline_seconds: float = 20.0
+    job: Job,
+    events: Sequence[Event],
+    client: Any,
+    log: EventLog,
+    *,
+    deadline_seconds: float = 20.0,
+    say: Callable[[str], None] = _say,
 ) -> list[Event]:
     """The new `batch_attempt` events, in the order of their jobs: of all that have ended and that nobody has told of.
 
     To be asked where none of the job's attempts runs: one that still does was left behind by its submitter, in this run
-    or before, and is ended, since two would spend for one. Raises CloudError.
+    or before, and is ended, since two would spend for one; that is said. Raises CloudError.
     """
     submitted = unsettled_jobs(events)
     if not submitted:
@@ -42,6 +55,7 @@ def settle(
                 why = f"run {job.run} goes on with job {job.name}"
                 words = NEVER_STARTED if attempt.started_utc is None else TERMINATED
                 cancel_job(job_id, why, client, words=words, deadline_seconds=deadline_seconds)
+                say(f"{_left(attempt, event)} was left behind: ended, since {why}")
     return told
 
 
@@ -57,6 +71,45 @@ def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
             if event.name == name and job_id and job_id not in told:
                 found.setdefault(job_id, event)
     return found
+
+
+def _left(attempt: BatchAttempt, told: Event) -> str:
+    return f"job {attempt.job_id} of run {told.run} ({attempt.status} in {attempt.queue})"
+
+
+def check_left_behind(context: PreflightContext) -> Finding:
+    """What a launcher left behind that was killed with all that it had started runs on, and is paid for."""
+    if reason := why_not_asked(context):
+        return Finding.skipped(reason)
+    if context.job is None:
+        return Finding.passed("a new job has left nothing behind")
+    job = Job(name=context.job, run="", config=context.config, request_seconds=ANSWER_SECONDS)
+    try:
+        submitted = unsettled_jobs(read_events(job.store))
+        client = batch_client(context.config.batch.region) if submitted else None
+        found = describe_attempts(list(submitted), client, deadline_seconds=ANSWER_SECONDS) if submitted else {}
+    except InfraError as error:
+        return Finding.skipped(str(error))
+    left = [one for one in found.values() if not one.finished]
+    if not left:
+        return Finding.passed(f"AWS Batch runs nothing of job {context.job}")
+    return Finding.failed(
+        "\n".join(f"{_left(one, submitted[one.job_id])} runs, and nobody of this run waits for it" for one in left),
+        "none is needed: it is ended before the next attempt is placed. If another launcher is at this job, stop one",
+    )
+
+
+CHECKS = [
+    Check(
+        id="aws-left-behind",
+        title="nothing of the job runs in AWS Batch that nobody waits for",
+        severity="warning",
+        tier="full",
+        deadline_seconds=2 * ANSWER_SECONDS + 1.0,
+        symptoms=(),
+        run=check_left_behind,
+    )
+]
 
 
 def placement_of(told: Event, events: Sequence[Event]) -> Placement | None:

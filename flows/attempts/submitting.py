@@ -69,23 +69,43 @@ class Submission:
     def __init__(self, asked: dict[str, Any]) -> None:
         self._asked = asked
         self._job_id = ""
+        self._submits = False  # the answer to a submit is awaited
+        self._told_to_leave = 0  # by which signal
 
     def listen(self) -> None:
         """From now on, in every client of the SDK that this process makes."""
         from botocore import handlers
 
-        AskingAgain(self._limit("submit_seconds", SUBMIT_SECONDS), _say).listen()
+        again = AskingAgain(self._limit("submit_seconds", SUBMIT_SECONDS), _say, wanted=lambda: not self._told_to_leave)
+        again.listen()
+        handlers.BUILTIN_HANDLERS.append(("before-call.batch.SubmitJob", self._begun))
         handlers.BUILTIN_HANDLERS.append(("after-call.batch.SubmitJob", self._submitted))
+        handlers.BUILTIN_HANDLERS.append(("after-call-error.batch.SubmitJob", self._not_submitted))
         signal.signal(signal.SIGTERM, self._leave)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's comes to all: the launcher passes it on as SIGTERM
+
+    def _begun(self, **_: Any) -> None:
+        self._submits = True
+
+    def _not_submitted(self, **_: Any) -> None:
+        """No answer came, whatever became of the request."""
+        self._submits = False
+        if self._told_to_leave:
+            sys.exit(128 + self._told_to_leave)
 
     def _submitted(self, parsed: dict[str, Any], **_: Any) -> None:
-        """Called by the SDK with each answer to SubmitJob. Never raises: the job runs already."""
+        """Called by the SDK with each answer to SubmitJob. Never raises, since the job runs already; ends this process
+        where it was told to leave meanwhile.
+        """
         job_id = parsed.get("jobId")
         if not job_id:
-            return
+            return self._not_submitted()
+        self._submits = False
         self._job_id = str(job_id)
         for work in (self._note, self._watch):
             threading.Thread(target=_told, args=(work, str(parsed.get("jobName"))), daemon=True).start()
+        if self._told_to_leave:
+            self._go(self._told_to_leave)
 
     def _note(self, job_name: str) -> None:
         """Into the events, so that the job is billed whatever becomes of it and of this process."""
@@ -147,8 +167,16 @@ class Submission:
                 time.sleep(_LOOK_SECONDS)
 
     def _leave(self, number: int, frame: object) -> None:
-        """The launcher was told to leave: the job saves and leaves, which Batch tells it by SIGTERM."""
+        """The launcher was told to leave, or is gone: the job saves and leaves, which Batch tells it by SIGTERM. One
+        whose id is not known yet could not be told.
+        """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self._submits:
+            self._told_to_leave = number
+        else:
+            self._go(number)
+
+    def _go(self, number: int) -> None:
         _told(self._end, self._job_id)
         sys.exit(128 + number)
 

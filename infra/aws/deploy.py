@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from infra.aws.calls import Patience, ask, aws_client
+from infra.aws.existing import found_parameters
 from infra.aws.stack import Change, Stack, StackState
 from infra.aws.template import TEMPLATE, Planned, check_parameters, planned, read_template
 from infra.errors import CloudAway, CloudForbidden, CloudRefused, InfraError
 from infra.outcome import Outcome
-from infra.store.aws import aws_settings
 
 _QUESTION_SECONDS = 60.0
 # The queues, the repository and a log group are called after the stack; ECR takes lower case only.
@@ -55,9 +55,9 @@ def deploy(options: argparse.Namespace) -> int:
         client = aws_client("cloudformation", options.region)
         stack = Stack(client, options.stack, print)
         if options.dry_run:
-            _dry_run(stack, client, body, planned(template, given, region=client.meta.region_name), given)
+            _dry_run(stack, client, body, template, given)
         else:
-            _apply(stack, body, given, Patience.of(60.0 * options.minutes), options)
+            _apply(stack, client, body, given, Patience.of(60.0 * options.minutes), options)
     except InfraError as error:
         print(error, file=sys.stderr)
         return error.outcome.exit_code
@@ -74,25 +74,44 @@ def _given(pairs: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def _dry_run(stack: Stack, client: Any, body: str, all_of_it: list[Planned], given: Mapping[str, str]) -> None:
-    patience = Patience.of(_QUESTION_SECONDS)
+def _dry_run(stack: Stack, client: Any, body: str, template: Mapping[str, Any], given: Mapping[str, str]) -> None:
+    patience, region = Patience.of(_QUESTION_SECONDS), client.meta.region_name
     try:
         state = stack.state(patience)
     except (CloudForbidden, CloudAway) as error:
-        print(_table([Change(action="Add", name=one.name, kind=one.kind) for one in all_of_it]))
+        print(_additions(planned(template, given, region=region)))
         print(f"the account was not asked, because {error}")
         return
+    given = _with_found(given, state, region)
     if state is None:
         ask(client, "validate_template", patience, TemplateBody=body)
-        print(_table([Change(action="Add", name=one.name, kind=one.kind) for one in all_of_it]))
+        print(_additions(planned(template, given, region=region)))
         return
     changes = stack.changes(body, given, state, patience)
     print(_table(changes) if changes else "nothing to change")
 
 
-def _apply(stack: Stack, body: str, given: Mapping[str, str], patience: Patience, options: argparse.Namespace) -> None:
-    state = stack.apply(body, given, stack.state(patience), patience)
-    settings = _settings(state, options.region or aws_settings().region)
+def _additions(resources: Sequence[Planned]) -> str:
+    return _table([Change(action="Add", name=one.name, kind=one.kind) for one in resources])
+
+
+def _with_found(given: Mapping[str, str], state: StackState | None, region: str) -> dict[str, str]:
+    """The parameters, with what follows from the account; those of the stack that is there stay as they are."""
+    decided = {*given, *(state.parameters if state is not None else ())}
+    return {**found_parameters(region, decided, print), **given}
+
+
+def _apply(
+    stack: Stack,
+    client: Any,
+    body: str,
+    given: Mapping[str, str],
+    patience: Patience,
+    options: argparse.Namespace,
+) -> None:
+    state = stack.state(patience)
+    state = stack.apply(body, _with_found(given, state, client.meta.region_name), state, patience)
+    settings = _settings(state, client.meta.region_name)
     print(f"stack {options.stack}: {state.status}\nthe machine that launches runs needs:")
     print(textwrap.indent(settings, "    "), end="")
     if options.env is not None:
@@ -126,4 +145,6 @@ def _settings(state: StackState, region: str) -> str:
         "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": outputs.get("JobRoleArn", ""),
         "METAFLOW_BATCH_EMIT_TAGS": "true",  # flow, run and step of each job, for cost allocation
     }
+    if service := state.parameters.get("MetadataServiceUrl"):
+        exports |= {"METAFLOW_DEFAULT_METADATA": "service", "METAFLOW_SERVICE_URL": service}
     return "".join(f"export {key}={shlex.quote(value)}\n" for key, value in exports.items())

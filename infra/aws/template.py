@@ -73,8 +73,10 @@ def _not_allowed(parameter: Mapping[str, Any], value: str) -> str:
 
 
 def _holds(condition: Mapping[str, Any], values: Mapping[str, str]) -> bool:
-    """Equals, Not and Ref: what this template's conditions are made of."""
+    """Equals, Not, And and Ref: what this template's conditions are made of."""
     [(function, arguments)] = condition.items()
+    if function == "Fn::And":
+        return all(_holds(one, values) for one in arguments)
     if function == "Fn::Not":
         return not _holds(arguments[0], values)
     if function == "Fn::Equals":
