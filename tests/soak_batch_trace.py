@@ -35,9 +35,9 @@ MADE_UP = (18, 8, 20, 400)  # ticks of GAP_SECONDS: with capacity, without, with
 # A spell bears a start and some work here, and not all of the work; a gap is over while the job may still wait.
 SPELL_TICKS, GAP_TICKS, LAST_TICKS = range(14, 26), range(1, 11), 150
 
-STEPS, SECONDS_PER_STEP = 600, 0.4
+STEPS, SECONDS_PER_STEP = 550, 0.4
 # The plan reckons with 260 s for a changeover, as on AWS, and wants two of them in reserve.
-DEADLINE_HOURS = 0.32
+DEADLINE_HOURS = 0.31
 RUNNABLE_MINUTES = 1.0
 SETTINGS = {
     **paced_settings(SECONDS_PER_STEP),

@@ -1,6 +1,6 @@
-"""The template's head job on the local Batch, submitted as the schedule submits it: it runs the flow, or the supervisor,
-which sends every step to Batch; when its machine goes, Batch starts it again and the job goes on. Minutes, so not in
-CI:
+"""The template's head job on the local Batch, submitted as the schedule submits it: it runs the flow, or the
+supervisor, which sends every step to Batch; when its machine goes, Batch starts it again and the job goes on. Minutes,
+so not in CI:
 
     python -m pytest -s tests/soak_head_job.py
 """

@@ -61,16 +61,24 @@ def _follow(runner: BatchRunner, process: subprocess.Popen[str]) -> int:
         while process.poll() is None and time.monotonic() < limit:
             _print_new(output)
             if not taken and any("/commits/" in key for key in runner.keys("")):
-                taken = True
-                job = runner.training_jobs()[-1]
-                _say(f"EC2 wants the Spot instance of {job['jobName']} back: notice given")
-                runner.batch.reclaim(job["jobId"])
+                taken = _take_machine(runner)
             time.sleep(_LOOK_SECONDS)
         _print_new(output)
+    if not taken:
+        _say("no machine was taken away: there was no commit while one trained")
     if process.poll() is None:
         _say(f"not done within {_DEADLINE_SECONDS:g} s: ended")
         return 1
     return process.returncode
+
+
+def _take_machine(runner: BatchRunner) -> bool:
+    """Whether there was one that trains."""
+    running = [job for job in runner.training_jobs() if job["status"] == "RUNNING"]
+    for job in running[-1:]:
+        _say(f"EC2 wants the Spot instance of {job['jobName']} back: notice given")
+        runner.batch.reclaim(job["jobId"])
+    return bool(running)
 
 
 def _print_new(output: TextIO) -> None:
@@ -83,7 +91,8 @@ def _tell(batch: LocalBatch) -> None:
     _say("what AWS Batch has run:")
     for job in batch.jobs():
         queue = job["jobQueue"].rpartition("/")[2]
-        seconds = (job["stoppedAt"] - job.get("startedAt", job["stoppedAt"])) / 1000
+        stopped = job.get("stoppedAt", 1000 * time.time())
+        seconds = (stopped - job.get("startedAt", stopped)) / 1000
         name = job["jobName"].split("-", 3)[-1]
         print(f"    {name:<16} {queue:<14} {job['status']:<10} {seconds:6.1f} s  {job.get('statusReason', '')}")
 
