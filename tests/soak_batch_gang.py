@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.batch.flow import ON_DEMAND, SPOT, BatchRunner, account
-from tests.support.batch.prepared import remember_speeds
+from tests.support.batch.prepared import paced_settings, remember_speeds, with_paced
 from tests.support.flow import FlowRun, FlowRunner, assert_ledger_adds_up
 from tests.support.s3.fixture import FailingServer, failing_s3
 from tests.support.swift import Swift
@@ -25,7 +25,9 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(1200)]
 
 FAST, SLOW = "g5.xlarge", "g4dn.xlarge"
 _STEPS = 60
+# Slow enough that the notice comes in mid-training on any machine.
 _SETTINGS = {
+    **paced_settings(0.25),
     "training__max_steps": _STEPS,
     "cluster__instance_types": json.dumps([FAST, SLOW]),
     "batch__runnable_minutes": 5,
@@ -42,8 +44,10 @@ _DEADLINE_HOURS = 2.3
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> FlowRun:
-    runner = FlowRunner(tmp_path_factory.mktemp("quiet"))
-    run = runner.run("run", *runner.options(cluster__nodes=1, training__max_steps=_STEPS), timeout=400)
+    folder = tmp_path_factory.mktemp("quiet")
+    runner = FlowRunner(folder, environment=with_paced(folder))
+    options = runner.options(**paced_settings(0.0), cluster__nodes=1, training__max_steps=_STEPS)
+    run = runner.run("run", *options, timeout=400)
     assert run.exit_code == 0, run.output
     return run
 
@@ -58,8 +62,10 @@ def moved(tmp_path_factory: pytest.TempPathFactory, failing_s3: FailingServer) -
         SPOT: {"market": "spot", "instance_types": [FAST]},
         ON_DEMAND: {"instance_types": [SLOW]},
     }
-    with account(folder / "batch", store, queues=queues, time_scale=3.0, clock_ahead_seconds=290) as batch:
+    about = {"queues": queues, "time_scale": 3.0, "clock_ahead_seconds": 290, "image": with_paced(folder)}
+    with account(folder / "batch", store, **about) as batch:
         runner = BatchRunner(folder, store, batch)
+        runner.environment |= with_paced(folder)
         options = runner.options(**_SETTINGS, cluster__nodes="auto", cost__deadline_hours=_DEADLINE_HOURS)
         remember_speeds(runner, options, _SPEEDS)
         failing_s3.behave(runner.bucket, rates={"slow_down": 0.03})

@@ -22,12 +22,14 @@ from typing import TextIO
 
 from tests.support.batch.fixture import LocalBatch
 from tests.support.batch.flow import BatchRunner, account
+from tests.support.batch.prepared import paced_settings, with_paced
 from tests.support.flow import ROOT
 from tests.support.swift import Swift
 
 _RUNS = ROOT / "runs" / "batch-demo"
 _DEADLINE_SECONDS = 900.0
 _LOOK_SECONDS = 0.5
+_STEP_SECONDS = 0.1
 
 
 def main(arguments: list[str]) -> int:
@@ -36,11 +38,14 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix="ebbflow-batch-demo-"))
     try:
-        with _store() as store, account(folder / "batch", store, time_scale=6.0) as batch:
+        image = with_paced(folder)
+        with _store() as store, account(folder / "batch", store, image=image, time_scale=6.0) as batch:
             runner = BatchRunner(folder / "launcher", store, batch)
-            runner.environment["EBBFLOW_RUNS"] = str(_RUNS)
+            runner.environment |= {**image, "EBBFLOW_RUNS": str(_RUNS)}
             _say(f"S3 at {store.endpoint}, AWS Batch at {batch.endpoint}; Spot notices come 20 s before the end")
-            options = runner.options(training__max_steps=120, checkpoint__interval_steps=20)
+            _say(f"each training step sleeps {_STEP_SECONDS:g} s, so that there is time to take its machine away")
+            settings = {**paced_settings(_STEP_SECONDS), "training__max_steps": 120, "checkpoint__interval_steps": 20}
+            options = runner.options(**settings)
             process = runner.start("run", "--with", given.backend, *options)
             try:
                 code = _follow(runner, process)
