@@ -35,14 +35,15 @@ MADE_UP = (18, 8, 20, 400)  # ticks of GAP_SECONDS: with capacity, without, with
 # A spell bears a start and some work here, and not all of the work; a gap is over while the job may still wait.
 SPELL_TICKS, GAP_TICKS, LAST_TICKS = range(14, 26), range(1, 11), 150
 
-STEPS, SECONDS_PER_STEP = 550, 0.4
+# More than a step computes for on a machine with much other work.
+STEPS, SECONDS_PER_STEP = 240, 0.8
 # A container is at its first step in some 10 s here, on a busy machine in 30.
 START_SECONDS, RUNNABLE_MINUTES, DEADLINE_HOURS = 30.0, 1.0, 0.18
 SETTINGS = {
     **paced_settings(SECONDS_PER_STEP),
     "training__max_steps": STEPS,
     "training__evaluation_interval_steps": STEPS,
-    "checkpoint__interval_steps": 25,
+    "checkpoint__interval_steps": 12,
     "cluster__expected_start_seconds": START_SECONDS,
     "cost__deadline_hours": DEADLINE_HOURS,
     "batch__runnable_minutes": RUNNABLE_MINUTES,

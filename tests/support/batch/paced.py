@@ -1,7 +1,7 @@
 """A workload that takes the same time on a slow machine as on a fast one: what a trace of Spot capacity is laid beside.
 
-It trains as the built-in text model does, bit for bit, and sleeps in each micro-batch. A folder with this file alone
-stands in the container's PYTHONPATH, as a package of the user's own in the image would.
+It trains as the built-in text model does, bit for bit, and sleeps until it is time for the next micro-batch. A folder
+with this file alone stands in the container's PYTHONPATH, as a package of the user's own in the image would.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from training.workloads.text import TextBatch, TextWorkload
 
 
 class Paced(TextWorkload):
-    """Options: seconds_per_step, beside what it computes; crashes_at_step, 0: none, else a bug that is always there."""
+    """Options: seconds_per_step, at least so long; crashes_at_step, 0: none, else a bug that is always there."""
 
     def __init__(self, context: WorkloadContext) -> None:
         super().__init__(context)
-        self._seconds = float(context.options.get("seconds_per_step", 0.0))
+        self._seconds, self._due = float(context.options.get("seconds_per_step", 0.0)), 0.0
         step = int(context.options.get("crashes_at_step", 0))
         self._crash = (step - 1) * context.config.training.batch_size if step else None
 
@@ -29,5 +29,6 @@ class Paced(TextWorkload):
         return super().next_batch(model, cursor)
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Loss:
-        time.sleep(self._seconds)
+        time.sleep(max(0.0, self._due - time.monotonic()))
+        self._due = time.monotonic() + self._seconds
         return super().loss(model, batch)
