@@ -21,9 +21,9 @@ from tests.support.batch.prepared import paced_settings, with_paced
 from tests.support.flow import ROOT, assert_ledger_adds_up, wait_until
 from tests.support.swift import Swift
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(3000)]
 
-PATIENCE_SECONDS = 600.0
+PATIENCE_SECONDS = 1200.0
 STEPS = 120
 SETTINGS = {**paced_settings(0.5), "training__max_steps": STEPS, "training__evaluation_interval_steps": STEPS}
 # As docs/aws.md has it.
