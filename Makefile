@@ -28,8 +28,8 @@ bench: $(VENV)/dev.stamp  ## measure what docs/benchmarks.md reports
 soak: $(VENV)/dev.stamp  ## the long proofs: a job under kills, 1,000 schedules of commits (ARGS="schedules --seed 7")
 	$(BIN)/python -m training soak $(ARGS)
 
-soak-batch: $(VENV)/dev.stamp  ## long proofs in a local AWS Batch: nine interruptions, Spot followed by a gang, a launcher that is killed, Metaflow without us
-	$(BIN)/python -m pytest -s tests/soak_batch_gang.py tests/soak_batch_launcher.py tests/soak_supervise.py tests/soak_batch_metaflow.py $(ARGS)
+soak-batch: $(VENV)/dev.stamp  ## long proofs in a local AWS Batch: interruptions, Spot by a trace (SPOT_TRACE=zone.json), gangs, the head job, a launcher that is killed
+	$(BIN)/python -m pytest -s tests/soak_batch_gang.py tests/soak_batch_trace.py tests/soak_supervise.py tests/soak_head_job.py tests/soak_batch_launcher.py tests/soak_batch_metaflow.py $(ARGS)
 
 metaflow-releases: $(VENV)/dev.stamp  ## the flow here and in a local AWS Batch on several releases of Metaflow
 	$(BIN)/python -m tests.releases $(ARGS)

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from cost.experience.records import JobExperience, SpeedSeen
-from cost.plan.throughput import speed_fingerprint
-from infra.config import load_config
-from infra.layout import experience_key
-from tests.support.batch.flow import ON_DEMAND, PREFIX, SPOT, BatchRunner, account
-from tests.support.flow import ROOT, FlowRun, FlowRunner, assert_ledger_adds_up
+from tests.support.batch.flow import ON_DEMAND, SPOT, BatchRunner, account
+from tests.support.batch.prepared import paced_settings, remember_speeds, with_paced
+from tests.support.flow import FlowRun, FlowRunner, assert_ledger_adds_up
 from tests.support.s3.fixture import FailingServer, failing_s3
 from tests.support.swift import Swift
 
@@ -30,7 +25,9 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(1200)]
 
 FAST, SLOW = "g5.xlarge", "g4dn.xlarge"
 _STEPS = 60
+# Slow enough that the notice comes in mid-training on any machine.
 _SETTINGS = {
+    **paced_settings(0.25),
     "training__max_steps": _STEPS,
     "cluster__instance_types": json.dumps([FAST, SLOW]),
     "batch__runnable_minutes": 5,
@@ -47,8 +44,10 @@ _DEADLINE_HOURS = 2.3
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> FlowRun:
-    runner = FlowRunner(tmp_path_factory.mktemp("quiet"))
-    run = runner.run("run", *runner.options(cluster__nodes=1, training__max_steps=_STEPS), timeout=400)
+    folder = tmp_path_factory.mktemp("quiet")
+    runner = FlowRunner(folder, environment=with_paced(folder))
+    options = runner.options(**paced_settings(0.0), cluster__nodes=1, training__max_steps=_STEPS)
+    run = runner.run("run", *options, timeout=400)
     assert run.exit_code == 0, run.output
     return run
 
@@ -63,10 +62,12 @@ def moved(tmp_path_factory: pytest.TempPathFactory, failing_s3: FailingServer) -
         SPOT: {"market": "spot", "instance_types": [FAST]},
         ON_DEMAND: {"instance_types": [SLOW]},
     }
-    with account(folder / "batch", store, queues=queues, time_scale=3.0, clock_ahead_seconds=290) as batch:
+    about = {"queues": queues, "time_scale": 3.0, "clock_ahead_seconds": 290, "image": with_paced(folder)}
+    with account(folder / "batch", store, **about) as batch:
         runner = BatchRunner(folder, store, batch)
+        runner.environment |= with_paced(folder)
         options = runner.options(**_SETTINGS, cluster__nodes="auto", cost__deadline_hours=_DEADLINE_HOURS)
-        _remember_speeds(runner, options)
+        remember_speeds(runner, options, _SPEEDS)
         failing_s3.behave(runner.bucket, rates={"slow_down": 0.03})
         process = runner.start("run", "--with", "cloud", *options)
         runner.await_commit()
@@ -74,20 +75,6 @@ def moved(tmp_path_factory: pytest.TempPathFactory, failing_s3: FailingServer) -
         batch.begin_traces()
         batch.client().update_job_queue(jobQueue=SPOT, state="DISABLED")
         yield runner, runner.finish(process, 400)
-
-
-def _remember_speeds(runner: BatchRunner, options: list[str]) -> None:
-    """As earlier jobs of the same configuration leave them."""
-    overrides = [word for word in options if word != "--set"]
-    config = load_config(ROOT / "configs" / "laptop.yaml", overrides, project_root=ROOT, cwd=Path.cwd()).config
-    about = {"processes_per_node": 1, "fingerprint": speed_fingerprint(config), "steps": 1000, "seen_utc": time.time()}
-    speeds = tuple(
-        SpeedSeen(instance_type=kind, nodes=nodes, tokens_per_second=speed, log_deviation=0.03, **about)
-        for (kind, nodes), speed in _SPEEDS.items()
-    )
-    record = JobExperience(job="earlier", speeds=speeds).to_json()
-    key = f"{PREFIX}/{experience_key('20260101', 'earlier')}"
-    runner.swift.client().put_object(Bucket=runner.bucket, Key=key, Body=json.dumps(record).encode())
 
 
 def test_one_node_on_spot_is_followed_by_two_on_demand(moved: tuple[BatchRunner, FlowRun]) -> None:

@@ -1,7 +1,8 @@
-"""The template's head job on the local Batch, submitted as the schedule submits it: it runs the flow, which sends every
-step to Batch; when its machine goes, Batch starts it again and the run goes on. Minutes, so not in CI:
+"""The template's head job on the local Batch, submitted as the schedule submits it: it runs the flow, or the
+supervisor, which sends every step to Batch; when its machine goes, Batch starts it again and the job goes on. Minutes,
+so not in CI:
 
-    python -m pytest tests/soak_head_job.py
+    python -m pytest -s tests/soak_head_job.py
 """
 
 from __future__ import annotations
@@ -16,23 +17,31 @@ import pytest
 from infra.aws.template import TEMPLATE, read_template
 from tests.support.batch.fixture import LocalBatch
 from tests.support.batch.flow import LIGHT, PREFIX, BatchRunner, account
-from tests.support.flow import ROOT, wait_until
+from tests.support.batch.prepared import paced_settings, with_paced
+from tests.support.flow import ROOT, assert_ledger_adds_up, wait_until
 from tests.support.swift import Swift
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(3000)]
 
-PATIENCE_SECONDS = 900.0
+PATIENCE_SECONDS = 1200.0
+STEPS = 120
+SETTINGS = {**paced_settings(0.5), "training__max_steps": STEPS, "training__evaluation_interval_steps": STEPS}
+# As docs/aws.md has it.
+SUPERVISOR = "python flows/supervise.py configs/aws.yaml --job scheduled-$EBBFLOW_EXECUTION --with batch"
 
 
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[LocalBatch]:
-    with account(tmp_path_factory.mktemp("batch"), swift) as running:
+    folder = tmp_path_factory.mktemp("batch")
+    with account(folder, swift, image=with_paced(folder)) as running:
         yield running
 
 
 @pytest.fixture
 def runner(tmp_path: Path, swift: Swift, batch: LocalBatch) -> BatchRunner:
-    return BatchRunner(tmp_path, swift, batch)
+    found = BatchRunner(tmp_path, swift, batch)
+    found.environment |= with_paced(batch.folder)
+    return found
 
 
 def camel(value: Any) -> Any:
@@ -44,8 +53,11 @@ def camel(value: Any) -> Any:
     return value
 
 
-def head_definition(runner: BatchRunner, **settings: Any) -> dict[str, Any]:
-    """The template's, with this machine in the place of the image and the store's address in that of Amazon's."""
+def head_definition(runner: BatchRunner, said: str | None) -> dict[str, Any]:
+    """The template's, with this machine in the place of the image and the store's address in that of Amazon's.
+
+    said: HeadCommand; None: the template's own.
+    """
     template = read_template(TEMPLATE.read_text(encoding="utf-8"))
     properties = template["Resources"]["HeadJob"]["Properties"]
     container = properties["ContainerProperties"]
@@ -54,8 +66,9 @@ def head_definition(runner: BatchRunner, **settings: Any) -> dict[str, Any]:
     values = {name: value if isinstance(value, str) else here.get(name, "") for name, value in known.items()}
     values |= {"AWS_DEFAULT_REGION": "us-east-1", "METAFLOW_DEFAULT_METADATA": "local"}
     elsewhere = {name: here[name] for name in here if name not in known and not name.startswith("AWS_EC2")}
-    command = template["Parameters"]["HeadCommand"]["Default"].replace("configs/aws.yaml", "configs/laptop.yaml")
-    options = " ".join(f"'{word}'" for word in runner.options(**settings))
+    command = said or template["Parameters"]["HeadCommand"]["Default"]
+    command = command.replace("configs/aws.yaml", "configs/laptop.yaml")
+    options = " ".join(f"'{word}'" for word in runner.options(**SETTINGS))
     return {
         "jobDefinitionName": "ebbflow-head",
         "type": properties["Type"],
@@ -71,10 +84,10 @@ def head_definition(runner: BatchRunner, **settings: Any) -> dict[str, Any]:
     }
 
 
-def submitted_by_the_schedule(runner: BatchRunner, execution: str, **settings: Any) -> str:
+def submitted_by_the_schedule(runner: BatchRunner, execution: str, said: str | None) -> str:
     """Returns the id of the head job."""
     client = runner.batch.client()
-    definition = client.register_job_definition(**head_definition(runner, **settings))["jobDefinitionArn"]
+    definition = client.register_job_definition(**head_definition(runner, said))["jobDefinitionArn"]
     target = read_template(TEMPLATE.read_text(encoding="utf-8"))["Resources"]["Schedule"]["Properties"]["Target"]
     text = target["Input"]["Fn::Sub"].replace("<aws.scheduler.execution-id>", execution)
     for name, value in {"LightQueue": LIGHT, "HeadJob": definition, "AWS::StackName": "ebbflow"}.items():
@@ -94,24 +107,23 @@ def report(runner: BatchRunner, job: str) -> dict[str, Any]:
     return json.loads(runner.content(f"{PREFIX}/jobs/{job}/report.json"))
 
 
-def test_a_head_job_runs_the_flow_whose_steps_are_jobs_of_their_own(runner: BatchRunner) -> None:
-    head = submitted_by_the_schedule(runner, "e1")
-    job = ended(runner, head)
-    assert job["status"] == "SUCCEEDED", runner.batch.output(head)[-6000:]
-    assert report(runner, "scheduled-e1")["outcome"] == "completed"
-    assert len(runner.training_jobs()) == 1 and len(runner.batch.jobs()) > 5, "light steps are jobs too"
-
-
-def test_a_head_job_whose_machine_goes_is_started_again_and_goes_on(runner: BatchRunner) -> None:
-    before = len(runner.batch.jobs())
-    head = submitted_by_the_schedule(runner, "e2", training__max_steps=120)
-    there = f"{PREFIX}/jobs/scheduled-e2/"
+@pytest.mark.parametrize("said", [None, SUPERVISOR], ids=["flow", "supervisor"])
+def test_a_head_job_whose_machine_goes_is_started_again_and_goes_on(
+    said: str | None, runner: BatchRunner, request: pytest.FixtureRequest
+) -> None:
+    before, execution = len(runner.batch.jobs()), request.node.callspec.id
+    head = submitted_by_the_schedule(runner, execution, said)
+    there = f"{PREFIX}/jobs/scheduled-{execution}/"
     wait_until("a commit", lambda: [key for key in runner.keys(there) if "/commits/" in key], timeout=PATIENCE_SECONDS)
     runner.batch.reclaim(head, notice=False)
     job = ended(runner, head)
     assert job["status"] == "SUCCEEDED", runner.batch.output(head, attempt=2)[-6000:]
-    assert len(job["attempts"]) == 2
-    found = report(runner, "scheduled-e2")
+    assert len(job["attempts"]) == 2 and job["attempts"][0]["statusReason"].startswith("Host EC2")
+    found = report(runner, f"scheduled-{execution}")
     assert found["outcome"] == "completed"
-    assert len(runner.training_jobs(before=before)) >= 2
+    assert [step for step, _ in found["loss_curve"]] == list(range(1, STEPS + 1))
+    assert_ledger_adds_up(found)
+    trained = runner.training_jobs(before=before)
+    print(execution, [(job["status"], job["statusReason"]) for job in trained], found["redone_steps"])
+    assert len(trained) >= 2 and len(runner.batch.jobs()[before:]) > 7, "light steps are jobs too"
     assert [job["status"] for job in runner.batch.jobs() if job["status"] not in ("SUCCEEDED", "FAILED")] == []

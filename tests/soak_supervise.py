@@ -1,4 +1,5 @@
-"""`make soak-batch`: nine interruptions of one job in the local Batch, under the supervisor. Minutes, so not in CI.
+"""`make soak-batch`: nine interruptions of one job in the local Batch, under the supervisor, and a bug that is always
+there. Minutes, so not in CI.
 
 Spot reclaims with a notice and without one, and in the middle the launcher is killed, which leaves its job behind.
 """
@@ -6,6 +7,7 @@ Spot reclaims with a notice and without one, and in the middle the launcher is k
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +16,20 @@ from typing import Any
 import pytest
 
 from tests.support.batch.fixture import LocalBatch
-from tests.support.batch.flow import BatchRunner, account
-from tests.support.flow import ROOT, FlowRunner, processes_with, wait_until
+from tests.support.batch.flow import PREFIX, SPOT, BatchRunner, account
+from tests.support.batch.prepared import paced_settings, with_paced
+from tests.support.flow import ROOT, FlowRunner, assert_ledger_adds_up, processes_with
 from tests.support.swift import Swift
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
 
 CONFIG = str(ROOT / "configs" / "laptop.yaml")
 INTERRUPTIONS = 9
 LAUNCHER_DIES_AT = 5
-STEPS = 400
+# A step computes for 0.02 s on a machine left alone and for 0.5 s among many others. Enough of them that the job is not
+# done before the last interruption.
+STEPS, SECONDS_PER_STEP = 250, 0.3
+_NEWEST = 10**6 - 1  # keys of commits count generations down from it (infra/layout.py)
 
 
 class Supervised(BatchRunner):
@@ -31,13 +37,22 @@ class Supervised(BatchRunner):
 
     def commits(self) -> int:
         """Of the newest generation that has any, its number; 0 before the first commit."""
-        return max((event["generation"] for event in self.events() if event["name"] == "commit"), default=0)
+        found = (re.search(r"/commits/\d+/(\d+)/", key) for key in self.keys(f"{PREFIX}/jobs/laptop/commits/"))
+        return max((_NEWEST - int(match[1]) for match in found if match), default=0)
 
 
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[LocalBatch]:
-    with account(tmp_path_factory.mktemp("batch"), swift) as running:
+    folder = tmp_path_factory.mktemp("batch")
+    with account(folder, swift, image=with_paced(folder)) as running:
         yield running
+
+
+@pytest.fixture
+def runner(tmp_path: Path, swift: Swift, batch: LocalBatch) -> Supervised:
+    found = Supervised(tmp_path / "job", swift, batch)
+    found.environment |= with_paced(batch.folder)
+    return found
 
 
 def running_job(runner: Supervised) -> str | None:
@@ -60,28 +75,54 @@ def interrupt(runner: Supervised, number: int) -> None:
     runner.batch.reclaim(job, notice=bool(number % 2))
 
 
-def test_nine_interruptions_of_one_job(batch: LocalBatch, swift: Swift, tmp_path: Path) -> None:
-    runner = Supervised(tmp_path / "job", swift, batch)
+def told(output: str) -> list[str]:
+    """What the supervisor has said."""
+    return re.findall(r"^supervise: (.*)$", output, re.MULTILINE)
+
+
+def test_nine_interruptions_of_one_job(runner: Supervised, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"training__max_steps": STEPS, "checkpoint__interval_steps": 10}
-    process = runner.start(CONFIG, *runner.options(**settings), "--with", "cloud", "--pause-seconds", "1")
+    settings |= {"training__evaluation_interval_steps": STEPS}
+    paced = {**settings, **paced_settings(SECONDS_PER_STEP)}
+    process = runner.start(CONFIG, *runner.options(**paced), "--with", "cloud", "--pause-seconds", "1")
     seen = 0
     for number in range(1, INTERRUPTIONS + 1):
-        seen = wait_until(
+        seen = runner.await_so(
             f"a commit after interruption {number - 1}",
             lambda before=seen: (newest := runner.commits()) > before and newest,
-            timeout=600,
         )
         interrupt(runner, number)
-    run = runner.finish(process, timeout=900)
+    run = runner.finish(process, timeout=600)
     assert run.exit_code == 0, run.output
-    print("\n".join(line for line in run.output.splitlines() if line.startswith("supervise:")))
+    print("\n".join(told(run.output)))
     report = run.report
     assert report["outcome"] == "completed"
     assert report["interruptions"] >= INTERRUPTIONS and report["failures"] == 0
-    assert round(sum(line["usd"] for line in report["ledger"]), 6) == report["total_usd"]
-    assert {job["status"] for job in runner.training_jobs()} <= {"SUCCEEDED", "FAILED"}, "no job is left behind"
+    assert_ledger_adds_up(report)
+    jobs = runner.training_jobs()
+    print(f"{len(jobs)} jobs, {report['interruptions']} interruptions, {report['redone_steps']} redone steps")
+    assert len(jobs) > 5, "more than Metaflow's own attempts"
+    assert {job["status"] for job in jobs} <= {"SUCCEEDED", "FAILED"}, "no job is left behind"
 
-    quiet = FlowRunner(tmp_path / "quiet")
-    expected = quiet.run("run", *quiet.options(cluster__nodes=1, **settings), timeout=600)
+    quiet = FlowRunner(tmp_path / "quiet", environment=with_paced(tmp_path))
+    at_once = quiet.options(cluster__nodes=1, **settings, **paced_settings(0.0))
+    expected = quiet.run("run", *at_once, timeout=600)
     assert report["weights_sha256"] == expected.report["weights_sha256"]
     assert report["loss_curve"] == expected.report["loss_curve"]
+
+
+def test_three_identical_crashes_end_the_job_at_a_cost_stated(runner: Supervised) -> None:
+    before = len(runner.batch.jobs())
+    settings = {**paced_settings(0.0, crashes_at_step=5), "checkpoint__interval_steps": 30}
+    process = runner.start(CONFIG, *runner.options(**settings), "--with", "cloud", "--pause-seconds", "1")
+    run = runner.finish(process, timeout=600)
+    assert run.exit_code == 6, run.output
+    assert run.report["outcome"] == "crash_loop" and run.report["failures"] == 3
+    *_, why, cost = told(run.output)
+    print(why, cost, sep="\n")
+    assert why.startswith("stopped, crash_loop (exit code 6): crash loop: the same failure 3 times")
+    assert "a bug at sample" in why
+    assert f"it has cost ${run.report['total_usd']:.4f}" in cost and run.report["total_usd"] > 0
+    queues = {job["jobQueue"].rpartition("/")[2] for job in runner.training_jobs(before=before)}
+    assert queues == {SPOT}, "a bug is not tried on dearer capacity"
+    assert_ledger_adds_up(run.report)

@@ -168,7 +168,35 @@ def test_what_no_instance_can_hold_waits_and_says_why(batch: LocalBatch) -> None
     reason = wait_until("why it waits", lambda: described(batch, job).get("statusReason"))
     assert reason.startswith("MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT")
     batch.client().cancel_job(jobId=job, reason="it never fits")
-    assert ended(batch, job)["statusReason"] == "it never fits"
+    told = ended(batch, job)
+    assert (told["status"], told["statusReason"]) == ("FAILED", "it never fits") and "startedAt" not in told
+    assert (told["isCancelled"], told["isTerminated"]) == (True, False)
+    batch.client().terminate_job(jobId=job, reason="again")
+    assert described(batch, job)["statusReason"] == "it never fits", "what has ended stays as it is"
+
+
+def test_no_more_vcpus_run_than_the_environment_may_have(batch: LocalBatch) -> None:
+    """4 of each g5.xlarge: a second job waits for the first to end, one of three nodes for ever."""
+    batch.change(queues={"small": {"instance_types": ["g5.xlarge"], "max_vcpus": 7}})
+    [environment] = batch.client().describe_compute_environments(computeEnvironments=["small-environment"])[
+        "computeEnvironments"
+    ]
+    assert environment["computeResources"]["maxvCpus"] == 7
+    first = submit(batch, "until [ -e leave ]; do sleep 0.05; done", queue="small")
+    wait_until("its start", lambda: started(batch, first))
+    second = submit(batch, "true", queue="small")
+    wait_until("it waits", lambda: described(batch, second)["status"] == "RUNNABLE")
+    assert "statusReason" not in described(batch, second), "it waits its turn, and nothing is wrong"
+    (batch.folder / first / "1-0" / "leave").touch()
+    assert ended(batch, second)["startedAt"] >= ended(batch, first)["stoppedAt"]
+
+    gang = submit_gang(batch, "true", "true", queue="small")
+    reason = wait_until("why it waits", lambda: described(batch, gang).get("statusReason"))
+    assert reason.startswith("MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE - CE(s) associated with the job queue")
+    limit = {"reason": reason.partition(" ")[0], "state": "RUNNABLE", "maxTimeSeconds": 600, "action": "CANCEL"}
+    batch.client().update_job_queue(jobQueue="small", jobStateTimeLimitActions=[limit])
+    batch.change(time_scale=6000)
+    assert ended(batch, gang)["statusReason"].startswith("Canceled by JobStateTimeLimit action")
 
 
 def test_an_attempt_ends_after_its_duration_and_when_it_is_terminated(batch: LocalBatch) -> None:
@@ -178,9 +206,10 @@ def test_an_attempt_ends_after_its_duration_and_when_it_is_terminated(batch: Loc
     job = submit(batch, _ENDLESS)
     wait_until("its start", lambda: started(batch, job))
     batch.client().cancel_job(jobId=job, reason="too late to cancel")
-    assert described(batch, job)["status"] == "RUNNING"
+    assert described(batch, job)["status"] == "RUNNING" and not described(batch, job)["isCancelled"]
     batch.client().terminate_job(jobId=job, reason="enough")
-    assert ended(batch, job)["statusReason"] == "enough"
+    told = ended(batch, job)
+    assert (told["statusReason"], told["isTerminated"], told["isCancelled"]) == ("enough", True, False)
     wait_until("the end of all its processes", lambda: not processes_with(job))
 
 

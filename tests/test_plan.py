@@ -12,7 +12,7 @@ import pytest
 
 from cost.catalogue import Catalogue, load_catalogue
 from cost.errors import PlanError
-from cost.plan.expect import DETECT_SECONDS, START_SECONDS
+from cost.plan.expect import DETECT_SECONDS
 from cost.plan.plan import Plan, make_plan
 from cost.plan.plan_text import render_plan
 from cost.plan.pools import Candidate
@@ -40,13 +40,14 @@ def by_kind(one: Plan) -> dict[str, int]:
     return {kind: kinds.count(kind) for kind in set(kinds)}
 
 
-def test_expected_hours_and_dollars_by_hand():
-    one = plan(cluster={"backend": "kubernetes", "instance_types": ["g5.xlarge"], "market": "spot", "nodes": 2})
+@pytest.mark.parametrize(("said", "start"), [({}, 240.0), ({"expected_start_seconds": 30.0}, 30.0)])
+def test_expected_hours_and_dollars_by_hand(said: dict, start: float):
+    one = plan(cluster={"backend": "kubernetes", "instance_types": ["g5.xlarge"], "market": "spot", "nodes": 2, **said})
     (best,) = one.ranked
-    step, carry = best.step_seconds, best.case.fixed_lost_hours * 3600 / 2 - (START_SECONDS + DETECT_SECONDS) / 2
+    step, carry = best.step_seconds, best.case.fixed_lost_hours * 3600 / 2 - (start + DETECT_SECONDS) / 2
     assert 0 < carry < 1, "to bring a commit of 0.4 million parameters to the store takes no time to speak of"
-    undisturbed = (START_SECONDS + 100_000 * step * (1 + best.save_seconds / (50 * step))) / 3600
-    each = (50 * step / 2 + carry + DETECT_SECONDS + START_SECONDS + carry) / 3600
+    undisturbed = (start + 100_000 * step * (1 + best.save_seconds / (50 * step))) / 3600
+    each = (50 * step / 2 + carry + DETECT_SECONDS + start + carry) / 3600
     assert best.paid_hours == pytest.approx(undisturbed + best.interruptions * each)
     assert best.interruptions == pytest.approx(best.hazard_per_hour * best.paid_hours)
     assert best.compute_usd == pytest.approx(best.paid_hours * 2 * 1.006 * 0.41, rel=1e-5)

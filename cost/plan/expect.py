@@ -27,8 +27,6 @@ from infra.footprint import COMMIT_BYTES_PER_PARAMETER
 from infra.model_shape import ModelShape
 from infra.reliability import GammaHazard, daly_interval_seconds
 
-# From asking for a node to its first step: boot and image pull some minutes, rendezvous and model some seconds.
-START_SECONDS = 240.0
 # After so much silence an agent takes a peer for lost (training/launch/channel.py).
 DETECT_SECONDS = 20.0
 # A save stages to host memory at about a third of a memcpy's 6 GB/s, plus planning.
@@ -107,11 +105,12 @@ def course(config: RunConfig, work: Work, hazard: Hazard) -> Course | None:
     """None: interruptions come faster than work gets done, so that the job would not end."""
     interval = interval_seconds(config, work, hazard.per_hour)
     undisturbed = work.seconds * (1 + work.save_seconds / interval) / 3600
-    fixed_lost = (work.carry_seconds + DETECT_SECONDS + START_SECONDS + work.carry_seconds) / 3600
+    start_seconds = config.cluster.expected_start_seconds
+    fixed_lost = (work.carry_seconds + DETECT_SECONDS + start_seconds + work.carry_seconds) / 3600
     each = interval / 2 / 3600 + fixed_lost
     if hazard.per_hour * each >= 1:
         return None
-    start = (START_SECONDS + (work.carry_seconds if work.restores_first else 0.0)) / 3600
+    start = (start_seconds + (work.carry_seconds if work.restores_first else 0.0)) / 3600
     paid = (start + undisturbed) / (1 - hazard.per_hour * each)
     reclaims = paid * (hazard.reclaims.per_hour if hazard.reclaims else 0.0)
     case = Case(

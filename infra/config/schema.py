@@ -116,6 +116,11 @@ class ClusterConfig(Section):
     backend: Literal["local", "batch", "kubernetes"] = Field(
         "batch", description="what the plan is made for: AWS Batch runs no several nodes on Spot, Kubernetes does"
     )
+    expected_start_seconds: float = Field(
+        240.0,
+        gt=0,
+        description="by the plan, from asking for a node to its first step: boot, image, model",
+    )
     start_deadline_seconds: float = Field(120.0, gt=0, description="for all nodes and ranks to have joined")
     step_deadline_seconds: float = Field(300.0, gt=0, description="without progress of a rank")
 

@@ -61,7 +61,7 @@ class Account:
     def _environment(self, queue: QueueSettings) -> dict[str, Any]:
         resources: dict[str, Any] = {
             "type": queue.environment_type,
-            "maxvCpus": 256,
+            "maxvCpus": queue.max_vcpus,
             "subnets": [f"subnet-{queue.zone}"],
             "securityGroupIds": ["sg-0"],
         }

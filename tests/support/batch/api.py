@@ -97,9 +97,7 @@ class Api:
 
     def _cancel(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Succeeds also where nothing is cancelled, because the job is further on."""
-        job = self.job(asked["jobId"])
-        if job.status in ("SUBMITTED", "PENDING", "RUNNABLE"):
-            self.scheduler.stop(job, asked["reason"])
+        self.scheduler.cancel(self.job(asked["jobId"]), asked["reason"])
         return {}
 
 

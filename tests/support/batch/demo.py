@@ -22,12 +22,14 @@ from typing import TextIO
 
 from tests.support.batch.fixture import LocalBatch
 from tests.support.batch.flow import BatchRunner, account
+from tests.support.batch.prepared import paced_settings, with_paced
 from tests.support.flow import ROOT
 from tests.support.swift import Swift
 
 _RUNS = ROOT / "runs" / "batch-demo"
 _DEADLINE_SECONDS = 900.0
 _LOOK_SECONDS = 0.5
+_STEP_SECONDS = 0.1
 
 
 def main(arguments: list[str]) -> int:
@@ -36,11 +38,14 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix="ebbflow-batch-demo-"))
     try:
-        with _store() as store, account(folder / "batch", store, time_scale=6.0) as batch:
+        image = with_paced(folder)
+        with _store() as store, account(folder / "batch", store, image=image, time_scale=6.0) as batch:
             runner = BatchRunner(folder / "launcher", store, batch)
-            runner.environment["EBBFLOW_RUNS"] = str(_RUNS)
+            runner.environment |= {**image, "EBBFLOW_RUNS": str(_RUNS)}
             _say(f"S3 at {store.endpoint}, AWS Batch at {batch.endpoint}; Spot notices come 20 s before the end")
-            options = runner.options(training__max_steps=120, checkpoint__interval_steps=20)
+            _say(f"each training step sleeps {_STEP_SECONDS:g} s, so that there is time to take its machine away")
+            settings = {**paced_settings(_STEP_SECONDS), "training__max_steps": 120, "checkpoint__interval_steps": 20}
+            options = runner.options(**settings)
             process = runner.start("run", "--with", given.backend, *options)
             try:
                 code = _follow(runner, process)
@@ -61,16 +66,24 @@ def _follow(runner: BatchRunner, process: subprocess.Popen[str]) -> int:
         while process.poll() is None and time.monotonic() < limit:
             _print_new(output)
             if not taken and any("/commits/" in key for key in runner.keys("")):
-                taken = True
-                job = runner.training_jobs()[-1]
-                _say(f"EC2 wants the Spot instance of {job['jobName']} back: notice given")
-                runner.batch.reclaim(job["jobId"])
+                taken = _take_machine(runner)
             time.sleep(_LOOK_SECONDS)
         _print_new(output)
+    if not taken:
+        _say("no machine was taken away: there was no commit while one trained")
     if process.poll() is None:
         _say(f"not done within {_DEADLINE_SECONDS:g} s: ended")
         return 1
     return process.returncode
+
+
+def _take_machine(runner: BatchRunner) -> bool:
+    """Whether there was one that trains."""
+    running = [job for job in runner.training_jobs() if job["status"] == "RUNNING"]
+    for job in running[-1:]:
+        _say(f"EC2 wants the Spot instance of {job['jobName']} back: notice given")
+        runner.batch.reclaim(job["jobId"])
+    return bool(running)
 
 
 def _print_new(output: TextIO) -> None:
@@ -83,7 +96,8 @@ def _tell(batch: LocalBatch) -> None:
     _say("what AWS Batch has run:")
     for job in batch.jobs():
         queue = job["jobQueue"].rpartition("/")[2]
-        seconds = (job["stoppedAt"] - job.get("startedAt", job["stoppedAt"])) / 1000
+        stopped = job.get("stoppedAt", 1000 * time.time())
+        seconds = (stopped - job.get("startedAt", stopped)) / 1000
         name = job["jobName"].split("-", 3)[-1]
         print(f"    {name:<16} {queue:<14} {job['status']:<10} {seconds:6.1f} s  {job.get('statusReason', '')}")
 

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,15 @@ _SETTINGS = {
 
 
 @contextlib.contextmanager
-def account(folder: Path, swift: Swift, **settings: Any) -> Iterator[LocalBatch]:
+def account(
+    folder: Path, swift: Swift, *, image: Mapping[str, str] | None = None, **settings: Any
+) -> Iterator[LocalBatch]:
     """A local Batch with a queue for light steps, one of Spot and one on demand; its containers reach the store.
 
-    A notice comes 10 s before the instance goes.
+    A notice comes 10 s before the instance goes. image: variables that every container finds set beside the usual ones.
     """
     role = {name: value for name, value in swift.environment().items() if name != "AWS_EC2_METADATA_DISABLED"}
+    role |= image or {}
     usual = {"queues": _QUEUES, "role_environment": role, "time_scale": 12.0}
     with local_batch(folder, **{**usual, **settings}) as running:
         yield running

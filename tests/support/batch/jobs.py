@@ -47,7 +47,7 @@ class Node:
 class Job:
     """request: as SubmitJob got it. properties: of each node, definition and overrides together.
 
-    ask_again: evaluateOnExit and attempts of the retry strategy. terminate_reason: of TerminateJob.
+    stop_reason: of TerminateJob, or of CancelJob where that was in time: then the job is cancelled.
     """
 
     request: dict[str, Any]
@@ -65,6 +65,7 @@ class Job:
     timed_out_at: float | None = None
     killed_at: float | None = None
     stop_reason: str | None = None
+    cancelled: bool = False
     nodes: list[Node] = field(default_factory=list)
     attempts: list[dict[str, Any]] = field(default_factory=list)
 
@@ -78,6 +79,11 @@ class Job:
     @property
     def ended(self) -> bool:
         return self.status in ENDED
+
+    @property
+    def waits(self) -> bool:
+        """Before STARTING."""
+        return self.status in ("SUBMITTED", "PENDING", "RUNNABLE")
 
     def new_attempt(self) -> None:
         self.nodes = [Node(index, dict(properties)) for index, properties in enumerate(self.properties)]
@@ -112,8 +118,8 @@ class Job:
             "tags": self.request.get("tags", {}),
             "propagateTags": bool(self.definition.get("propagateTags")),
             "platformCapabilities": self.definition.get("platformCapabilities", ["EC2"]),
-            "isCancelled": False,
-            "isTerminated": self.stop_reason is not None,
+            "isCancelled": self.cancelled,
+            "isTerminated": self.stop_reason is not None and not self.cancelled,
         }
         if self.timeout_seconds is not None:
             told["timeout"] = {"attemptDurationSeconds": int(self.timeout_seconds)}

@@ -11,10 +11,15 @@ from tests.support.batch.settings import QueueSettings
 
 _NO_CAPACITY = "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"
 _TOO_LARGE = "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT"
+_TOO_MANY_VCPUS = "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE"
 
 
-def placed_on(job: Job, queue: QueueSettings, free: float) -> tuple[str | None, str | None]:
-    """The type of instance that each node gets, or None and why it waits. free: instances."""
+def placed_on(job: Job, queue: QueueSettings, free: float, *, used_vcpus: float = 0.0) -> tuple[str | None, str | None]:
+    """The type of instance that each node gets, or None and why it waits. free: instances.
+
+    used_vcpus: of the instances that run. AWS may exceed maxvCpus by one instance, depending on the strategy; here it
+    is never exceeded. A job that only waits for others to end waits without a reason.
+    """
     if queue.environment_state != "ENABLED" or queue.environment_status != "VALID":
         return None, None  # AWS says nothing of it in the job
     fitting = [kind for kind in queue.instance_types if all(_fits(node, kind) for node in job.nodes)]
@@ -23,9 +28,30 @@ def placed_on(job: Job, queue: QueueSettings, free: float) -> tuple[str | None, 
             f"{_TOO_LARGE} - The job resource requirement (vCPU/memory/GPU) is higher than that can be met by the "
             "CE(s) attached to the job queue."
         )
+    needed = {kind: sum(vcpus(node, kind) for node in job.nodes) for kind in fitting}
+    bearable = [kind for kind in fitting if needed[kind] <= queue.max_vcpus]
+    if not bearable:
+        return None, (
+            f"{_TOO_MANY_VCPUS} - CE(s) associated with the job queue cannot meet the CPU requirement of the job."
+        )
+    fitting = [kind for kind in bearable if used_vcpus + needed[kind] <= queue.max_vcpus]
+    if not fitting:
+        return None, None
     if len(job.nodes) > free:
         return None, f"{_NO_CAPACITY} - Service cannot fulfill the capacity requested for instance type {fitting[0]}"
     return fitting[0], None
+
+
+def vcpus(node: Node, instance_type: str) -> float:
+    """Of the instance; of a type that the catalogue does not know, what the node asks for."""
+    try:
+        return _catalogue()[instance_type].vcpu
+    except LookupError:
+        return _asked(node)["VCPU"]
+
+
+def _asked(node: Node) -> dict[str, float]:
+    return {each["type"]: float(each["value"]) for each in node.properties["resourceRequirements"]}
 
 
 def _fits(node: Node, instance_type: str) -> bool:
@@ -34,7 +60,7 @@ def _fits(node: Node, instance_type: str) -> bool:
         kind = _catalogue()[instance_type]
     except LookupError:
         return True
-    asked = {each["type"]: float(each["value"]) for each in node.properties["resourceRequirements"]}
+    asked = _asked(node)
     return (
         asked["VCPU"] <= kind.vcpu
         and asked["MEMORY"] <= kind.ram_gib * 1024

@@ -42,12 +42,21 @@ class Scheduler:
             seconds = self._settings.notice_seconds / self._settings.time_scale if notice else 0.0
             instance.reclaim(seconds, notice=notice)
 
+    def cancel(self, job: Job, reason: str) -> None:
+        """CancelJob: what has not reached STARTING is over; anything else is left as it is."""
+        if job.waits and job.stop_reason is None:
+            job.cancelled, job.stop_reason = True, reason
+            self._end_job(job, "FAILED", reason)
+
     def stop(self, job: Job, reason: str) -> None:
-        """TerminateJob: what runs is asked to end and killed later, what does not run yet is over."""
+        """TerminateJob: what runs is asked to end and killed later, what does not run yet is over.
+
+        Whether AWS then calls the latter terminated or cancelled is not documented; here it is terminated.
+        """
         if job.ended or job.stop_reason is not None:
             return
         job.stop_reason = reason
-        if job.status in ("SUBMITTED", "PENDING", "RUNNABLE"):
+        if job.waits:
             self._end_job(job, "FAILED", reason)
         else:
             self._ask_to_end(job)
@@ -90,6 +99,10 @@ class Scheduler:
         found = [node for job in self._active(queue) for node in job.nodes if node.instance and not node.stopped_at]
         return [node.instance for node in found if node.instance]
 
+    def _used_vcpus(self, queue: str) -> float:
+        nodes = [node for job in self._active(queue) for node in job.nodes if node.instance and not node.stopped_at]
+        return sum(runnable.vcpus(node, node.instance.type) for node in nodes if node.instance)
+
     def _available(self, queue: QueueSettings) -> float:
         return queue.instances((time.monotonic() - self.traces_began) * self._settings.time_scale)
 
@@ -108,7 +121,7 @@ class Scheduler:
         if self._is_behind(job):
             return
         free = self._available(queue) - len(self._instances(queue.name))
-        instance_type, job.status_reason = runnable.placed_on(job, queue, free)
+        instance_type, job.status_reason = runnable.placed_on(job, queue, free, used_vcpus=self._used_vcpus(queue.name))
         if instance_type is None:
             waited = (now - job.runnable_since) * self._settings.time_scale
             if reason := runnable.time_limit(job, queue, waited):

@@ -14,7 +14,7 @@ class QueueSettings:
 
     capacity: [[seconds since the start or the last change, instances], …]; empty: without end. Fewer instances than
     run means that the youngest are reclaimed, with notice. environment_state, environment_status: of the compute
-    environment. time_limit_actions: `jobStateTimeLimitActions` as AWS takes them.
+    environment. max_vcpus: its maxvCpus. time_limit_actions: `jobStateTimeLimitActions` as AWS takes them.
     """
 
     name: str
@@ -24,6 +24,7 @@ class QueueSettings:
     state: str = "ENABLED"
     environment_state: str = "ENABLED"
     environment_status: str = "VALID"
+    max_vcpus: int = 256
     capacity: list[list[float]] = field(default_factory=list)
     time_limit_actions: list[dict[str, Any]] = field(default_factory=list)
 
