@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Any
 
+from flows.attempts.stopping import make_stoppable
 from flows.capacity import SUBMIT_VARIABLE
 from flows.job import Job
 from flows.remote import RUNNABLE_VARIABLE
@@ -35,6 +36,7 @@ class Submission:
         """From now on, in every client of the SDK that this process makes."""
         from botocore import handlers
 
+        handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", make_stoppable))
         handlers.BUILTIN_HANDLERS.append(("after-call.batch.SubmitJob", self._submitted))
         signal.signal(signal.SIGTERM, self._leave)
 
