@@ -1,10 +1,11 @@
-"""SIGTERM for a task in a container of AWS Batch.
+"""SIGTERM for a task in a container, of AWS Batch or of Kubernetes.
 
-A container is stopped by SIGTERM to its first process, by SIGKILL to all of it 30 s later, and by the end of the first
-process. That one is the shell of Metaflow's command, below an image's init or in its place. A shell that waits for a
-command dies of SIGTERM at once, and everything with it; as process 1 it never hears of it. Either way the task would
-not be told to save and leave. So the command is run by a shell that hands the signal on to the task and to nobody else
-(its logs pass through processes that must live as long as it), and stays until the command has ended by itself.
+A container is stopped by SIGTERM to its first process, by SIGKILL to all of it some time later (30 s on Batch), and by
+the end of the first process. That one is the shell of Metaflow's command, below an image's init or in its place. A
+shell that waits for a command dies of SIGTERM at once, and everything with it; as process 1 it never hears of it.
+Either way the task would not be told to save and leave. So the command is run by a shell that hands the signal on to
+the task and to nobody else (its logs pass through processes that must live as long as it), and stays until the command
+has ended by itself.
 """
 
 from __future__ import annotations
