@@ -11,8 +11,10 @@ from moto.servicequotas.models import ServiceQuotasBackend
 
 from flows.checks import run_all_checks
 from infra.__main__ import main
+from infra.batch import batch_client, training_queues
 from infra.config import RunConfig
-from tests.support.aws_account import ACCOUNT, BUCKET, IMAGE, JOB_ROLE, Account, account
+from infra.config.batch import BatchConfig
+from tests.support.aws_account import ACCOUNT, BUCKET, IMAGE, JOB_ROLE, REGION, Account, account
 from tests.support.batch.fixture import local_batch
 from tests.support.checks import failed, passed, skipped
 
@@ -189,3 +191,19 @@ def test_what_a_stand_in_lacks_says_nothing_of_a_role_or_an_image(
     nobody = f"arn:aws:iam::{ACCOUNT}:role/nobody"
     assert f"knows no role {nobody}" in skipped("aws-role", **batch(SPOT, job_role=nobody)).detail
     assert f"has no image {IMAGE}" in skipped("aws-image", **batch(SPOT, image=IMAGE)).detail
+
+
+def test_a_declared_family_means_those_of_its_types_that_the_queue_has(aws: Account) -> None:
+    """A job for another one would wait in RUNNABLE for ever."""
+    aws.add_queue("some-g5", [aws.add_environment("some-g5", "SPOT", ["g5.xlarge", "g5.2xlarge", "g6"])])
+    for declared, meant in (
+        (["g5"], ("g5.xlarge", "g5.2xlarge")),
+        (["g6.xlarge", "g5.2xlarge"], ("g6.xlarge", "g5.2xlarge")),
+        (["g6"], ("g6",)),
+        ([], ("g5.xlarge", "g5.2xlarge", "g6")),
+    ):
+        section = BatchConfig.model_validate(
+            {"queues": [{"name": "some-g5", "market": "spot", "instance_types": declared}]}
+        )
+        [queue] = training_queues(section, batch_client(REGION)).values()
+        assert queue.usable and set(queue.instance_types) == set(meant)
