@@ -105,8 +105,12 @@ def _join_in(words: list[str]) -> None:
         from flows.pods import give_grace
 
         give_grace()
-    elif words[:1] == ["step"] and remote.in_container() and mended:
-        metaflow_fixes.mend_task()
+    elif words[:1] == ["step"] and remote.in_container():
+        from flows.attempts.stopping import listen_to_stop
+
+        listen_to_stop()
+        if mended:
+            metaflow_fixes.mend_task()
 
 
 def _set_environment() -> None:
@@ -119,8 +123,9 @@ def _set_environment() -> None:
         # A head job of AWS Batch: Metaflow would take the steps that run beside it for steps that it sent to Batch.
         os.environ.pop("AWS_BATCH_JOB_ID", None)
     # Metaflow refuses to work for root, which is who runs in a bare container.
-    user = getpass.getuser()
-    os.environ.setdefault("METAFLOW_USER", "ebbflow" if user == "root" else user)
+    if not os.environ.get("METAFLOW_USER"):  # a container's user need not have a name
+        user = getpass.getuser()
+        os.environ["METAFLOW_USER"] = "ebbflow" if user == "root" else user
 
 
 def _command_index(argv: list[str]) -> int | None:

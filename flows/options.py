@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from flows.checks import run_all_checks
 from flows.job import PROJECT_ROOT, RUNS
 from flows.remote import backend_asked, refusal, set_environment
-from infra.config import ConfigError, load_config
+from infra.config import ConfigError, LoadedConfig, load_config
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
 from infra.known_jobs import known_job
@@ -38,8 +40,9 @@ def checked_options(options: list[str]) -> list[str]:
     parser.add_argument("--rehearse", default="")
     parser.add_argument("--job", default="")
     known, rest = parser.parse_known_args(options)
+    backend = backend_asked(sys.argv)
     try:
-        loaded = load_config(known.config, known.overrides, project_root=PROJECT_ROOT, cwd=Path.cwd())
+        loaded = _loaded(known, backend)
         if known.rehearse:
             _check_rehearsal(known.rehearse, loaded.config)
         if known.job:
@@ -48,7 +51,6 @@ def checked_options(options: list[str]) -> list[str]:
         _refuse(str(error), Outcome.CONFIG)
     except InfraError as error:
         _refuse(str(error), error.outcome)
-    backend = backend_asked(sys.argv)
     if said := refusal(loaded.config, backend, sys.argv):
         _refuse(said, Outcome.PREFLIGHT)
     if backend is not None:
@@ -66,6 +68,18 @@ def checked_options(options: list[str]) -> list[str]:
             _refuse(f"--job {known.job}: {error}", Outcome.PREFLIGHT)
     settings = {"path": known.config, "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
     return ["--config", json.dumps(settings), "--rehearse", known.rehearse, "--job", known.job, *rest]
+
+
+def _loaded(known: argparse.Namespace, backend: str | None) -> LoadedConfig:
+    """The configuration, its plan made for where --with sends the run: of another backend it would offer what that one
+    cannot run, such as several nodes on Spot. Raises ConfigError.
+    """
+    load = partial(load_config, known.config, project_root=PROJECT_ROOT, cwd=Path.cwd())
+    loaded = load(known.overrides)
+    if backend is None or loaded.config.cluster.backend == backend:
+        return loaded
+    loaded = load([*known.overrides, f"cluster.backend={backend}"])
+    return replace(loaded, sources={**loaded.sources, "cluster.backend": f"--with {backend}"})
 
 
 def _check_rehearsal(text: str, config: RunConfig) -> None:

@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from flows.attempts.order import Order
+from flows.attempts.stopping import stoppable
 from infra.batch import QueueState
 from infra.config.schema import RunConfig
 from infra.kubernetes.selectors import annotations, node_selector, pod_memory_mib, tolerations
@@ -65,9 +66,11 @@ def _of(options: dict[str, Any], name: str) -> dict[str, str]:
 
 
 def give_grace() -> None:
-    """In the process that submits: pods get the time from SIGTERM to SIGKILL that a last save needs.
+    """In the process that submits: pods get the time from SIGTERM to SIGKILL that a last save needs, and their tasks
+    hear of it.
 
-    Metaflow sets it to 0 and has no option for it. It is set where every pod passes: in the Kubernetes client's model.
+    Metaflow sets it to 0 and has no option for it, and its shell, which is process 1 of the container, hands no signal
+    on. Both are changed where every pod passes: in the Kubernetes client's model.
     """
     from kubernetes.client import V1PodSpec
 
@@ -75,6 +78,8 @@ def give_grace() -> None:
     make, name = V1PodSpec.__init__, "termination_grace_period_seconds"
 
     def make_with_grace(spec: V1PodSpec, *args: Any, **fields: Any) -> None:
+        for container in fields.get("containers") or []:
+            container.command = stoppable(container.command or []) or None
         make(spec, *args, **{**fields, name: max(fields.get(name) or 0, seconds)})
 
     V1PodSpec.__init__ = make_with_grace

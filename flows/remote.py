@@ -59,6 +59,7 @@ def set_environment(config: RunConfig, backend: str) -> None:
         # Metaflow asks once and gives up: AWS answers "too many requests" to whoever starts many jobs at once.
         "AWS_RETRY_MODE": "standard",
         "AWS_MAX_ATTEMPTS": "10",
+        "METAFLOW_BATCH_EMIT_TAGS": "true" if config.batch.tags else "",  # else Metaflow puts none on its jobs
     }
     for name, value in follows.items():
         if value and not _is_set(name):

@@ -110,6 +110,20 @@ def test_what_is_ambiguous_is_left_open_until_it_is_said(
     assert config.store == "s3://mine/jobs"
 
 
+def test_buckets_of_other_names_are_offered_and_a_single_one_is_taken(
+    aws: Account, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    aws.s3.delete_bucket(Bucket=BUCKET)
+    aws.s3.create_bucket(Bucket="acme-models")
+    config, _ = adopted(tmp_path)
+    assert config.store == "s3://acme-models/ebbflow"
+    assert "acme-models is taken as the region's only bucket" in capsys.readouterr().err
+    aws.s3.create_bucket(Bucket="acme-logs")
+    config, _ = adopted(tmp_path, "--force")
+    said = capsys.readouterr().err
+    assert "could be meant: acme-models, acme-logs; choose one" in said and not config.store.startswith("s3://"), said
+
+
 def test_a_file_is_never_overwritten_unasked(aws: Account, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.env").write_text("mine")
     assert main(["adopt", "--out", str(tmp_path / "a.yaml")]) == 2

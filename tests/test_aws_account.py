@@ -12,8 +12,10 @@ from moto.servicequotas.models import ServiceQuotasBackend
 
 from flows.checks import run_all_checks
 from infra.__main__ import main
+from infra.batch import batch_client, training_queues
 from infra.config import RunConfig
-from tests.support.aws_account import ACCOUNT, BUCKET, IMAGE, JOB_ROLE, Account, account
+from infra.config.batch import BatchConfig
+from tests.support.aws_account import ACCOUNT, BUCKET, IMAGE, JOB_ROLE, REGION, Account, account
 from tests.support.batch.fixture import local_batch
 from tests.support.checks import failed, passed, skipped
 
@@ -219,3 +221,19 @@ def test_an_answer_with_nothing_in_it_names_the_call_and_passes_nothing(
     monkeypatch.setattr(BaseClient, "_make_api_call", empty)
     found = skipped(check, **batch(SPOT, nodes=1, job_role=JOB_ROLE, image=IMAGE))
     assert told in found.detail
+
+
+def test_a_declared_family_means_those_of_its_types_that_the_queue_has(aws: Account) -> None:
+    """A job for another one would wait in RUNNABLE for ever."""
+    aws.add_queue("some-g5", [aws.add_environment("some-g5", "SPOT", ["g5.xlarge", "g5.2xlarge", "g6"])])
+    for declared, meant in (
+        (["g5"], ("g5.xlarge", "g5.2xlarge")),
+        (["g6.xlarge", "g5.2xlarge"], ("g6.xlarge", "g5.2xlarge")),
+        (["g6"], ("g6",)),
+        ([], ("g5.xlarge", "g5.2xlarge", "g6")),
+    ):
+        section = BatchConfig.model_validate(
+            {"queues": [{"name": "some-g5", "market": "spot", "instance_types": declared}]}
+        )
+        [queue] = training_queues(section, batch_client(REGION)).values()
+        assert queue.usable and set(queue.instance_types) == set(meant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,3 +183,18 @@ def test_the_flow_ends_with_the_same_message_and_code(
     check_message(kind, run.output)
     assert [path.name for path in runner.folder.iterdir()] == [runner.log.name]
     assert [path.name for path in (tmp_path / "here").iterdir()] in ([], ["bad.yaml"])
+
+
+def test_a_plan_is_made_for_where_with_sends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not for the backend that the file names, which can do what the other one cannot."""
+    queue = "{name: jobs, market: on_demand, instance_types: [g5]}"
+    path = tmp_path / "job.yaml"
+    path.write_text(f"cluster: {{backend: kubernetes, market: spot}}\nbatch: {{queues: [{queue}]}}\n")
+    words = ["--with", "batch", "--config", str(path), "--set", "store=s3://bucket/jobs"]
+    monkeypatch.setattr(sys, "argv", ["train_flow.py", "run", *words])
+    with pytest.raises(SystemExit) as left:
+        checked_options(words)
+    assert left.value.code == 2
+    assert "cluster.market spot: none of batch.queues (jobs: on_demand) is spot" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from flows.backends import cloud
 from flows.capacity import CapacityDecorator, apply, stay
 from flows.gang import train_round
 from flows.metaflow_fixes import command_of_node, correct_nodes, known_release, needed
-from flows.remote import backend_asked, refusal
+from flows.remote import backend_asked, refusal, set_environment
 from flows.steps import StepFailed
 from infra.config.schema import RunConfig
 from infra.events import BATCH_ATTEMPT, COMMIT, Event
@@ -259,3 +260,16 @@ def test_metaflow_is_mended_only_with_local_metadata_and_in_releases_that_were_t
     assert not needed(["train_flow.py", "step", "local"])
     assert all(known_release(one) for one in ("2.19.39", "2.19.39+ob(v1)", "2.19.20", "2.19.0"))
     assert not any(known_release(one) for one in ("2.20.0", "2.19.21", "2.12.1"))
+
+
+def test_tags_are_put_on_jobs_wherever_the_configuration_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metaflow leaves them out unless it is told to tag."""
+    told = "METAFLOW_BATCH_EMIT_TAGS"
+    for tags, expected in (({}, None), ({"team": "vision"}, "true")):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", {"METAFLOW_BATCH_JOB_QUEUE": "jobs", "HOME": os.devnull})
+            set_environment(RunConfig.model_validate({"store": "s3://a/b", "batch": {"tags": tags}}), "batch")
+            assert os.environ.get(told) == expected
+            os.environ[told] = "0"
+            set_environment(RunConfig.model_validate({"store": "s3://a/b", "batch": {"tags": tags}}), "batch")
+            assert os.environ[told] == "0", "who says otherwise is believed"

@@ -156,6 +156,7 @@ def assert_placed(pod: dict[str, Any], annotations: dict[str, str]) -> None:
     [shared] = [one for one in pod["volumes"] if one["name"] == "dhsm"]
     assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "4096Mi"}
     [container] = pod["containers"]
+    assert "trap" in container["command"][2] and "train_flow.py step train" in container["command"][-1]
     requests = container["resources"]["requests"]
     assert requests["cpu"] == "47" and requests["memory"] == f"{pod_memory_mib(180000)}M"
     assert pod["activeDeadlineSeconds"] == PLACEMENT["wall_seconds"]

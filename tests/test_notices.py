@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.metadata import MetadataService
 from infra.notices import MetadataSource, MetaflowSource, Notice, RehearsalSource, Source, Watcher, rehearse_notice
 from infra.notices import watcher as watcher_module
 from tests.support.flow import wait_until
@@ -121,6 +122,28 @@ def test_without_a_token_version_1_is_watched_where_it_answers(service: FakeMeta
     service.hop_limit = service.version_1 = True
     watcher = watching(source_of(service))
     assert watcher.decided() == {"metadata": ""}
+    service.interrupt(120)
+    assert first(watcher).action == "terminate"
+
+
+def test_a_service_that_knows_no_tokens_is_watched_by_version_1(service: FakeMetadata, watching: Watching) -> None:
+    service.token_status, service.version_1 = 405, True
+    watcher = watching(source_of(service))
+    assert watcher.decided() == {"metadata": ""}
+    service.interrupt(120)
+    assert first(watcher).action == "terminate"
+
+
+def test_an_interruption_is_heard_where_the_second_question_fails(
+    service: FakeMetadata, watching: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = MetadataService.get
+
+    def refuse(self: MetadataService, path: str, *args: object, **options: float) -> tuple[int, str]:
+        return (500, "") if "recommendations" in path else get(self, path, *args, **options)
+
+    monkeypatch.setattr(MetadataService, "get", refuse)
+    watcher = watching(source_of(service))
     service.interrupt(120)
     assert first(watcher).action == "terminate"
 

@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 from flows.attempts.asking_again import SUBMIT_SECONDS, AskingAgain
+from flows.attempts.stopping import make_stoppable
 from flows.capacity import SUBMIT_VARIABLE
 from flows.job import Job
 from flows.remote import RUNNABLE_VARIABLE
@@ -79,6 +80,7 @@ class Submission:
         again = AskingAgain(self._limit("submit_seconds", SUBMIT_SECONDS), _say, wanted=lambda: not self._told_to_leave)
         again.listen()
         handlers.BUILTIN_HANDLERS.append(("before-call.batch.SubmitJob", self._begun))
+        handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", make_stoppable))
         handlers.BUILTIN_HANDLERS.append(("after-call.batch.SubmitJob", self._submitted))
         handlers.BUILTIN_HANDLERS.append(("after-call-error.batch.SubmitJob", self._not_submitted))
         signal.signal(signal.SIGTERM, self._leave)

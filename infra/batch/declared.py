@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,14 +83,29 @@ def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:
     problem = state.problem or contradiction(state, declared)
     return replace(
         state,
-        instance_types=tuple(declared.instance_types) or state.instance_types,
+        instance_types=_common(declared.instance_types, state.instance_types),
         multi_node=state.multi_node and declared.multi_node,
         usable=not problem,
         problem=problem,
     )
 
 
-def _offered(kind: str, offered: tuple[str, ...]) -> bool:
+def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
+    """What both mean: of a family that is declared only the types that there are, where Batch was given types."""
+    if not declared or not offered:
+        return tuple(declared or offered)
+    narrow = [kind for kind in declared if kind in offered or not _lists_types_of(offered, kind)]
+    listed = [one for one in offered if any(_lists_types_of([one], kind) for kind in declared)]
+    return tuple(dict.fromkeys([*narrow, *listed])) or tuple(declared)
+
+
+def _lists_types_of(offered: Sequence[str], kind: str) -> bool:
+    """Whether Batch was given narrower words than the declared ones: g5.xlarge, and g5 is declared."""
+    whole = kind.rstrip(".")
+    return any(one != whole and one.startswith(whole if "." in whole else f"{whole}.") for one in offered)
+
+
+def _offered(kind: str, offered: Sequence[str]) -> bool:
     """Whether a type or family is among those of a compute environment, as wide or as narrow as it names them."""
     family, _, size = kind.rstrip(".").partition(".")
     for one in offered:

@@ -22,6 +22,7 @@ _REBALANCE = "meta-data/events/recommendations/rebalance"
 _FIRST_ANSWERS_SECONDS = 0.9
 _ANSWER_SECONDS = 1.0
 _TOKEN_TTL_SECONDS = 6 * 3600
+_NO_SUCH_REQUEST = (400, 404, 405, 501)  # to the PUT: a service of before version 2, or a stand-in that has only GET
 _UNSAID_SECONDS = 30.0  # for an action whose time cannot be read: what the shortest notices of clouds leave
 
 
@@ -42,7 +43,7 @@ class MetadataSource:
         self._service = MetadataService(endpoint(environment))
         self._token = ""
         self._token_until = 0.0
-        self._version_1 = False
+        self._version_1 = self._knows_no_tokens = False
         self._ending = Ending()
 
     def begin(self) -> str:
@@ -50,17 +51,26 @@ class MetadataSource:
             return self._absent
         limit = time.monotonic() + _FIRST_ANSWERS_SECONDS
         try:
-            return self._renew(0.6 * _FIRST_ANSWERS_SECONDS)
+            problem = self._renew(0.6 * _FIRST_ANSWERS_SECONDS)
+            return self._without_token(limit - time.monotonic()) if problem and self._knows_no_tokens else problem
         except TimeoutError:
             return self._without_token(limit - time.monotonic())
         except (OSError, http.client.HTTPException, ValueError) as error:
             return f"{self._service.endpoint} cannot be asked: {error or type(error).__name__}"
 
     def look(self) -> list[Notice]:
+        found: list[Notice] = []
         try:
-            return [notice for find in (self._interruption, self._recommendation) if (notice := find()) is not None]
+            for find in (self._interruption, self._recommendation):
+                if (notice := find()) is not None:
+                    found.append(notice)
+        except OSError:
+            if not found:  # an interruption that was heard counts, whatever becomes of the second question
+                raise
         except (http.client.HTTPException, ValueError) as error:
-            raise OSError(f"{self._service.endpoint}: {error!r}") from error
+            if not found:
+                raise OSError(f"{self._service.endpoint}: {error!r}") from error
+        return found
 
     def _without_token(self, seconds: float) -> str:
         """The token's answer may not travel as far as a container; other answers may, where version 1 is allowed."""
@@ -78,6 +88,7 @@ class MetadataSource:
         status, token = self._service.token(ttl_seconds=_TOKEN_TTL_SECONDS, seconds=seconds)
         if status == 403:
             return f"{self._service.endpoint} is turned off (403)"
+        self._knows_no_tokens = status in _NO_SUCH_REQUEST
         if status != 200 or not token:
             return f"{self._service.endpoint} gives no token: status {status}"
         self._token, self._token_until = token, time.monotonic() + _TOKEN_TTL_SECONDS / 2

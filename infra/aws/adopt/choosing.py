@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from infra.aws.adopt.reading import SETTING_OF_OUTPUT, STORE_OUTPUT, AccountFacts, Stack
+from infra.aws.adopt.reading import SETTING_OF_OUTPUT, STORE_OUTPUT, AccountFacts, Stack, named_for_this
 from infra.batch import QueueState
 
 # https://aws.amazon.com/ec2/instance-types/#Accelerated_Computing: families with NVIDIA GPUs and x86-64 processors
@@ -164,7 +164,9 @@ def _store(facts: AccountFacts, known: Mapping[str, str], stack: str | None, ope
         return f"{_bucket(root)}/ebbflow"
     bucket = open_.only("several buckets could be meant", facts.buckets, "choose one with --store s3://bucket/prefix")
     if bucket is None and not facts.buckets:
-        open_.notes.append("no bucket is named for this; give one with --store s3://bucket/prefix")
+        open_.notes.append("no bucket of the region is known; give one with --store s3://bucket/prefix")
+    elif bucket is not None and not named_for_this(bucket):
+        open_.notes.append(f"{bucket} is taken as the region's only bucket; another: --store s3://bucket/prefix")
     return None if bucket is None else f"s3://{bucket}/ebbflow"
 
 

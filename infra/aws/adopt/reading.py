@@ -31,6 +31,7 @@ _MARKS = ("MetaflowDataStoreS3Url", "LightQueueName")
 # Names by which a bucket, a repository or a role tells that it is meant for this.
 _OURS = ("ebbflow", "metaflow")
 _SECONDS = 15.0
+_MOST_BUCKETS = 20  # of which the region is asked, where none has a name that tells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,11 @@ def read_account(region: str | None, *, seconds: float = _SECONDS) -> AccountFac
     )
 
 
+def named_for_this(name: str) -> bool:
+    """Whether a bucket, repository or role says by its name that it is Ebbflow's or Metaflow's."""
+    return any(word in name.lower() for word in _OURS)
+
+
 def _account(client: Any, patience: Patience) -> str:
     return ask(client, "get_caller_identity", patience)["Account"]
 
@@ -94,12 +100,10 @@ def _stacks(client: Any, patience: Patience) -> tuple[Stack, ...]:
 
 
 def _buckets(client: Any, patience: Patience) -> tuple[str, ...]:
-    """Of the region, by their names. A bucket whose region may not be asked is left out."""
+    """Of the region: those that are named for this, else all. A bucket whose region may not be asked is left out."""
     names = [bucket["Name"] for bucket in ask(client, "list_buckets", patience, right="s3:ListAllMyBuckets")["Buckets"]]
     here = []
-    for name in names:
-        if not any(word in name.lower() for word in _OURS):
-            continue
+    for name in [name for name in names if named_for_this(name)] or names[:_MOST_BUCKETS]:
         try:
             location = ask(client, "get_bucket_location", patience, Bucket=name).get("LocationConstraint")
         except CloudError:
@@ -117,16 +121,16 @@ def _roles(client: Any, patience: Patience) -> tuple[str, ...]:
         if CONTAINERS in trusted_services(role.get("AssumeRolePolicyDocument"))
         and "/aws-service-role/" not in role["Arn"]
     ]
-    return tuple(sorted(arns, key=lambda arn: not any(word in arn.lower() for word in _OURS)))
+    return tuple(sorted(arns, key=lambda arn: not named_for_this(arn)))
 
 
 def _images(client: Any, patience: Patience) -> tuple[str, ...]:
     """The newest tagged image of each repository that is named for this."""
     found = []
     for repository in pages(client, "describe_repositories", "repositories", patience):
-        if not any(word in repository["repositoryName"].lower() for word in _OURS):
-            continue
         name = repository["repositoryName"]
+        if not named_for_this(name):
+            continue
         images = list(pages(client, "describe_images", "imageDetails", patience, repositoryName=name))
         tagged = [image for image in images if image.get("imageTags")]
         if tagged:
