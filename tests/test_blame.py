@@ -67,6 +67,31 @@ def test_the_culprit(name: str) -> None:
         assert rank not in culprit.cascades and culprit.next_action and culprit.because
 
 
+USER, ENGINE = "user/loss.py:9 in log", "training/engine.py:73 in forward_backward"
+
+
+@pytest.mark.parametrize(
+    ("history", "late", "where", "step", "guilty"),
+    [
+        ("ggggggggg", [1, 2], USER, 9, 0),
+        ("ggggggggg", [1], USER, 9, 0),
+        ("gugugugug", [1], USER, 9, 1),  # it belongs there: who did not come is the odd one
+        ("ggggggggg", [1], ENGINE, 10, 1),  # a step further: a row was lost on its way to who is late
+    ],
+)
+def test_who_waits_in_a_collective_alone_is_no_further_than_who_has_come_to_the_pulse(
+    history: str, late: list[int], where: str, step: int, guilty: int
+) -> None:
+    """A CPU's pulse is in no recorder, so that those who came to it have called less."""
+    pulse = "training/pulse.py:155 in exchange"
+    evidence = [hung(0, where=where, step=step, phase="backward", calls=calls(*history, "u"))]
+    evidence += [hung(rank, where=pulse, step=9, phase="backward", calls=calls(*history)) for rank in late]
+    for order in (evidence, evidence[::-1]):
+        culprit = blame(order)
+        kind = "hang" if guilty else "different collectives"
+        assert (culprit.rank, culprit.kind, culprit.certainty) == (guilty, kind, "slow"), culprit
+
+
 def test_recorders_that_differ_prove_it_before_anybody_has_failed() -> None:
     history = STEP * 5
     evidence = [
@@ -175,6 +200,16 @@ def test_stacks_in_every_form_name_the_users_line() -> None:
     assert (parse_faulthandler(told).where, parse_faulthandler(told).waiting) == ("user/loss.py:9 in log", True)
     raised = f'  File "/a/user/loss.py", line 9, in log\n    x()\n  File "{library}", line 1, in wait\n'
     assert parse_traceback(raised) == "user/loss.py:9 in log"
+
+
+def test_a_rank_in_an_exchange_stands_where_it_was_called_for() -> None:
+    told = (
+        'Current thread 0x2 (most recent call first):\n  File "/a/training/wire.py", line 160 in _read\n'
+        '  File "/a/training/wire.py", line 80 in _hear\n  File "/a/training/gang.py", line 45 in gather\n'
+        '  File "/a/user/loss.py", line 9 in log\n'
+    )
+    stack = parse_faulthandler(told)
+    assert (stack.where, stack.waiting) == ("user/loss.py:9 in log", True)
 
 
 def test_one_stall_is_no_habit() -> None:

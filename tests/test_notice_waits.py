@@ -100,6 +100,27 @@ def test_a_notice_without_an_end_is_waited_for_as_long_as_a_start_may_take(waiti
     ]
 
 
+def test_a_node_that_comes_again_is_heard_on_its_new_connection(waiting: Waiting) -> None:
+    """It had no answer in time, while node 0 was busy or stood still."""
+    done, own = threading.Event(), replace(waiting.spec, node=1)
+
+    def greet() -> None:
+        while not done.wait(0.01):
+            waiting.lead.greet()
+
+    thread = threading.Thread(target=greet)
+    thread.start()
+    try:
+        Member(own, "b", 60, never, standing=NOTICE_STANDS).close()
+        waiting.members.append(member := Member(own, "b", 60, never, opened=waiting.opened.append))
+        wait_until("the generation", lambda: member.poll() or waiting.opened, timeout=60)
+    finally:
+        done.set()
+        thread.join(60)
+    assert waiting.opened == [7] and waiting.lead.nodes == [0, 1]
+    waiting.lead.roll_call(60, never)  # what it stood for before is not waited for
+
+
 def stand(path: Path, seconds: float) -> None:
     path.write_text(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ import pytest
 from infra.config.schema import RunConfig
 from infra.errors import StoreAway, StoreMisconfigured
 from infra.outcome import Outcome
+from tests.support.flow import wait_until
 from training.launch import leader as leader_module
+from training.launch.channel import Connection
 from training.launch.leading import Leading
+from training.launch.member import Member
 from training.launch.own_node import OwnNode
+from training.launch.ports import control_ports
 from training.launch.spec import GangOutcome, GangSpec
 from training.launch.verdict import Verdict
 
@@ -63,6 +68,30 @@ def test_a_start_outlasts_a_store_that_refuses_for_a_while(
     monkeypatch.setattr(leader_module, what, troubled(work, 2, StoreAway("503 SlowDown")))
     monkeypatch.setattr(own, "run_ranks", run_ranks)
     assert Leading(own).run() == DONE and coming == []
+
+
+def test_who_has_come_is_told_to_wait_while_the_first_start_asks_the_store(
+    own: OwnNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would give node 0 up, which may wait as long again for the nodes that are missing."""
+    own.spec = spec = replace(own.spec, nodes=2, candidate_ports=control_ports("patience", 0))
+    work, send, told = leader_module.open_generation, Connection.send, []
+
+    def tell(connection: Connection, message: dict[str, Any]) -> None:
+        told.append(message["kind"])
+        send(connection, message)
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        wait_until("a word to who has come", lambda: "standing" in told, timeout=60)
+        return work(*arguments, **options)
+
+    monkeypatch.setattr(Connection, "send", tell)
+    monkeypatch.setattr(leader_module, "open_generation", slow)
+    monkeypatch.setattr(own, "run_ranks", lambda *_: DONE)
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(Member, replace(spec, node=1), "b", 60, lambda: False)
+        assert Leading(own).run() == DONE
+        coming.result(60).close()
 
 
 def test_a_store_that_is_none_is_told_of_at_once(own: OwnNode, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
         self._buffer = b""
+        self._put_back: list[Message] = []
         self._unsent = bytearray()
         self._heard = time.monotonic()
         self._pinged = 0.0
@@ -58,8 +59,13 @@ class Connection:
         self._read()
         self._write()
         *lines, self._buffer = self._buffer.split(b"\n")
-        messages = [self._parse(line) for line in lines if line]
+        messages = self._put_back + [self._parse(line) for line in lines if line]
+        self._put_back = []
         return [message for message in messages if message.get("kind") != "ping"]
+
+    def put_back(self, messages: list[Message]) -> None:
+        """What was received and is for somebody else: the next call of `receive` begins with it."""
+        self._put_back = messages
 
     def _parse(self, line: bytes) -> Message:
         """A peer that does not speak our language is closed, and what it said is passed over."""
@@ -226,8 +232,9 @@ def join(
 def _welcomed(connection: Connection, seconds: float) -> bool:
     limit = time.monotonic() + seconds
     while time.monotonic() < limit and not connection.closed:
-        for message in connection.receive():
-            return message.get("kind") == "welcome"
+        if messages := connection.receive():
+            connection.put_back(messages[1:])  # such as the number of the generation, said in one breath
+            return messages[0].get("kind") == "welcome"
         time.sleep(0.01)
     return False
 

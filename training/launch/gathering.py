@@ -93,8 +93,11 @@ class Gathering:
 
     def _take_in(self) -> None:
         for node, (connection, hello) in self._lobby.joined.items() if self._lobby is not None else ():
-            if node in self.members:
+            if (before := self.members.get(node)) is connection:
                 continue
+            if before is not None:  # it had no answer in time, and has come again
+                before.close()
+                self._standing.pop(node, None)
             self.members[node], self.hellos[node] = connection, hello
             if "standing" in hello:
                 self.stands(node, Order.from_json(hello["standing"]))

@@ -65,7 +65,7 @@ class Leading:
     def _open_first(self) -> Generation | Verdict:
         """Before a notice is waited out: that time has to be on record too."""
         try:
-            generation = self._asked_patiently(self._leader.open, self._lead.greet)
+            generation = self._asked_patiently(self._leader.open, lambda: self._lead.stand_by(0.0))
         except (TrainingError, InfraError) as error:
             if self._drain.leaving:
                 return self._lead.give_up(told_to_leave(self._drain.cause))

@@ -17,6 +17,7 @@ from training.launch.watch.stacks import in_engine
 
 DIFFERENT_CALLS = "different collectives"
 LEFT_EARLY = "left early"
+_CALLED_ALONE = "it waits in a collective that the others did not call"
 HANG = "hang"
 _KILL_SECONDS = 1.0  # an exception is the cause of a kill, and not its echo, if it came that much earlier
 
@@ -139,11 +140,28 @@ def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | No
     ranks = [one for one in _latest(evidence) if not one.left]
     behind = furthest_behind({one.rank: one.calls for one in ranks if one.calls})
     if behind:
-        return min((one for one in ranks if one.rank in behind), key=_first), "it has called the fewest collectives"
+        late = [one for one in ranks if one.rank in behind]
+        ahead = [one for one in ranks if one.rank not in behind and one.calls]
+        if _called_alone(ahead, late):
+            return min(ahead, key=_first), _CALLED_ALONE
+        return min(late, key=_first), "it has called the fewest collectives"
     hung = [one for one in ranks if one.hung or (one.witness and not one.cascade)]
     if len({_place(one) for one in hung}) > 1:
         return min(hung, key=_place_and_time), "it is furthest behind"
     return None
+
+
+def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure]) -> bool:
+    """Whether those who called more are the odd ones: the others have come to an exchange of the engine's own at the
+    same step, and those of a CPU's gang are in no recorder (`training.wire`). Of equally many, those whose call is not
+    the usual one at that place."""
+    if not ahead or not all(one.waiting and in_engine(one.where) for one in late):
+        return False
+    if any(in_engine(one.where) for one in ahead) or max(one.step for one in ahead) > min(one.step for one in late):
+        return False
+    if len(ahead) == len(late):
+        return all(is_unusual(one.calls) is not False for one in ahead)
+    return len(ahead) < len(late)
 
 
 def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
@@ -192,7 +210,7 @@ def _culprit(
 
 
 def _kind(one: WorkerFailure, because: str) -> str:
-    if because == "flight recorders differ" or (one.cascade and "another place" in because):
+    if because in ("flight recorders differ", _CALLED_ALONE) or (one.cascade and "another place" in because):
         return DIFFERENT_CALLS
     if one.left:
         return LEFT_EARLY

@@ -25,6 +25,9 @@ _LAST_BYTES = 65536
 _MAIN = "MainThread"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)', re.MULTILINE)
 _WAITING_FILES = ("training/gang.py", "training/pulse.py", "training/wire.py")
+_EXCHANGE_FILES = ("training/gang.py", "training/wire.py")
+_EXCHANGE = ("gather", "_tell", "_hear", "_read", "_lost")  # there: who called it is where a rank stands
+_ENGINE_PLACES = (*_WAITING_FILES, "training/assembly.py", "training/guards/", "training/trainer.py")
 _WAITING_FUNCTIONS = (
     "exchange_pulse",
 )  # where the host of a GPU waits for its stream, and so for the collectives on it
@@ -38,7 +41,7 @@ _WITH_ME = (
 
 def in_engine(where: str) -> bool:
     """Whether a place, as `Stack.where` has it, is the engine's own collective, to which all ranks come."""
-    return where.startswith(_WAITING_FILES)
+    return where.startswith(_ENGINE_PLACES)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,11 @@ class Frame:
         """Of the project or of the user, and not of a library, the interpreter's included."""
         parts = ("site-packages", "dist-packages", "/lib/python3")
         return not self.file.startswith("<") and not any(part in self.file for part in parts)
+
+    @property
+    def exchange(self) -> bool:
+        """How rows of numbers go from rank to rank, whoever has called for it."""
+        return self.file.endswith(_EXCHANGE_FILES) and self.name.endswith(_EXCHANGE)
 
     @property
     def collective(self) -> bool:
@@ -81,8 +89,9 @@ class Stack:
 
     @property
     def where(self) -> str:
-        """The innermost frame of ours; without one, the innermost."""
-        return next((str(frame) for frame in [*filter(_is_ours, self.frames), *self.frames]), "")
+        """The innermost frame of ours that is no mere exchange of rows; without one, the innermost."""
+        ours = [frame for frame in self.frames if frame.ours and not frame.exchange]
+        return next((str(frame) for frame in [*ours, *self.frames]), "")
 
     @property
     def reason(self) -> str:
@@ -195,10 +204,6 @@ def _handles(pid: int, number: int) -> bool:
 
 def _frames(text: str) -> list[Frame]:
     return [Frame(found["file"], int(found["line"]), found["name"]) for found in _FRAME.finditer(text)]
-
-
-def _is_ours(frame: Frame) -> bool:
-    return frame.ours
 
 
 def _spy_frames(thread: dict) -> list[Frame]:
