@@ -178,7 +178,7 @@ def test_a_gang_whose_job_tells_no_times_has_its_nodes(client: Any, told_by_job:
     nodes = [job | {"jobId": "j#0", "startedAt": 2000, "stoppedAt": 9000}, job | {"jobId": "j#1", "startedAt": 3000}]
     job["nodeProperties"] = {"numNodes": 2, "mainNode": 0, "nodeRangeProperties": []}
     with Stubber(client) as batch:
-        batch.add_response("describe_jobs", {"jobs": [job | ({"startedAt": 1000} if told_by_job else {})]})
+        batch.add_response("describe_jobs", {"jobs": [job | {"startedAt": 1000 if told_by_job else 0}]})
         batch.add_response("describe_jobs", {"jobs": nodes})
         found = describe_attempts(["j"], client)["j"]
     assert (found.started_utc, found.stopped_utc) == (1.0 if told_by_job else 2.0, 9.0)
