@@ -143,6 +143,7 @@ def _for_the_submitter(flow: SimpleNamespace, name: AttemptName, order: Order) -
         "store": flow.settings["config"]["store"],
         "region": flow.settings["config"]["batch"]["region"],
         "runnable_seconds": placement["runnable_seconds"],
+        "start_by_utc": placement.get("start_by_utc"),
         "run": name.run,
         "step": name.step,
         "task": name.task,

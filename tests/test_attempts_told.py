@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.stub import Stubber
 
 from infra.batch import BatchAttempt, batch_client, cancel_job, describe_attempts, describe_queues
 from infra.batch.attempts import cause_of
@@ -168,6 +169,20 @@ def test_nodes_of_a_gang_that_succeeded_have_times_of_their_own(batch: LocalBatc
     found = told(gang, client, "SUCCEEDED")
     assert found.cause == "ended" and len(found.node_times) == 2
     assert found.node_times[0] == (found.started_utc, found.stopped_utc)
+
+
+@pytest.mark.parametrize("told_by_job", [True, False])
+def test_a_gang_whose_job_tells_no_times_has_its_nodes(client: Any, told_by_job: bool) -> None:
+    """Each of the fields may be missing in an answer; the bill is then by those that are there."""
+    job = {"jobId": "j", "jobName": "gang", "jobQueue": "q", "jobDefinition": "d", "status": "FAILED"}
+    nodes = [job | {"jobId": "j#0", "startedAt": 2000, "stoppedAt": 9000}, job | {"jobId": "j#1", "startedAt": 3000}]
+    job["nodeProperties"] = {"numNodes": 2, "mainNode": 0, "nodeRangeProperties": []}
+    with Stubber(client) as batch:
+        batch.add_response("describe_jobs", {"jobs": [job | {"startedAt": 1000 if told_by_job else 0}]})
+        batch.add_response("describe_jobs", {"jobs": nodes})
+        found = describe_attempts(["j"], client)["j"]
+    assert (found.started_utc, found.stopped_utc) == (1.0 if told_by_job else 2.0, 9.0)
+    assert found.node_times == ((2.0, 9.0), (3.0, None))
 
 
 def test_queues_that_take_nothing_say_why(client: Any) -> None:

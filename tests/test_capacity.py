@@ -39,7 +39,7 @@ def test_without_slack_it_is_on_demand_from_the_start() -> None:
     tight = batch_config(f"cost.deadline_hours={plan.ranked[0].case.work_hours + 0.7:.3f}", "cluster.market=auto")
     found = placed_now(tight, JobLog(), 0.0)
     assert found.market == "on_demand" and found.queue == "on-demand-g5"
-    assert "slack" in found.reason
+    assert "slack" in found.reason and found.start_by_utc is None
 
 
 def test_a_reclaim_goes_on_where_the_policy_says_and_at_the_last_safe_moment_on_demand() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost.bench.virtual_batch import HOUR, Course, VirtualBatch
+from cost.bench.virtual_batch import BEGAN_UTC, HOUR, Course, VirtualBatch
 from cost.capacity import history_of, place
 from infra.events import Event
 from tests.support.capacity import BOTH, batch_config, planned
@@ -32,6 +32,10 @@ def assert_on_demand_only_at_the_end(course: Course) -> None:
             assert slack < needed + 5 / 60 + 0.02, f"{slack:.2f} h of slack at {at / HOUR:.2f} h, {placement.reason}"
         else:
             assert slack >= needed, "a start of Spot that could endanger the deadline"
+            by = (placement.start_by_utc - BEGAN_UTC) / HOUR
+            assert by - at / HOUR >= placement.runnable_seconds / HOUR - 0.01
+            after = 20 / 60 + state["changeover_hours"] + work_hours
+            assert by + after <= DEADLINE, "a container that is never made there leaves time for one on demand"
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_light_steps_go_to_the_smallest_machines_on_demand_unless_a_queue_is_nam
         ({"gpu": ["trn1.2xlarge"], "unnamed": [], "batchs": ["optimal"]}, "batchs"),
         ({"gpu": ["g5"], "unnamed": []}, "unnamed"),
         ({"tiny": ["t3.micro"], "gpu": ["g5"]}, "gpu"),
+        ({"arm": ["m6g.large"], "arms": ["default_arm64"], "nitro": ["c7gn"], "cpu": ["m5dn.24xlarge"]}, "cpu"),
     ],
 )
 def test_the_smallest_machine_that_holds_a_light_step_is_taken(types: dict[str, list[str]], chosen: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +88,20 @@ def test_a_job_that_is_starting_has_capacity_and_a_limit_of_its_own(
     assert "pulls had capacity, and no container after 0.1 minutes of starting (an image too large" in done.stderr
     assert "for capacity" not in done.stderr
     assert cause(batch, done, monkeypatch) == "not_made"
+
+
+def test_a_job_that_is_starting_is_left_while_on_demand_would_still_be_in_time(
+    batch: LocalBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not made there in time, it is placed elsewhere as if there had been no capacity."""
+    batch.change(start_seconds=600.0)
+    try:
+        done = submit(batch, tmp_path, "slow", "free", runnable_seconds=600.0, start_by_utc=time.time() + 12)
+    finally:
+        batch.change(start_seconds=0.2)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"slow (was starting for|waited) .* minutes", done.stderr) and "to be placed anew" in done.stderr
+    assert cause(batch, done, monkeypatch) == "never_started"
 
 
 def test_a_throttled_submit_is_made_again_beyond_what_the_sdk_tries(batch: LocalBatch, tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ def test_each_node_of_a_gang_is_paid_by_its_own_times() -> None:
     ledger = fold([plan_event(3.6), job])
     assert [bill.rank_microseconds / MICRO for bill in ledger.silent] == [70.0, 50.0, 70.0]
     assert ledger.total_usd == Decimal("0.19")
+    half = told("j", -10.0, 60.0, nodes=2, processes_per_node=1, node_times=[[None, WALL + 40.0], [WALL, None]])
+    assert [bill.rank_microseconds / MICRO for bill in fold([plan_event(3.6), half]).silent] == [50.0, 60.0]
     log = GangLog(1, 0.0, [[0], [1]], machines=[{"batch_job_id": "j"}] * 2)
     for node in (0, 1):
         log.heartbeat(node, 40.0)

@@ -175,6 +175,12 @@ def test_a_deadline_and_a_budget_that_bind_together_are_told_together():
     assert lifted.refusal is None, "what the hint says of both is enough"
 
 
+def test_queues_in_a_region_without_a_price_need_a_price_and_no_other_model():
+    sections = {"cluster": {"backend": "batch", "instance_types": ["g5.xlarge"]}, "batch": {"region": "eu-west-1"}}
+    hint = plan(store="s3://bucket/x", cost={"regions": ["eu-west-1"]}, **sections).refusal.hint
+    assert hint == "run python -m cost catalogue refresh --regions eu-west-1"
+
+
 def test_nothing_that_fits_is_refused_with_the_nearest_miss_and_a_hint_that_helps():
     large = {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "sequence_length": 2048}
     sections = {

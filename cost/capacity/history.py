@@ -89,11 +89,13 @@ def history_of(events: Sequence[Event]) -> History:
     newest = {str(event.data.get("job_id")): event.data for event in ordered if event.name == BATCH_ATTEMPT}
     attempts: list[PastAttempt] = []
     jobs = _jobs_of_placements(ordered)
+    reached = 0
     for event in ordered:
         if event.name != PLACED or (placement := _placement(event.data)) is None:
             continue
-        known = {"run": event.run, "after_generation": int(event.data.get("after_generation") or 0)}
-        attempt = PastAttempt(placement=placement, placed_utc=event.t_wall, **known)
+        # One that was placed by the plan of the run, without the events, came no earlier than those before it.
+        reached = max(reached, int(event.data.get("after_generation") or 0))
+        attempt = PastAttempt(placement=placement, placed_utc=event.t_wall, run=event.run, after_generation=reached)
         job_id = jobs.get(id(event), "")
         attempts.append(
             _with_word(attempt, job_id, newest[job_id], better.get(job_id)) if job_id in newest else attempt

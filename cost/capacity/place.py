@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cost.capacity.history import NEVER_STARTED, NOT_MADE, RECLAIMED, TERMINATED, USER_CODE, History
@@ -42,6 +42,7 @@ class _Choice:
     reason: str
     policy: str = ""
     runnable_hours: float | None = None
+    start_within_hours: float = math.inf
 
 
 def place(
@@ -76,7 +77,9 @@ def place(
     kind = kinds[choice.offer.candidate.instance_type]
     wall = wall_seconds(config, plan, choice.offer, now_utc)
     state = None if seen.state is None else state_json(seen.state)
-    return _placement(choice, kind, wall, choice.runnable_hours or runnable, state)
+    start_by = now_utc + choice.start_within_hours * HOUR
+    placement = _placement(choice, kind, wall, choice.runnable_hours or runnable, state)
+    return placement if math.isinf(start_by) else replace(placement, start_by_utc=start_by)
 
 
 def _region_of(queues: Mapping[str, QueueState]) -> str | None:
@@ -184,7 +187,8 @@ def _asked(seen: Situation, history: History, plan: Plan) -> _Choice | None:
         )
         return _Choice(offer=seen.shown[state.on_demand.id], reason=_came(history) + last, policy=name)
     why = f"{_came(history)}Spot while slack lasts ({_slack(state)})"
-    return _Choice(offer=seen.shown[spot], reason=why, policy=name, runnable_hours=state.tick_hours)
+    limits = {"runnable_hours": state.tick_hours, "start_within_hours": seen.start_within_hours[spot]}
+    return _Choice(offer=seen.shown[spot], reason=why, policy=name, **limits)
 
 
 class _Says:

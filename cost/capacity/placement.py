@@ -26,6 +26,7 @@ class Placement:
     runnable_seconds: how long the job may wait for capacity before it is better placed elsewhere.
     usd_per_hour: per node, estimated as the plan quoted it; quoted_usd_per_hour: the same as text, for the bill.
     expected_hours, expected_usd: of finishing the rest of the job there, as the plan has them.
+    start_by_utc: Unix time by which it is to run, so that on-demand after it would still be in time; None: no matter.
     reason: in one line. policy: who chose. state: what it saw, to be shown again to the policy of the next decision.
     """
 
@@ -48,6 +49,7 @@ class Placement:
     expected_usd: float
     reason: str
     policy: str = ""
+    start_by_utc: float | None = None
     state: dict[str, Any] | None = field(default=None, repr=False)
 
     @property

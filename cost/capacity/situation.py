@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cost.capacity.history import RECLAIMED, History
@@ -31,12 +31,14 @@ class Situation:
     """state: None where nothing runs on demand, so that nothing could be promised; the offers are all that can run.
 
     shown: the offers by the pool's name in the state. spare_hours: slack beyond what the least try of Spot needs;
-    below 0: Spot is closed.
+    below 0: Spot is closed. start_within_hours: of each Spot pool of the state, how long waiting and starting may take
+    together, so that on-demand would still be in time after it.
     """
 
     state: State | None
     shown: dict[str, Offer]
     spare_hours: float
+    start_within_hours: dict[str, float] = field(default_factory=dict)
 
 
 def situation(
@@ -82,7 +84,9 @@ def situation(
         commit_interval_hours=max(offer.candidate.case.interval_hours for offer in shown),
     )
     shown_by_id = {offer.id: offer for offer in shown}
-    return Situation(state=state, shown=shown_by_id, spare_hours=most[last_resort.id] - least)
+    within = {offer.id: spare(offer, last_resort) + changeover for offer in open_spots}  # a start is in the changeover
+    spare_hours = most[last_resort.id] - least
+    return Situation(state=state, shown=shown_by_id, spare_hours=spare_hours, start_within_hours=within)
 
 
 def _budget_usd(plan: Plan, last_resort: Offer, tick_hours: float) -> float:

@@ -1,7 +1,7 @@
 """What AWS Batch says of its jobs, beside what the agents within them said: what nobody heard is paid for as well.
 
-A job is paid on each of its nodes from when Batch started that node until it stopped, and where Batch has not told of
-it, as its main node is. Agents tell a part of that: from the first word to the last, by their machine's monotonic
+A job is paid on each of its nodes from when Batch started that node until it stopped, and what Batch has not told of
+it is as its main node's. Agents tell a part of that: from the first word to the last, by their machine's monotonic
 clock. The rest of the node's time in the job is
 
     lead    from Batch's start to the agent's first word                        start-up
@@ -137,17 +137,16 @@ def _job(data: Mapping[str, Any], submitted: Mapping[str, float]) -> BatchJob | 
         cause=str(data.get("cause") or "unknown"),
         placed_wall=submitted.get(job_id, started if created is None else created),
         candidate={key: data[key] for key in _CANDIDATE_KEYS if data.get("instance_type") and key in data},
-        node_times=_node_times(data.get("node_times")),
+        node_times=_node_times(data.get("node_times"), started, stopped),
     )
 
 
-def _node_times(told: Any) -> dict[int, tuple[float, float]]:
-    """Of the nodes of which both times are told."""
+def _node_times(told: Any, started: float, stopped: float) -> dict[int, tuple[float, float]]:
+    """Of the nodes that are told of; what is missing of one is as the job has it."""
     found = {}
     for index, pair in enumerate(told if isinstance(told, list | tuple) else ()):
-        started, stopped = map(_moment, pair)
-        if started is not None and stopped is not None:
-            found[index] = (started, stopped)
+        begun, ended = map(_moment, pair)
+        found[index] = (started if begun is None else begun, stopped if ended is None else ended)
     return found
 
 

@@ -81,11 +81,13 @@ def capacity_hint(config: RunConfig, sources: Sources, rejected: tuple[Rejection
         return f"cluster.instance_types may name any of {', '.join(families)}, or stay empty for all"
     unpriced = config.cost.prices == "static" and any(rejection.kind == NO_SPOT_PRICE for rejection in rejected)
     lacking = [region for region in config.cost.regions if region not in on_demand_recorded()]
-    ways = f"run {refresh_command(lacking)}, " if lacking else ""
-    ways += "set cost.prices to live, or " if unpriced else "or " if lacking else ""
+    ways = [f"run {refresh_command(lacking)}"] if lacking else []
+    ways += ["set cost.prices to live"] if unpriced else []
     for text, changed in _places(config):
         if any(candidates(changed, sources)):
-            return f"{ways}{text}"
+            return ", or ".join([", ".join(ways), text] if ways else [text])
+    if ways and any(candidates(_changed(config, "cost", regions=[ON_DEMAND_REGION], zones=[]), sources)):
+        return ", or ".join(ways)  # the queues are elsewhere, where only a price is lacking
     for text, changed in _changes(config):
         if any(candidates(changed, sources)):
             return text

@@ -32,40 +32,51 @@ _LEAVE_SECONDS = 50.0  # less than the launcher waits
 
 
 class _Patience:
-    """How long a job may wait for capacity, from its submit, and then be starting, from when it was first seen so."""
+    """How long a job may wait for capacity, from its submit, and then be starting, from when it was first seen so; and
+    until when (Unix time, None: no matter) it has to run at the latest, however it spends the time."""
 
-    def __init__(self, *, runnable_seconds: float, starting_seconds: float) -> None:
+    def __init__(self, *, runnable_seconds: float, starting_seconds: float, start_by_utc: float | None) -> None:
         self._runnable_seconds, self._starting_seconds = runnable_seconds, starting_seconds
         self._submitted = time.monotonic()
+        self._start_by = math.inf if start_by_utc is None else self._submitted + start_by_utc - time.time()
         self._starting: float | None = None
 
     def left(self) -> float:
         """Seconds until one of the limits, as far as is known now."""
+        limit = self._submitted + self._runnable_seconds
         if self._starting is not None:
-            return self._starting + self._starting_seconds - time.monotonic()
-        return self._submitted + self._runnable_seconds - time.monotonic()
+            limit = self._starting + self._starting_seconds
+        return min(limit, self._start_by) - time.monotonic()
 
-    def exhausted(self, status: str) -> tuple[str, str] | None:
-        """(what the reason begins with, what was waited for) of a job whose time is up; None: it has some left."""
+    def exhausted(self, status: str | None) -> tuple[str, str] | None:
+        """(what the reason begins with, what was waited for) of a job whose time is up; None: it has some left.
+
+        status: Batch's; None: it did not tell of the job this time, which then is taken to be as it was before.
+        """
         from infra.batch import NEVER_STARTED, NOT_MADE
 
-        if status != _STARTING:
+        now = time.monotonic()
+        if status == _STARTING and self._starting is None:
+            self._starting = now
+        elif status in _WAITING:
             self._starting = None
-        elif self._starting is None:
-            self._starting = time.monotonic()
         if self.left() > 0:
             return None
         if self._starting is None:
-            return NEVER_STARTED, f"waited {self._runnable_seconds / 60:.1f} minutes for capacity"
+            minutes = min(now - self._submitted, self._runnable_seconds) / 60
+            return NEVER_STARTED, f"waited {minutes:.1f} minutes for capacity"
+        minutes = min(now - self._starting, self._starting_seconds) / 60
+        if now < self._starting + self._starting_seconds:
+            return NEVER_STARTED, f"was starting for {minutes:.1f} minutes, and its deadline bears no more"
         return NOT_MADE, (
-            f"had capacity, and no container after {self._starting_seconds / 60:.1f} minutes of starting (an image too "
-            "large or out of reach, or an instance that does not come up)"
+            f"had capacity, and no container after {minutes:.1f} minutes of starting (an image too large or out of "
+            "reach, or an instance that does not come up)"
         )
 
 
 class Submission:
     """The one job that this process submits. asked: what the scheduler said about it, {} for a light step; with limits
-    of this process's own: runnable_seconds, starting_seconds, submit_seconds."""
+    of this process's own: runnable_seconds, starting_seconds, start_by_utc, submit_seconds."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         self._asked = asked
@@ -148,6 +159,7 @@ class Submission:
         patience = _Patience(
             runnable_seconds=self._limit("runnable_seconds", float(os.environ.get(RUNNABLE_VARIABLE) or math.inf)),
             starting_seconds=self._limit("starting_seconds", STARTING_SECONDS),
+            start_by_utc=self._asked.get("start_by_utc"),
         )
         while True:
             time.sleep(max(0.2, min(_LOOK_SECONDS, patience.left())))
@@ -155,7 +167,7 @@ class Submission:
                 found = describe_attempts([self._job_id], client).get(self._job_id)
                 if found is not None and found.status not in (*_WAITING, _STARTING):
                     return
-                waited = patience.exhausted("" if found is None else found.status)
+                waited = patience.exhausted(None if found is None else found.status)
                 if waited is None:
                     continue
                 words, why = waited

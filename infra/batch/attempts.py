@@ -170,7 +170,8 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
     if code is None and parts:  # the main node's is the job's
         main = (job.get("nodeProperties") or {}).get("mainNode", 0)
         code = next((_exit_code(part) for part in parts if part["jobId"].endswith(f"#{main}")), None)
-    started = _seconds(job.get("startedAt"))
+    times = _node_times(job, parts)
+    started, stopped = _job_times(job, times)
     status = str(job.get("status", ""))
     ended_by_call = bool(job.get("isTerminated") or job.get("isCancelled"))
     return BatchAttempt(
@@ -181,7 +182,7 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
         status=status,
         created_utc=_seconds(job.get("createdAt")),
         started_utc=started,
-        stopped_utc=_seconds(job.get("stoppedAt")),
+        stopped_utc=stopped,
         exit_code=code,
         reason="; ".join(" ".join(text.split()) for text in reasons),
         cause=cause_of(
@@ -192,7 +193,19 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
             ended_by_call=ended_by_call,
             main_alone=_nodes(job) > 1 and not parts,
         ),
-        node_times=_node_times(job, parts),
+        node_times=times,
+    )
+
+
+def _job_times(
+    job: Mapping[str, Any], nodes: Sequence[tuple[float | None, float | None]]
+) -> tuple[float | None, float | None]:
+    """(started, stopped) of a job; where it does not say, as its nodes do: the first start, the last stop."""
+    started, stopped = _seconds(job.get("startedAt")), _seconds(job.get("stoppedAt"))
+    starts, stops = ([one[which] for one in nodes if one[which] is not None] for which in (0, 1))
+    return (
+        min(starts, default=None) if started is None else started,
+        max(stops, default=None) if stopped is None else stopped,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from infra.batch.machines import BATCHS_CHOICE, accelerated
+from infra.batch.machines import BATCHS_CHOICE, accelerated, arm
 from infra.batch.queues import QueueState
 
 # Of a step without @resources Metaflow asks for 4,096 MiB, which the system leaves of no machine with 4 GiB.
@@ -14,7 +14,7 @@ _GIB_PER_VCPU = {"c": 2.0, "r": 8.0, "x": 16.0, "z": 8.0}  # others: 4
 _VCPUS = {"nano": 0.5, "micro": 0.5, "small": 0.5, "medium": 1.0, "large": 2.0, "xlarge": 4.0}
 _ANY_SIZE_VCPUS = 2.0  # of a family, or of Batch's own choice: it takes a size that fits
 _METAL_VCPUS = 96.0
-_CPU, _UNKNOWN, _GPU, _TOO_SMALL = range(4)
+_CPU, _UNKNOWN, _GPU, _UNFIT = range(4)
 
 
 def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
@@ -34,7 +34,7 @@ def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
         else f"the only one on demand ({types})",
         _UNKNOWN: f"of {types}, which may have GPUs; {fix}",
         _GPU: f"whose machines all have GPUs that these steps would pay for and not use ({types}); {fix}",
-        _TOO_SMALL: f"whose machines may be too small for {_LEAST_GIB:g} GiB ({types}); {fix}",
+        _UNFIT: f"whose machines may have less than {_LEAST_GIB:g} GiB, or run no image for x86-64 ({types}); {fix}",
     }
     return name, why[kind]
 
@@ -45,8 +45,9 @@ def has_gpus_only(queue: QueueState) -> bool:
 
 def _rank(types: Iterable[str]) -> tuple[int, float]:
     """(kind, processors) of the smallest machine among the types that will do."""
-    found = [(_GPU if accelerated(one) else _CPU, _vcpus(one)) for one in types if _gib(one) >= _LEAST_GIB]
-    return min(found) if found else ((_TOO_SMALL, 0.0) if list(types) else (_UNKNOWN, 0.0))
+    fit = [one for one in types if _gib(one) >= _LEAST_GIB and not arm(one)]
+    found = [(_GPU if accelerated(one) else _CPU, _vcpus(one)) for one in fit]
+    return min(found) if found else ((_UNFIT, 0.0) if list(types) else (_UNKNOWN, 0.0))
 
 
 def _vcpus(listed: str) -> float:
