@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -17,17 +18,42 @@ from training.launch.watch.failure import is_collective_error
 from training.wire import Wire, open_wire
 
 
-def open_wires(ranks: int, *, present: int | None = None, seconds: float = 60.0, start: float = 60.0) -> list[Wire]:
-    """Of `ranks` ranks, the first `present` come; each in a thread with a client of its own."""
+def open_wires(
+    ranks: int,
+    *,
+    present: int | None = None,
+    seconds: float = 60.0,
+    start: float = 60.0,
+    host: str = "127.0.0.1",
+    told: dict[int, str] | None = None,
+) -> list[Wire]:
+    """Of `ranks` ranks, the first `present` come; each in a thread with a client of its own. told: what each says of
+    where it is to be found."""
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
     def one(rank: int) -> Wire:
         client = dist.TCPStore("127.0.0.1", master.port, wait_for_workers=False, timeout=timedelta(seconds=60))
-        main = ("127.0.0.1", master.port)
-        return open_wire(client, rank, ranks, main=main, start_seconds=start, seconds=seconds)
+        return open_wire(client, rank, ranks, main=(host, master.port), start_seconds=start, seconds=seconds)
 
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(one, range(present or ranks)))
+        wires = list(pool.map(one, range(present or ranks)))
+    if told is not None:
+        told |= {rank: master.get(str(rank)).decode() for rank in range(ranks)}
+    return wires
+
+
+def test_a_main_node_whose_name_leads_home_at_home_is_told_by_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 127.0.1.1 for a host's own name: to another node that is another machine."""
+    resolve, told = socket.getaddrinfo, {}
+
+    def look_up(host: str, *arguments: Any, **options: Any) -> Any:
+        return resolve("127.0.0.1" if host == "node-0" else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    wires = open_wires(2, host="node-0", told=told)
+    assert [told[rank].split()[0] for rank in range(2)] == ["node-0", "node-0"]
+    for table in gather(wires, [torch.zeros(1), torch.ones(1)]):
+        assert table.flatten().tolist() == [0, 1]
 
 
 def gather(wires: list[Wire], rows: list[torch.Tensor]) -> list[torch.Tensor]:

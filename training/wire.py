@@ -8,6 +8,7 @@ group's all-gather serves.
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import socket
 import struct
@@ -106,9 +107,9 @@ def open_wire(
         store.set("token", secrets.token_hex(8))
     peers: dict[int, socket.socket] = {}
     try:
-        host = _own_address(*main, start_seconds)
-        with _listen(host, world_size) as listener:
-            store.set(str(rank), f"{host} {listener.getsockname()[1]}")
+        told, own = _addresses(*main, start_seconds)
+        with _listen(own, world_size) as listener:
+            store.set(str(rank), f"{told} {listener.getsockname()[1]}")
             token = store.get("token")
             for lower in range(rank):
                 address, port = store.get(str(lower)).decode().split()
@@ -128,14 +129,23 @@ def open_wire(
     return Wire(rank, peers, seconds)
 
 
-def _own_address(host: str, port: int, seconds: float) -> str:
+def _addresses(host: str, port: int, seconds: float) -> tuple[str, str]:
+    """(what the others are told, what is listened on, "" for all interfaces).
+
+    Where the main node's name leads to its loopback at home (as Debian's 127.0.1.1), it leads the others elsewhere.
+    """
     with socket.create_connection((host, port), seconds) as way:
-        return way.getsockname()[0]
+        own = way.getsockname()[0]
+    if host in (own, "localhost") or not ipaddress.ip_address(own).is_loopback:
+        return own, own
+    return host, ""
 
 
-def _listen(host: str, world_size: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=world_size)
+def _listen(address: str, world_size: int) -> socket.socket:
+    if not address and socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=world_size, dualstack_ipv6=True)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=world_size)
 
 
 def _let_in(caller: socket.socket, token: bytes, peers: dict[int, socket.socket]) -> None:
