@@ -12,7 +12,7 @@ from moto.servicequotas.models import ServiceQuotasBackend
 
 from flows.checks import run_all_checks
 from infra.__main__ import main
-from infra.batch import batch_client, training_queues
+from infra.batch import batch_client, describe_queues, training_queues
 from infra.config import RunConfig
 from infra.config.batch import BatchConfig
 from tests.support.aws_account import ACCOUNT, BUCKET, IMAGE, JOB_ROLE, REGION, Account, account
@@ -237,3 +237,11 @@ def test_a_declared_family_means_those_of_its_types_that_the_queue_has(aws: Acco
         )
         [queue] = training_queues(section, batch_client(REGION)).values()
         assert queue.usable and set(queue.instance_types) == set(meant)
+
+
+def test_what_another_batch_chooses_from_is_not_known(aws: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At Amazon "optimal" has no GPUs; elsewhere nothing is known of it."""
+    aws.add_queue("any", [aws.add_environment("any", "SPOT", ["optimal"])])
+    for amazons, types in ((True, ("optimal",)), (False, ())):
+        monkeypatch.setattr("infra.batch.queues.is_amazons", lambda client, amazons=amazons: amazons)
+        assert describe_queues(["any"], batch_client(REGION))["any"].instance_types == types

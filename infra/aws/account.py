@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
-from infra.aws.calls import Patience, ask, aws_client, named, told
+from infra.aws.calls import Patience, ask, aws_client, is_amazons, named, told
 from infra.errors import CloudRefused
 
 # An image in ECR: account.dkr.ecr.region.amazonaws.com/repository[:tag][@digest]
@@ -17,7 +17,6 @@ _ECR = re.compile(
     r"(?P<account>[0-9]{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/"
     r"(?P<repository>[^:@]+)(:(?P<tag>[^@]+))?(@(?P<digest>sha256:[0-9a-f]+))?"
 )
-_AMAZONS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 CONTAINERS = "ecs-tasks.amazonaws.com"  # who takes on the role of a container on Batch
 
 # https://docs.aws.amazon.com/ec2/latest/instancetypes/ec2-instance-quotas.html; vCPUs, per region. The codes are those
@@ -57,12 +56,6 @@ class BucketState:
     region: str
     public_access_blocked: bool
     abort_days: int | None
-
-
-def is_amazons(client: Any) -> bool:
-    """Whether a client asks Amazon, and not a stand-in that AWS_ENDPOINT_URL or its like leads to."""
-    host = urlsplit(client.meta.endpoint_url).hostname or ""
-    return host.endswith(_AMAZONS)
 
 
 def companion(service: str, batch: Any, region: str | None = None) -> Any:

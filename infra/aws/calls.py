@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from infra import hanging
 from infra.errors import CloudAway, CloudError, CloudForbidden, CloudRefused
@@ -38,6 +39,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.3, 5.0
 # Nobody there is seldom cured by asking again within seconds; a limit of requests is.
 _TRIES_TO_REACH = 3
 _MOST_PAGES = 200
+_AMAZONS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,12 @@ def aws_client(service: str, region: str | None = None) -> Any:
         raise CloudRefused(
             f"{service}: no client: {_one_line(error)}; fix: the AWS_* settings or the profile"
         ) from error
+
+
+def is_amazons(client: Any) -> bool:
+    """Whether a client asks Amazon, and not a stand-in that AWS_ENDPOINT_URL or its like leads to."""
+    host = urlsplit(client.meta.endpoint_url).hostname or ""
+    return host.endswith(_AMAZONS)
 
 
 @cache

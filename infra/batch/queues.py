@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from infra.aws.calls import Patience, ask, pages
+from infra.aws.calls import Patience, ask, is_amazons, pages
+from infra.batch.machines import BATCHS_CHOICE
 
 Market = Literal["spot", "on_demand"]
 
@@ -139,6 +140,8 @@ def _environments(arns: Sequence[str], client: Any, patience: Patience) -> dict[
         answer = ask(client, "describe_compute_environments", patience, computeEnvironments=part)
         for detail in answer.get("computeEnvironments") or []:
             one = environment_of(detail)
+            if set(BATCHS_CHOICE) & set(one.instance_types) and not is_amazons(client):
+                one = replace(one, instance_types=())  # what another Batch chooses from, nobody knows
             found |= {detail.get("computeEnvironmentArn", one.name): one, one.name: one}
     return found
 

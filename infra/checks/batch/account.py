@@ -12,10 +12,9 @@ from infra.aws.account import (
     denied_actions,
     ecr_region,
     image_exists,
-    is_amazons,
     role_state,
 )
-from infra.aws.calls import Patience
+from infra.aws.calls import Patience, is_amazons
 from infra.aws.metaflow import metaflow_setting
 from infra.batch import batch_client
 from infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
