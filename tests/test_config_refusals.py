@@ -70,6 +70,7 @@ KINDS = {
         2,
         ("bad.yaml:1:36", "2 × 4 = 8: 8 = 3 × 2 + 2", "set parallel.shard_size to 2 or 4"),
     ),
+    "too many nodes": Kind("cluster: {max_nodes: 1}", 2, ("nodes 2 is more than cluster.max_nodes 1", "to 1 or auto")),
     "shards larger than the gang": Kind("parallel: {mode: hsdp, shard_size: 8}", 2, ("(2 × 1) / 8 = 0.25", "to 2")),
     "shards of another mode": Kind("parallel: {shard_size: 2}", 2, ("no effect with parallel.mode fsdp2", "hsdp")),
     "other mode's option": Kind("ddp: {static_graph: true}", 2, ("bad.yaml:1:21", "no effect with parallel", "to ddp")),

@@ -67,6 +67,12 @@ def test_every_pool_is_ranked_or_rejected_once_with_a_reason():
     assert {"batch not divisible", "peak unknown", "GPU too old", "no spot price"} <= set(by_kind(one))
 
 
+@pytest.mark.parametrize(("most", "sizes"), [(1, {1}), (2, {1, 2}), (3, {1, 2}), (None, {1, 2, 4, 8})])
+def test_auto_tries_no_more_nodes_than_are_allowed(most: int | None, sizes: set[int]):
+    one = plan(cluster={"nodes": "auto", "max_nodes": most, "processes_per_node": "auto", "backend": "kubernetes"})
+    assert {pool.nodes for pool in [*one.ranked, *one.rejected]} == sizes
+
+
 def test_it_offers_only_what_the_backend_can_run():
     two = {"nodes": 2, "processes_per_node": 1}
     batch = plan(cluster={**two, "backend": "batch"})

@@ -114,7 +114,9 @@ def candidates(config: RunConfig, sources: Sources) -> Iterator[Candidate]:
 def _sizes(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, InstanceType]]:
     """Types, sizes and markets that the configuration names, without a place."""
     cluster = config.cluster
-    node_counts = AUTO_NODES if cluster.nodes == "auto" else (cluster.nodes,)
+    most = max(AUTO_NODES) if cluster.max_nodes is None else cluster.max_nodes
+    tried = [nodes for nodes in AUTO_NODES if nodes <= most]
+    node_counts = tried if cluster.nodes == "auto" else [cluster.nodes]
     for kind in catalogue.matching(cluster.instance_types):
         ranks = kind.gpu_count if cluster.processes_per_node == "auto" else cluster.processes_per_node
         for nodes in node_counts:

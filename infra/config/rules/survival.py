@@ -1,4 +1,4 @@
-"""Rules of going on with fewer nodes: no more than there are, and shards that fit any number of them."""
+"""Rules of how many nodes: bounds that hold together, and shards that fit any number that may be left."""
 
 from __future__ import annotations
 
@@ -13,6 +13,19 @@ def _no_more_than_there_are(config: RunConfig) -> Answer:
         return None
     message = f"cluster.min_nodes {least} is more than cluster.nodes {nodes}: the job could not even start"
     return message, set_to(("cluster.min_nodes", [nodes]), ("cluster.nodes", [least]))
+
+
+def _no_more_than_allowed(config: RunConfig) -> Answer:
+    cluster = config.cluster
+    if cluster.max_nodes is None:
+        return None
+    if cluster.nodes != "auto" and cluster.nodes > cluster.max_nodes:
+        message = f"cluster.nodes {cluster.nodes} is more than cluster.max_nodes {cluster.max_nodes}"
+        return message, set_to(("cluster.max_nodes", ["null"]), ("cluster.nodes", [cluster.max_nodes, "auto"]))
+    if cluster.min_nodes is not None and cluster.min_nodes > cluster.max_nodes:
+        message = f"cluster.min_nodes {cluster.min_nodes} is more than cluster.max_nodes {cluster.max_nodes}"
+        return message, set_to(("cluster.min_nodes", [cluster.max_nodes]), ("cluster.max_nodes", [cluster.min_nodes]))
+    return None
 
 
 def _shards_stay_on_a_node(config: RunConfig) -> Answer:
@@ -31,6 +44,7 @@ def _shards_stay_on_a_node(config: RunConfig) -> Answer:
 
 RULES = (
     Rule(("cluster.min_nodes", "cluster.nodes"), _no_more_than_there_are),
+    Rule(("cluster.max_nodes", "cluster.nodes", "cluster.min_nodes"), _no_more_than_allowed),
     Rule(
         ("parallel.shard_size", "parallel.mode", "cluster.processes_per_node", "cluster.min_nodes", "cluster.nodes"),
         _shards_stay_on_a_node,
