@@ -29,7 +29,7 @@ soak: $(VENV)/dev.stamp  ## the long proofs: a job under kills, 1,000 schedules 
 	$(BIN)/python -m training soak $(ARGS)
 
 soak-batch: $(VENV)/dev.stamp  ## long proofs in a local AWS Batch: interruptions, Spot by a trace (SPOT_TRACE=zone.json), gangs, the head job, a launcher that is killed
-	$(BIN)/python -m pytest -s tests/soak_batch_gang.py tests/soak_batch_trace.py tests/soak_supervise.py tests/soak_head_job.py tests/soak_batch_launcher.py tests/soak_batch_metaflow.py $(ARGS)
+	$(BIN)/python -m pytest -s tests/soak_batch_gang.py tests/soak_batch_trace.py tests/soak_supervise.py tests/soak_head_job.py tests/soak_batch_launcher.py tests/soak_metadata_service.py tests/soak_batch_metaflow.py $(ARGS)
 
 metaflow-releases: $(VENV)/dev.stamp  ## the flow here and in a local AWS Batch on several releases of Metaflow
 	$(BIN)/python -m tests.releases $(ARGS)

@@ -97,7 +97,7 @@ def test_a_rank_that_has_ended_hears_of_no_compilation(tmp_path: Path, monkeypat
 
     heard: list[str] = []
     monkeypatch.setattr(Reporter, "enter_for_a_while", lambda self, phase: heard.append(phase) or (lambda: None))
-    assert Job.make(tmp_path / "job", steps=1).run_alone().step == 1
+    assert Job.make(tmp_path / "job", steps=4).run_alone().step == 4
     heard.clear()
     torch.compile(lambda numbers: 3 * numbers, backend="eager", dynamic=False)(torch.ones(4))
     torch._dynamo.reset()

@@ -16,7 +16,7 @@ from infra.preflight import Finding, PreflightContext
 # All that some part of Ebbflow reads, whether a user sets it or another part; a test finds them in the code.
 _OWN_VARIABLES = (
     *("EBBFLOW_RUNS", "EBBFLOW_PARENT_PID", "EBBFLOW_SPEC", "EBBFLOW_STANDBY_OF", "EBBFLOW_EXECUTION"),
-    *("EBBFLOW_SUBMIT", "EBBFLOW_UNPLACED", "EBBFLOW_RUNNABLE_SECONDS", "EBBFLOW_GRACE_SECONDS"),
+    *("EBBFLOW_SUBMIT", "EBBFLOW_UNPLACED", "EBBFLOW_RUNNABLE_SECONDS", "EBBFLOW_GRACE_SECONDS", "EBBFLOW_TASK_FILE"),
     *("EBBFLOW_SHIM_RULES", "EBBFLOW_SHIM_FILES", *MACHINE_VARIABLES.values()),
 )
 _ON = ("1", "true", "yes", "on", "y", "t")
