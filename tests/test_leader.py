@@ -82,23 +82,32 @@ def test_each_generation_has_less_to_spend_and_fewer_nodes_cost_less(spec: GangS
     assert (first.colocated_nodes(0), second.colocated_nodes(1)) == (2, 1)
 
 
+def open_in_vain(
+    leader: Leader, store: Store, monkeypatch: pytest.MonkeyPatch, *, arrives: bool
+) -> list[tuple[str, bytes]]:
+    """(key, data) of the records whose put was given up. arrives: they are in the store all the same."""
+    late, put = [], store.put
+
+    def give_up(key: str, data: bytes) -> None:
+        late.append((key, data))
+        if arrives:
+            put(key, data)
+        raise StoreAway(f"put {key}: no answer in time")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put", give_up)
+        with pytest.raises(StoreAway):
+            leader.open()
+    return late
+
+
 @pytest.mark.parametrize("arrives", ["before the next try", "after it"])
 def test_a_record_whose_put_was_given_up_is_nobodys_rival(
     arrives: str, spec: GangSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, late = job_store(spec), []
-    leader, put = Leader(spec, store, born=0.0), store.put
-
-    def give_up(key: str, data: bytes) -> None:
-        late.append((key, data))
-        if arrives == "before the next try":
-            put(key, data)
-        raise StoreAway(f"put {key}: no answer in time")
-
-    monkeypatch.setattr(store, "put", give_up)
-    with pytest.raises(StoreAway):
-        leader.open()
-    monkeypatch.undo()
+    store = job_store(spec)
+    leader = Leader(spec, store, born=0.0)
+    late = open_in_vain(leader, store, monkeypatch, arrives=arrives == "before the next try")
     opened = leader.open()
     store.put(*late[0])
     following = leader.open()
@@ -110,17 +119,9 @@ def test_a_record_that_arrives_late_undoes_nothing_that_was_recorded_since(
     spec: GangSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its start has gone back to an older parent meanwhile: what it left behind must not count again."""
-    store, late = job_store(spec), []
+    store = job_store(spec)
     leader = Leader(spec, store, born=0.0)
-
-    def give_up(key: str, data: bytes) -> None:
-        late.append((key, data))
-        raise StoreAway(f"put {key}: no answer in time")
-
-    monkeypatch.setattr(store, "put", give_up)
-    with pytest.raises(StoreAway):
-        leader.open()
-    monkeypatch.undo()
+    late = open_in_vain(leader, store, monkeypatch, arrives=False)
     opened = leader.open()
     older = replace(opened, parent=commit_key(4, 0, "0" * 64), parent_step=4)
     went_back_to(store, opened, older)

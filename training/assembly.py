@@ -20,13 +20,13 @@ from infra.store import Store
 from infra.terms import Terms
 from training.cadence import Cadence, believed_hazard
 from training.checkpoint import Checkpointer, Generation, Rejected, Restored, RetentionPolicy, read_generation
-from training.checkpoint.deadline import Deadline, pauses
 from training.clock import Clock
 from training.errors import DataError
 from training.gang import Gang
 from training.guards.assembly import fit_micro_batch, make_guards, overridden
 from training.guards.overrides import Overrides
 from training.launch.control import Control
+from training.launch.patience import try_again
 from training.launch.spec import WorkerSpec
 from training.launch.watch.heartbeat import Heartbeat
 from training.limits import Limits
@@ -127,15 +127,11 @@ def open_saver(
 
 def _read_generation(job_store: Store, spec: WorkerSpec) -> Generation:
     """A store that refuses for a while must cost no start. Raises as `open_saver`."""
-    deadline = Deadline(_RECORD_SECONDS)
-    for pause in pauses():
-        try:
-            return read_generation(job_store, spec.generation, spec.generation_id)
-        except StoreAway:
-            if deadline.remaining_seconds <= pause:
-                raise
-        time.sleep(pause)
-    raise AssertionError("pauses never end")
+    return try_again(
+        lambda: read_generation(job_store, spec.generation, spec.generation_id),
+        _RECORD_SECONDS,
+        passing=lambda error: isinstance(error, StoreAway),
+    )
 
 
 def retention_policy(checkpoint: CheckpointConfig) -> RetentionPolicy:

@@ -1,9 +1,9 @@
 """Small rows of numbers between all ranks of a CPU's gang, over connections of their own.
 
 A pulse is a few hundred bytes on the path of every step. gloo's all-gather hands them to a thread and back, which
-takes 0.5 ms where wake-ups are slow; a write and a read take a tenth of that (`python -m training bench overhead`).
-Every rank has one connection to every other, so that a row takes one way. In a large gang that is too many: there the
-group's all-gather serves.
+takes 0.5 ms where wake-ups are slow; a write and a read, called again and again, take a tenth of that
+(`python -m training bench overhead`). Every rank has one connection to every other, so that a row takes one way. In a
+large gang that is too many: there the group's all-gather serves.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Leading:
         a moment, and another attempt would find it no better."""
 
         def patiently() -> T:
-            return try_again(work, self._own.start_seconds, lambda: self._drain.leaving)
+            return try_again(work, self._own.start_seconds, given_up=lambda: self._drain.leaving)
 
         def waiting() -> None:
             meanwhile()

@@ -27,8 +27,19 @@ def do_meanwhile(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
         return future.result()
 
 
-def try_again(work: Callable[[], T], seconds: float, given_up: Callable[[], bool]) -> T:
-    """`work`, again and again while it fails for a reason that may pass, up to the deadline; then its last error.
+def may_pass(error: TrainingError | InfraError) -> bool:
+    """Whether time alone may cure it."""
+    return error.curable if isinstance(error, TrainingError) else not isinstance(error, _HOPELESS)
+
+
+def try_again(
+    work: Callable[[], T],
+    seconds: float,
+    *,
+    given_up: Callable[[], bool] = lambda: False,
+    passing: Callable[[TrainingError | InfraError], bool] = may_pass,
+) -> T:
+    """`work`, again and again while it fails for a reason that is `passing`, up to the deadline; then its last error.
 
     Pauses grow to 5 s: a store that refuses because too much is asked of it is not to be asked more for that.
     """
@@ -37,8 +48,7 @@ def try_again(work: Callable[[], T], seconds: float, given_up: Callable[[], bool
         try:
             return work()
         except (TrainingError, InfraError) as error:
-            passing = error.curable if isinstance(error, TrainingError) else not isinstance(error, _HOPELESS)
-            if not passing or given_up() or time.monotonic() + pause >= limit:
+            if not passing(error) or given_up() or time.monotonic() + pause >= limit:
                 raise
         time.sleep(pause)
     raise AssertionError("pauses never end")
