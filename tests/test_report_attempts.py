@@ -12,7 +12,7 @@ from cost.report.attempts import attempt_rows, place_rows
 from cost.report.render_html import render as render_html
 from cost.report.render_text import render as render_text
 from cost.report.report import RunReport, build_report
-from infra.events import PLAN
+from infra.events import BATCH_SUBMITTED, PLAN
 from tests.support.capacity import BOTH, JobLog, batch_config, planned
 from tests.support.timelines import WALL, GangLog, event
 
@@ -86,3 +86,16 @@ def test_regret_is_told_and_the_whole_job_is_in_it(report: RunReport) -> None:
     assert found["regret_usd"] == pytest.approx(float(report.total_usd) - found["usd"], abs=1e-6)
     assert found["regret_usd"] > 0, "a second start was paid"
     assert found["start_hours"] == pytest.approx((70 + 100) / 3600), "Batch's part of a start is a part of one"
+
+
+def test_a_job_that_an_unanswered_submit_made_twice_is_paid_for_and_no_attempt_of_its_own() -> None:
+    log = JobLog()
+    placed(log, 0.0, 0.0)
+    for at, job_id, more in ((1.0, "own", {}), (2.0, "twin", {"twin_of": "own"})):
+        log.events.append(event(BATCH_SUBMITTED, at, job_id=job_id, **more))
+    for at, cause, job_id in ((300.0, "terminated", "twin"), (900.0, "ended", "own")):
+        told(log, cause, at, started=120.0, job_id=job_id)
+    report = build_report(log.events)
+    [attempt] = report.money["attempts"]
+    assert (attempt["job_id"], attempt["ended"]) == ("own", "ended")
+    assert report.paid_rank_seconds == pytest.approx(780.0 + 180.0)
