@@ -124,8 +124,8 @@ def _fargate(light: Mapping[str, QueueState]) -> list[str]:
 
 def _gpus_unused(light: Mapping[str, QueueState]) -> list[str]:
     return [
-        f"{name}, for the steps around training: all of its machines that hold one have GPUs or other accelerators, paid "
-        f"for and not used ({', '.join(state.instance_types)}); set batch.light_queue to a queue of small machines"
+        f"{name}, for the steps around training: all of its machines that hold one have GPUs or other accelerators, "
+        f"paid for and not used ({', '.join(state.instance_types)}); set batch.light_queue to a queue of small machines"
         for name, state in light.items()
         if has_gpus_only(state)
     ]
