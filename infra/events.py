@@ -61,7 +61,7 @@ GUARD = "guard"
 FAULT_DETECTED = "fault_detected"
 # Written by the flow's steps, or by rank 0 where there is no flow.
 CONFIGURED = "configured"  # settings (list of {key, value, source}, one for each key of the configuration)
-PREFLIGHT = "preflight"  # results (list)
+PREFLIGHT = "preflight"  # results (list), sent_away (the step ran in a container that Metaflow sent somewhere)
 # prepared: fingerprint, weight_unit, and of text train_tokens, held_out_tokens, unigram_entropy_nats, files, bytes …
 PREPARED = "prepared"
 PLAN = "plan"  # the plan as JSON
