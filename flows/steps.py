@@ -14,7 +14,7 @@ from metaflow.exception import MetaflowException
 from flows.backends import training_backend
 from flows.checks import run_all_checks
 from flows.job import PROJECT_ROOT, Job, mark_latest
-from flows.planning import experience, progress, stays_here, where_it_runs
+from flows.planning import experience, progress, queues_there, stays_here, where_it_runs
 from flows.remote import in_container
 from infra.config.sources import values_with_sources
 from infra.errors import InfraError
@@ -119,7 +119,7 @@ def plan_capacity(flow: Any) -> dict:
     measured = {} if flow.examined is None else {"shape": ModelShape.from_json(flow.examined["shape"])}
     config = where_it_runs(flow, job.config)
     prices = open_prices(config, now, project_root=PROJECT_ROOT)
-    known = {"experience": experience(job), "progress": progress(job)}
+    known = {"experience": experience(job), "progress": progress(job), "queues": queues_there(flow, config)}
     plan = make_plan(config, now_utc=now, simulated=stays_here(flow), prices=prices, **known, **measured)
     say(render_plan(plan))
     job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())
