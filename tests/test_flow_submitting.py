@@ -94,10 +94,12 @@ def test_a_job_that_waits_too_long_for_capacity_is_ended(
 def test_a_job_that_is_starting_has_capacity_and_a_limit_of_its_own(
     batch: LocalBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its image takes longer than anybody waits. As long as it may start, the limit of waiting is not its own."""
+    """Its image takes longer than anybody waits. As long as it may start, the limit of waiting is not its own: it has
+    that long to be seen starting, and is ended after it."""
+    limits = {"runnable_seconds": 8.0, "starting_seconds": 8.2, "look_seconds": 0.2}
     batch.change(start_seconds=600.0)
     try:
-        done = submit(batch, tmp_path, "pulls", "free", runnable_seconds=5.0, starting_seconds=6.0)
+        done = submit(batch, tmp_path, "pulls", "free", **limits)
     finally:
         batch.change(start_seconds=0.2)
     assert done.returncode == 0, done.stderr

@@ -77,7 +77,8 @@ class _Patience:
 
 class Submission:
     """The one job that this process submits. asked: what the scheduler said about it, {} for a light step; with limits
-    of this process's own: runnable_seconds, starting_seconds, start_by_utc, submit_seconds."""
+    of this process's own: runnable_seconds, starting_seconds, start_by_utc, submit_seconds; look_seconds: how often its
+    job is looked at."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         self._asked = asked
@@ -175,7 +176,7 @@ class Submission:
             start_by_utc=self._asked.get("start_by_utc"),
         )
         while True:
-            time.sleep(max(0.2, min(_LOOK_SECONDS, patience.left())))
+            time.sleep(max(0.2, min(self._limit("look_seconds", _LOOK_SECONDS), patience.left())))
             try:
                 found = describe_attempts([self._job_id], client).get(self._job_id)
                 if found is not None and found.status not in (*_WAITING, _STARTING):
