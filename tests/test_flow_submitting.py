@@ -191,6 +191,22 @@ def test_a_job_that_an_unanswered_submit_makes_late_is_ended_and_told(batch: Loc
     assert {one["job_id"]: one.get("twin_of") for one in told} == {own["jobId"]: None, twin["jobId"]: own["jobId"]}
 
 
+def test_a_job_of_an_unanswered_submit_is_ended_with_who_submitted_it(batch: LocalBatch, tmp_path: Path) -> None:
+    rules = [{"operation": "SubmitJob", "kind": "lost"}, {"operation": "ListJobs", "kind": "error", "times": 60}]
+    batch.change(rules=rules)
+    before = batch.told()["requests"].get("ListJobs", 0)
+    process = submitting(batch, tmp_path, "orphan", "full", submit_seconds=120.0)
+    try:
+        wait_until("a look", lambda: batch.told()["requests"].get("ListJobs", 0) > before)
+        process.terminate()
+    finally:
+        batch.change(rules=[])
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    [job] = [job for job in batch.jobs() if job["jobName"] == "orphan"]
+    assert job["status"] == "FAILED" and "Ebbflow: ended" in job["statusReason"]
+
+
 def test_without_the_right_to_look_a_submit_is_made_again_and_said(batch: LocalBatch, tmp_path: Path) -> None:
     rules = [{"operation": "SubmitJob", "kind": "lost"}, {"operation": "ListJobs", "kind": "forbid", "times": 9}]
     batch.change(rules=rules)
