@@ -22,6 +22,9 @@ def plan_notes(config: RunConfig, sources: Sources) -> tuple[str, ...]:
         away = [region for region in regions if rates.egress_usd_per_gb(region, config.cost.store_region) is None]
         if away:
             lines.append(f"transfer with {', '.join(away)}: no price on record, so it counts as nothing")
+    if sources.queues is not None:
+        names = ", ".join(name.rpartition("/")[2] for name in sources.queues)
+        lines.append(f"only pools that one of these queues takes: {names}")
     if config.cluster.market != "on_demand":
         waits = "waits after a reclaim as recorded of V100, 2023; the first start is taken to be granted at once"
         lines.append(f"p50, p90 and P(deadline): simulated, staying in the pool; {waits}")

@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 from flows.attempts.asking_again import SUBMIT_SECONDS, AskingAgain
+from flows.attempts.lost_answers import LostAnswers
 from flows.attempts.stopping import make_stoppable
 from flows.capacity import SUBMIT_VARIABLE
 from flows.job import Job
@@ -76,20 +77,23 @@ class _Patience:
 
 class Submission:
     """The one job that this process submits. asked: what the scheduler said about it, {} for a light step; with limits
-    of this process's own: runnable_seconds, starting_seconds, start_by_utc, submit_seconds."""
+    of this process's own: runnable_seconds, starting_seconds, start_by_utc, submit_seconds; look_seconds: how often its
+    job is looked at."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         self._asked = asked
         self._job_id = ""
         self._submits = False  # the answer to a submit is awaited
         self._told_to_leave = 0  # by which signal
+        self._lost = LostAnswers(asked.get("region"), _say)
 
     def listen(self) -> None:
         """From now on, in every client of the SDK that this process makes."""
         from botocore import handlers
 
-        again = AskingAgain(self._limit("submit_seconds", SUBMIT_SECONDS), _say, wanted=lambda: not self._told_to_leave)
-        again.listen()
+        seconds = self._limit("submit_seconds", SUBMIT_SECONDS)
+        self._lost.listen()
+        AskingAgain(seconds, _say, self._lost, wanted=lambda: not self._told_to_leave).listen()
         handlers.BUILTIN_HANDLERS.append(("before-call.batch.SubmitJob", self._begun))
         handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", make_stoppable))
         handlers.BUILTIN_HANDLERS.append(("after-call.batch.SubmitJob", self._submitted))
@@ -101,7 +105,8 @@ class Submission:
         self._submits = True
 
     def _not_submitted(self, **_: Any) -> None:
-        """No answer came, whatever became of the request."""
+        """No answer came, or none with a job: what the request may have made nobody would wait for."""
+        _told(self._end_unanswered)
         self._submits = False
         if self._told_to_leave:
             sys.exit(128 + self._told_to_leave)
@@ -115,13 +120,21 @@ class Submission:
             return self._not_submitted()
         self._submits = False
         self._job_id = str(job_id)
-        for work in (self._note, self._watch):
+        for work in (self._note, self._watch, self._end_twins):
             threading.Thread(target=_told, args=(work, str(parsed.get("jobName"))), daemon=True).start()
         if self._told_to_leave:
             self._go(self._told_to_leave)
 
-    def _note(self, job_name: str) -> None:
-        """Into the events, so that the job is billed whatever becomes of it and of this process."""
+    def _end_unanswered(self) -> None:
+        self._lost.end(why="since nobody waits for it")
+
+    def _end_twins(self, job_name: str) -> None:
+        self._lost.end_twins(self._job_id, lambda twin: self._note(job_name, twin=twin))
+
+    def _note(self, job_name: str, twin: str = "") -> None:
+        """Into the events, so that the job is billed whatever becomes of it and of this process. twin: a job that the
+        same submit has made as well.
+        """
         from infra.config.schema import RunConfig
         from infra.errors import StoreError
         from infra.event_log import EventLog
@@ -136,11 +149,12 @@ class Submission:
             job=job.name,
             run=job.run,
             attempt=asked["attempt"],
-            process=f"submit-{asked['step']}-{asked['task']}-{asked['attempt']}",
+            process=f"submit-{asked['step']}-{asked['task']}-{asked['attempt']}" + ("-twin" if twin else ""),
         )
         with EventLog(job.store, origin) as log:
             told = {"step": asked["step"], "task": asked["task"]}
-            log.emit(BATCH_SUBMITTED, job_id=self._job_id, job_name=job_name, **told)
+            told |= {"twin_of": self._job_id} if twin else {}
+            log.emit(BATCH_SUBMITTED, job_id=twin or self._job_id, job_name=job_name, **told)
             while True:  # as long as this process lives: a store that is away keeps what it was not told
                 try:
                     return log.flush()
@@ -162,7 +176,7 @@ class Submission:
             start_by_utc=self._asked.get("start_by_utc"),
         )
         while True:
-            time.sleep(max(0.2, min(_LOOK_SECONDS, patience.left())))
+            time.sleep(max(0.2, min(self._limit("look_seconds", _LOOK_SECONDS), patience.left())))
             try:
                 found = describe_attempts([self._job_id], client).get(self._job_id)
                 if found is not None and found.status not in (*_WAITING, _STARTING):
