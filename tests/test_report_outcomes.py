@@ -217,5 +217,7 @@ def test_a_completed_job_stays_so_when_a_later_run_of_it_is_refused() -> None:
     assert said in " ".join(render_text(refused).replace("│", " ").split()) and said in render_html(refused)
     failed = build_report([*done, later(500.0, Outcome.PREFLIGHT), later(600.0, Outcome.FAILED)])
     assert failed.outcome is Outcome.FAILED and failed.events["refused"] is None
+    again = build_report([*done, later(500.0, Outcome.FAILED), later(600.0, Outcome.PREFLIGHT)])
+    assert again.outcome is Outcome.PREFLIGHT, "it was not completed any more"
     begun = build_report([*interrupted_job(completed=False), later(500.0, Outcome.PREFLIGHT)])
     assert begun.outcome is Outcome.PREFLIGHT and begun.events["refused"] is None
