@@ -6,11 +6,11 @@ lost answer the job with that mark is looked for: what is found is the answer. A
 
 from __future__ import annotations
 
-import io
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from infra.errors import CloudAway, CloudError
@@ -119,12 +119,8 @@ class LostAnswers:
         return marked_jobs(self._queue, self._name, self._mark, client, deadline_seconds=_LOOK_SECONDS)
 
 
-class _Body(io.BytesIO):
-    def stream(self, **_: Any) -> Iterator[bytes]:
-        yield self.read()
-
-
 def _response(url: str, told: dict[str, str]) -> Any:
     from botocore.awsrequest import AWSResponse
 
-    return AWSResponse(url, 200, {"Content-Type": "application/json"}, _Body(json.dumps(told).encode()))
+    body = SimpleNamespace(stream=lambda: [json.dumps(told).encode()])
+    return AWSResponse(url, 200, {"Content-Type": "application/json"}, body)
