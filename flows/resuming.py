@@ -7,16 +7,15 @@ import sys
 from collections.abc import Sequence
 
 from cost.jobs import known_job_names
-from flows.checks import run_all_checks
+from flows.checks import refused_at_once
 from flows.job import RUNS
-from flows.remote import backend_asked, refusal, set_environment, values_of
+from flows.remote import values_of
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
 from infra.events import read_events
 from infra.known_jobs import KnownJob, known_job
 from infra.layout import job_prefix
 from infra.outcome import Outcome
-from infra.preflight import blocking, render_results
 from infra.store import Store
 
 _REQUEST_SECONDS = 10.0
@@ -33,21 +32,16 @@ def check_resume(words: Sequence[str]) -> None:
     if found is None:
         return
     name, path, config = found
-    backend = backend_asked(words)
-    if said := refusal(config, backend, words):
-        _refuse(said)
-    if backend is not None:
-        set_environment(config, backend)
-    results = run_all_checks(config, path, quick_only=True, job=name, target=backend or "local")
-    if failed := blocking(results):
-        _refuse(render_results(failed))
+    if said := refused_at_once(config, path, job=name, words=words):
+        print(said, file=sys.stderr)
+        sys.exit(Outcome.PREFLIGHT.exit_code)
 
 
 def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
     """(name, path of the configuration's file, configuration) of the job whose run a `resume` goes on with."""
     run = (values_of(words, "--origin-run-id") or [""])[-1]
     try:
-        job = known_job(RUNS / (run or "latest")) or _with_a_name_of_its_own(run)
+        job = known_job(RUNS / run) or _with_a_name_of_its_own(run) if run else known_job(RUNS / "latest")
         if job is None:
             _say(f"{RUNS} knows no job of {f'run {run}' if run else 'an earlier run'}")
             return None
@@ -78,8 +72,3 @@ def _store(job: KnownJob) -> Store:
 
 def _say(why: str) -> None:
     print(f"resume: nothing is checked, and Metaflow's own settings hold: {why}", flush=True)
-
-
-def _refuse(text: str) -> None:
-    print(text, file=sys.stderr)
-    sys.exit(Outcome.PREFLIGHT.exit_code)

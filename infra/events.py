@@ -73,8 +73,8 @@ PLAN = "plan"  # the plan as JSON
 # placement instance_type, market, region, zone, processes_per_node, usd_per_hour, quoted_usd_per_hour, price_kind.
 # `cost.capacity.attempt_record` makes it.
 PLACED = "placed"
-# Written by the process that submitted: job_id, job_name, step, task (of the flow); twin_of: where an unanswered submit
-# has made this job as well, and it was ended: the one that is waited for.
+# Written by the process that submitted: job_id, job_name, step, task (of the flow); twin_of: of a job that an
+# unanswered submit has made and nobody waits for, so that it was ended: the one that is waited for, None without any.
 BATCH_SUBMITTED = "batch_submitted"
 BATCH_ATTEMPT = "batch_attempt"
 BUDGET = "budget"  # threshold (share of the budget), spent_usd, budget_usd, reserve_usd

@@ -207,6 +207,20 @@ def test_a_job_of_an_unanswered_submit_is_ended_with_who_submitted_it(batch: Loc
     assert job["status"] == "FAILED" and "Ebbflow: ended" in job["statusReason"]
 
 
+def test_a_job_of_a_submit_that_is_given_up_is_ended_and_told(batch: LocalBatch, tmp_path: Path) -> None:
+    """It may have begun while nobody could look for it, and cost something."""
+    rules = [{"operation": "SubmitJob", "kind": "lost"}, {"operation": "ListJobs", "kind": "error", "times": 7}]
+    batch.change(rules=rules)
+    try:
+        done = submit(batch, tmp_path, "given-up", "full", submit_seconds=0.1)
+    finally:
+        batch.change(rules=[])
+    assert done.returncode == 1 and "given up" in done.stderr, done.stderr
+    [job] = [job for job in batch.jobs() if job["jobName"] == "given-up"]
+    assert job["status"] == "FAILED" and "nobody waits for it" in job["statusReason"]
+    assert [(one["job_id"], one["twin_of"]) for one in submitted(tmp_path)] == [(job["jobId"], None)]
+
+
 def test_without_the_right_to_look_a_submit_is_made_again_and_said(batch: LocalBatch, tmp_path: Path) -> None:
     rules = [{"operation": "SubmitJob", "kind": "lost"}, {"operation": "ListJobs", "kind": "forbid", "times": 9}]
     batch.change(rules=rules)

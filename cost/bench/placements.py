@@ -85,13 +85,8 @@ def _run(arguments: argparse.Namespace) -> int:
     ]
     if arguments.json:
         jobs = [{**asdict(one), "regret_usd": one.regret_usd} for one in found]
-        print(
-            json.dumps(
-                {"kind": "simulated", "seed": arguments.seed, "traces": [one.name for one in traces], "jobs": jobs},
-                indent=1,
-                allow_nan=False,
-            )
-        )
+        told = {"kind": "simulated", "seed": arguments.seed, "traces": [one.name for one in traces], "jobs": jobs}
+        print(json.dumps(told, indent=1, allow_nan=False))
         return 0
     print(_text(found, traces))
     print(f"{len(found)} jobs, seed {arguments.seed}, {time.process_time() - began:.0f} s of processor time")

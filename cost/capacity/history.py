@@ -111,8 +111,8 @@ def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:
     for event in ordered:
         if event.name == PLACED:
             tries[_try(event)] = event
-        elif event.name == BATCH_SUBMITTED and event.data.get("twin_of"):
-            taken.add(str(event.data.get("job_id")))  # ended for the one that was waited for: nothing came of it
+        elif event.name == BATCH_SUBMITTED and "twin_of" in event.data:
+            taken.add(str(event.data.get("job_id")))  # ended, since nobody waited for it: nothing came of it
         elif event.name == BATCH_SUBMITTED and (placed := tries.get(_try(event))) is not None:
             found[id(placed)] = str(event.data.get("job_id"))
             taken.add(found[id(placed)])

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cost.capacity.placement import pool_id, short_name
+from cost.capacity.placement import pool_id
 from cost.catalogue import Catalogue, load_catalogue
 from cost.plan.pools import Candidate
-from cost.plan.queues import lack_of, takes
+from cost.plan.queues import lack_of, short_name, takes
 
 if TYPE_CHECKING:
     from infra.batch.queues import QueueState

@@ -76,19 +76,18 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
 def final_outcome(events: Sequence[Event]) -> Event | None:
     """The last `outcome` event that concerns the newest generation: its own, or one that the flow wrote after it.
 
-    A job that is completed stays so where a later run of it was refused before it did anything: see `refused_after`.
+    A job that is completed stays so where later runs of it were refused before they did anything: see `refused_after`.
     """
     concerning = _concerning(events)
-    completed = [event for event in concerning if event.data.get("outcome") == Outcome.COMPLETED]
-    return completed[-1] if completed and refused_after(events) else (concerning or [None])[-1]
+    acted = [event for event in concerning if event.data.get("outcome") not in _REFUSED]
+    stays = bool(acted) and acted[-1].data.get("outcome") == Outcome.COMPLETED
+    return acted[-1] if stays else (concerning or [None])[-1]
 
 
 def refused_after(events: Sequence[Event]) -> Event | None:
     """The last `outcome` event, where a completed job's later run was refused by its checks; None: it was not."""
-    concerning = _concerning(events)
-    completed = any(event.data.get("outcome") == Outcome.COMPLETED for event in concerning)
-    last = concerning[-1] if concerning else None
-    return last if completed and last is not None and last.data.get("outcome") in _REFUSED else None
+    last = (_concerning(events) or [None])[-1]
+    return last if last is not final_outcome(events) else None
 
 
 def _concerning(events: Sequence[Event]) -> list[Event]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cost.plan.candidates import Sources
+from cost.plan.queues import short_name
 from cost.rates.table import RATES_KIND
 from infra.config.schema import RunConfig
 
@@ -23,7 +24,7 @@ def plan_notes(config: RunConfig, sources: Sources) -> tuple[str, ...]:
         if away:
             lines.append(f"transfer with {', '.join(away)}: no price on record, so it counts as nothing")
     if sources.queues is not None:
-        names = ", ".join(name.rpartition("/")[2] for name in sources.queues)
+        names = ", ".join(map(short_name, sources.queues))
         lines.append(f"only pools that one of these queues takes: {names}")
     if config.cluster.market != "on_demand":
         waits = "waits after a reclaim as recorded of V100, 2023; the first start is taken to be granted at once"

@@ -21,7 +21,12 @@ def without_queue(queues: Mapping[str, QueueState], wanted: Pool, catalogue: Cat
     near = next((name for name, queue in queues.items() if queue.market == wanted.market), None)
     if near is None:
         return f"no queue is {wanted.market.replace('_', '-')}"
-    return f"{near.rpartition('/')[2]}: {lacks[near]}"
+    return f"{short_name(near)}: {lacks[near]}"
+
+
+def short_name(queue: str) -> str:
+    """A queue's name without the rest of its ARN."""
+    return queue.rpartition("/")[2]
 
 
 def lack_of(queue: QueueState, wanted: Pool, catalogue: Catalogue) -> str | None:

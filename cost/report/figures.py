@@ -127,8 +127,8 @@ def price_text(report: RunReport) -> str:
         return f"simulated: priced as if on {plain(pool_text(report.plan))}"
     if _nothing_paid(report):
         chosen = (report.plan or {}).get("chosen")
-        ended = f"it was to run on {plain(pool_text(report.plan))}" if chosen else "it has no plan"
-        return f"none: nothing of the job has started, so that nothing was paid for; {ended}"
+        planned = f"it was to run on {plain(pool_text(report.plan))}" if chosen else "it has no plan"
+        return f"none: nothing of the job has started, so that nothing was paid for; {planned}"
     if kind == UNPRICED:
         return "unpriced: the events hold no plan"
     return kind
@@ -232,7 +232,7 @@ def trust_lines(report: RunReport) -> list[str]:
     if report.money.get("light_steps_away"):
         lines.append(
             "not counted: the jobs of the steps around training (start, preflight, plan, prepare, report …), which ran "
-            "on other machines as well; AWS's bill has them, by the run's tags"
+            "on other machines as well; the provider's bill has them, that of AWS Batch by the run's tags"
         )
     if inferred:
         why = "a node's end was not recorded, so it is billed to its last sign of life"

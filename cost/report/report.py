@@ -119,6 +119,9 @@ def build_report(events: Sequence[Event], *, running: bool = False) -> RunReport
     if not events:
         raise ReportError("no events: nothing of this job was recorded")
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    if refused_after(ordered) is not None:  # whose settings are not those that the job was done with
+        done = final_outcome(ordered)
+        ordered = [event for event in ordered if event.name != CONFIGURED or event.run == done.run]
     generations = read_generations(ordered, running=running)
     ledger = fold(ordered, running=running)
     outcome_event = final_outcome(ordered)

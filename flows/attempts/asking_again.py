@@ -85,7 +85,7 @@ class AskingAgain:
 
 
 def _curable(response: Any, error: BaseException | None) -> str | None:
-    """What went wrong, where it cannot have led to a job and passes by itself; else None."""
+    """What went wrong, where it passes by itself; else None. Whether it may have led to a job `LostAnswers` tells."""
     from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError
 
     from infra.aws.calls import is_throttled

@@ -6,11 +6,11 @@ lost answer the job with that mark is looked for: what is found is the answer. A
 
 from __future__ import annotations
 
-import io
 import json
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from infra.errors import CloudAway, CloudError
@@ -28,13 +28,14 @@ class CannotLook(Exception):
 class LostAnswers:
     """Of the one job that this process submits. region: of Batch, None: as every AWS tool finds it.
 
-    lost: an answer to the submit was. Its methods are called by the SDK in the order of a submit's events, or by the
-    submitter.
+    note: is called with name and id of each job that was ended, which may have cost something. lost: an answer to the
+    submit was. Its methods are called by the SDK in the order of a submit's events, or by the submitter.
     """
 
-    def __init__(self, region: str | None, say: Callable[[str], None]) -> None:
-        self._region, self._say = region, say
+    def __init__(self, region: str | None, say: Callable[[str], None], note: Callable[[str, str], None]) -> None:
+        self._region, self._say, self._note = region, say, note
         self._mark = self._queue = self._name = ""
+        self._ended: set[str] = set()
         self._denied = False
         self.lost = False
 
@@ -79,27 +80,32 @@ class LostAnswers:
         self._say(f"an unanswered submit has made job {found[0]}: that one is waited for, and no other is made")
         return _response(request.url, {"jobId": found[0], "jobName": self._name})
 
-    def end(self, *, but: Collection[str] = (), why: str) -> list[str]:
-        """End all jobs that this submit has made but these, where an answer was lost; their ids. Raises CloudError."""
+    def end(self, waited_for: str) -> None:
+        """End all jobs that this submit has made but that one ("": none is waited for), where an answer was lost. Where
+        Batch does not answer, that is said.
+        """
         from infra.batch import TERMINATED, batch_client, cancel_job
 
-        ended = [job for job in (self._find() if self.lost and not self._denied else []) if job not in but]
-        for job in ended:
-            cancel_job(job, why, batch_client(self._region), words=TERMINATED)
-            self._say(f"job {job} of {self._name} was made by an unanswered submit: ended, {why}")
-        return ended
+        if not self.lost or self._denied:
+            return
+        why = f"since {waited_for} is waited for" if waited_for else "since nobody waits for it"
+        try:
+            for job in self._find():
+                if job == waited_for or job in self._ended:
+                    continue
+                cancel_job(job, why, batch_client(self._region), words=TERMINATED)
+                self._ended.add(job)
+                self._say(f"job {job} of {self._name} was made by an unanswered submit: ended, {why}")
+                self._note(self._name, job)
+        except CloudError as error:
+            other = f"another job than {waited_for}" if waited_for else "a job"
+            self._say(f"whether an unanswered submit of {self._name} has made {other} is not known: {error}")
 
-    def end_twins(self, job_id: str, note: Callable[[str], None]) -> None:
-        """Of the job that is waited for, for as long as one may still appear. note: is called with each one's id."""
+    def end_twins(self, waited_for: str) -> None:
+        """Of the job that is waited for, for as long as one may still appear."""
         limit, pause = time.monotonic() + _TWINS_SECONDS, _FIRST_TWINS_PAUSE_SECONDS
-        known = {job_id}
         while self.lost and not self._denied:
-            try:
-                for job in self.end(but=known, why=f"since {job_id} is waited for"):
-                    known.add(job)
-                    note(job)
-            except CloudError as error:
-                self._say(f"whether an unanswered submit has made another job than {job_id} is not known: {error}")
+            self.end(waited_for)
             if time.monotonic() > limit:
                 return
             time.sleep(pause)
@@ -113,12 +119,8 @@ class LostAnswers:
         return marked_jobs(self._queue, self._name, self._mark, client, deadline_seconds=_LOOK_SECONDS)
 
 
-class _Body(io.BytesIO):
-    def stream(self, **_: Any) -> Iterator[bytes]:
-        yield self.read()
-
-
 def _response(url: str, told: dict[str, str]) -> Any:
     from botocore.awsrequest import AWSResponse
 
-    return AWSResponse(url, 200, {"Content-Type": "application/json"}, _Body(json.dumps(told).encode()))
+    body = SimpleNamespace(stream=lambda: [json.dumps(told).encode()])
+    return AWSResponse(url, 200, {"Content-Type": "application/json"}, body)

@@ -85,7 +85,7 @@ class Submission:
         self._job_id = ""
         self._submits = False  # the answer to a submit is awaited
         self._told_to_leave = 0  # by which signal
-        self._lost = LostAnswers(asked.get("region"), _say)
+        self._lost = LostAnswers(asked.get("region"), _say, self._note_unwanted)
 
     def listen(self) -> None:
         """From now on, in every client of the SDK that this process makes."""
@@ -106,7 +106,7 @@ class Submission:
 
     def _not_submitted(self, **_: Any) -> None:
         """No answer came, or none with a job: what the request may have made nobody would wait for."""
-        _told(self._end_unanswered)
+        _told(self._lost.end, "")
         self._submits = False
         if self._told_to_leave:
             sys.exit(128 + self._told_to_leave)
@@ -120,20 +120,19 @@ class Submission:
             return self._not_submitted()
         self._submits = False
         self._job_id = str(job_id)
-        for work in (self._note, self._watch, self._end_twins):
-            threading.Thread(target=_told, args=(work, str(parsed.get("jobName"))), daemon=True).start()
+        name = str(parsed.get("jobName"))
+        for work, about in ((self._note, name), (self._watch, name), (self._lost.end_twins, self._job_id)):
+            _aside(work, about)
         if self._told_to_leave:
             self._go(self._told_to_leave)
 
-    def _end_unanswered(self) -> None:
-        self._lost.end(why="since nobody waits for it")
+    def _note_unwanted(self, job_name: str, job_id: str) -> None:
+        """Gives a store that is away some time and no more: who calls may be about to leave."""
+        _aside(self._note, job_name, job_id).join(_REQUEST_SECONDS)
 
-    def _end_twins(self, job_name: str) -> None:
-        self._lost.end_twins(self._job_id, lambda twin: self._note(job_name, twin=twin))
-
-    def _note(self, job_name: str, twin: str = "") -> None:
-        """Into the events, so that the job is billed whatever becomes of it and of this process. twin: a job that the
-        same submit has made as well.
+    def _note(self, job_name: str, unwanted: str = "") -> None:
+        """Into the events, so that the job is billed whatever becomes of it and of this process. unwanted: another job
+        that the same submit has made.
         """
         from infra.config.schema import RunConfig
         from infra.errors import StoreError
@@ -149,17 +148,17 @@ class Submission:
             job=job.name,
             run=job.run,
             attempt=asked["attempt"],
-            process=f"submit-{asked['step']}-{asked['task']}-{asked['attempt']}" + ("-twin" if twin else ""),
+            process=f"submit-{asked['step']}-{asked['task']}-{asked['attempt']}",
         )
         with EventLog(job.store, origin) as log:
             told = {"step": asked["step"], "task": asked["task"]}
-            told |= {"twin_of": self._job_id} if twin else {}
-            log.emit(BATCH_SUBMITTED, job_id=twin or self._job_id, job_name=job_name, **told)
+            told |= {"twin_of": self._job_id or None} if unwanted else {}
+            log.emit(BATCH_SUBMITTED, job_id=unwanted or self._job_id, job_name=job_name, **told)
             while True:  # as long as this process lives: a store that is away keeps what it was not told
                 try:
                     return log.flush()
                 except StoreError as error:
-                    _say(f"job {self._job_id} is not in the events yet: {error}")
+                    _say(f"job {unwanted or self._job_id} is not in the events yet: {error}")
 
     def _limit(self, name: str, usual: float) -> float:
         return float(self._asked.get(name) or usual)
@@ -206,6 +205,7 @@ class Submission:
 
     def _go(self, number: int) -> None:
         _told(self._end, self._job_id)
+        _told(self._lost.end, self._job_id)
         sys.exit(128 + number)
 
     def _end(self, job_id: str) -> None:
@@ -227,6 +227,12 @@ class Submission:
 def submission() -> Submission:
     """Of this process, by what the scheduler left in its environment."""
     return Submission(json.loads(os.environ.get(SUBMIT_VARIABLE) or "{}"))
+
+
+def _aside(work: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=_told, args=(work, *args), daemon=True)
+    thread.start()
+    return thread
 
 
 def _told(work: Any, *args: Any) -> None:

@@ -71,8 +71,8 @@ def in_a_row(record: Record, verdict: Verdict) -> int:
     does, but for failures, which nobody's absence cures."""
     failure = verdict is Verdict.FAILURE
     spells = record.spells if failure else _since_alone(record.spells, LONGEST_PAUSE_SECONDS)
-    ended = [spell for spell in spells if spell.verdict == verdict and spell.commit == record.commit]
-    return sum(spell.failures for spell in ended) if failure else len(ended)
+    ended = (spell for spell in spells if spell.verdict == verdict and spell.commit == record.commit)
+    return sum(spell.failures if failure else 1 for spell in ended)
 
 
 def pause_seconds(record: Record, verdict: Verdict, first_seconds: float) -> float:
