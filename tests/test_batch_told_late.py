@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore import handlers
 from botocore.stub import Stubber
+from metaflow.plugins.aws.batch.batch_client import RunningJob
 
 from cost.report.failures import failures
+from flows import metaflow_fixes
 from flows.attempts.past import settle
 from flows.job import Job
 from infra.batch import batch_client
@@ -56,3 +59,19 @@ def test_what_was_not_waited_for_is_told_afterwards_and_counts_once(job: Job) ->
     assert [event.name for event in events].count(BATCH_ATTEMPT) == 2
     [failure] = failures(events, {})
     assert failure["what"] == "Batch job in queue q: reclaimed"
+
+
+@pytest.mark.parametrize("status", ["SUCCEEDED", "FAILED"])
+def test_metaflow_bears_a_gang_of_which_only_its_end_is_told(
+    job: Job, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """It would count as failed, and all of its nodes would be started again."""
+    monkeypatch.setattr(handlers, "BUILTIN_HANDLERS", list(handlers.BUILTIN_HANDLERS))
+    metaflow_fixes.mend_request()
+    client = batch_client("us-east-1")
+    gang = {**_EARLY, "status": status, "stoppedAt": 9000}
+    gang["nodeProperties"] = {"numNodes": 2, "mainNode": 0, "nodeRangeProperties": []}
+    with Stubber(client) as batch:
+        batch.add_response("describe_jobs", {"jobs": [gang]})
+        ended = RunningJob("j", client).update()
+        assert (ended.status, ended.status_code, ended.reason) == (status, None, None)
