@@ -198,7 +198,7 @@ def _this_python() -> str:
 
 def _tell(job: Job, code: int, started: float) -> int:
     """Print the report, which is rebuilt from the event log when the run died before writing it."""
-    from cost.errors import CostError
+    from cost.errors import CostError, ReportError
     from cost.report.render_text import render
     from cost.report.report import RunReport
     from flows.reporting import write_report
@@ -210,7 +210,8 @@ def _tell(job: Job, code: int, started: float) -> int:
         if not _is_new(path, started):
             write_report(job)
     except (InfraError, CostError) as error:
-        code = error.outcome.exit_code or code
+        # That nothing was recorded yet says nothing of why the run ended, which Metaflow does.
+        code = code if code and isinstance(error, ReportError) else error.outcome.exit_code or code
         if not _is_new(path, started):
             print(f"no report: {error}", file=sys.stderr)
             return code
