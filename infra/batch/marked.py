@@ -7,7 +7,7 @@ from typing import Any
 from infra.aws.calls import Patience, ask, pages
 
 # Of a submit's parameters, which stand in no job definition and so replace nothing; Batch tells them with the job.
-MARK = "ebbflow.submit"
+MARK = "ebbflow_submit"
 _JOBS_IN_A_REQUEST = 100
 
 
