@@ -1,6 +1,6 @@
 """Beside Metaflow in the process that submits an attempt to AWS Batch and waits for it: asks again where a submit is
-refused for a while, notes the job's id, ends a job that waits too long for capacity or for its container, and passes
-SIGTERM on as "save and leave".
+refused for a while, notes the job's id or why there is none, ends a job that waits too long for capacity or for its
+container, and passes SIGTERM on as "save and leave".
 
 It listens at the AWS SDK, where every request passes, so that it needs nothing of Metaflow's inside.
 """
@@ -14,13 +14,16 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flows.attempts.asking_again import SUBMIT_SECONDS, AskingAgain
 from flows.attempts.stopping import make_stoppable
 from flows.capacity import SUBMIT_VARIABLE
 from flows.job import Job
 from flows.remote import RUNNABLE_VARIABLE
+
+if TYPE_CHECKING:
+    from infra.event_log import EventLog
 
 # Where a job has no machine yet, and costs nothing. From STARTING on it has, while its image is pulled.
 _WAITING = ("SUBMITTED", "PENDING", "RUNNABLE")
@@ -112,6 +115,8 @@ class Submission:
         """
         job_id = parsed.get("jobId")
         if not job_id:
+            if why := refused_for_good(parsed):
+                _told(self._note_refusal, why)
             return self._not_submitted()
         self._submits = False
         self._job_id = str(job_id)
@@ -120,16 +125,40 @@ class Submission:
         if self._told_to_leave:
             self._go(self._told_to_leave)
 
+    def _note_refusal(self, why: str) -> None:
+        """Into the events: Metaflow ends the run then, and its report is to say what ended it."""
+        from infra.events import OUTCOME
+        from infra.outcome import Outcome
+
+        if self._asked:
+            with self._events() as log:
+                message = f"AWS Batch refused the submit of {self._asked['step']}: {why}"
+                log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
+
     def _note(self, job_name: str) -> None:
         """Into the events, so that the job is billed whatever becomes of it and of this process."""
-        from infra.config.schema import RunConfig
         from infra.errors import StoreError
-        from infra.event_log import EventLog
-        from infra.events import BATCH_SUBMITTED, Origin
+        from infra.events import BATCH_SUBMITTED
 
         asked = self._asked
         if not asked:
             return
+        with self._events() as log:
+            told = {"step": asked["step"], "task": asked["task"]}
+            log.emit(BATCH_SUBMITTED, job_id=self._job_id, job_name=job_name, **told)
+            while True:  # as long as this process lives: a store that is away keeps what it was not told
+                try:
+                    return log.flush()
+                except StoreError as error:
+                    _say(f"job {self._job_id} is not in the events yet: {error}")
+
+    def _events(self) -> EventLog:
+        """Those of the job that this attempt belongs to."""
+        from infra.config.schema import RunConfig
+        from infra.event_log import EventLog
+        from infra.events import Origin
+
+        asked = self._asked
         config = RunConfig(store=asked["store"])
         job = Job(name=asked["job"], run=asked["run"], config=config, request_seconds=_REQUEST_SECONDS)
         origin = Origin(
@@ -138,14 +167,7 @@ class Submission:
             attempt=asked["attempt"],
             process=f"submit-{asked['step']}-{asked['task']}-{asked['attempt']}",
         )
-        with EventLog(job.store, origin) as log:
-            told = {"step": asked["step"], "task": asked["task"]}
-            log.emit(BATCH_SUBMITTED, job_id=self._job_id, job_name=job_name, **told)
-            while True:  # as long as this process lives: a store that is away keeps what it was not told
-                try:
-                    return log.flush()
-                except StoreError as error:
-                    _say(f"job {self._job_id} is not in the events yet: {error}")
+        return EventLog(job.store, origin)
 
     def _limit(self, name: str, usual: float) -> float:
         return float(self._asked.get(name) or usual)
@@ -208,6 +230,17 @@ class Submission:
                 return
             time.sleep(0.5)
         _say(f"job {job_id} has not ended within {_LEAVE_SECONDS:g} s of being told to")
+
+
+def refused_for_good(answer: dict[str, Any]) -> str | None:
+    """What Batch says of a request that it will not take the next time either; None: it may, or took it."""
+    from infra.aws.calls import is_throttled
+
+    error = answer.get("Error") or {}
+    status, code = int((answer.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0), str(error.get("Code", ""))
+    if not 400 <= status < 500 or is_throttled(status, code):
+        return None
+    return f"{error.get('Message') or 'no reason given'} ({code or status})"
 
 
 def submission() -> Submission:
