@@ -146,7 +146,8 @@ def test_a_run_whose_submit_was_refused_for_good_goes_on_by_resume(
     runner.await_so("the preparation", lambda: [event for event in runner.events() if event["name"] == "prepared"])
     batch.change(rules=[{"operation": "SubmitJob", "kind": "refuse", "times": 1}])
     failed = runner.finish(process, PATIENCE_SECONDS)
-    assert failed.exit_code == 1 and "SubmitJob is refused" in failed.output, failed.output
+    told = "message: AWS Batch refused the submit of train_node: SubmitJob is refused"
+    assert failed.exit_code == 1 and told in failed.output, failed.output
     assert not runner.training_jobs(before=before)
     assert_as_quiet(runner.run("resume", "--with", "batch", timeout=PATIENCE_SECONDS), quiet)
 
