@@ -21,7 +21,7 @@ from tests.support.swift import Swift
 
 __all__ = ["failing_s3"]  # a fixture
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(3600)]
 
 FAST, SLOW = "g5.xlarge", "g4dn.xlarge"
 _STEPS = 60
@@ -47,7 +47,7 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> FlowRun:
     folder = tmp_path_factory.mktemp("quiet")
     runner = FlowRunner(folder, environment=with_paced(folder))
     options = runner.options(**paced_settings(0.0), cluster__nodes=1, training__max_steps=_STEPS)
-    run = runner.run("run", *options, timeout=400)
+    run = runner.run("run", *options, timeout=1200)
     assert run.exit_code == 0, run.output
     return run
 
@@ -74,7 +74,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory, failing_s3: FailingServer) -
         batch.change(queues={SPOT: {"capacity": [[0, 0]]}})
         batch.begin_traces()
         batch.client().update_job_queue(jobQueue=SPOT, state="DISABLED")
-        yield runner, runner.finish(process, 400)
+        yield runner, runner.finish(process, 1200)
 
 
 def test_one_node_on_spot_is_followed_by_two_on_demand(moved: tuple[BatchRunner, FlowRun]) -> None:

@@ -19,8 +19,9 @@ from tests.support.flow import assert_ledger_adds_up
 from tests.support.metadata_service import metadata_service, seen_by_client
 from tests.support.swift import Swift
 
-pytestmark = pytest.mark.flow
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(2400)]
 
+PATIENCE_SECONDS = 900.0
 TINY_FLOW = Path(__file__).parent / "support" / "batch" / "tiny_flow.py"
 
 
@@ -33,9 +34,9 @@ def test_a_flow_that_knows_nothing_of_us_survives_a_lost_machine(tmp_path: Path,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         try:
-            first = job_when(batch, "-shout-", "RUNNING", deadline_seconds=200)
+            first = job_when(batch, "-shout-", "RUNNING", deadline_seconds=PATIENCE_SECONDS)
             batch.reclaim(first["jobId"], notice=False)
-            output, _ = process.communicate(timeout=200)
+            output, _ = process.communicate(timeout=PATIENCE_SECONDS)
         finally:
             process.kill()
         assert process.returncode == 0, output
@@ -46,7 +47,6 @@ def test_a_flow_that_knows_nothing_of_us_survives_a_lost_machine(tmp_path: Path,
         assert lost["statusReason"].startswith("Host EC2 (instance i-")
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("sent", "nodes"), [("batch", 1), ("cloud", 2)])
 def test_with_a_metadata_service_a_run_is_told_to_it_and_nothing_is_mended(
     tmp_path: Path, swift: Swift, sent: str, nodes: int
@@ -54,7 +54,7 @@ def test_with_a_metadata_service_a_run_is_told_to_it_and_nothing_is_mended(
     with metadata_service() as service, account(tmp_path / "batch", swift) as batch:
         runner = BatchRunner(tmp_path, swift, batch)
         runner.environment |= service.environment()
-        run = runner.run("run", "--with", sent, *runner.options(cluster__nodes=nodes), timeout=600)
+        run = runner.run("run", "--with", sent, *runner.options(cluster__nodes=nodes), timeout=PATIENCE_SECONDS)
         assert run.exit_code == 0, run.output
         assert "nothing of Metaflow" in run.output and "fixes for Metaflow" not in run.output
         seen = seen_by_client("TrainFlow/1", runner.environment)

@@ -24,8 +24,13 @@ from tests.support.swift import Swift
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(3000)]
 
 PATIENCE_SECONDS = 1200.0
-STEPS = 120
-SETTINGS = {**paced_settings(0.5), "training__max_steps": STEPS, "training__evaluation_interval_steps": STEPS}
+# Slow enough that training is not done before the second start of the head job has come so far: five light steps.
+STEPS, SECONDS_PER_STEP = 120, 2.0
+SETTINGS = {
+    **paced_settings(SECONDS_PER_STEP),
+    "training__max_steps": STEPS,
+    "training__evaluation_interval_steps": STEPS,
+}
 # As docs/aws.md has it.
 SUPERVISOR = "python flows/supervise.py configs/aws.yaml --job scheduled-$EBBFLOW_EXECUTION --with batch"
 
@@ -126,4 +131,5 @@ def test_a_head_job_whose_machine_goes_is_started_again_and_goes_on(
     trained = runner.training_jobs(before=before)
     print(execution, [(job["status"], job["statusReason"]) for job in trained], found["redone_steps"])
     assert len(trained) >= 2 and len(runner.batch.jobs()[before:]) > 7, "light steps are jobs too"
+    assert trained[0]["statusReason"].startswith("Ebbflow: ended"), "nobody waits for what the first start sent"
     assert [job["status"] for job in runner.batch.jobs() if job["status"] not in ("SUCCEEDED", "FAILED")] == []

@@ -32,10 +32,11 @@ def context(service: MetadataService, monkeypatch: pytest.MonkeyPatch) -> Prefli
 
 
 @pytest.mark.flow
+@pytest.mark.timeout(900)
 def test_a_run_and_its_report_are_found_through_the_service(tmp_path: Path, service: MetadataService) -> None:
     """The job is called after the run, which the service numbers."""
     runner = FlowRunner(tmp_path, environment=service.environment())
-    run: FlowRun = runner.run("run", *runner.options(training__max_steps=16))
+    run: FlowRun = runner.run("run", *runner.options(training__max_steps=16), timeout=600)
     assert run.exit_code == 0, run.output
     assert (run.report["job"], run.report["outcome"]) == ("1", "completed")
     seen = seen_by_client("TrainFlow/1", {**runner.environment, "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path)})

@@ -21,7 +21,7 @@ from tests.support.batch.prepared import paced_settings, with_paced
 from tests.support.flow import ROOT, FlowRunner, assert_ledger_adds_up, processes_with
 from tests.support.swift import Swift
 
-pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(3600)]
 
 CONFIG = str(ROOT / "configs" / "laptop.yaml")
 INTERRUPTIONS = 9
@@ -92,7 +92,7 @@ def test_nine_interruptions_of_one_job(runner: Supervised, tmp_path: Path) -> No
             lambda before=seen: (newest := runner.commits()) > before and newest,
         )
         interrupt(runner, number)
-    run = runner.finish(process, timeout=600)
+    run = runner.finish(process, timeout=1200)
     assert run.exit_code == 0, run.output
     print("\n".join(told(run.output)))
     report = run.report
@@ -106,7 +106,7 @@ def test_nine_interruptions_of_one_job(runner: Supervised, tmp_path: Path) -> No
 
     quiet = FlowRunner(tmp_path / "quiet", environment=with_paced(tmp_path))
     at_once = quiet.options(cluster__nodes=1, **settings, **paced_settings(0.0))
-    expected = quiet.run("run", *at_once, timeout=600)
+    expected = quiet.run("run", *at_once, timeout=1200)
     assert report["weights_sha256"] == expected.report["weights_sha256"]
     assert report["loss_curve"] == expected.report["loss_curve"]
 
@@ -115,7 +115,7 @@ def test_three_identical_crashes_end_the_job_at_a_cost_stated(runner: Supervised
     before = len(runner.batch.jobs())
     settings = {**paced_settings(0.0, crashes_at_step=5), "checkpoint__interval_steps": 30}
     process = runner.start(CONFIG, *runner.options(**settings), "--with", "cloud", "--pause-seconds", "1")
-    run = runner.finish(process, timeout=600)
+    run = runner.finish(process, timeout=1200)
     assert run.exit_code == 6, run.output
     assert run.report["outcome"] == "crash_loop" and run.report["failures"] == 3
     *_, why, cost = told(run.output)

@@ -47,7 +47,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBatch]:
 @pytest.fixture(autouse=True)
 def usual(batch: LocalBatch) -> Iterator[None]:
     yield
-    batch.change(rules=[], clock_ahead_seconds=0, attempt_scale=1, time_scale=60)
+    batch.change(rules=[], clock_ahead_seconds=0, attempt_scale=1, time_scale=60, stop_seconds=1)
 
 
 def submit(batch: LocalBatch, command: str, *, queue: str = "light", name: str = "job", **request: Any) -> str:
@@ -211,6 +211,12 @@ def test_an_attempt_ends_after_its_duration_and_when_it_is_terminated(batch: Loc
     told = ended(batch, job)
     assert (told["statusReason"], told["isTerminated"], told["isCancelled"]) == ("enough", True, False)
     wait_until("the end of all its processes", lambda: not processes_with(job))
+    batch.change(stop_seconds=60)
+    job = submit(batch, "trap 'exit 0' TERM; echo up; while :; do sleep 0.1; done")
+    wait_until("its start", lambda: started(batch, job) and "up" in batch.output(job))
+    batch.client().terminate_job(jobId=job, reason="enough")
+    told = ended(batch, job)
+    assert (told["status"], told["statusReason"], told["container"]["exitCode"]) == ("FAILED", "enough", 0)
 
 
 def test_a_retry_strategy_starts_a_job_again_for_what_it_names(batch: LocalBatch) -> None:

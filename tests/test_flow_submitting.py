@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from flows.job import Job
 from infra.batch import batch_client, describe_attempts
+from infra.config.schema import RunConfig
 from infra.events import BATCH_SUBMITTED, read_events
 from infra.layout import job_prefix
 from infra.store import Store
@@ -141,15 +143,25 @@ def test_a_submit_that_is_throttled_for_too_long_ends_with_one_clear_line(batch:
     told = [line for line in done.stderr.splitlines() if "given up" in line]
     assert len(told) == 1 and "Nothing of the job is lost" in told[0] and "batch:SubmitJob" in told[0]
     assert not [job for job in batch.jobs() if job["jobName"] == "never"]
+    assert outcomes(tmp_path) == [], "it may be taken another time"
 
 
-def test_other_refusals_are_left_to_the_sdk(batch: LocalBatch, tmp_path: Path) -> None:
+def outcomes(store: Path) -> list[tuple[str, str]]:
+    """That the job's events tell, each with its words."""
+    told = [event.data for event in read_events(Job(name="j", run="1", config=RunConfig(store=str(store))).store)]
+    return [(data["outcome"], data["message"]) for data in told if "outcome" in data]
+
+
+def test_other_refusals_are_left_to_the_sdk_and_end_the_job_as_failed(batch: LocalBatch, tmp_path: Path) -> None:
+    """Told nothing, a report would take the run for one that was interrupted, and a script would start it again."""
     batch.change(rules=[{"operation": "SubmitJob", "kind": "forbid", "times": 9}])
     try:
         done = submit(batch, tmp_path, "denied", "free", submit_seconds=120.0)
     finally:
         batch.change(rules=[])
     assert done.returncode != 0 and "asked again" not in done.stderr and "AccessDenied" in done.stderr
+    [(outcome, why)] = outcomes(tmp_path)
+    assert outcome == "failed" and why.startswith("AWS Batch refused the submit of train: ") and "AccessDenied" in why
 
 
 def test_a_submit_whose_answer_is_lost_makes_one_job(batch: LocalBatch, tmp_path: Path) -> None:

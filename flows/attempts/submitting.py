@@ -1,6 +1,6 @@
 """Beside Metaflow in the process that submits an attempt to AWS Batch and waits for it: asks again where a submit is
-refused for a while, notes the job's id, ends a job that waits too long for capacity or for its container, and passes
-SIGTERM on as "save and leave".
+refused for a while, notes the job's id or why there is none, ends a job that waits too long for capacity or for its
+container, and passes SIGTERM on as "save and leave".
 
 It listens at the AWS SDK, where every request passes, so that it needs nothing of Metaflow's inside.
 """
@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flows.attempts.asking_again import SUBMIT_SECONDS, AskingAgain
 from flows.attempts.lost_answers import LostAnswers
@@ -22,6 +22,9 @@ from flows.attempts.stopping import make_stoppable
 from flows.capacity import SUBMIT_VARIABLE
 from flows.job import Job
 from flows.remote import RUNNABLE_VARIABLE
+
+if TYPE_CHECKING:
+    from infra.event_log import EventLog
 
 # Where a job has no machine yet, and costs nothing. From STARTING on it has, while its image is pulled.
 _WAITING = ("SUBMITTED", "PENDING", "RUNNABLE")
@@ -117,6 +120,8 @@ class Submission:
         """
         job_id = parsed.get("jobId")
         if not job_id:
+            if why := refused_for_good(parsed):
+                _told(self._note_refusal, why)
             return self._not_submitted()
         self._submits = False
         self._job_id = str(job_id)
@@ -126,6 +131,16 @@ class Submission:
         if self._told_to_leave:
             self._go(self._told_to_leave)
 
+    def _note_refusal(self, why: str) -> None:
+        """Into the events: Metaflow ends the run then, and its report is to say what ended it."""
+        from infra.events import OUTCOME
+        from infra.outcome import Outcome
+
+        if self._asked:
+            with self._events() as log:
+                message = f"AWS Batch refused the submit of {self._asked['step']}: {why}"
+                log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
+
     def _note_unwanted(self, job_name: str, job_id: str) -> None:
         """Gives a store that is away some time and no more: who calls may be about to leave."""
         _aside(self._note, job_name, job_id).join(_REQUEST_SECONDS)
@@ -134,23 +149,13 @@ class Submission:
         """Into the events, so that the job is billed whatever becomes of it and of this process. unwanted: another job
         that the same submit has made.
         """
-        from infra.config.schema import RunConfig
         from infra.errors import StoreError
-        from infra.event_log import EventLog
-        from infra.events import BATCH_SUBMITTED, Origin
+        from infra.events import BATCH_SUBMITTED
 
         asked = self._asked
         if not asked:
             return
-        config = RunConfig(store=asked["store"])
-        job = Job(name=asked["job"], run=asked["run"], config=config, request_seconds=_REQUEST_SECONDS)
-        origin = Origin(
-            job=job.name,
-            run=job.run,
-            attempt=asked["attempt"],
-            process=f"submit-{asked['step']}-{asked['task']}-{asked['attempt']}",
-        )
-        with EventLog(job.store, origin) as log:
+        with self._events() as log:
             told = {"step": asked["step"], "task": asked["task"]}
             told |= {"twin_of": self._job_id or None} if unwanted else {}
             log.emit(BATCH_SUBMITTED, job_id=unwanted or self._job_id, job_name=job_name, **told)
@@ -159,6 +164,23 @@ class Submission:
                     return log.flush()
                 except StoreError as error:
                     _say(f"job {unwanted or self._job_id} is not in the events yet: {error}")
+
+    def _events(self) -> EventLog:
+        """Those of the job that this attempt belongs to."""
+        from infra.config.schema import RunConfig
+        from infra.event_log import EventLog
+        from infra.events import Origin
+
+        asked = self._asked
+        config = RunConfig(store=asked["store"])
+        job = Job(name=asked["job"], run=asked["run"], config=config, request_seconds=_REQUEST_SECONDS)
+        origin = Origin(
+            job=job.name,
+            run=job.run,
+            attempt=asked["attempt"],
+            process=f"submit-{asked['step']}-{asked['task']}-{asked['attempt']}",
+        )
+        return EventLog(job.store, origin)
 
     def _limit(self, name: str, usual: float) -> float:
         return float(self._asked.get(name) or usual)
@@ -222,6 +244,17 @@ class Submission:
                 return
             time.sleep(0.5)
         _say(f"job {job_id} has not ended within {_LEAVE_SECONDS:g} s of being told to")
+
+
+def refused_for_good(answer: dict[str, Any]) -> str | None:
+    """What Batch says of a request that it will not take the next time either; None: it may, or took it."""
+    from infra.aws.calls import is_throttled
+
+    error = answer.get("Error") or {}
+    status, code = int((answer.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0), str(error.get("Code", ""))
+    if not 400 <= status < 500 or is_throttled(status, code):
+        return None
+    return f"{error.get('Message') or 'no reason given'} ({code or status})"
 
 
 def submission() -> Submission:

@@ -197,11 +197,12 @@ class Scheduler:
 
     def _end_attempt(self, job: Job, reason: str | None) -> None:
         """The main node's end is the attempt's: what still runs beside it is stopped."""
-        succeeded = job.main.status == "SUCCEEDED"
+        # What was terminated or took too long has FAILED, however its container has ended (API_TerminateJob).
+        stopped = job.stop_reason is not None or job.timed_out_at is not None
+        succeeded = job.main.status == "SUCCEEDED" and not stopped
         self._stop_nodes(job, reason)
         job.attempts.append(job.main.attempt())
-        again = job.stop_reason is None and job.timed_out_at is None and not succeeded
-        if again and retries.another(job):
+        if not stopped and not succeeded and retries.another(job):
             job.status, job.status_reason, job.runnable_since, job.killed_at = "RUNNABLE", None, None, None
             job.new_attempt()
             return
