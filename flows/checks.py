@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.job import PROJECT_ROOT
+from flows.remote import backend_asked, refusal, set_environment
 
 if TYPE_CHECKING:
     from infra.config.schema import RunConfig
@@ -26,6 +28,21 @@ def all_checks() -> list[Check]:
     from training.checks import CHECKS as training_checks
 
     return [*infra_checks, *cost_checks, *training_checks, *metaflow_checks, *batch_checks]
+
+
+def refused_at_once(config: RunConfig, config_path: str, *, job: str | None, words: Sequence[str]) -> str | None:
+    """What forbids a `run` or `resume` before Metaflow is imported, in full; None: nothing does. words: its command
+    line. Makes Metaflow's settings for where it goes.
+    """
+    from infra.preflight import blocking, render_results
+
+    backend = backend_asked(words)
+    if said := refusal(config, backend, words):
+        return said
+    if backend is not None:
+        set_environment(config, backend)
+    failed = blocking(run_all_checks(config, config_path, quick_only=True, job=job, target=backend or "local"))
+    return render_results(failed) if failed else None
 
 
 def run_all_checks(

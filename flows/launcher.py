@@ -36,7 +36,8 @@ _COMMANDS = frozenset({
 def prepare(module_name: str) -> None:
     """Set the environment that Metaflow reads at import; for `run`, replace the user's options by the checked job.
 
-    Exits with 2 for a bad configuration and with 3 when a quick check forbids the run, before anything is written.
+    Exits with 2 for a bad configuration and with 3 when a quick check forbids the run, also one that is resumed, before
+    anything is written.
     Does nothing when the flow file is imported and not run.
     """
     if module_name != "__main__":
@@ -54,8 +55,10 @@ def prepare(module_name: str) -> None:
         from flows.options import checked_options
 
         sys.argv[at + 1 :] = checked_options(sys.argv[at + 1 :])
-    elif (backend := remote.backend_asked(sys.argv)) and (config := remote.resumed_config(sys.argv)):
-        remote.set_environment(config, backend)
+    else:
+        from flows.resuming import check_resume
+
+        check_resume(sys.argv)
     if _run_id_file(sys.argv[at + 1 :]) is None:
         descriptor, path = tempfile.mkstemp(prefix=_RUN_ID_PREFIX)
         os.close(descriptor)
@@ -195,7 +198,7 @@ def _this_python() -> str:
 
 def _tell(job: Job, code: int, started: float) -> int:
     """Print the report, which is rebuilt from the event log when the run died before writing it."""
-    from cost.errors import CostError
+    from cost.errors import CostError, ReportError
     from cost.report.render_text import render
     from cost.report.report import RunReport
     from flows.reporting import write_report
@@ -207,7 +210,8 @@ def _tell(job: Job, code: int, started: float) -> int:
         if not _is_new(path, started):
             write_report(job)
     except (InfraError, CostError) as error:
-        code = error.outcome.exit_code or code
+        # That nothing was recorded yet says nothing of why the run ended, which Metaflow does.
+        code = code if code and isinstance(error, ReportError) else error.outcome.exit_code or code
         if not _is_new(path, started):
             print(f"no report: {error}", file=sys.stderr)
             return code
@@ -215,6 +219,9 @@ def _tell(job: Job, code: int, started: float) -> int:
     report = RunReport.from_json(json.loads(path.read_text()))
     print(render(report, python=_this_python()))
     print(f"\nreport: {RUNS / job.name / 'report.html'}")
+    refused = report.events.get("refused") or {}
+    if refused.get("run") == job.run:  # a completed job stays so, and this run did nothing
+        return Outcome(refused["outcome"]).exit_code
     return report.exit_code or code
 
 

@@ -11,7 +11,8 @@ With local metadata, in the releases named below:
 
 With a metadata service nothing of Metaflow is changed. One of these it shares: a task's number is replaced wherever it
 stands, and the first tasks of a new service have short ones. A command that this has spoilt is corrected in the request
-to AWS, and said.
+to AWS, and said. Of a job of several nodes that has ended it takes for granted what AWS need not tell at once: where
+it is not there yet, a gang that did its work would count as failed, and be started and paid for again.
 """
 
 from __future__ import annotations
@@ -120,10 +121,11 @@ def mend_submitter() -> None:
 
 
 def mend_request() -> None:
-    """Where nothing of Metaflow is changed: from now on in what this process asks of AWS Batch."""
+    """Where nothing of Metaflow is changed: from now on in what this process asks of AWS Batch, and is told by it."""
     from botocore import handlers
 
     handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", correct_nodes))
+    handlers.BUILTIN_HANDLERS.append(("after-call.batch.DescribeJobs", complete_gangs))
 
 
 def mend_task() -> None:
@@ -153,6 +155,14 @@ def correct_nodes(params: dict[str, Any], **_: Any) -> None:
             other["containerOverrides"]["command"] = command
             said = "Metaflow's command of the other nodes changed more than the task's id (#2564): corrected"
             print(f"batch: {said}", file=sys.stderr, flush=True)
+
+
+def complete_gangs(parsed: dict[str, Any], **_: Any) -> None:
+    """In what AWS tells of jobs: what Metaflow reads of one of several nodes is there, and says nothing."""
+    for job in parsed.get("jobs") or []:
+        if job.get("nodeProperties"):
+            job["attempts"] = job.get("attempts") or [{"container": {}}]
+            job.setdefault("statusReason", None)
 
 
 def command_of_node(main: str) -> str:

@@ -10,16 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from flows.checks import run_all_checks
+from flows.checks import refused_at_once
 from flows.job import PROJECT_ROOT, RUNS
-from flows.remote import backend_asked, refusal, set_environment
+from flows.remote import backend_asked
 from infra.config import ConfigError, LoadedConfig, load_config
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
 from infra.known_jobs import known_job
 from infra.layout import check_job_name, job_prefix
 from infra.outcome import Outcome
-from infra.preflight import blocking, render_results
 from infra.store import Store
 from training.rehearse import Fault
 
@@ -40,9 +39,8 @@ def checked_options(options: list[str]) -> list[str]:
     parser.add_argument("--rehearse", default="")
     parser.add_argument("--job", default="")
     known, rest = parser.parse_known_args(options)
-    backend = backend_asked(sys.argv)
     try:
-        loaded = _loaded(known, backend)
+        loaded = _loaded(known, backend_asked(sys.argv))
         if known.rehearse:
             _check_rehearsal(known.rehearse, loaded.config)
         if known.job:
@@ -51,15 +49,8 @@ def checked_options(options: list[str]) -> list[str]:
         _refuse(str(error), Outcome.CONFIG)
     except InfraError as error:
         _refuse(str(error), error.outcome)
-    if said := refusal(loaded.config, backend, sys.argv):
+    if said := refused_at_once(loaded.config, known.config, job=known.job or None, words=sys.argv):
         _refuse(said, Outcome.PREFLIGHT)
-    if backend is not None:
-        set_environment(loaded.config, backend)
-    results = run_all_checks(
-        loaded.config, known.config, quick_only=True, job=known.job or None, target=backend or "local"
-    )
-    if failed := blocking(results):
-        _refuse(render_results(failed), Outcome.PREFLIGHT)
     if known.job:
         _check_place(known.job, loaded.config.store)
         try:

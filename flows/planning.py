@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flows.backends import training_backend
@@ -12,6 +13,7 @@ from infra.events import read_events
 if TYPE_CHECKING:
     from cost.experience.belief import Experience
     from cost.plan.progress import Progress
+    from infra.batch import QueueState
     from infra.config.schema import RunConfig
 
 
@@ -29,6 +31,23 @@ def where_it_runs(flow: Any, config: RunConfig) -> RunConfig:
         named = ", ".join(config.cost.regions)
         print(f"prices of {there.cost.regions[0]}, where the queues are; cost.regions has {named}", flush=True)
     return there
+
+
+def queues_there(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
+    """On AWS Batch, what training may choose from, whether or not it takes jobs at this moment; as the configuration
+    has it where Batch does not say, such as to a container. None: nobody knows it, or the job goes elsewhere.
+    """
+    from infra.batch import batch_client, declared_queues, training_queues
+
+    if training_backend(flow) != "batch":
+        return None
+    try:
+        found = training_queues(config.batch, batch_client(config.batch.region))
+    except InfraError as error:
+        found = declared_queues(config.batch)
+        known = "batch.queues alone" if found else "all instance types, whatever queues there are"
+        print(f"the plan goes by {known}, since AWS Batch cannot be asked for its queues: {error}", flush=True)
+    return {name: replace(queue, usable=True) for name, queue in found.items() if queue.market is not None} or None
 
 
 def experience(job: Job) -> Experience:

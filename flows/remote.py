@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 
-from flows.job import RUNS
 from infra.aws.metaflow import metaflow_setting
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
-from infra.known_jobs import known_job
-from infra.layout import job_prefix
-from infra.store import Store
 from infra.store.aws import aws_settings
 
 # Of a light step's job: how long it may wait for capacity (`flows.attempts.submitting`).
 RUNNABLE_VARIABLE = "EBBFLOW_RUNNABLE_SECONDS"
-_REQUEST_SECONDS = 10.0
 
 _BACKENDS = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}
 
@@ -30,11 +24,12 @@ def in_container() -> bool:
 
 def backend_asked(words: Sequence[str]) -> str | None:
     """batch or kubernetes: where a command line sends training, by its --with; None: it stays on this machine."""
-    names = [value.partition(":")[0] for value in _values(words, "--with")]
+    names = [value.partition(":")[0] for value in values_of(words, "--with")]
     return None if "local" in names else next((_BACKENDS[name] for name in names if name in _BACKENDS), None)
 
 
-def _values(words: Sequence[str], option: str) -> list[str]:
+def values_of(words: Sequence[str], option: str) -> list[str]:
+    """All values that a command line gives an option, as "--option value" or "--option=value"."""
     found = [words[at + 1] for at, word in enumerate(words[:-1]) if word == option]
     return found + [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
 
@@ -90,21 +85,6 @@ def light_queue(config: RunConfig) -> str | None:
     return name
 
 
-def resumed_config(words: Sequence[str]) -> RunConfig | None:
-    """Of the job whose run a `resume` goes on with, as its store keeps it; None where this machine does not know it."""
-    run = (_values(words, "--origin-run-id") or ["latest"])[-1]
-    job = known_job(RUNS / run) or known_job(RUNS / "latest")
-    if job is None:
-        print(f"resume: {RUNS} knows no job of run {run}: Metaflow's own settings hold, METAFLOW_* and its file")
-        return None
-    try:
-        store = Store.open(job.store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job.name))
-        return RunConfig.model_validate_json(json.dumps(json.loads(store.get("config.json"))["config"]))
-    except (InfraError, ValueError, KeyError) as error:
-        print(f"resume: Metaflow's own settings hold, since those of job {job.name} cannot be read: {error}")
-        return None
-
-
 def refusal(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -> str | None:
     """Why the run cannot go to another machine, with what to do; None: nothing forbids it. words: its command line."""
     if backend is not None and "://" not in config.store:
@@ -122,5 +102,5 @@ def refusal(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -
 
 
 def _names_role(config: RunConfig, words: Sequence[str]) -> bool:
-    given = any("iam_role=" in value for value in _values(words, "--with"))
+    given = any("iam_role=" in value for value in values_of(words, "--with"))
     return given or bool(config.batch.job_role) or _is_set("METAFLOW_ECS_S3_ACCESS_IAM_ROLE")

@@ -14,7 +14,8 @@ from metaflow.exception import MetaflowException
 from flows.backends import training_backend
 from flows.checks import run_all_checks
 from flows.job import PROJECT_ROOT, Job, mark_latest
-from flows.planning import experience, progress, stays_here, where_it_runs
+from flows.planning import experience, progress, queues_there, stays_here, where_it_runs
+from flows.remote import in_container
 from infra.config.sources import values_with_sources
 from infra.errors import InfraError
 from infra.events import CONFIGURED, OUTCOME, PLAN, PREFLIGHT, PREPARED
@@ -95,7 +96,7 @@ def check(flow: Any) -> list[dict]:
     outcome = Outcome.CONFIG if {result.id for result in failed} == {WORKLOAD_CHECK} else Outcome.PREFLIGHT
     with job.events("preflight") as events:
         events.emit(CONFIGURED, settings=values_with_sources(flow.settings["config"], flow.settings["sources"]))
-        events.emit(PREFLIGHT, results=records)
+        events.emit(PREFLIGHT, results=records, sent_away=in_container())
         if failed:
             events.emit(OUTCOME, outcome=outcome.value, message=f"{len(failed)} checks failed")
     if failed:
@@ -118,7 +119,7 @@ def plan_capacity(flow: Any) -> dict:
     measured = {} if flow.examined is None else {"shape": ModelShape.from_json(flow.examined["shape"])}
     config = where_it_runs(flow, job.config)
     prices = open_prices(config, now, project_root=PROJECT_ROOT)
-    known = {"experience": experience(job), "progress": progress(job)}
+    known = {"experience": experience(job), "progress": progress(job), "queues": queues_there(flow, config)}
     plan = make_plan(config, now_utc=now, simulated=stays_here(flow), prices=prices, **known, **measured)
     say(render_plan(plan))
     job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())

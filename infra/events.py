@@ -61,7 +61,7 @@ GUARD = "guard"
 FAULT_DETECTED = "fault_detected"
 # Written by the flow's steps, or by rank 0 where there is no flow.
 CONFIGURED = "configured"  # settings (list of {key, value, source}, one for each key of the configuration)
-PREFLIGHT = "preflight"  # results (list)
+PREFLIGHT = "preflight"  # results (list), sent_away (the step ran in a container that Metaflow sent somewhere)
 # prepared: fingerprint, weight_unit, and of text train_tokens, held_out_tokens, unigram_entropy_nats, files, bytes …
 PREPARED = "prepared"
 PLAN = "plan"  # the plan as JSON
@@ -73,7 +73,8 @@ PLAN = "plan"  # the plan as JSON
 # placement instance_type, market, region, zone, processes_per_node, usd_per_hour, quoted_usd_per_hour, price_kind.
 # `cost.capacity.attempt_record` makes it.
 PLACED = "placed"
-# Written by the process that submitted: job_id, job_name, queue, step, task (of the flow).
+# Written by the process that submitted: job_id, job_name, step, task (of the flow); twin_of: of a job that an
+# unanswered submit has made and nobody waits for, so that it was ended: the one that is waited for, None without any.
 BATCH_SUBMITTED = "batch_submitted"
 BATCH_ATTEMPT = "batch_attempt"
 BUDGET = "budget"  # threshold (share of the budget), spent_usd, budget_usd, reserve_usd

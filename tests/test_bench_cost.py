@@ -116,7 +116,9 @@ def test_placements_are_in_time_and_between_the_optimum_and_on_demand(
     tight, wide = (sum(job["usd"] for job in jobs if job["deadline_hours"] == hours) for hours in (6, 12))
     assert wide < tight, "more slack, more Spot"
     assert main([*command, "12"]) == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| 12 |")).split(" | ")
+    said = capsys.readouterr().out
+    assert all(path.stem in said for path in (data / "availability").glob("*.json")), "what it was made over"
+    row = next(line for line in said.splitlines() if line.startswith("| 12 |")).split(" | ")
     assert row[1:3] == ["4", "0"] and row[8] == f"{wide / 4:.2f}", "the same seed, the same jobs"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,6 +180,14 @@ def test_a_container_that_is_never_made_with_capacity_there_is_tried_twice(cause
     found = vain(history(cause, cause, started=None), on_demand_comes=True)
     assert found is not None and found[0] is Outcome.FAILED
     assert vain(history(cause, started=None)) is None
+
+
+def test_what_batch_said_last_stands_in_the_message() -> None:
+    first, last = history("user_code", "user_code", started=None).attempts
+    found = vain(History(attempts=(first, replace(last, reason="CannotPullContainerError: no such manifest"))))
+    assert found is not None and found[1].endswith(
+        "; AWS Batch of the last one: CannotPullContainerError: no such manifest"
+    )
 
 
 def test_spot_is_waited_for_until_the_deadline_brings_on_demand() -> None:

@@ -101,7 +101,7 @@ def test_light_steps_go_to_the_smallest_machines_on_demand_unless_a_queue_is_nam
     batch.client().update_job_queue(jobQueue="od-g5", state="ENABLED")
     set_environment(RunConfig(store="s3://bucket/x"), "batch")  # the account's queues, Spot among them
     assert os.environ[named] == "od-g5" and os.environ[root] == "s3://bucket/x/metaflow"
-    assert "to queue od-g5: whose machines all have GPUs that these steps would pay for" in capsys.readouterr().out
+    assert "to queue od-g5: whose machines all have GPUs or other accelerators, paid for" in capsys.readouterr().out
     batch.change(queues={"any-m5": {"instance_types": ["m5.2xlarge"]}, "small": {"instance_types": ["m5.large"]}})
     monkeypatch.delenv(named)
     set_environment(RunConfig(store="s3://bucket/x"), "batch")
@@ -129,6 +129,13 @@ def test_the_smallest_machine_that_holds_a_light_step_is_taken(types: dict[str, 
     assert found is not None and found[0] == chosen
     assert ("batch.light_queue" in found[1]) is (chosen in ("gpu", "unnamed")), "a choice that may be dear is told"
     assert lightest_queue(queues(queue("spot", "spot", ["m5"]))) is None
+
+
+def test_fargate_has_no_gpus_and_comes_behind_small_machines() -> None:
+    fargate, gpu = queue("far", "on_demand", fargate=True), queue("gpu", "on_demand", ["g5"])
+    found = lightest_queue(queues(gpu, fargate, queue("unnamed", "on_demand")))
+    assert found is not None and found[0] == "far" and "may have GPUs" not in found[1] and "FARGATE" in found[1]
+    assert lightest_queue(queues(fargate, queue("cpu", "on_demand", ["m5"])))[0] == "cpu"
 
 
 def test_where_batch_cannot_be_asked_the_plan_of_the_run_decides(

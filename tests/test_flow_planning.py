@@ -8,13 +8,19 @@ from pathlib import Path
 import pytest
 from metaflow import FlowSpec, batch, kubernetes, step
 
+from cost.plan.plan import make_plan
+from cost.plan.plan_text import render_plan
 from flows import planning, reporting
 from flows.job import Job
 from infra.config.schema import CostConfig, RunConfig
 from infra.errors import StoreAway
 from infra.event_log import EventLog
 from infra.events import NODE_STARTED, OUTCOME, PLAN, PRICES, Origin, read_events
+from infra.outcome import Outcome
 from infra.store import Store
+from tests.support.batch.fixture import local_batch
+from tests.support.capacity import batch_config
+from tests.support.timelines import WALL
 
 
 class Here(FlowSpec):
@@ -45,6 +51,33 @@ class OnKubernetes(FlowSpec):
 
 def test_only_what_stays_on_this_machine_is_simulated() -> None:
     assert [planning.stays_here(flow) for flow in (Here, OnBatch, OnKubernetes)] == [True, False, False]
+
+
+def test_on_batch_only_what_a_queue_takes_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the queue is switched off for now: attempts see to that. What nobody can run is no plan."""
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(f"AWS_{name}", "local")
+    config = batch_config("cluster.instance_types=[]")
+    there = {"spot-g6": {"market": "spot", "instance_types": ["g6.xlarge"]}}
+    with local_batch(tmp_path, queues=there) as batch:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
+        batch.client().update_job_queue(jobQueue="spot-g6", state="DISABLED")
+        found = planning.queues_there(OnBatch, config)
+        assert planning.queues_there(Here, config) is None
+    free = make_plan(config, now_utc=WALL)
+    bound = make_plan(config, now_utc=WALL, queues=found)
+    assert free.chosen is not None and free.chosen.instance_type != "g6.xlarge"
+    assert {(one.instance_type, one.market, one.nodes) for one in bound.ranked} == {("g6.xlarge", "spot", 1)}
+    text = " ".join(render_plan(bound).replace("│", " ").split())
+    assert "no queue is on-demand" in {one.reason for one in bound.rejected}
+    assert "× no queue, such as" in text and "only pools that one of these queues takes: spot-g6" in text
+    none = make_plan(batch_config(), now_utc=WALL, queues=found)
+    assert none.refusal is not None and none.refusal.outcome is Outcome.NO_CAPACITY
+    assert "spot-g6: has g6.xlarge" in none.refusal.message and "cluster.instance_types" in none.refusal.hint
+    assert planning.queues_there(OnBatch, config) is None, "Batch is away, and no queue is configured"
+    assert "the plan goes by all instance types" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ import pytest
 
 from cost.capacity import as_placed, history_of, place
 from cost.report.attempts import attempt_rows, place_rows
+from cost.report.figures import price_text, trust_lines
 from cost.report.render_html import render as render_html
 from cost.report.render_text import render as render_text
 from cost.report.report import RunReport, build_report
-from infra.events import PLAN
+from infra.events import BATCH_SUBMITTED, PLAN, PREFLIGHT
 from tests.support.capacity import BOTH, JobLog, batch_config, planned
 from tests.support.timelines import WALL, GangLog, event
 
@@ -86,3 +87,38 @@ def test_regret_is_told_and_the_whole_job_is_in_it(report: RunReport) -> None:
     assert found["regret_usd"] == pytest.approx(float(report.total_usd) - found["usd"], abs=1e-6)
     assert found["regret_usd"] > 0, "a second start was paid"
     assert found["start_hours"] == pytest.approx((70 + 100) / 3600), "Batch's part of a start is a part of one"
+
+
+def test_a_job_that_an_unanswered_submit_made_twice_is_paid_for_and_no_attempt_of_its_own() -> None:
+    log = JobLog()
+    placed(log, 0.0, 0.0)
+    for at, job_id, more in ((1.0, "own", {}), (2.0, "twin", {"twin_of": "own"})):
+        log.events.append(event(BATCH_SUBMITTED, at, job_id=job_id, **more))
+    for at, cause, job_id in ((300.0, "terminated", "twin"), (900.0, "ended", "own")):
+        told(log, cause, at, started=120.0, job_id=job_id)
+    report = build_report(log.events)
+    [attempt] = report.money["attempts"]
+    assert (attempt["job_id"], attempt["ended"]) == ("own", "ended")
+    assert report.paid_rank_seconds == pytest.approx(780.0 + 180.0)
+
+
+def test_a_job_that_never_started_says_so_and_not_that_it_had_no_plan() -> None:
+    log = JobLog()
+    assert price_text(build_report([event(PREFLIGHT, 0.0, results=[])])).endswith("it has no plan")
+    placed(log, 0.0, 0.0)
+    told(log, "never_started", 1800.0, started=None, job_id="one")
+    report = build_report(log.events)
+    assert report.total_usd == 0
+    assert price_text(report).startswith("none: nothing of the job has started")
+    assert "1 × g5.xlarge spot" in price_text(report) and "no plan" not in render_text(report)
+    assert "exact at that price" not in " ".join(trust_lines(report))
+
+
+@pytest.mark.parametrize("away", [True, False])
+def test_jobs_of_the_light_steps_are_told_as_not_counted_where_there_were_any(away: bool) -> None:
+    log = JobLog()
+    log.events.append(event(PREFLIGHT, 0.0, results=[], sent_away=away))
+    placed(log, 1.0, 0.0)
+    told(log, "ended", 900.0, started=120.0, job_id="one")
+    found = [line for line in trust_lines(build_report(log.events)) if line.startswith("not counted: the jobs of the")]
+    assert bool(found) is away

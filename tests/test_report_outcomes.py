@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -201,3 +202,28 @@ def test_a_superseded_generation_is_no_failure_of_the_program() -> None:
     gang.ended(EndReason.SUPERSEDED, 4.0, culprit="rank 0: a newer generation was opened", user_code=True)
     report = build_report([plan_event(), *gang.events])
     assert (report.outcome, report.interruptions, report.failures) == (Outcome.INTERRUPTED, 1, 0)
+
+
+def test_a_completed_job_stays_so_when_a_later_run_of_it_is_refused() -> None:
+    def later(at: float, outcome: Outcome) -> Event:
+        return replace(event("outcome", at, outcome=outcome.value, message="2 checks failed"), run="9")
+
+    def settings(at: float, run: str) -> Event:
+        rows = [{"key": "cost.owner", "value": f"of run {run}", "source": "default"}]
+        return replace(event("configured", at, settings=rows), run=run)
+
+    done = [settings(0.0, event("outcome", 0.0).run), *interrupted_job()]
+    refused = build_report([*done, settings(499.0, "9"), later(500.0, Outcome.PREFLIGHT)])
+    assert refused.configuration == build_report(done).configuration != []
+    assert refused.money["owner"] == build_report(done).money["owner"] != ""
+    assert (refused.outcome, refused.exit_code, resume_line(refused)) == (Outcome.COMPLETED, 0, None)
+    assert refused.events["refused"] == {"run": "9", "outcome": "preflight"}
+    assert refused.weights_sha256 == build_report(done).weights_sha256 is not None
+    said = "run 9 was refused (preflight: 2 checks failed), and the job stays as it was"
+    assert said in " ".join(render_text(refused).replace("│", " ").split()) and said in render_html(refused)
+    failed = build_report([*done, later(500.0, Outcome.PREFLIGHT), later(600.0, Outcome.FAILED)])
+    assert failed.outcome is Outcome.FAILED and failed.events["refused"] is None
+    again = build_report([*done, later(500.0, Outcome.FAILED), later(600.0, Outcome.PREFLIGHT)])
+    assert again.outcome is Outcome.PREFLIGHT, "it was not completed any more"
+    begun = build_report([*interrupted_job(completed=False), later(500.0, Outcome.PREFLIGHT)])
+    assert begun.outcome is Outcome.PREFLIGHT and begun.events["refused"] is None

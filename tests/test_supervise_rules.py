@@ -101,6 +101,23 @@ def test_the_wait_for_capacity_is_counted_since_the_last_other_end() -> None:
     assert waited_seconds(Record(spells=spells("no_capacity", "failure")), Verdict.NO_CAPACITY, 10.0) == 0.0
 
 
+def test_a_supervisor_that_is_started_anew_waits_anew() -> None:
+    """What one waited in vain yesterday is not part of today's wait; its restart within the hour is."""
+    hour = 3600.0
+
+    def row(verdict: Verdict, *began_hours: float) -> Record:
+        told = {"verdict": verdict.value, "commit": "a", "seconds": hour}
+        return Record(commit="a", spells=tuple(Spell(**told, ended_utc=(at + 1) * hour) for at in began_hours))
+
+    again = row(Verdict.NO_CAPACITY, 0.0, 1.1, 2.2, 40.0, 41.1)
+    assert waited_seconds(again, Verdict.NO_CAPACITY, 43 * hour) == pytest.approx(2 * hour)
+    assert waited_seconds(again, Verdict.NO_CAPACITY, 43 * hour, usual_pause_seconds=48 * hour) == 42 * hour
+    restarted = row(Verdict.NO_CAPACITY, 0.0, 1.1, 2.9)
+    assert waited_seconds(restarted, Verdict.NO_CAPACITY, 4 * hour) == pytest.approx(3 * hour)
+    assert pause_seconds(row(Verdict.NOT_READY, 0.0, 1.1, 40.0), Verdict.NOT_READY, 10.0) == 10.0
+    assert in_a_row(row(Verdict.FAILURE, 0.0, 40.0), Verdict.FAILURE) == 2, "a crash is not cured by waiting"
+
+
 def test_the_record_is_read_from_the_store_alone(tmp_path: Path) -> None:
     store, config = Store.open(str(tmp_path)), RunConfig()
     assert not read_record(store, config).begun
@@ -118,7 +135,7 @@ def test_the_record_is_read_from_the_store_alone(tmp_path: Path) -> None:
     store.put("config.json", json.dumps({"config": config.model_dump(mode="json")}).encode())
     assert read_record(store, config).passed
     assert not read_record(store, RunConfig(store="elsewhere")).passed, "other settings have not passed preflight"
-    assert in_a_row(record, Verdict.FAILURE) == 1
+    assert in_a_row(record, Verdict.FAILURE) == 1 and record.spells[0].seconds == 1.0
     assert record.report is not None and record.report.failures == 1
 
 

@@ -18,9 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from training.errors import RendezvousError
 
@@ -42,23 +40,19 @@ class Wire:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peer.settimeout(seconds)
 
-    def gather(self, row: Tensor) -> Tensor:
-        """Every rank's row [k], k ≥ 1, as [world_size, k] of the same dtype, equal on all ranks. Collective.
+    def gather(self, row: bytes) -> bytes:
+        """Every rank's row, one after the other, equal on all ranks. Collective.
 
         Raises RuntimeError, in words that tell of a lost peer (`is_collective_error`), when one is gone, is not heard
         of within the seconds, or has called another exchange.
         """
         self._number += 1
-        own = row.detach().reshape(-1).view(torch.uint8).numpy().tobytes()  # numpy has no bfloat16
-        size, head = len(own), _HEAD.pack(self._number, len(own))
-        table = bytearray(size * (len(self._peers) + 1))
-        rows = memoryview(table)
-        rows[self._rank * size : (self._rank + 1) * size] = own
+        message = _HEAD.pack(self._number, len(row)) + row
         for rank in self._peers:
-            self._tell(rank, head + own)
-        for rank in self._peers:
-            self._hear(rank, head, rows[rank * size : (rank + 1) * size])
-        return torch.frombuffer(table, dtype=row.dtype).view(len(self._peers) + 1, -1)
+            self._tell(rank, message)
+        rows = [self._hear(rank, message) for rank in self._peers]
+        rows.insert(self._rank, row)
+        return b"".join(rows)
 
     def close(self) -> None:
         for peer in self._peers.values():
@@ -70,20 +64,23 @@ class Wire:
         except OSError as error:
             self._lost(rank, error)
 
-    def _hear(self, rank: int, expected: bytes, into: memoryview) -> None:
-        head = bytearray(_HEAD.size)
+    def _hear(self, rank: int, own: bytes) -> memoryview:
+        """That rank's row, in a message as long as this one's own."""
+        peer, message = self._peers[rank], memoryview(bytearray(len(own)))
+        head = own[: _HEAD.size]
         try:
-            _read(self._peers[rank], head)
-            if head == expected:
-                _read(self._peers[rank], into)
+            come = _read(peer, message, len(head))  # the whole message, as a rule: a call to the kernel less
+            if message[: len(head)] == head:
+                _read(peer, message[come:], len(own) - come)
         except OSError as error:
             self._lost(rank, error)
-        if head != expected:
-            (number, size), (own, own_size) = _HEAD.unpack(head), _HEAD.unpack(expected)
+        if message[: len(head)] != head:
+            (number, size), (own_number, own_size) = _HEAD.unpack(message[: len(head)]), _HEAD.unpack(head)
             raise RuntimeError(
                 f"rank {rank} called another exchange: its number {number} of {size} bytes, where rank {self._rank} "
-                f"is at number {own} of {own_size} bytes"
+                f"is at number {own_number} of {own_size} bytes"
             )
+        return message[len(head) :]
 
     def _lost(self, rank: int, error: OSError) -> NoReturn:
         if isinstance(error, TimeoutError):
@@ -153,7 +150,7 @@ def _let_in(caller: socket.socket, token: bytes, peers: dict[int, socket.socket]
     caller.settimeout(_HELLO_SECONDS)
     with suppress(OSError):
         hello = bytearray(_HELLO.size)
-        _read(caller, hello)
+        _read(caller, hello, len(hello))
         rank, told = _HELLO.unpack(hello)
         if told == token:
             peers[rank] = caller
@@ -161,11 +158,12 @@ def _let_in(caller: socket.socket, token: bytes, peers: dict[int, socket.socket]
     caller.close()
 
 
-def _read(peer: socket.socket, into: bytearray | memoryview) -> None:
-    """Until `into` is full. Raises OSError."""
-    rest = memoryview(into)
-    while rest:
-        count = peer.recv_into(rest)
+def _read(peer: socket.socket, into: bytearray | memoryview, enough: int) -> int:
+    """Until that many bytes have come, or more of them; how many. Raises OSError."""
+    rest, come = memoryview(into), 0
+    while come < enough:
+        count = peer.recv_into(rest[come:])
         if count == 0:
             raise ConnectionResetError("end of stream")
-        rest = rest[count:]
+        come += count
+    return come

@@ -85,9 +85,10 @@ def _run(arguments: argparse.Namespace) -> int:
     ]
     if arguments.json:
         jobs = [{**asdict(one), "regret_usd": one.regret_usd} for one in found]
-        print(json.dumps({"kind": "simulated", "seed": arguments.seed, "jobs": jobs}, indent=1, allow_nan=False))
+        told = {"kind": "simulated", "seed": arguments.seed, "traces": [one.name for one in traces], "jobs": jobs}
+        print(json.dumps(told, indent=1, allow_nan=False))
         return 0
-    print(_text(found))
+    print(_text(found, traces))
     print(f"{len(found)} jobs, seed {arguments.seed}, {time.process_time() - began:.0f} s of processor time")
     return 0
 
@@ -197,7 +198,7 @@ def _spread(room_hours: float, count: int) -> list[float]:
     return [room_hours * number / max(1, count - 1) for number in range(count)]
 
 
-def _text(found: Sequence[Placed]) -> str:
+def _text(found: Sequence[Placed], traces: Sequence[Trace]) -> str:
     columns = (
         *(
             "deadline h",
@@ -212,7 +213,8 @@ def _text(found: Sequence[Placed]) -> str:
         ),
         *("on demand alone $", "optimum $", "regret $", "worst regret $"),
     )
-    lines = ["**Placed attempt by attempt** (virtual Batch, capacity of V100 in 2023, static prices; simulated)", ""]
+    capacity = ", ".join(trace.name for trace in traces)
+    lines = [f"**Placed attempt by attempt** (virtual Batch, capacity of {capacity}, static prices; simulated)", ""]
     lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for deadline in dict.fromkeys(one.deadline_hours for one in found):
         rows = [one for one in found if one.deadline_hours == deadline]

@@ -31,13 +31,14 @@ class PastAttempt:
     a later one committed came after. Generations have one authority, and clocks are minutes apart.
     cause: as Batch tells it, except that an attempt that left on a reclaim's notice counts as reclaimed, that it is not
     the user's code that failed where the agents name something else, such as the store, and that it is where they name
-    it and Batch names nothing.
+    it and Batch names nothing. reason: Batch's own words, "" without any.
     """
 
     placement: Placement
     placed_utc: float
     job_id: str = ""
     cause: str = UNKNOWN
+    reason: str = ""
     created_utc: float | None = None
     started_utc: float | None = None
     stopped_utc: float | None = None
@@ -111,6 +112,8 @@ def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:
     for event in ordered:
         if event.name == PLACED:
             tries[_try(event)] = event
+        elif event.name == BATCH_SUBMITTED and "twin_of" in event.data:
+            taken.add(str(event.data.get("job_id")))  # ended, since nobody waited for it: nothing came of it
         elif event.name == BATCH_SUBMITTED and (placed := tries.get(_try(event))) is not None:
             found[id(placed)] = str(event.data.get("job_id"))
             taken.add(found[id(placed)])
@@ -134,7 +137,7 @@ def _with_word(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], bette
     if better is not None and cause in (_TOLD_BETTER if better == RECLAIMED else (USER_CODE, UNKNOWN)):
         cause = better
     times = {name: _moment(data.get(name)) for name in ("created_utc", "started_utc", "stopped_utc")}
-    return replace(attempt, job_id=job_id, cause=cause, **times)
+    return replace(attempt, job_id=job_id, cause=cause, reason=str(data.get("reason") or ""), **times)
 
 
 def _as_agents_tell(events: Sequence[Event]) -> dict[str, str]:

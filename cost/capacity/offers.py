@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cost.capacity.placement import pool_id, short_name
+from cost.capacity.placement import pool_id
 from cost.catalogue import Catalogue, load_catalogue
 from cost.plan.pools import Candidate
-from infra.batch.machines import BATCHS_CHOICE
+from cost.plan.queues import lack_of, short_name, takes
 
 if TYPE_CHECKING:
     from infra.batch.queues import QueueState
@@ -49,7 +49,7 @@ def offers(
         if region is not None and one.region not in (None, region):
             continue
         for name, queue in queues.items():
-            if _lacks(queue, one, kinds) is None:
+            if lack_of(queue, one, kinds) is None:
                 offer = Offer(candidate=one, queue=name)
                 found.setdefault(offer.id, offer)
     return tuple(found.values())
@@ -72,54 +72,6 @@ def lacking(
     lines = []
     for name, queue in queues.items():
         near = [one for one in here if one.market == queue.market] or here
-        wanted = next((one for one in near if _takes(queue.instance_types, one.instance_type)), near[0])
-        lines.append(f"{short_name(name)}: {_lacks(queue, wanted, kinds)}")
+        wanted = next((one for one in near if takes(queue.instance_types, one.instance_type)), near[0])
+        lines.append(f"{short_name(name)}: {lack_of(queue, wanted, kinds)}")
     return "; ".join(lines)
-
-
-def _lacks(queue: QueueState, wanted: Candidate, catalogue: Catalogue) -> str | None:
-    """Why the queue cannot run the pool; None: it can."""
-    if not queue.usable:
-        return queue.problem or "not usable"
-    if queue.fargate:
-        return "Fargate, which has no GPUs"
-    if queue.market != wanted.market:
-        return f"{str(queue.market).replace('_', '-')}, of which the plan has no pool; its best is {wanted}"
-    if wanted.nodes > 1 and wanted.market == "spot" and not queue.multi_node:
-        return f"AWS Batch runs no job of several nodes on Spot, and {wanted} is one"
-    if wanted.nodes > 1 and not queue.multi_node:
-        return f"takes no job of several nodes, and {wanted} is one"
-    if not _takes(queue.instance_types, wanted.instance_type):
-        listed = ", ".join(queue.instance_types)
-        if any(one in BATCHS_CHOICE for one in queue.instance_types):
-            family = wanted.instance_type.partition(".")[0]
-            return (
-                f"has {listed}: what AWS Batch chooses itself has no GPUs, and {wanted} is one of {family}, not listed"
-            )
-        return f"has {listed}, and {wanted} is none of them"
-    most, needed = _most_vcpus(queue, wanted.instance_type), wanted.nodes * catalogue[wanted.instance_type].vcpu
-    if most is not None and needed > most:
-        return f"may have {most} vCPUs (maxvCpus of its compute environment), and {wanted} has {needed}"
-    return None
-
-
-def _most_vcpus(queue: QueueState, instance_type: str) -> int | None:
-    """Of the largest compute environment that takes the type, since a job runs in one of them: beyond it a job waits in
-    RUNNABLE for ever. None: no limit is known.
-    """
-    able = [one for one in queue.compute_environments if one.usable and _takes(one.instance_types, instance_type)]
-    limits = [one.max_vcpus for one in able] or [queue.max_vcpus]
-    return None if None in limits else max(limit for limit in limits if limit is not None)
-
-
-def _takes(listed: Sequence[str], instance_type: str) -> bool:
-    """Whether the type is listed, or its family (g5), or the beginning of its name within the family (p4d.24); what
-    Batch chooses itself ("optimal") is none of the catalogue, whose types all have GPUs. Nothing listed: any."""
-    return not listed or any(
-        instance_type == one or instance_type.startswith(f"{one}.") or ("." in one and _begins(one, instance_type))
-        for one in listed
-    )
-
-
-def _begins(listed: str, instance_type: str) -> bool:
-    return instance_type.startswith(listed.removesuffix("*"))

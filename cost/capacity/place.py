@@ -136,16 +136,19 @@ def _after_a_bug(found: tuple[Offer, ...], history: History) -> _Choice | None:
     if last is None or last.cause != USER_CODE:
         return None
     before = last.placement
+    how = (
+        "was ended by the program itself" if last.started_utc is not None else "had no container, as without its image"
+    )
     same = next((one for one in found if one.id == before.pool), None)
     if same is not None:
-        reason = f"stays on {before}: the attempt before was ended by the program itself, which no other capacity cures"
+        reason = f"stays on {before}: the attempt before {how}, which no other capacity cures"
         return _Choice(offer=same, reason=reason)
     limit = before.gang_usd_per_hour
     cheaper = [one for one in found if one.candidate.gang_usd_per_hour <= limit]
     if not cheaper:
         raise PlacementError(
             Outcome.NO_CAPACITY,
-            f"the attempt before, on {before}, was ended by the program itself; that place is not to be had any more, "
+            f"the attempt before, on {before}, {how}; that place is not to be had any more, "
             f"and every other one is dearer than its ${limit:.4f}/h, on which a bug is not tried again",
         )
     reason = f"{before} is not to be had any more; {cheaper[0].id} is not dearer, and a bug gets nothing dearer"

@@ -9,6 +9,7 @@ from typing import Any
 from cost.catalogue import InstanceType
 from cost.plan.plan import Plan
 from cost.plan.pools import Candidate
+from cost.plan.queues import short_name
 
 # Of the installed memory: the kernel and the platform keep 2.5 % (8,192 MiB register as 7,985), the ECS agent 32 MiB,
 # and 5 % are recommended for it and other system processes. Source: AWS Batch user guide, "Compute resource memory
@@ -76,11 +77,6 @@ class Placement:
 
 def pool_id(queue: str, instance_type: str, nodes: int) -> str:
     return f"{short_name(queue)}/{nodes}x{instance_type}"
-
-
-def short_name(queue: str) -> str:
-    """A queue's name without the rest of its ARN."""
-    return queue.rsplit("/", 1)[-1]
 
 
 def memory_mib(kind: InstanceType) -> int:

@@ -24,6 +24,8 @@ from infra.outcome import Outcome
 
 # Ends that were meant: the job was done, or stopped itself. Anything else cut the generation short.
 PLANNED_ENDS = frozenset({Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE, Outcome.NO_CAPACITY})
+# What a run is refused with before it does anything: the job is then as it was.
+_REFUSED = frozenset({Outcome.PREFLIGHT, Outcome.CONFIG})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +74,31 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
 
 
 def final_outcome(events: Sequence[Event]) -> Event | None:
-    """The last `outcome` event that concerns the newest generation: its own, or one that the flow wrote after it."""
+    """The last `outcome` event that concerns the newest generation: its own, or one that the flow wrote after it.
+
+    A job that is completed stays so where later runs of it were refused before they did anything: see `refused_after`.
+    """
+    concerning = _concerning(events)
+    acted = [event for event in concerning if event.data.get("outcome") not in _REFUSED]
+    stays = bool(acted) and acted[-1].data.get("outcome") == Outcome.COMPLETED
+    return acted[-1] if stays else (concerning or [None])[-1]
+
+
+def refused_after(events: Sequence[Event]) -> Event | None:
+    """The last `outcome` event, where a completed job's later run was refused by its checks; None: it was not."""
+    last = (_concerning(events) or [None])[-1]
+    return last if last is not final_outcome(events) else None
+
+
+def _concerning(events: Sequence[Event]) -> list[Event]:
     started = [event for event in events if event.name == GENERATION_STARTED]
     newest = max((event.generation for event in started), default=None)
     since = max((event.t_wall for event in started if event.generation == newest), default=-math.inf)
-    found = None
-    for event in events:
-        concerns = newest is None or event.generation == newest or (event.rank < 0 and event.t_wall >= since)
-        if event.name == OUTCOME and concerns:
-            found = event
-    return found
+
+    def concerns(event: Event) -> bool:
+        return newest is None or event.generation == newest or (event.rank < 0 and event.t_wall >= since)
+
+    return [event for event in events if event.name == OUTCOME and concerns(event)]
 
 
 def _generation(number: int, events: list[Event], running: bool, kept: tuple[float, float]) -> Generation:

@@ -5,9 +5,9 @@ What does not depend on the place (GPU, memory, batch) is judged once per size; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cost.catalogue import Catalogue, InstanceType
 from cost.experience.belief import Experience
@@ -26,12 +26,16 @@ from cost.plan.fit import batch_arithmetic, gib, memory_fit, micro_batch
 from cost.plan.hazard import reclaim_prior
 from cost.plan.pools import Candidate, Pool, Rejection
 from cost.plan.progress import FROM_THE_START, Progress
+from cost.plan.queues import without_queue
 from cost.plan.throughput import known_throughput, speed_fingerprint
 from cost.prices.quote import PriceSource, Quote, is_zone_of
 from cost.rates.table import Rates, load_rates
 from infra.config.schema import RunConfig
 from infra.footprint import COMMIT_BYTES_PER_PARAMETER, shard_ranks
 from infra.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from infra.batch.queues import QueueState
 
 # Node counts tried for `cluster.nodes: auto`: powers of two, so that common batch sizes divide.
 AUTO_NODES = (1, 2, 4, 8)
@@ -46,13 +50,15 @@ NO_ON_DEMAND_PRICE = "no on-demand price"
 HAZARD_UNKNOWN = "hazard unknown"
 MISSES_DEADLINE = "misses the deadline"
 NEVER_ENDS = "interrupted too often"
+NO_QUEUE = "no queue"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
     """All that a plan is made from, besides the configuration. now_utc: Unix time that prices are judged at.
 
-    experience: what jobs of the same store have shown. progress: of the job itself.
+    experience: what jobs of the same store have shown. progress: of the job itself. queues: of AWS Batch, of which one
+    must take a pool; None: nobody knows them, or the job goes elsewhere.
     """
 
     catalogue: Catalogue
@@ -62,6 +68,7 @@ class Sources:
     experience: Experience = field(default_factory=Experience)
     progress: Progress = FROM_THE_START
     rates: Rates = field(default_factory=load_rates)
+    queues: Mapping[str, QueueState] | None = None
 
     def steps_left(self, config: RunConfig) -> int:
         return max(0, config.training.max_steps - self.progress.done_steps)
@@ -98,6 +105,7 @@ def judged(config: RunConfig, sources: Sources) -> Iterator[Candidate | Rejectio
     works = []  # kept alive, since courses are known by them
     for pool, kind in _sizes(config, sources.catalogue):
         found = _cannot_run(config, pool, kind) or _does_not_fit(config, sources.shape, pool, kind)
+        found = found or _has_no_queue(sources, pool)
         if found:
             yield _rejection(pool, *found)
             continue
@@ -198,6 +206,11 @@ def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any,
         precision = "bfloat16" if mixed else "float32"
         return "peak unknown", f"no {precision} peak of {gpu.name}: {gpu.note or 'not published'}"
     return None
+
+
+def _has_no_queue(sources: Sources, pool: Pool) -> tuple[Any, ...] | None:
+    why = None if sources.queues is None else without_queue(sources.queues, pool, sources.catalogue)
+    return None if why is None else (NO_QUEUE, why)
 
 
 def _does_not_fit(config: RunConfig, shape: ModelShape, pool: Pool, kind: InstanceType) -> tuple[Any, ...] | None:

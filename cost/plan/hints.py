@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from cost.catalogue import ON_DEMAND_REGION, on_demand_recorded
 from cost.plan.budget import needed_usd, within_budget
-from cost.plan.candidates import AUTO_NODES, NO_SPOT_PRICE, Sources, candidates
+from cost.plan.candidates import AUTO_NODES, NO_QUEUE, NO_SPOT_PRICE, Sources, candidates
 from cost.plan.pools import Candidate, Rejection
 from cost.prices.static import refresh_command
 from infra.config.schema import RunConfig
@@ -91,6 +91,8 @@ def capacity_hint(config: RunConfig, sources: Sources, rejected: tuple[Rejection
     for text, changed in _changes(config):
         if any(candidates(changed, sources)):
             return text
+    if any(rejection.kind == NO_QUEUE for rejection in rejected):
+        return "add a queue that takes such machines to batch.queues (`python -m infra deploy` makes queues)"
     return "no single change makes it fit: use a smaller model, or more nodes and gradient accumulation together"
 
 

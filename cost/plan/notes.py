@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cost.plan.candidates import Sources
+from cost.plan.queues import short_name
 from cost.rates.table import RATES_KIND
 from infra.config.schema import RunConfig
 
@@ -22,6 +23,9 @@ def plan_notes(config: RunConfig, sources: Sources) -> tuple[str, ...]:
         away = [region for region in regions if rates.egress_usd_per_gb(region, config.cost.store_region) is None]
         if away:
             lines.append(f"transfer with {', '.join(away)}: no price on record, so it counts as nothing")
+    if sources.queues is not None:
+        names = ", ".join(map(short_name, sources.queues))
+        lines.append(f"only pools that one of these queues takes: {names}")
     if config.cluster.market != "on_demand":
         waits = "waits after a reclaim as recorded of V100, 2023; the first start is taken to be granted at once"
         lines.append(f"p50, p90 and P(deadline): simulated, staying in the pool; {waits}")

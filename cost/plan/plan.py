@@ -9,8 +9,9 @@ what this would run on, and the run is priced as if it did (`simulated`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cost.catalogue import Catalogue, load_catalogue, on_demand_recorded
 from cost.errors import PlanError
@@ -30,6 +31,9 @@ from infra.config.schema import RunConfig
 from infra.model_shape import ModelShape, causal_lm_shape
 from infra.outcome import Outcome
 from infra.terms import Terms
+
+if TYPE_CHECKING:
+    from infra.batch.queues import QueueState
 
 # 3: remaining work, dollars by kind, quantiles; a plan may be cut to its best pools.
 SCHEMA = 3
@@ -171,12 +175,14 @@ def make_plan(
     prices: PriceSource | None = None,
     experience: Experience | None = None,
     progress: Progress = FROM_THE_START,
+    queues: Mapping[str, QueueState] | None = None,
 ) -> Plan:
     """Rank every pool that `config` allows and decide whether the job may start. A pure function of its sources.
 
     now_utc: Unix time at which prices are judged. simulated: the run stays on this machine (always with backend local).
     shape: None: of the built-in model. prices: as `cost.prices.source.open_prices` opens; None: the static table.
-    experience: of `cost.experience.book`. progress: the rest is planned. Raises CatalogueError for bad tables.
+    experience: of `cost.experience.book`. progress: the rest is planned. queues: pools that none of them takes are
+    rejected; None: of all pools, whatever queues there are. Raises CatalogueError for bad tables.
     """
     sources = Sources(
         catalogue=load_catalogue() if catalogue is None else catalogue,
@@ -185,6 +191,7 @@ def make_plan(
         now_utc=now_utc,
         experience=Experience() if experience is None else experience,
         progress=progress,
+        queues=queues,
     )
     ranked, rejected = _divided(config, sources)
     cost, steps = config.cost, sources.steps_left(config)

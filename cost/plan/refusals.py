@@ -11,6 +11,7 @@ from cost.plan.candidates import (
     HAZARD_UNKNOWN,
     MISSES_DEADLINE,
     NO_ON_DEMAND_PRICE,
+    NO_QUEUE,
     NO_SPOT_PRICE,
     Sources,
 )
@@ -98,6 +99,7 @@ def _nothing_fits(config: RunConfig, rejected: tuple[Rejection, ...]) -> str:
 
 
 def _distance(rejection: Rejection) -> tuple[int, float]:
-    """How far a pool is from running the job: first those that want only a price, then those too small, then others."""
-    wanting = (HAZARD_UNKNOWN, NO_SPOT_PRICE, NO_ON_DEMAND_PRICE, ELSEWHERE, "does not fit")
+    """How far a pool is from running the job: first those that want only a queue or a price, then those too
+    small, then others."""
+    wanting = (NO_QUEUE, HAZARD_UNKNOWN, NO_SPOT_PRICE, NO_ON_DEMAND_PRICE, ELSEWHERE, "does not fit")
     return wanting.index(rejection.kind) if rejection.kind in wanting else len(wanting), rejection.excess

@@ -34,7 +34,10 @@ def failures(events: Sequence[Event], generations: dict[int, Generation]) -> lis
     found = [_cut_short(events, generation) for generation in generations.values() if generation.unplanned]
     causes = {attempt.job_id: attempt.cause for attempt in history_of(events).attempts}
     for event in events:
-        found += _of_batch(event, causes) if event.name == BATCH_ATTEMPT else _other(event)
+        found += _other(event)
+    last = {str(event.data.get("job_id")): event for event in events if event.name == BATCH_ATTEMPT}  # of each job
+    for event in last.values():
+        found += _of_batch(event, causes)
     start = min((event.t_wall for event in events), default=0.0)
     found.sort(key=lambda failure: failure["t_wall"])
     return [{"seconds": failure["t_wall"] - start, **failure} for failure in found]

@@ -125,9 +125,17 @@ def price_text(report: RunReport) -> str:
     kind = plain(report.actual.get("price_kind", UNPRICED))
     if kind == SIMULATED:
         return f"simulated: priced as if on {plain(pool_text(report.plan))}"
+    if _nothing_paid(report):
+        chosen = (report.plan or {}).get("chosen")
+        planned = f"it was to run on {plain(pool_text(report.plan))}" if chosen else "it has no plan"
+        return f"none: nothing of the job has started, so that nothing was paid for; {planned}"
     if kind == UNPRICED:
         return "unpriced: the events hold no plan"
     return kind
+
+
+def _nothing_paid(report: RunReport) -> bool:
+    return report.actual.get("price_kind", UNPRICED) == UNPRICED and not report.paid_microseconds
 
 
 def pool_text(plan: dict[str, Any] | None) -> str:
@@ -216,11 +224,16 @@ def trust_lines(report: RunReport) -> list[str]:
     estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
     inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
     rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]
+    exact = "" if _nothing_paid(report) else "exact at that price, "
     lines = [
         "measured: losses, steps, speed and all time that agents and ranks recorded",
-        f"dollars: {_price_in_full(report)}; exact at that price, no invoice (taxes, credits, storage, transfer left "
-        "out)",
+        f"dollars: {_price_in_full(report)}; {exact}no invoice (taxes, credits, storage, transfer left out)",
     ]
+    if report.money.get("light_steps_away"):
+        lines.append(
+            "not counted: the jobs of the steps around training (start, preflight, plan, prepare, report …), which ran "
+            "on other machines as well; the provider's bill has them, that of AWS Batch by the run's tags"
+        )
     if inferred:
         why = "a node's end was not recorded, so it is billed to its last sign of life"
         if report.money.get("attempts"):

@@ -13,7 +13,7 @@ from cost.ledger.timeline import MICRO
 from cost.money import apportion
 from cost.report.attempts import attempt_figures
 from cost.report.hindsight import hindsight
-from infra.events import BUDGET, PLAN, Event
+from infra.events import BUDGET, PLAN, PREFLIGHT, Event
 
 
 def money_figures(events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger) -> dict[str, Any]:
@@ -24,6 +24,7 @@ def money_figures(events: Sequence[Event], generations: dict[int, Generation], l
     that sum to the total. hindsight: None where it cannot be told. thresholds: shares of the budget that were reached.
     prices: of each kind of machine that nodes really ran on, how its price is known, and its dollars.
     attempts: on AWS Batch, planned against actual (`cost.report.attempts`).
+    light_steps_away: the steps around training were sent to other machines as well, which the ledger does not meter.
     """
     found = hindsight(events, generations, ledger)
     return {
@@ -41,6 +42,7 @@ def money_figures(events: Sequence[Event], generations: dict[int, Generation], l
         "price_changes": _price_changes(ledger),
         "prices": _prices(ledger),
         "attempts": attempt_figures(events, ledger),
+        "light_steps_away": any(event.data.get("sent_away") for event in events if event.name == PREFLIGHT),
     }
 
 

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from cost.errors import ReportError
-from cost.ledger.generations import Generation, final_outcome, read_generations
+from cost.ledger.generations import Generation, final_outcome, read_generations, refused_after
 from cost.ledger.ledger import Ledger, LedgerLine, fold
 from cost.ledger.timeline import MICRO
 from cost.money import USD_DECIMALS, rounded
@@ -119,6 +119,9 @@ def build_report(events: Sequence[Event], *, running: bool = False) -> RunReport
     if not events:
         raise ReportError("no events: nothing of this job was recorded")
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    if refused_after(ordered) is not None:  # whose settings are not those that the job was done with
+        done = final_outcome(ordered)
+        ordered = [event for event in ordered if event.name != CONFIGURED or event.run == done.run]
     generations = read_generations(ordered, running=running)
     ledger = fold(ordered, running=running)
     outcome_event = final_outcome(ordered)
@@ -145,7 +148,8 @@ def build_report(events: Sequence[Event], *, running: bool = False) -> RunReport
             "notable": notable(ordered),
             "generations": _generation_lines(ordered, generations, ledger),
             "run": ordered[-1].run,
-            "message": None if outcome_event is None else outcome_event.data.get("message"),
+            "message": _message(ordered),
+            "refused": _refused(ordered),
             "certificate": next((event.data for event in reversed(ordered) if event.name == CERTIFICATE), None),
         },
         configuration=next((event.data["settings"] for event in reversed(ordered) if event.name == CONFIGURED), []),
@@ -204,6 +208,22 @@ def _outcome(events: list[Event], generations: dict[int, Generation]) -> Outcome
     if plan is None and any(event.name == PREFLIGHT for event in events):
         return Outcome.PREFLIGHT
     return Outcome.INTERRUPTED
+
+
+def _refused(events: Sequence[Event]) -> dict[str, str] | None:
+    """Run and outcome of the last run of a completed job, where its checks refused it; None: they did not."""
+    refused = refused_after(events)
+    return None if refused is None else {"run": refused.run, "outcome": refused.data["outcome"]}
+
+
+def _message(events: Sequence[Event]) -> str | None:
+    """Of the outcome, and that a run after it was refused."""
+    recorded, refused = final_outcome(events), refused_after(events)
+    message = None if recorded is None else recorded.data.get("message")
+    if refused is None:
+        return message
+    why = f"run {refused.run} was refused ({refused.data['outcome']}: {refused.data.get('message')})"
+    return "; ".join(filter(None, [message, f"{why}, and the job stays as it was"]))
 
 
 def _savings(ledger: Ledger) -> Decimal | None:

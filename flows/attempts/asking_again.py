@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flows.attempts.lost_answers import LostAnswers
+
 SUBMIT_SECONDS = 900.0
 # Of one submit, as Metaflow makes it.
 OPERATIONS = (
@@ -24,14 +26,19 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 20.0
 class AskingAgain:
     """Answers the SDK's question, after each try, whether and when to try again. Of one process, which submits one job.
 
-    seconds: for all requests of the submit together, from the first try that failed. wanted: whether the submit still
-    is; one that is not ends with the next answer.
+    seconds: for all requests of the submit together, from the first try that failed. lost: where a submit goes that was
+    not answered. wanted: whether the submit still is; one that is not ends with the next answer.
     """
 
     def __init__(
-        self, seconds: float, say: Callable[[str], None], *, wanted: Callable[[], bool] = lambda: True
+        self,
+        seconds: float,
+        say: Callable[[str], None],
+        lost: LostAnswers,
+        *,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._seconds, self._say, self._wanted = seconds, say, wanted
+        self._seconds, self._say, self._lost, self._wanted = seconds, say, lost, wanted
         self._began: float | None = None
         self._told = 0.0
 
@@ -49,9 +56,14 @@ class AskingAgain:
         self, response: Any, operation: Any, attempts: int, caught_exception: BaseException | None, **_: Any
     ) -> float | bool | None:
         """Seconds until the next try, False for none; None: the SDK is to decide. Called by the SDK, never raises."""
+        status = 0 if response is None else getattr(response[0], "status_code", 0)
+        unanswered = operation.name == "SubmitJob" and self._lost.may_have_made(status, caught_exception)
         if not self._wanted():
             return False
         why = _curable(response, caught_exception)
+        if why is None and unanswered:
+            told = f"HTTP {status}" if caught_exception is None else " ".join(str(caught_exception).split()).rstrip(".")
+            why = f"no answer, so that the job may be made ({told})"
         now = time.monotonic()
         if why is None:
             return None
@@ -62,8 +74,7 @@ class AskingAgain:
         if passed > self._seconds:
             self._say(
                 f"{operation.name}: {why} for {_duration(passed)}, {attempts} tries: given up. Nothing of the job is "
-                "lost: the same command with --job goes on from its last commit; fix: fewer submits at once in this "
-                "account, or ask AWS for a higher limit of batch:SubmitJob"
+                f"lost: the same command with --job goes on from its last commit; fix: {_fix(unanswered)}"
             )
             return False
         if now - self._told >= _SAY_SECONDS:
@@ -74,7 +85,7 @@ class AskingAgain:
 
 
 def _curable(response: Any, error: BaseException | None) -> str | None:
-    """What went wrong, where it cannot have led to a job and passes by itself; else None."""
+    """What went wrong, where it passes by itself; else None. Whether it may have led to a job `LostAnswers` tells."""
     from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError
 
     from infra.aws.calls import is_throttled
@@ -88,6 +99,12 @@ def _curable(response: Any, error: BaseException | None) -> str | None:
     if status >= 400 and is_throttled(status, code):
         return f"throttled ({code or status})"
     return f"AWS Batch is not available ({status} {code})" if status == 503 else None
+
+
+def _fix(unanswered: bool) -> str:
+    if unanswered:
+        return "see whether AWS Batch can be reached from here"
+    return "fewer submits at once in this account, or ask AWS for a higher limit of batch:SubmitJob"
 
 
 def _duration(seconds: float) -> str:

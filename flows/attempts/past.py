@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cost.capacity import Placement, attempt_record
@@ -21,6 +22,9 @@ from infra.preflight import Check, Finding, PreflightContext
 
 # A report should not wait long for a service that its container may not reach; the launcher asks again.
 _REPORT_SECONDS = 6.0
+# Batch may tell that a job has ended some seconds before it tells when, and why.
+_WHOLE_SECONDS = 10.0
+_LOOK_SECONDS = 1.0
 
 
 def _say(text: str) -> None:
@@ -37,18 +41,22 @@ def settle(
     say: Callable[[str], None] = _say,
 ) -> list[Event]:
     """The new `batch_attempt` events, in the order of their jobs: of all that have ended and that nobody has told of.
+    Of a job that was told of before Batch knew when or why it ended there is another one as soon as Batch does.
 
     To be asked where none of the job's attempts runs: one that still does was left behind by its submitter, in this run
     or before, and is ended, since two would spend for one; that is said. Raises CloudError.
     """
-    submitted = unsettled_jobs(events)
+    unsettled, half_told = unsettled_jobs(events), _half_told_jobs(events)
+    submitted = {**half_told, **unsettled}
     if not submitted:
         return []
-    found = describe_attempts(list(submitted), client, deadline_seconds=deadline_seconds)
+    found = _when_whole(list(submitted), list(unsettled), client, deadline_seconds)
     told = []
     for job_id, attempt in found.items():
         event = submitted[job_id]
         if attempt.finished:
+            if job_id in half_told and not _is_whole(attempt.to_json()):
+                continue
             told.append(log.emit(BATCH_ATTEMPT, **attempt_record(attempt, placement_of(event, events))))
         else:
             with contextlib.suppress(CloudRefused):  # it has ended in the meantime, and is told of next time
@@ -59,16 +67,46 @@ def settle(
     return told
 
 
+def _when_whole(
+    job_ids: Sequence[str], wanted: Sequence[str], client: Any, deadline_seconds: float
+) -> dict[str, BatchAttempt]:
+    """What Batch tells of the jobs, asked again for a while as long as it does not tell all of one of `wanted`."""
+    limit = time.monotonic() + min(_WHOLE_SECONDS, deadline_seconds / 2)
+    while True:
+        found = describe_attempts(job_ids, client, deadline_seconds=deadline_seconds)
+        ended = [found[one] for one in wanted if one in found and found[one].finished]
+        if all(_is_whole(attempt.to_json()) for attempt in ended) or time.monotonic() + _LOOK_SECONDS > limit:
+            return found
+        time.sleep(_LOOK_SECONDS)
+
+
+def _is_whole(told: Mapping[str, Any]) -> bool:
+    """Whether it is told of a job that has ended when it ended, where it ever began, and why, where it failed."""
+    is_timed = told.get("started_utc") is None or told.get("stopped_utc") is not None
+    return is_timed and (told.get("status") != "FAILED" or bool(told.get("reason")))
+
+
 def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
     """Ids of Batch jobs that were submitted for the job and of whose end nothing is told, with who told of them: the
     submitter, else the agent within.
     """
     told = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
+    return {job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in told}
+
+
+def _half_told_jobs(events: Sequence[Event]) -> dict[str, Event]:
+    """The same of those that are told of, but not when or why they ended. events: by time."""
+    last = {event.data.get("job_id"): event.data for event in events if event.name == BATCH_ATTEMPT}
+    known = _submitted_jobs(events)
+    return {job_id: event for job_id, event in known.items() if job_id in last and not _is_whole(last[job_id])}
+
+
+def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
     found: dict[str, Event] = {}
     for name, key in ((BATCH_SUBMITTED, "job_id"), (NODE_STARTED, "batch_job_id")):
         for event in events:
             job_id = str(event.data.get(key) or "").partition("#")[0]  # of a node: ID#INDEX
-            if event.name == name and job_id and job_id not in told:
+            if event.name == name and job_id:
                 found.setdefault(job_id, event)
     return found
 
@@ -134,7 +172,7 @@ def placement_of(told: Event, events: Sequence[Event]) -> Placement | None:
 def settle_all(job: Job) -> None:
     """Whatever is still untold when the job's report is written. What Batch cannot tell now is said, and left out."""
     events = read_events(job.store)
-    if not unsettled_jobs(events):
+    if not {**unsettled_jobs(events), **_half_told_jobs(events)}:
         return
     try:
         client = batch_client(job.config.batch.region)

@@ -218,7 +218,8 @@ def in_vain(
         return None
     words = ", ".join(sorted({f"{one.placement}: {one.cause.replace('_', ' ')}" for one in last}))
     outcome = Outcome.NO_CAPACITY if never and not unmakeable else Outcome.FAILED
-    return outcome, f"{len(last)} attempts in a row came to nothing ({words}), and another would as well"
+    said = f"; AWS Batch of the last one: {last[0].reason}" if last[0].reason else ""
+    return outcome, f"{len(last)} attempts in a row came to nothing ({words}), and another would as well{said}"
 
 
 def said_of(order: Order) -> str:

@@ -17,6 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from flows.attempts.asking_again import SUBMIT_SECONDS, AskingAgain
+from flows.attempts.lost_answers import LostAnswers
 from flows.attempts.stopping import make_stoppable
 from flows.capacity import SUBMIT_VARIABLE
 from flows.job import Job
@@ -79,20 +80,23 @@ class _Patience:
 
 class Submission:
     """The one job that this process submits. asked: what the scheduler said about it, {} for a light step; with limits
-    of this process's own: runnable_seconds, starting_seconds, start_by_utc, submit_seconds."""
+    of this process's own: runnable_seconds, starting_seconds, start_by_utc, submit_seconds; look_seconds: how often its
+    job is looked at."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         self._asked = asked
         self._job_id = ""
         self._submits = False  # the answer to a submit is awaited
         self._told_to_leave = 0  # by which signal
+        self._lost = LostAnswers(asked.get("region"), _say, self._note_unwanted)
 
     def listen(self) -> None:
         """From now on, in every client of the SDK that this process makes."""
         from botocore import handlers
 
-        again = AskingAgain(self._limit("submit_seconds", SUBMIT_SECONDS), _say, wanted=lambda: not self._told_to_leave)
-        again.listen()
+        seconds = self._limit("submit_seconds", SUBMIT_SECONDS)
+        self._lost.listen()
+        AskingAgain(seconds, _say, self._lost, wanted=lambda: not self._told_to_leave).listen()
         handlers.BUILTIN_HANDLERS.append(("before-call.batch.SubmitJob", self._begun))
         handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", make_stoppable))
         handlers.BUILTIN_HANDLERS.append(("after-call.batch.SubmitJob", self._submitted))
@@ -104,7 +108,8 @@ class Submission:
         self._submits = True
 
     def _not_submitted(self, **_: Any) -> None:
-        """No answer came, whatever became of the request."""
+        """No answer came, or none with a job: what the request may have made nobody would wait for."""
+        _told(self._lost.end, "")
         self._submits = False
         if self._told_to_leave:
             sys.exit(128 + self._told_to_leave)
@@ -120,8 +125,9 @@ class Submission:
             return self._not_submitted()
         self._submits = False
         self._job_id = str(job_id)
-        for work in (self._note, self._watch):
-            threading.Thread(target=_told, args=(work, str(parsed.get("jobName"))), daemon=True).start()
+        name = str(parsed.get("jobName"))
+        for work, about in ((self._note, name), (self._watch, name), (self._lost.end_twins, self._job_id)):
+            _aside(work, about)
         if self._told_to_leave:
             self._go(self._told_to_leave)
 
@@ -135,8 +141,14 @@ class Submission:
                 message = f"AWS Batch refused the submit of {self._asked['step']}: {why}"
                 log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
 
-    def _note(self, job_name: str) -> None:
-        """Into the events, so that the job is billed whatever becomes of it and of this process."""
+    def _note_unwanted(self, job_name: str, job_id: str) -> None:
+        """Gives a store that is away some time and no more: who calls may be about to leave."""
+        _aside(self._note, job_name, job_id).join(_REQUEST_SECONDS)
+
+    def _note(self, job_name: str, unwanted: str = "") -> None:
+        """Into the events, so that the job is billed whatever becomes of it and of this process. unwanted: another job
+        that the same submit has made.
+        """
         from infra.errors import StoreError
         from infra.events import BATCH_SUBMITTED
 
@@ -145,12 +157,13 @@ class Submission:
             return
         with self._events() as log:
             told = {"step": asked["step"], "task": asked["task"]}
-            log.emit(BATCH_SUBMITTED, job_id=self._job_id, job_name=job_name, **told)
+            told |= {"twin_of": self._job_id or None} if unwanted else {}
+            log.emit(BATCH_SUBMITTED, job_id=unwanted or self._job_id, job_name=job_name, **told)
             while True:  # as long as this process lives: a store that is away keeps what it was not told
                 try:
                     return log.flush()
                 except StoreError as error:
-                    _say(f"job {self._job_id} is not in the events yet: {error}")
+                    _say(f"job {unwanted or self._job_id} is not in the events yet: {error}")
 
     def _events(self) -> EventLog:
         """Those of the job that this attempt belongs to."""
@@ -184,7 +197,7 @@ class Submission:
             start_by_utc=self._asked.get("start_by_utc"),
         )
         while True:
-            time.sleep(max(0.2, min(_LOOK_SECONDS, patience.left())))
+            time.sleep(max(0.2, min(self._limit("look_seconds", _LOOK_SECONDS), patience.left())))
             try:
                 found = describe_attempts([self._job_id], client).get(self._job_id)
                 if found is not None and found.status not in (*_WAITING, _STARTING):
@@ -214,6 +227,7 @@ class Submission:
 
     def _go(self, number: int) -> None:
         _told(self._end, self._job_id)
+        _told(self._lost.end, self._job_id)
         sys.exit(128 + number)
 
     def _end(self, job_id: str) -> None:
@@ -246,6 +260,12 @@ def refused_for_good(answer: dict[str, Any]) -> str | None:
 def submission() -> Submission:
     """Of this process, by what the scheduler left in its environment."""
     return Submission(json.loads(os.environ.get(SUBMIT_VARIABLE) or "{}"))
+
+
+def _aside(work: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=_told, args=(work, *args), daemon=True)
+    thread.start()
+    return thread
 
 
 def _told(work: Any, *args: Any) -> None:

@@ -21,12 +21,18 @@ from training.errors import TrainingError
 
 @dataclass(frozen=True, kw_only=True)
 class Spell:
-    """One run of the flow as it was recorded. commit: the job's newest one at its end. failures: what it counts for."""
+    """One run of the flow as it was recorded. commit: the job's newest one at its end. failures: what it counts for.
+    seconds: how long it took."""
 
     verdict: str
     commit: str | None
     ended_utc: float
     failures: int = 1
+    seconds: float = 0.0
+
+    @property
+    def began_utc(self) -> float:
+        return self.ended_utc - self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,4 +139,5 @@ def _spell(event: Event) -> Spell:
         commit=data.get("commit"),
         ended_utc=event.t_wall,
         failures=int(data.get("failures") or 1),
+        seconds=float(data.get("seconds") or 0.0),
     )

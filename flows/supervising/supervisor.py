@@ -13,7 +13,15 @@ from flows.supervising.child import Child
 from flows.supervising.leftovers import end_leftovers
 from flows.supervising.options import Options
 from flows.supervising.record import Record, Spell, read_record
-from flows.supervising.verdict import Verdict, failures_of, in_a_row, judge, pause_seconds, waited_seconds
+from flows.supervising.verdict import (
+    LONGEST_PAUSE_SECONDS,
+    Verdict,
+    failures_of,
+    in_a_row,
+    judge,
+    pause_seconds,
+    waited_seconds,
+)
 from infra.errors import StoreAway
 from infra.events import OUTCOME, SUPERVISED
 from infra.outcome import Outcome
@@ -89,7 +97,8 @@ class Supervisor:
         if verdict not in _WAITS:
             return None
         now = time.time()
-        waited = waited_seconds(record, verdict, now)
+        pause = max(LONGEST_PAUSE_SECONDS, self._options.capacity_pause_seconds)
+        waited = waited_seconds(record, verdict, now, usual_pause_seconds=pause)
         if waited > self._options.wait_hours * 3600:
             outcome, what = _WAITS[verdict]
             self._say(f"stopped, {outcome.value}: {what} for {waited / 3600:.1f} h (--wait-hours); {record.cost()}")
@@ -168,7 +177,7 @@ class Supervisor:
         """The record with the end of this run. A run that died before there was a job makes none: that only this
         process remembers."""
         told = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
-        spell = Spell(**told, ended_utc=time.time())
+        spell = Spell(**told, ended_utc=time.time(), seconds=seconds)
         if record.begun:
             with self._job_of(record).events("supervisor") as events:
                 events.emit(SUPERVISED, exit_code=code, seconds=seconds, **told)

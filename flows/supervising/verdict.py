@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from enum import StrEnum
 
-from flows.supervising.record import Record
+from flows.supervising.record import Record, Spell
 from infra.outcome import Outcome
 
 LONGEST_PAUSE_SECONDS = 600.0
+# Between two runs, beyond the usual pause: for so long no supervisor was there, and what was waited for before is over.
+# A machine of AWS Batch that fails is replaced within it.
+ALONE_SECONDS = 3600.0
 
 # The same start would end alike, or a limit that the user has set is reached. Preflight is final for settings
 # that have never passed it: whoever has just written them is to be told at once.
@@ -63,9 +67,12 @@ def failures_of(before: Record, after: Record) -> int:
 
 def in_a_row(record: Record, verdict: Verdict) -> int:
     """How often runs ended so, back to the newest commit; of failures, how many they were. What is in between of
-    another kind does not break the row: interruptions are counted apart from failures."""
-    ended = [spell for spell in record.spells if spell.verdict == verdict and spell.commit == record.commit]
-    return sum(spell.failures for spell in ended) if verdict is Verdict.FAILURE else len(ended)
+    another kind does not break the row: interruptions are counted apart from failures. A time without a supervisor
+    does, but for failures, which nobody's absence cures."""
+    failure = verdict is Verdict.FAILURE
+    spells = record.spells if failure else _since_alone(record.spells, LONGEST_PAUSE_SECONDS)
+    ended = (spell for spell in spells if spell.verdict == verdict and spell.commit == record.commit)
+    return sum(spell.failures if failure else 1 for spell in ended)
 
 
 def pause_seconds(record: Record, verdict: Verdict, first_seconds: float) -> float:
@@ -77,11 +84,25 @@ def pause_seconds(record: Record, verdict: Verdict, first_seconds: float) -> flo
     return min(first_seconds * 2 ** (times - 1), LONGEST_PAUSE_SECONDS) if times > 0 else 0.0
 
 
-def waited_seconds(record: Record, verdict: Verdict, now_utc: float) -> float:
-    """Since when all runs have ended so, for want of capacity or not ready; 0 where the last one did not."""
+def waited_seconds(
+    record: Record, verdict: Verdict, now_utc: float, *, usual_pause_seconds: float = LONGEST_PAUSE_SECONDS
+) -> float:
+    """Since when all runs have ended so, for want of capacity or not ready; 0 where the last one did not. Before a time
+    without a supervisor nothing is counted: nobody waited in it, and whoever starts one anew asks it to wait anew.
+
+    usual_pause_seconds: the longest that a supervisor makes between two runs.
+    """
     since = now_utc
-    for spell in reversed(record.spells):
+    for spell in reversed(_since_alone(record.spells, usual_pause_seconds)):
         if spell.verdict != verdict:
             break
         since = spell.ended_utc
     return now_utc - since
+
+
+def _since_alone(spells: tuple[Spell, ...], usual_pause_seconds: float) -> tuple[Spell, ...]:
+    """Those that followed each other under a supervisor, up to the last one."""
+    longest = usual_pause_seconds + ALONE_SECONDS
+    pairs = enumerate(itertools.pairwise(spells), start=1)
+    first = max((at for at, (before, after) in pairs if after.began_utc - before.ended_utc > longest), default=0)
+    return spells[first:]

@@ -7,9 +7,11 @@ from infra.batch.cancel import NEVER_STARTED, NOT_MADE, TERMINATED, cancel_job
 from infra.batch.client import batch_client
 from infra.batch.declared import declared_queues, in_queues_region, training_queues
 from infra.batch.light import has_gpus_only, lightest_queue
+from infra.batch.marked import MARK, marked_jobs
 from infra.batch.queues import ComputeEnvironment, QueueState, describe_queues
 
 __all__ = [
+    "MARK",
     "NEVER_STARTED",
     "NOT_MADE",
     "TERMINATED",
@@ -25,5 +27,6 @@ __all__ = [
     "has_gpus_only",
     "in_queues_region",
     "lightest_queue",
+    "marked_jobs",
     "training_queues",
 ]

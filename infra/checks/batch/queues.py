@@ -54,7 +54,7 @@ def check_batch_queues(context: PreflightContext) -> Finding:
         fix = "set batch.light_queue (or METAFLOW_BATCH_JOB_QUEUE) to a queue that takes jobs"
         return Finding.failed(f"for the steps around training: {refused[0]}", fix)
     return _nodes_have_a_queue(context, usable) or Finding.passed(
-        "\n".join([_told(usable), *_fargate(others), *_dear(others)])
+        "\n".join([_told(usable), *_fargate(others), *_gpus_unused(others)])
     )
 
 
@@ -122,10 +122,10 @@ def _fargate(light: Mapping[str, QueueState]) -> list[str]:
     ]
 
 
-def _dear(light: Mapping[str, QueueState]) -> list[str]:
+def _gpus_unused(light: Mapping[str, QueueState]) -> list[str]:
     return [
-        f"{name}, for the steps around training, has machines with GPUs only ({', '.join(state.instance_types)}), "
-        "which these steps would pay for and not use; set batch.light_queue to a queue of small ones"
+        f"{name}, for the steps around training: all of its machines that hold one have GPUs or other accelerators, "
+        f"paid for and not used ({', '.join(state.instance_types)}); set batch.light_queue to a queue of small machines"
         for name, state in light.items()
         if has_gpus_only(state)
     ]

@@ -2,15 +2,16 @@
 
 throttle  429 TooManyRequestsException    error  500 ServerException       refuse  400 ClientException
 lost      done, and no answer             slow   answered `seconds` late   forbid  403 AccessDeniedException
+late      no answer, and done after the operation's next request that meets no fault
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
-KINDS = ("throttle", "error", "refuse", "lost", "slow", "forbid")
+KINDS = ("throttle", "error", "refuse", "lost", "late", "slow", "forbid")
 
 
 class Refused(Exception):
@@ -28,6 +29,7 @@ class Conduct:
         self.rules = rules
         self.requests: Counter[str] = Counter()
         self.met: Counter[str] = Counter()
+        self.late: dict[str, list[dict[str, Any]]] = defaultdict(list)  # by operation: what was asked, to be done yet
 
     def draw(self, operation: str) -> dict[str, Any] | None:
         """The rule that this request meets, if any. Raises ValueError for a kind that there is not."""

@@ -87,7 +87,13 @@ class _Handler(BaseHTTPRequestHandler):
         problems = botocore.validate.ParamValidator().validate(asked, service().operation_model(operation).input_shape)
         if problems.has_errors():
             raise Refused("ClientException", problems.generate_report())
+        if fault is not None and fault["kind"] == "late":
+            api.conduct.late[operation].append(asked)
+            self.close_connection = True
+            return
         told = api.answer(operation, asked)
+        for late in api.conduct.late.pop(operation, []):
+            api.answer(operation, late)
         if fault is not None and fault["kind"] == "lost":
             self.close_connection = True
             return

@@ -26,7 +26,8 @@ _MAIN = "MainThread"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)', re.MULTILINE)
 _WAITING_FILES = ("training/gang.py", "training/pulse.py", "training/wire.py")
 _EXCHANGE_FILES = ("training/gang.py", "training/wire.py")
-_EXCHANGE = ("gather", "_tell", "_hear", "_read", "_lost")  # there: who called it is where a rank stands
+# There, who called it is where a rank stands.
+_EXCHANGE = ("gather", "gather_numbers", "_tell", "_hear", "_read", "_lost")
 _ENGINE_PLACES = (*_WAITING_FILES, "training/assembly.py", "training/guards/", "training/trainer.py")
 _WAITING_FUNCTIONS = (
     "exchange_pulse",

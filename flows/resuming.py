@@ -1,0 +1,74 @@
+"""What a `resume` is held against before Metaflow is imported: it repeats no check of the run that it goes on with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from cost.jobs import known_job_names
+from flows.checks import refused_at_once
+from flows.job import RUNS
+from flows.remote import values_of
+from infra.config.schema import RunConfig
+from infra.errors import InfraError
+from infra.events import read_events
+from infra.known_jobs import KnownJob, known_job
+from infra.layout import job_prefix
+from infra.outcome import Outcome
+from infra.store import Store
+
+_REQUEST_SECONDS = 10.0
+_MOST_ASKED = 8
+
+
+def check_resume(words: Sequence[str]) -> None:
+    """Make Metaflow's settings from those of the job, and hold these against the quick checks that `run` makes.
+
+    words: the command line. Exits with 3 where one of them forbids the run. Of a job that this machine does not know,
+    or whose store does not tell, nothing is checked; that is said.
+    """
+    found = _job_of(words)
+    if found is None:
+        return
+    name, path, config = found
+    if said := refused_at_once(config, path, job=name, words=words):
+        print(said, file=sys.stderr)
+        sys.exit(Outcome.PREFLIGHT.exit_code)
+
+
+def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
+    """(name, path of the configuration's file, configuration) of the job whose run a `resume` goes on with."""
+    run = (values_of(words, "--origin-run-id") or [""])[-1]
+    try:
+        job = known_job(RUNS / run) or _with_a_name_of_its_own(run) if run else known_job(RUNS / "latest")
+        if job is None:
+            _say(f"{RUNS} knows no job of {f'run {run}' if run else 'an earlier run'}")
+            return None
+        document = json.loads(_store(job).get("config.json"))
+        return job.name, document["path"], RunConfig.model_validate_json(json.dumps(document["config"]))
+    except (InfraError, ValueError, KeyError) as error:
+        _say(f"the settings of the job cannot be read: {error}")
+        return None
+
+
+def _with_a_name_of_its_own(run: str) -> KnownJob | None:
+    """The job that the run was one of, by the events of the jobs that this machine has started last."""
+    folders = [RUNS / "latest", *(RUNS / name for name in known_job_names(RUNS)[-_MOST_ASKED:][::-1])]
+    jobs = dict.fromkeys(job for folder in folders if (job := known_job(folder)) is not None)
+    return next((job for job in jobs if _is_run_of(job, run)), None)
+
+
+def _is_run_of(job: KnownJob, run: str) -> bool:
+    try:
+        return any(event.run == run for event in read_events(_store(job)))
+    except InfraError:  # of another job, perhaps
+        return False
+
+
+def _store(job: KnownJob) -> Store:
+    return Store.open(job.store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job.name))
+
+
+def _say(why: str) -> None:
+    print(f"resume: nothing is checked, and Metaflow's own settings hold: {why}", flush=True)

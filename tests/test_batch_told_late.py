@@ -1,0 +1,77 @@
+"""Batch tells that a job has ended before it tells when and why: that is waited for, and else told as soon as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore import handlers
+from botocore.stub import Stubber
+from metaflow.plugins.aws.batch.batch_client import RunningJob
+
+from cost.report.failures import failures
+from flows import metaflow_fixes
+from flows.attempts.past import settle
+from flows.job import Job
+from infra.batch import batch_client
+from infra.config.schema import RunConfig
+from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, read_events
+
+_EARLY = {"jobId": "j", "jobName": "n", "jobQueue": "q", "jobDefinition": "d", "status": "FAILED", "startedAt": 1000}
+_WHOLE = {**_EARLY, "stoppedAt": 9000, "statusReason": "Host EC2 (instance i-0123456789abcdef0) terminated."}
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "local")
+    job = Job(name="late", run="1", config=RunConfig(store=str(tmp_path)))
+    with job.events("submit") as log:
+        log.emit(BATCH_SUBMITTED, job_id="j", job_name="n", step="train_node", task="5")
+    return job
+
+
+def settled(job: Job, *answers: dict[str, Any], deadline_seconds: float) -> list[Event]:
+    client = batch_client("us-east-1")
+    with Stubber(client) as batch, job.events("placing") as log:
+        for answer in answers:
+            batch.add_response("describe_jobs", {"jobs": [answer]})
+        told = settle(job, read_events(job.store), client, log, deadline_seconds=deadline_seconds)
+        batch.assert_no_pending_responses()
+    return told
+
+
+def test_what_batch_tells_late_is_waited_for(job: Job) -> None:
+    [told] = settled(job, _EARLY, {**_EARLY, "stoppedAt": 9000}, _WHOLE, deadline_seconds=60)
+    assert (told.data["stopped_utc"], told.data["cause"]) == (9.0, "reclaimed")
+    assert settled(job, deadline_seconds=60) == [], "Batch is not asked any more"
+
+
+def test_what_was_not_waited_for_is_told_afterwards_and_counts_once(job: Job) -> None:
+    [first] = settled(job, _EARLY, deadline_seconds=1)
+    assert (first.data["stopped_utc"], first.data["cause"]) == (None, "unknown")
+    assert settled(job, _EARLY, deadline_seconds=1) == [], "nothing new"
+    [second] = settled(job, _WHOLE, deadline_seconds=1)
+    assert (second.data["stopped_utc"], second.data["cause"]) == (9.0, "reclaimed")
+    assert settled(job, deadline_seconds=1) == []
+    events = read_events(job.store)
+    assert [event.name for event in events].count(BATCH_ATTEMPT) == 2
+    [failure] = failures(events, {})
+    assert failure["what"] == "Batch job in queue q: reclaimed"
+
+
+@pytest.mark.parametrize("status", ["SUCCEEDED", "FAILED"])
+def test_metaflow_bears_a_gang_of_which_only_its_end_is_told(
+    job: Job, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """It would count as failed, and all of its nodes would be started again."""
+    monkeypatch.setattr(handlers, "BUILTIN_HANDLERS", list(handlers.BUILTIN_HANDLERS))
+    metaflow_fixes.mend_request()
+    client = batch_client("us-east-1")
+    gang = {**_EARLY, "status": status, "stoppedAt": 9000}
+    gang["nodeProperties"] = {"numNodes": 2, "mainNode": 0, "nodeRangeProperties": []}
+    with Stubber(client) as batch:
+        batch.add_response("describe_jobs", {"jobs": [gang]})
+        ended = RunningJob("j", client).update()
+        assert (ended.status, ended.status_code, ended.reason) == (status, None, None)
