@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 
-from flows.job import Job
 from infra.batch import batch_client, describe_attempts
-from infra.config.schema import RunConfig
-from infra.events import BATCH_SUBMITTED, read_events
+from infra.events import BATCH_SUBMITTED, OUTCOME, read_events
 from infra.layout import job_prefix
 from infra.store import Store
 from tests.support.batch.fixture import LocalBatch, job_when, local_batch
@@ -74,6 +72,13 @@ def submitted(store: Path) -> list[dict[str, Any]]:
     """What the job's events tell of submits."""
     job = Store.open(str(store), request_timeout_seconds=10.0).sub(job_prefix("j"))
     return [event.data for event in read_events(job) if event.name == BATCH_SUBMITTED]
+
+
+def outcomes(store: Path) -> list[tuple[str, str]]:
+    """That the job's events tell, each with its words."""
+    job = Store.open(str(store), request_timeout_seconds=10.0).sub(job_prefix("j"))
+    told = [event.data for event in read_events(job) if event.name == OUTCOME]
+    return [(data["outcome"], data["message"]) for data in told]
 
 
 def cause(batch: LocalBatch, done: subprocess.CompletedProcess[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -144,12 +149,6 @@ def test_a_submit_that_is_throttled_for_too_long_ends_with_one_clear_line(batch:
     assert len(told) == 1 and "Nothing of the job is lost" in told[0] and "batch:SubmitJob" in told[0]
     assert not [job for job in batch.jobs() if job["jobName"] == "never"]
     assert outcomes(tmp_path) == [], "it may be taken another time"
-
-
-def outcomes(store: Path) -> list[tuple[str, str]]:
-    """That the job's events tell, each with its words."""
-    told = [event.data for event in read_events(Job(name="j", run="1", config=RunConfig(store=str(store))).store)]
-    return [(data["outcome"], data["message"]) for data in told if "outcome" in data]
 
 
 def test_other_refusals_are_left_to_the_sdk_and_end_the_job_as_failed(batch: LocalBatch, tmp_path: Path) -> None:
