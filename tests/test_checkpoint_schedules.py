@@ -14,7 +14,7 @@ from training.soak.schedules.commands import play_all
 from training.soak.schedules.plan import draw
 from training.soak.schedules.summary import added_up, text
 
-COUNT = 40
+COUNT = 26
 
 
 @pytest.mark.timeout(600)
