@@ -112,6 +112,7 @@ KINDS = {
     "zone by its name": Kind("cost: {zones: [us-east-1a]}", 2, ("must be zone ids", "another zone in each account")),
     "zone elsewhere": Kind("cost: {zones: [usw2-az1]}", 2, ("lies in none of cost.regions", "use1-az… (us-east-1)")),
     "push to no address": Kind("metrics: {push_url: 'gateway:9091'}", 2, ("http://pushgateway:9091",)),
+    "metrics at a name": Kind("metrics: {address: localhost}", 2, ("bad.yaml:1:20", "an IP address", "0.0.0.0")),
     "bucket with one slash": Kind("store: s3:/bucket/prefix", 2, ("bad.yaml:1:8", "unknown kind", "s3://bucket")),
     "weights in a bucket": Kind("training: {initial_weights: 's3://b/w'}", 2, ("a path on this machine", "copy it")),
     # limits

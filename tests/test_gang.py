@@ -14,8 +14,8 @@ from infra.events import COMMIT_SKIPPED, FAULT_DETECTED, GENERATION_ENDED, NODE_
 from infra.layout import job_prefix
 from infra.process import children, process_state
 from infra.store import Store
-from tests.support.flow import wait_until
-from tests.support.gangs import endless_gang
+from tests.support.flow import listening_addresses, processes_with, wait_until
+from tests.support.gangs import endless_gang, free_port
 from training.checkpoint import reachable_commits
 from training.checkpoint.lineage import CommitRef
 from training.errors import GangError
@@ -30,6 +30,7 @@ def spec(tmp_path: Path) -> GangSpec:
         tmp_path,
         checkpoint={"interval_steps": 20},
         cluster={"step_deadline_seconds": 60.0, "start_deadline_seconds": 60.0},
+        metrics={"port": free_port()},
     )
 
 
@@ -60,6 +61,8 @@ def test_a_frozen_or_killed_rank_is_named_ended_and_replaced_within_the_attempt(
 ) -> None:
     gang = start(spec, tmp_path / "gang")
     await_commit(spec)
+    listening = listening_addresses(processes_with(str(tmp_path)))
+    assert listening == {"0100007F"}, "control channel, torch's store, gloo, wire, metrics: 127.0.0.1 alone"
     victim = beat(spec, rank=1)
     os.kill(victim.pid, number)
     wait_until("another commit", lambda: newest_commit(spec).generation == 2, timeout=60)

@@ -125,6 +125,24 @@ def test_who_does_not_come_is_named() -> None:
         open_wires(3, present=2, start=3.0)
 
 
+def test_callers_without_a_word_delay_no_peer() -> None:
+    """100 idle connections at 5 s each are more than the 60 s of a start."""
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    main, found = ("127.0.0.1", master.port), []
+    opened = threading.Thread(
+        target=lambda: found.append(open_wire(master, 0, 2, main=main, start_seconds=60, seconds=60))
+    )
+    opened.start()
+    client = dist.TCPStore(*main, wait_for_workers=False, timeout=timedelta(seconds=60))
+    host, port = client.get("0").decode().split()
+    idle = [socket.create_connection((host, int(port))) for _ in range(100)]
+    peer = open_wire(client, 1, 2, main=main, start_seconds=60, seconds=60)
+    opened.join(60)
+    for one in idle:
+        one.close()
+    assert gather([found[0], peer], [b"0", b"1"]) == [b"01", b"01"]
+
+
 def test_a_stranger_is_sent_away() -> None:
     """A rank of an older gang, or a port scan, that finds the door before the others do."""
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))

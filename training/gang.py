@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.errors import RendezvousError
+from training.launch.ports import on_loopback
 from training.wire import LARGEST_ROW_BYTES, MOST_RANKS, Wire, open_wire
 
 
@@ -78,6 +80,7 @@ def connect(*, start_seconds: float, collective_seconds: float, generation: str)
         store = dist.PrefixStore(generation, store)
         _roll_call(store, rank, world_size, start_seconds)
         store.set_timeout(timedelta(seconds=start_seconds))
+        _stay_on_loopback(os.environ["MASTER_ADDR"], os.environ)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("group", store),
@@ -128,15 +131,17 @@ def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seco
     """The key-value store of the gang. Under torchrun its agent keeps it, else rank 0 does."""
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = rank == 0 and not kept_by_agent
     try:
         return dist.TCPStore(
             host,
             port,
             world_size,
-            is_master=rank == 0 and not kept_by_agent,
+            is_master=is_master,
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,  # the roll-call does this, and names the missing
             multi_tenant=True,
+            master_listen_fd=_loopback_listener(host, port) if is_master else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         keeper = "torchrun's agent" if kept_by_agent else "rank 0"
@@ -144,6 +149,26 @@ def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seco
             f"rank {rank}: {keeper} did not answer at {host}:{port} within {seconds:g} s, so rank 0 counts as missing "
             f"({' '.join(str(error).split())[:200]}); fix: look at its log, and at firewalls between the nodes"
         ) from error
+
+
+def _loopback_listener(host: str, port: int) -> int | None:
+    """A listening socket for the store of a gang on this machine: torch's own listens on every interface, and whoever
+    reaches it may read and write keys. None for any other gang, and where the port is taken: torch reports that."""
+    if not on_loopback(host):
+        return None
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[4][:2], family=address[0], backlog=1024).detach()
+    except OSError:
+        return None
+
+
+def _stay_on_loopback(host: str, environment: MutableMapping[str, str]) -> None:
+    """Have gloo and NCCL use the loopback interface in a gang on this machine; the user's own choice stands."""
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if on_loopback(host) and name is not None:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environment.setdefault(variable, name)
 
 
 def _roll_call(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:

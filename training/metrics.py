@@ -22,6 +22,7 @@ from infra.metrics.push import Group, Pusher, delete_group
 from infra.metrics.serve import MetricsServer
 from infra.terms import Terms
 from training.clock import process_start_monotonic
+from training.launch.ports import on_loopback
 from training.launch.spec import WorkerSpec
 from training.launch.watch.heartbeat import Heartbeat
 from training.limits import Limits
@@ -44,7 +45,7 @@ def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) ->
     node = NodeMetrics(spec, config, rank=rank, world_size=world_size)
     with contextlib.ExitStack() as ends:
         if metrics.port is not None:
-            _serve(node.board, metrics.port, spec.node, ends)
+            _serve(node.board, metrics.port, _address(metrics.address), spec.node, ends)
         if metrics.push_url is not None:
             group = Group(metrics.push_url, spec.job, spec.node)
             pusher = Pusher(group, node.board.registry(), interval_seconds=metrics.interval_seconds, say=_say)
@@ -161,15 +162,25 @@ class NodeMetrics:
             self.board.set("ebbflow_rank_heartbeat_timestamp_seconds", _wall(beat.t_mono), str(rank))
 
 
-def _serve(board: Board, port: int, node: int, ends: contextlib.ExitStack) -> None:
+def _address(configured: str | None) -> str:
+    """The IP address to listen on; "": all. A gang on a user's own machine serves that machine alone. In a container of
+    AWS Batch or Kubernetes even a single node is read from outside."""
+    if configured is not None:
+        return configured
+    contained = any(name in os.environ for name in ("AWS_BATCH_JOB_ID", "KUBERNETES_SERVICE_HOST"))
+    return "127.0.0.1" if not contained and on_loopback(os.environ.get("MASTER_ADDR", "localhost")) else ""
+
+
+def _serve(board: Board, port: int, address: str, node: int, ends: contextlib.ExitStack) -> None:
     try:
-        server = MetricsServer(port, board.page)
+        server = MetricsServer(port, board.page, address=address)
     except OSError as error:
         _say(f"metrics: WARNING: node {node} serves none, training goes on: metrics.port {port}: {error}")
         return
     ends.callback(server.close)
     taken = f" (metrics.port {port} is taken)" if server.port != port else ""
-    _say(f"metrics: node {node} at http://{os.uname().nodename}:{server.port}/metrics{taken}")
+    host = os.uname().nodename if address in ("", "0.0.0.0", "::") else f"[{address}]" if ":" in address else address
+    _say(f"metrics: node {node} at http://{host}:{server.port}/metrics{taken}")
 
 
 def _heartbeats(spec: WorkerSpec, first: int) -> dict[int, Heartbeat]:

@@ -8,8 +8,10 @@ large gang that is too many: there the group's all-gather serves.
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import secrets
+import select
 import socket
 import struct
 import time
@@ -27,6 +29,8 @@ LARGEST_ROW_BYTES = 4096  # which a connection's buffers take, so that all may w
 _HELLO = struct.Struct("!I16s")  # rank, token of the gang
 _HEAD = struct.Struct("!QI")  # number of the exchange, bytes that follow
 _HELLO_SECONDS = 5.0
+_MOST_CALLERS = 64  # that have not sent the token yet
+_LOOK_SECONDS = 0.5
 
 
 class Wire:
@@ -112,9 +116,7 @@ def open_wire(
                 address, port = store.get(str(lower)).decode().split()
                 peers[lower] = socket.create_connection((address, int(port)), max(0.1, limit - time.monotonic()))
                 peers[lower].sendall(_HELLO.pack(rank, token))
-            while len(peers) < world_size - 1:
-                listener.settimeout(max(0.1, limit - time.monotonic()))
-                _let_in(listener.accept()[0], token, peers)
+            _await_peers(listener, token, peers, range(rank + 1, world_size), limit)
     except (OSError, RuntimeError) as error:  # what the store raises is a RuntimeError
         for peer in peers.values():
             peer.close()
@@ -145,17 +147,59 @@ def _listen(address: str, world_size: int) -> socket.socket:
     return socket.create_server((address, 0), family=family, backlog=world_size)
 
 
-def _let_in(caller: socket.socket, token: bytes, peers: dict[int, socket.socket]) -> None:
-    """Whoever says the gang's token; anybody else, such as a rank of an older gang, is sent away."""
-    caller.settimeout(_HELLO_SECONDS)
-    with suppress(OSError):
-        hello = bytearray(_HELLO.size)
-        _read(caller, hello, len(hello))
-        rank, told = _HELLO.unpack(hello)
-        if told == token:
+def _await_peers(
+    listener: socket.socket, token: bytes, peers: dict[int, socket.socket], wanted: range, limit: float
+) -> None:
+    """Until each wanted rank has connected and sent the gang's token. Raises TimeoutError at `limit`.
+
+    A stranger, such as a rank of an older gang or a port scan, delays no peer: all callers are read side by side, at
+    most `_MOST_CALLERS` of them, each for at most `_HELLO_SECONDS`.
+    """
+    listener.setblocking(False)
+    callers: dict[socket.socket, tuple[float, bytearray]] = {}  # (until when it is waited for, what it has sent)
+    try:
+        while any(rank not in peers for rank in wanted):
+            now = time.monotonic()
+            if now > limit:
+                raise TimeoutError("timed out")
+            overdue = [caller for caller, (until, _) in callers.items() if now > until]
+            for caller in [*overdue, *list(callers)[: max(0, len(callers) - _MOST_CALLERS)]]:
+                if callers.pop(caller, None) is not None:
+                    caller.close()
+            for ready in select.select([listener, *callers], [], [], min(_LOOK_SECONDS, max(0.0, limit - now)))[0]:
+                if ready is listener:
+                    with suppress(BlockingIOError, ConnectionAbortedError):
+                        caller = listener.accept()[0]
+                        caller.setblocking(False)
+                        callers[caller] = (now + _HELLO_SECONDS, bytearray())
+                elif _answered(ready, callers[ready][1], token, peers, wanted):
+                    del callers[ready]
+    finally:
+        for caller in callers:
+            caller.close()
+
+
+def _answered(
+    caller: socket.socket, told: bytearray, token: bytes, peers: dict[int, socket.socket], wanted: range
+) -> bool:
+    """Whether this caller needs no further look: it is a peer now, or was closed."""
+    try:
+        data = caller.recv(_HELLO.size - len(told))
+    except BlockingIOError:
+        return False
+    except OSError:
+        data = b""
+    told += data
+    if data and len(told) < _HELLO.size:
+        return False
+    if len(told) == _HELLO.size:
+        rank, theirs = _HELLO.unpack(told)
+        if hmac.compare_digest(theirs, token) and rank in wanted and rank not in peers:
+            caller.setblocking(True)
             peers[rank] = caller
-            return
+            return True
     caller.close()
+    return True
 
 
 def _read(peer: socket.socket, into: bytearray | memoryview, enough: int) -> int:

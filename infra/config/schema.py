@@ -225,6 +225,9 @@ class MetricsConfig(Section):
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None, description="each node serves /metrics here while it trains; null: it does not"
     )
+    address: str | None = Field(
+        None, description="IP address that /metrics listens on; null: 127.0.0.1 for a gang on this machine, else all"
+    )
     push_url: str | None = Field(None, description="Pushgateway that the nodes push to; null: none")
     interval_seconds: float = Field(15.0, ge=1, description="between pushes")
 

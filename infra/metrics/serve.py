@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 import socketserver
 import threading
 from collections.abc import Callable
@@ -18,12 +19,12 @@ _LOOK_SECONDS = 0.1  # how soon the server notices that it is to close
 class MetricsServer:
     """Serves `page()` at the first free one of `PORTS_TRIED` ports from `port` on: nodes may share a machine.
 
-    Listens on all addresses, as exporters do: a port in the configuration is the wish to be read. Raises OSError when
-    none is free, or when the port is not allowed.
+    address: an IP address of this machine to listen on; "": all of them. Raises OSError when no port is free, or when
+    port or address is not allowed.
     """
 
-    def __init__(self, port: int, page: Callable[[], bytes]) -> None:
-        self._server = _listen(port, _handler(page))
+    def __init__(self, port: int, page: Callable[[], bytes], *, address: str) -> None:
+        self._server = _listen(address, port, _handler(page))
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_LOOK_SECONDS,), name="metrics", daemon=True
@@ -49,11 +50,16 @@ class _Server(ThreadingHTTPServer):
         """A reader that goes away in mid-answer is its own affair."""
 
 
-def _listen(port: int, handler: type[BaseHTTPRequestHandler]) -> _Server:
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _listen(address: str, port: int, handler: type[BaseHTTPRequestHandler]) -> _Server:
+    server = _Server6 if ":" in address else _Server
     last = min(port + PORTS_TRIED - 1, 65535)
     for number in range(port, last + 1):
         try:
-            return _Server(("", number), handler)
+            return server((address, number), handler)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,22 @@ def processes_with(text: str) -> list[int]:
             continue
         if text.encode() in known and state != "Z" and int(path.name) != os.getpid():
             found.append(int(path.name))
+    return found
+
+
+def listening_addresses(pids: Iterable[int]) -> set[str]:
+    """IP addresses, as /proc/net writes them, at which any of these processes accepts TCP connections."""
+    inodes = set()
+    for pid in pids:
+        for path in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(path))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1].partition(":")[0])
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import socket
 
 from training.errors import GangError
@@ -32,3 +33,11 @@ def rendezvous_port(address: str, run: str, attempt: int) -> int:
                 continue
             return port
     raise GangError(f"none of the rendezvous ports {ports} is free on this machine")
+
+
+def on_loopback(host: str) -> bool:
+    """Whether `host`, as it is written, is this machine's loopback address: the gang is on this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections import Counter
 from pathlib import PurePath
@@ -157,6 +158,17 @@ def _push_url_is_an_address(config: RunConfig) -> Answer:
     return None
 
 
+def _metrics_address_is_an_ip_address(config: RunConfig) -> Answer:
+    address = config.metrics.address
+    if address is None:
+        return None
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return f"metrics.address must be an IP address, not {address!r}", "such as 127.0.0.1, or 0.0.0.0 for all"
+    return None
+
+
 RULES = (
     Rule(("store",), _store_is_known),
     _named("data.path", "name a folder, file or glob, or write null for the standard library"),
@@ -169,4 +181,5 @@ RULES = (
     Rule(("cost.store_region",), _store_region_is_a_region),
     Rule(("cost.prices",), _prices_are_known),
     Rule(("metrics.push_url",), _push_url_is_an_address),
+    Rule(("metrics.address",), _metrics_address_is_an_ip_address),
 )
