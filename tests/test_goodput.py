@@ -29,3 +29,5 @@ def test_the_last_execution_counts_and_the_gap_belongs_to_nobody() -> None:
     assert shares["startup"] == pytest.approx(0.2) and shares["absent"] == pytest.approx(0.2)
     assert "useful" not in shares_text(shares) and "absent 20.0%" in shares_text(shares)
     assert time_shares(events[:1]) == {}
+    hung = event(PHASE, 10.0, generation=2, **{"class": "useful_step", "seconds": 0.0001})
+    assert time_shares([*events, hung])["useful_step"] == shares["useful_step"], "its step never completed"

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost.errors import LedgerError
+from cost.jobs.table import HEADER, as_row, table_rows
 from cost.ledger.ledger import Ledger, fold, spent_usd
 from cost.money import apportion, rounded
+from cost.report.report import build_report
 from infra.events import PHASE, STEP, Event
-from tests.support.timelines import GangLog, plan_event, timelines
+from tests.support.timelines import GangLog, faulty_jobs, plan_event, timelines
 
 
 def seconds_of(ledger: Ledger) -> dict[str, float]:
@@ -72,7 +74,7 @@ def test_a_clean_run_by_hand():
     assert ledger.paid_rank_seconds == 40.0
     assert set(kinds_of(ledger).values()) == {"measured"}
     assert (ledger.price_kind, ledger.redone_steps, ledger.unattributed_share) == ("recorded 2026-07-20", 0, 0.0)
-    assert ledger.clean_on_demand_usd == Decimal("0.040000")
+    assert ledger.useful_on_demand_usd == Decimal("0.020000"), "20 rank-seconds of useful steps at twice the price"
     assert spent_usd(clean_run()) == pytest.approx(0.02)
 
 
@@ -90,8 +92,7 @@ def test_a_kill_by_hand():
     assert ledger.redone_steps == 2
     assert ledger.paid_rank_seconds == 34.0
     assert ledger.total_usd == Decimal("0.034000")
-    # On-demand at $7.20: 16 s of kept steps, 3 s of the last start-up, 2 s of shutdown.
-    assert ledger.clean_on_demand_usd == Decimal("0.042000")
+    assert ledger.useful_on_demand_usd == Decimal("0.024000"), "8 kept steps of 1.5 s at $7.20 per hour"
 
 
 def test_a_node_without_an_end_is_billed_to_its_last_sign_of_life_and_says_so():
@@ -216,7 +217,7 @@ def test_each_node_is_priced_by_the_plan_that_was_in_force():
     ledger = fold([*plans, *first.events, *second.events])
     assert ledger.total_usd == Decimal("0.110000")  # 10 s at a tenth of a cent, 10 s at a cent: a node, not a rank
     assert ledger.price_kind == "recorded 2026-07-20"
-    assert ledger.clean_on_demand_usd is None
+    assert ledger.useful_on_demand_usd is None
     assert fold(first.events).price_kind == "unpriced"
 
 
@@ -263,3 +264,53 @@ def test_an_unknown_class_is_named():
     gang.phase("coffee", 2.0)
     with pytest.raises(LedgerError, match=r"rank 0: a phase event without classes and seconds: .*coffee"):
         fold(gang.events)
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("hang", {"startup": 10.0, "hang": 160.0 + 30.0}),
+        ("rank_failed", {"startup": 10.0, "interruption": 160.0 + 30.0}),
+        ("non_finite", {"startup": 10.0, "redone_step": 160.0, "unattributed": 30.0}),
+    ],
+)
+def test_a_step_that_never_completed_is_no_useful_work(reason: str, expected: dict[str, float]):
+    """Two ranks wait for each other until they are ended: each reports 75 s within its first step."""
+    gang = GangLog(1, 0.0, [[0, 1]])
+    gang.phase("startup", 5.0)
+    gang.phase("data_wait", 5.0)
+    gang.phase("useful_step", 75.0)
+    gang.ended(reason, 100.0)
+    events = [plan_event(3.6, 360.0), *gang.events]
+    assert seconds_of(fold(events)) == expected
+    report = build_report(events)
+    assert report.actual["goodput"] == 0.0
+    assert report.savings_usd == -report.total_usd, "no useful work at any price saves nothing"
+
+
+def test_evaluation_after_the_last_step_of_a_completed_job_is_evaluation():
+    gang = GangLog(1, 0.0, [[0]])
+    gang.steps(1, 2, useful_step=2.0)
+    gang.phase("useful_step", 0.5)
+    gang.phase("evaluation", 3.0)
+    gang.outcome("completed")
+    gang.phase("shutdown", 1.0)
+    gang.ended("completed", 8.5)
+    assert seconds_of(fold([plan_event(), *gang.events])) == {
+        "useful_step": 4.0, "evaluation": 3.0, "shutdown": 0.5 + 1.0
+    }  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(faulty_jobs())
+def test_useful_time_is_that_of_completed_steps_in_the_final_weights(job: tuple[list[Event], float]):
+    events, own_seconds = job
+    ledger, report = fold(events), build_report(events)
+    useful = seconds_of(ledger).get("useful_step", 0.0)
+    assert useful == pytest.approx(own_seconds, abs=1e-3)
+    assert sum(line.rank_microseconds for line in ledger.lines) == ledger.paid_microseconds
+    goodput = as_row(report)["goodput"]
+    assert goodput == pytest.approx(own_seconds / ledger.paid_rank_seconds, abs=1e-6)
+    if own_seconds == 0.0:
+        assert goodput == 0.0 and (report.savings_usd is None or report.savings_usd <= 0)
+        assert table_rows([report, report])[-1][HEADER.index("goodput")] == "0.0 %", "of the fleet"

@@ -149,7 +149,7 @@ def test_an_attempt_has_the_price_of_its_own_placement() -> None:
     jobs = [told("spot", 0.0, 40.0, at=60.0), told("dear", 500.0, 540.0, **where)]
     ledger = fold([*plans, *spot.events, *dear.events, *jobs])
     assert [bill.usd for bill in ledger.nodes] == [Decimal("0.04"), Decimal("0.08")]
-    assert ledger.clean_on_demand_usd is not None
+    assert ledger.useful_on_demand_usd is not None
 
 
 def test_a_pause_between_generations_of_a_job_is_paid_once() -> None:

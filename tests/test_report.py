@@ -80,8 +80,8 @@ def test_the_figures_of_an_interrupted_job():
     # Steps 5 and 6 show the second generation's loss, 4 / step, not the first one's 6 / step.
     assert report.loss_curve == [(s, 6.0 / s) for s in range(1, 5)] + [(s, 4.0 / s) for s in range(5, 9)]
     assert report.total_usd == Decimal("0.068000")  # (20 s + 14 s) × 2 nodes at a tenth of a cent
-    # On-demand at twice the price: 8 steps × 2 s, 4 s of the last start-up, 2 s of shutdown, on 2 nodes.
-    assert report.savings_usd == Decimal("0.088000") - Decimal("0.068000")
+    # On-demand at twice the price: 8 kept steps × 1.5 s of useful work, on 2 nodes.
+    assert report.savings_usd == Decimal("0.048000") - Decimal("0.068000")
     actual = report.actual
     assert actual["tokens_per_second"] == pytest.approx(1000 / 2.0)
     assert (actual["held_out_loss"], actual["held_out_ratio"]) == (1.5, 0.5)

@@ -52,7 +52,7 @@ def test_predicted_and_actual_loss_stand_side_by_side() -> None:
         paid_microseconds=100_000_000,
         total_usd=Decimal(11),
         price_kind="simulated",
-        clean_on_demand_usd=None,
+        useful_on_demand_usd=None,
         redone_steps=4,
     )
     events = [

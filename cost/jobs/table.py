@@ -7,6 +7,7 @@ from typing import Any
 
 from cost.report.figures import number, percent, plain, pool_text, usd, usd_decimals
 from cost.report.report import RunReport
+from infra.ledger_classes import LedgerClass
 
 # Of a CSV: plain numbers and words, dollars to six decimals.
 COLUMNS = (
@@ -53,7 +54,7 @@ def table_rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
         saved = [report.savings_usd for report in reports]
         savings = None if None in saved else sum(usd for usd in saved if usd is not None)
         rows.append(
-            ("total", "", "", "", usd(total, decimals), usd(savings, decimals), "", "", "",
+            ("total", "", "", "", usd(total, decimals), usd(savings, decimals), "", "", percent(_goodput(reports)),
              str(sum(report.interruptions for report in reports)), "")
         )  # fmt: skip
     return rows
@@ -95,6 +96,13 @@ def _cells(row: dict[str, Any], decimals: int) -> tuple[str, ...]:
         str(row["interruptions"]),
         number(row["final_loss"]),
     )
+
+
+def _goodput(reports: Sequence[RunReport]) -> float | None:
+    """Useful steps' share of the rank-seconds that all jobs paid for; None when they paid for none."""
+    lines = [line for report in reports for line in report.ledger if line.ledger_class == LedgerClass.USEFUL_STEP]
+    paid = sum(report.paid_microseconds for report in reports)
+    return sum(line.rank_microseconds for line in lines) / paid if paid else None
 
 
 def _short(text: str) -> str:

@@ -49,7 +49,7 @@ class Ledger:
     """All classes with any time, in the order of `LedgerClass`. Their seconds and dollars sum to the totals exactly.
 
     price_kind: "recorded …", "estimated …", "simulated" (a local run, priced as if) or "unpriced" (no plan is known).
-    clean_on_demand_usd: the useful work alone at the on-demand price of the same nodes, see `fold`; None: no price.
+    useful_on_demand_usd: the useful work alone at the on-demand price of the same nodes, see `fold`; None: no price.
     causes: the same seconds and dollars by what they were paid for (`cost.ledger.causes`).
     nodes: what each node of each generation cost; silent: the nodes of Batch jobs that never spoke.
     owner, project: who pays, as configured; empty: nobody said.
@@ -59,7 +59,7 @@ class Ledger:
     paid_microseconds: int
     total_usd: Decimal
     price_kind: str
-    clean_on_demand_usd: Decimal | None
+    useful_on_demand_usd: Decimal | None
     redone_steps: int
     causes: tuple[CauseLine, ...] = ()
     nodes: tuple[NodeBill, ...] = field(default=(), compare=False)
@@ -78,37 +78,21 @@ class Ledger:
         return found / self.paid_microseconds if self.paid_microseconds else 0.0
 
 
-# What on-demand capacity without interruptions would not have needed. Start-ups count once, in `_clean`.
-_ONLY_INTERRUPTED = frozenset(
-    {
-        LedgerClass.REDONE_STEP,
-        LedgerClass.INTERRUPTION,
-        LedgerClass.HANG,
-        LedgerClass.RESTORE,
-        LedgerClass.UNATTRIBUTED,
-        LedgerClass.IDLE,
-        LedgerClass.MINIMUM_CHARGE,
-    }
-)
-
-
 def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
     """The ledger of a job from its events, in any order. Works for any part of a log that begins at its beginning.
 
-    `clean_on_demand_usd` is what the same useful work would have cost on-demand without any interruption: all classes
-    but redone steps, interruptions, hangs, restores and unattributed time, and start-up and shutdown of the newest
-    generation only. Leaving them out makes savings smaller, never larger.
+    `useful_on_demand_usd` is the useful step time alone at the on-demand price of the same nodes. Start-up, saves,
+    evaluation and waiting for data are left out, so that savings are understated and never overstated.
 
     running: the job is still going on (see `read_generations`). Raises LedgerError when a rank's intervals overlap by
     more than 0.5 % of its paid time and 50 ms.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered, running=running)
-    newest = max(generations, default=0)
     bills = bills_of(ordered, generations)
     sums = _Sums(with_batchs_word(generations, bills.nodes))
     for bill in bills.nodes:
-        sums.add(bill, newest=bill.node.generation == newest)
+        sums.add(bill)
     for silent in bills.silent:
         sums.add_silent(silent)
     total_usd = rounded(sum(sums.usd.values(), Decimal(0)))
@@ -117,7 +101,7 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
         paid_microseconds=sum(sums.micros.values()),
         total_usd=total_usd,
         price_kind=_price_kind(bills),
-        clean_on_demand_usd=None if sums.clean is None else rounded(sums.clean),
+        useful_on_demand_usd=None if sums.useful is None else rounded(sums.useful),
         redone_steps=_redone_steps(ordered, generations),
         causes=cause_lines(sums.cause_micros, sums.cause_usd, total_usd),
         nodes=bills.nodes,
@@ -150,9 +134,9 @@ class _Sums:
         self.micros: dict[LedgerClass, int] = {}
         self.usd: dict[LedgerClass, Decimal] = {}
         self.estimated: set[LedgerClass] = set()
-        self.clean: Decimal | None = Decimal(0)
+        self.useful: Decimal | None = Decimal(0)
 
-    def add(self, bill: NodeBill, *, newest: bool) -> None:
+    def add(self, bill: NodeBill) -> None:
         node, curve, on_demand = bill.node, bill.curve, bill.on_demand_curve
         generation = self._generations[node.generation]
         for rank in rank_times(node, generation):
@@ -160,7 +144,7 @@ class _Sums:
             for kind, usd in rank_charges(node, rank, curve).items():
                 self._spend(generation, kind, rank.classes[kind], usd)
             usual = None if on_demand is None else rank_charges(node, rank, on_demand)
-            self.clean = _clean(self.clean, usual, newest)
+            self.useful = _useful(self.useful, usual)
         for extra in bill.extras:
             self.estimated.add(extra.ledger_class)
             spent = extra.micros * len(node.ranks)
@@ -193,14 +177,11 @@ def _lines(sums: _Sums, total_usd: Decimal) -> tuple[LedgerLine, ...]:
     )
 
 
-def _clean(so_far: Decimal | None, usual: dict[LedgerClass, Decimal] | None, newest: bool) -> Decimal | None:
+def _useful(so_far: Decimal | None, usual: dict[LedgerClass, Decimal] | None) -> Decimal | None:
     """usual: dollars of one rank by class at the on-demand price; None: not on record."""
     if so_far is None or usual is None:
         return None
-    left_out = set(_ONLY_INTERRUPTED)
-    if not newest:
-        left_out |= {LedgerClass.STARTUP, LedgerClass.SHUTDOWN}
-    return so_far + sum((usd for kind, usd in usual.items() if kind not in left_out), Decimal(0))
+    return so_far + usual.get(LedgerClass.USEFUL_STEP, Decimal(0))
 
 
 def _redone_steps(events: Sequence[Event], generations: dict[int, Generation]) -> int:

@@ -24,7 +24,7 @@ MACHINE_KEYS = (*_INSTANCE_KEYS, "host", "batch_job_id")
 TOLERANCE_SHARE = 0.005
 TOLERANCE_SECONDS = 0.05
 
-# What a step wasted that was thrown away, or left out. Its checkpoint stall stays what it is: the price of saving.
+# The time of a step that was thrown away, skipped or never completed. Its checkpoint stall keeps its class.
 _WASTED = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION)
 
 
@@ -190,20 +190,41 @@ def _total(event: Event) -> float:
 
 
 def _clipped(event: Event, node: NodeTime, generation: Generation) -> Mapping[LedgerClass, float]:
-    """The event's seconds within the node's paid time: what lies outside costs nothing. Thrown-away steps turned."""
+    """The event's seconds within the node's paid time; time outside it costs nothing.
+
+    Only a completed step that is in the final weights is useful: all other step time is given the class of its waste.
+    """
     seconds = _seconds(event)
     outside = max(0.0, node.start - (event.t_mono - sum(seconds.values()))) + max(0.0, event.t_mono - node.end)
     for kind in sorted(seconds, key=seconds.__getitem__, reverse=True):
         taken = min(outside, seconds[kind])
         seconds[kind] -= taken
         outside -= taken
-    if event.step is not None and event.name != PHASE:
-        thrown_away = not generation.keeps(event.step)
-        if thrown_away or event.data.get("skipped"):
-            wasted = sum(seconds.pop(kind, 0.0) for kind in _WASTED)
-            turned = LedgerClass.REDONE_STEP if thrown_away else LedgerClass.SKIPPED_STEP
-            seconds[turned] = seconds.get(turned, 0.0) + wasted
+    if event.name == PHASE:
+        turned = _incomplete_class(generation)
+        # After a planned end, evaluation and waiting are what the rank says: no step was cut off in them.
+        wasted_kinds = (LedgerClass.USEFUL_STEP,) if turned is LedgerClass.SHUTDOWN else _WASTED
+    elif event.step is None or not generation.keeps(event.step):
+        turned, wasted_kinds = LedgerClass.REDONE_STEP, _WASTED
+    elif event.data.get("skipped"):
+        turned, wasted_kinds = LedgerClass.SKIPPED_STEP, _WASTED
+    else:
+        return seconds
+    wasted = sum(seconds.pop(kind, 0.0) for kind in wasted_kinds)
+    if wasted:
+        seconds[turned] = seconds.get(turned, 0.0) + wasted
     return seconds
+
+
+def _incomplete_class(generation: Generation) -> LedgerClass:
+    """The class of step time that a rank reports at its end: the step that it belongs to was never completed."""
+    if generation.reason == EndReason.HANG:
+        return LedgerClass.HANG
+    if generation.unplanned:
+        return LedgerClass.INTERRUPTION
+    if generation.reason in (None, Outcome.COMPLETED):  # running, or between the last step and the exit
+        return LedgerClass.SHUTDOWN
+    return LedgerClass.REDONE_STEP  # such as the step that gave a non-finite loss
 
 
 def _balance(classes: dict[LedgerClass, int], paid: int, who: str) -> None:

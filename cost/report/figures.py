@@ -258,7 +258,8 @@ def trust_lines(report: RunReport) -> list[str]:
         )
     if report.savings_usd is not None:
         lines.append(
-            "savings: the useful work alone at the on-demand price, less the total: redone work counts against"
+            "savings: the useful work alone (completed steps that are in the final weights) at the on-demand price, "
+            "less the total: start-up, saves and redone work count against"
         )
     return lines
 

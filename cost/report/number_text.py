@@ -49,8 +49,10 @@ def share_of(share: float | None, whole: str) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Rank-seconds, always in seconds, so that lines can be added up."""
-    return number(value, 2)
+    """Rank-seconds, always in seconds and rounded as the lines of a ledger are, so that they add up."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    return f"{rounded(Decimal(str(value)), 2):,}"
 
 
 def duration(value: float | None) -> str:

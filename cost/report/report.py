@@ -33,9 +33,9 @@ class RunReport:
 
     interruptions: generations that ended unplanned, whatever the cause; failures: those that our or the user's code
     caused. redone_steps: step executions thrown away. loss_curve: [step, loss], a redone step with the loss of its
-    last execution, None where the loss was not finite. savings_usd: what the useful work alone would have cost
-    on-demand without an interruption, less what was paid, redone work included; negative when interruptions cost
-    more than the market saved; None without a price. plan: what was expected; actual: what came of it.
+    last execution, None where the loss was not finite. savings_usd: the useful step time alone at the
+    on-demand price, less the total; negative when everything else cost more than the market saved; None without a
+    price. plan: what was expected; actual: what came of it.
     events: counts by name, failures (first one first), notable events, generations (the step it went
     on from, the last one it took, its paid rank-seconds, its end). configuration: each key with its value and its
     source (default, file:line, environment or --set); empty where nobody recorded it. money: owner, project, forecast,
@@ -227,7 +227,8 @@ def _message(events: Sequence[Event]) -> str | None:
 
 
 def _savings(ledger: Ledger) -> Decimal | None:
-    return None if ledger.clean_on_demand_usd is None else rounded(ledger.clean_on_demand_usd - ledger.total_usd)
+    """The useful work alone at the on-demand price, less the total. Without a completed step there are none."""
+    return None if ledger.useful_on_demand_usd is None else rounded(ledger.useful_on_demand_usd - ledger.total_usd)
 
 
 def _plan_summary(plan: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,9 @@ JOB_METRICS = (
     _gauge("ebbflow_job_budget_usd", "The limit cost.budget_usd, in US dollars; absent without one."),
     _gauge("ebbflow_job_planned_usd", "What the plan expected the job to cost, in US dollars.", "kind"),
     _gauge("ebbflow_job_planned_seconds", "How long the plan expected the job to take, in seconds.", "kind"),
-    _gauge("ebbflow_job_savings_usd", "Saved against on-demand without interruptions, in US dollars.", "kind"),
+    _gauge(
+        "ebbflow_job_savings_usd", "Useful work alone at the on-demand price, less the total, in US dollars.", "kind"
+    ),
     _gauge("ebbflow_job_wall_seconds", "From the first event of the job to its last, in seconds."),
     _gauge("ebbflow_job_last_event_timestamp_seconds", "When the last event of the job happened, in Unix time."),
     _gauge("ebbflow_job_step", "The newest step that is part of the job's weights."),

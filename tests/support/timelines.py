@@ -16,9 +16,11 @@ from infra.events import (
     PLAN,
     PRICES,
     STEP,
+    EndReason,
     Event,
 )
 from infra.layout import commit_key
+from infra.outcome import Outcome
 
 # The wall clock of the machines runs apart from their monotonic one, as on real machines.
 WALL = 1_800_000_000.0
@@ -175,3 +177,47 @@ def timelines(draw: st.DrawFn) -> tuple[list[Event], int]:
         events += gang.events
         t = gang.now + 100.0
     return events, thrown
+
+
+_PLANNED = [Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE]
+_STEP_CLASSES = st.sampled_from(["useful_step", "data_wait", "evaluation", "checkpoint_stall"])
+
+
+@st.composite
+def faulty_jobs(draw: st.DrawFn) -> tuple[list[Event], float]:
+    """Random jobs whose generations end in every way there is, most of them within a step that never completes.
+
+    Returns the events and the rank-seconds that completed steps in the final weights spent on their own work.
+    """
+    events = [plan_event(draw(st.floats(0.1, 500.0)), draw(st.sampled_from([None, 7.2, 2000.0])))]
+    generations = draw(st.integers(1, 4))
+    t, kept, parent, useful = 1.0, 0, None, 0.0
+    for number in range(1, generations + 1):
+        ends: list[str | None] = [None, *EndReason, *(_PLANNED if number == generations else [])]
+        reason = draw(st.sampled_from(ends))
+        gang = GangLog(number, t, [[0, 1], [2]][: draw(st.integers(1, 2))], parent)
+        gang.phase("startup", draw(_some_seconds))
+        steps = draw(st.integers(0, 3))
+        own = draw(_some_seconds)
+        gang.steps(kept + 1, kept + steps, useful_step=own, data_wait=draw(_some_seconds))
+        committed = steps if reason == Outcome.COMPLETED else draw(st.integers(0, steps))
+        useful += committed * own * len(gang.clock)
+        if committed:
+            gang.commit(kept + committed)
+            kept, parent = kept + committed, (kept + committed, number)
+        for kind in draw(st.lists(_STEP_CLASSES, max_size=3)):  # what the ranks were in when the end came
+            gang.phase(kind, draw(st.floats(0.001, 90.0)))
+        for rank in draw(st.sets(st.sampled_from(sorted(gang.clock)))):
+            del gang.clock[rank]  # a rank that was killed says nothing of its last step
+        for kind in draw(st.lists(_STEP_CLASSES, max_size=2)):
+            gang.phase(kind, draw(st.floats(0.001, 90.0)))
+        lived = max(one.t_mono for one in gang.events) - t + draw(_some_seconds)
+        if reason in _PLANNED:
+            gang.add(OUTCOME, t + lived, rank=0, outcome=reason, weights_sha256=None, message="")
+        if reason is None:
+            gang.heartbeat(0, lived)
+        else:
+            gang.ended(reason, lived)
+        events += gang.events
+        t += lived + 100.0
+    return events, useful

@@ -15,8 +15,8 @@ def time_shares(events: Sequence[Event]) -> dict[str, float]:
     """Share of the rank-seconds from the first start to the last event, by what they were spent on; sums to 1. The
     share of useful steps, without their waiting for data, is the goodput.
 
-    By ledger class as ranks told them. Of steps that were done again, the last execution counts, the others are
-    redone_step. What no rank tells of is `absent`. Empty without any step.
+    By ledger class as the ranks report them. Of steps that were done again, the last execution counts; the others, and
+    steps that never completed, are redone_step. Time that no rank reports is `absent`. Empty without any step.
     """
     seconds: dict[str, float] = defaultdict(float)
     for executions in _executions(events).values():
@@ -26,7 +26,9 @@ def time_shares(events: Sequence[Event]) -> dict[str, float]:
             seconds[name] += value
     for event in events:
         if event.name == PHASE:
-            seconds[str(event.data["class"])] += float(event.data["seconds"])
+            name = str(event.data["class"])
+            incomplete = name == LedgerClass.USEFUL_STEP  # a phase has the time of a step that never completed
+            seconds[LedgerClass.REDONE_STEP if incomplete else name] += float(event.data["seconds"])
     ranks = {event.rank for event in events if event.name == STEP}
     began = min((event.t_mono for event in events if event.name == NODE_STARTED), default=0.0)
     ended = max((event.t_mono for event in events), default=0.0)
