@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cost.bench.commands import add_commands as add_bench_commands
+from cost.catalogue_refresh import add_commands as add_catalogue_commands
 from cost.errors import CostError
 from cost.jobs.commands import add_command as add_report
 from cost.prices.commands import add_commands
 from cost.reconcile.commands import add_command as add_reconcile
-from cost.refresh.commands import add_commands as add_catalogue_commands
-from cost.replay.commands import add_command as add_replay
+from cost.replay import add_command as add_replay
 from cost.simulate.command import add_simulate
 from infra.errors import InfraError
 from infra.outcome import Outcome
 from infra.process import reader_has_left
 
 if TYPE_CHECKING:
-    from cost.experience.belief import Experience
+    from cost.experience import Experience
     from infra.config.schema import RunConfig
     from infra.model_shape import ModelShape
 
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from cost.jobs.find import read_job
+    from cost.jobs.load import read_job
     from cost.plan.plan import make_plan
     from cost.plan.plan_text import render_plan
     from cost.plan.progress import progress_of
@@ -90,8 +90,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _experience(config: RunConfig) -> Experience:
     """Of the configuration's store; none, and said so, where the store does not answer: a plan does without."""
-    from cost.experience.belief import Experience
-    from cost.experience.book import recall
+    from cost.experience import Experience, recall
     from infra.store import Store
 
     try:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cost.capacity.offers import Offer, lacking, offers
+from cost.capacity.placement import Offer, lacking, offers
 from cost.catalogue import Catalogue, load_catalogue
 from cost.errors import PriceError
 from cost.plan.plan import Plan, make_plan

@@ -9,7 +9,7 @@ from cost.catalogue import load_catalogue
 from cost.errors import PriceError
 from cost.plan.candidates import NO_SPOT_PRICE
 from cost.plan.plan import Plan, make_plan
-from cost.prices.live import ask
+from cost.prices.ec2_prices import ask
 from cost.prices.recorded import RecordedPrices
 from cost.prices.source import NOT_ASKED, open_prices
 from infra.batch import in_queues_region

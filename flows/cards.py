@@ -9,7 +9,7 @@ from typing import Any
 
 from metaflow.cards import Markdown, Table, VegaChart
 
-from cost.jobs.table import HEADER, kinds_text, table_rows
+from cost.jobs.commands import HEADER, kinds_text, table_rows
 from cost.report.attempts import ATTEMPT_HEADER, PLACE_HEADER, attempt_rows, place_rows
 from cost.report.figures import (
     GENERATION_HEADER,

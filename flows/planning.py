@@ -11,7 +11,7 @@ from infra.errors import InfraError
 from infra.events import read_events
 
 if TYPE_CHECKING:
-    from cost.experience.belief import Experience
+    from cost.experience import Experience
     from cost.plan.progress import Progress
     from infra.batch import QueueState
     from infra.config.schema import RunConfig
@@ -52,8 +52,7 @@ def queues_there(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
 
 def experience(job: Job) -> Experience:
     """What jobs of the store have shown; nothing, and said so, where it does not answer: a plan does without."""
-    from cost.experience.belief import Experience
-    from cost.experience.book import recall
+    from cost.experience import Experience, recall
 
     try:
         return recall(job.root_store)

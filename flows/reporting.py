@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from cost.errors import CostError, PriceError
-from cost.experience.book import remember
+from cost.experience import remember
 from cost.jobs import known_job_names, load_report
-from cost.prices.observed import observed_pools
+from cost.prices.recorded import observed_pools
 from cost.report.render_html import render as render_html
 from cost.report.report import RunReport, build_report
 from flows.job import PROJECT_ROOT, RUNS, Job, write_whole

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from cost.simulate.traces import read_trace
+from cost.simulate.world import read_trace
 from infra.events import PLACED
 from tests.support.batch.fixture import LocalBatch
 from tests.support.batch.flow import ON_DEMAND, SPOT, BatchRunner, account

@@ -29,8 +29,8 @@ BUCKET = {
     "s3:ListBucketMultipartUploads": ("infra/multipart/client.py", 'query = {"uploads": "", "prefix": prefix'),
 }
 STEP = BUCKET | {
-    "ec2:DescribeSpotPriceHistory": ("cost/prices/aws.py", "client.describe_spot_price_history"),
-    "ec2:DescribeAvailabilityZones": ("cost/prices/aws.py", "client.describe_availability_zones"),
+    "ec2:DescribeSpotPriceHistory": ("cost/prices/ec2_prices.py", "client.describe_spot_price_history"),
+    "ec2:DescribeAvailabilityZones": ("cost/prices/ec2_prices.py", "client.describe_availability_zones"),
     "batch:DescribeJobs": ("infra/batch/attempts.py", "describe_jobs"),
     "batch:TerminateJob": ("infra/batch/cancel.py", "terminate_job"),
 }

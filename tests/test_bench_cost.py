@@ -16,9 +16,7 @@ from cost.bench.safety import random_cases
 from cost.errors import SimulationError
 from cost.policy import policies
 from cost.policy.interface import Action, Run, State
-from cost.simulate.engine import simulate
-from cost.simulate.job import Job
-from cost.simulate.rules import ENACTABLE, RULES
+from cost.simulate.simulator import ENACTABLE, RULES, Job, simulate
 from cost.simulate.world import Distances, World
 
 GAP_SECONDS = 900

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cost.capacity import Placement, as_placed, history_of, place
-from cost.capacity.offers import offers
+from cost.capacity.placement import offers
 from cost.catalogue import load_catalogue
 from cost.errors import PlacementError
 from infra.batch import ComputeEnvironment, in_queues_region

@@ -12,7 +12,7 @@ import cost.catalogue
 from cost.catalogue import Catalogue, load_catalogue
 from cost.errors import CatalogueError
 from cost.plan.hazard import gang_hazard_per_hour, reclaim_hazard_per_hour
-from cost.prices.static import StaticPrices
+from cost.prices.quote import StaticPrices
 
 INSTANCES = Path(cost.catalogue.__file__).with_name("instances.csv")
 GPUS = Path(cost.catalogue.__file__).with_name("gpus.csv")

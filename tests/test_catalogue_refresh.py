@@ -11,12 +11,10 @@ import pytest
 from botocore.stub import ANY, Stubber
 
 from cost.catalogue import load_catalogue
+from cost.catalogue_refresh import advisor_bands, refresh_catalogue, reread
 from cost.errors import PriceError
 from cost.plan.plan import make_plan
-from cost.prices.static import StaticPrices
-from cost.refresh.aws import advisor_bands
-from cost.refresh.commands import refresh_catalogue
-from cost.refresh.tables import reread
+from cost.prices.quote import StaticPrices
 from infra.config.schema import RunConfig
 
 REGIONS = ["us-east-1", "us-west-2"]

@@ -17,10 +17,10 @@ import pytest
 
 from cost.errors import PriceError, ReportError
 from cost.jobs import known_job_names, load_report
-from cost.jobs.table import render_table
+from cost.jobs.commands import render_table
 from cost.ledger.ledger import fold
-from cost.prices.aws import Unavailable
-from cost.prices.observed import observed_pools
+from cost.prices.ec2_prices import Unavailable
+from cost.prices.recorded import observed_pools
 from cost.report.figures import comparison_rows, key_figures
 from cost.report.money_rows import CAUSE_HEADER, cause_rows
 from cost.report.render_html import render as render_html

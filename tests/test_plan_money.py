@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 
 from cost.errors import ReportError
-from cost.experience.belief import EVIDENCE_WORTH, Experience
-from cost.experience.book import recall, remember
-from cost.experience.records import JobExperience, Stay, experience_of
+from cost.experience import EVIDENCE_WORTH, Experience, JobExperience, Stay, experience_of, recall, remember
 from cost.plan.chance import WAIT_HOURS, Case, chances
 from cost.plan.plan import KEPT_POOLS, Plan, make_plan
 from cost.plan.plan_text import render_plan
 from cost.plan.progress import progress_of
 from cost.prices.history import SpotRecord
-from cost.rates.table import load_rates
+from cost.rates import load_rates
 from cost.tracker import get_accumulated_cost, get_cheapest_suitable_instance
 from infra.config.schema import RunConfig
 from infra.events import FAULT_INJECTED, NODE_STARTED, NOTICE, PLAN, Event

@@ -7,24 +7,22 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cost.policy.adaptive.policy import Adaptive
-from cost.policy.adaptive.spells import (
+from cost.policy.adaptive import Adaptive
+from cost.policy.baselines import Greedy, UniformProgress
+from cost.policy.interface import Action, Policy, State
+from cost.policy.safety_net import SafetyNet
+from cost.policy.slack_value import (
     FRESH_END_PER_HOUR,
     FRESH_SETTLE_PER_HOUR,
     PRIOR,
     SETTLED_END_PER_HOUR,
     SETTLED_MEAN_HOURS,
+    Question,
     RateEvidence,
     Spells,
+    solve,
 )
-from cost.policy.adaptive.value import Question, solve
-from cost.policy.greedy import Greedy
-from cost.policy.interface import Action, Policy, State
-from cost.policy.net import SafetyNet
-from cost.policy.uniform_progress import UniformProgress
-from cost.simulate.engine import simulate
-from cost.simulate.job import Job
-from cost.simulate.rules import ENACTABLE, PUBLISHED
+from cost.simulate.simulator import ENACTABLE, PUBLISHED, Job, simulate
 from cost.simulate.world import Distances, World
 
 TICK = 0.1

@@ -21,7 +21,7 @@ from cost.errors import PriceError
 from cost.plan.plan import make_plan
 from cost.plan.plan_text import render_plan
 from cost.prices.commands import record_prices
-from cost.prices.live import Answers, LivePrices, ask
+from cost.prices.ec2_prices import Answers, LivePrices, ask
 from cost.prices.recorded import RecordedPrices
 from cost.prices.source import open_prices
 from infra.config.schema import RunConfig

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from cost.errors import BillError
-from cost.reconcile.account import compare
 from cost.reconcile.bill import read_bill
-from cost.reconcile.explain import Reconciliation, explain
-from cost.reconcile.text import render
+from cost.reconcile.commands import render
+from cost.reconcile.comparison import Reconciliation, compare, explain
 from infra.events import Event
 from infra.layout import event_key
 from infra.store import Store

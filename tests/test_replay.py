@@ -9,7 +9,7 @@ import pytest
 
 from cost.errors import ReplayError
 from cost.ledger.ledger import fold
-from cost.replay.commands import render, replay
+from cost.replay import render, replay
 from infra.events import Event
 from tests.support.timelines import GangLog, plan_event, prices_event
 

@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 
 from cost.policy import policies
 from cost.policy.interface import Action, Run, State, Wait
-from cost.policy.net import SafetyNet
-from cost.simulate.engine import first_state, simulate
-from cost.simulate.job import Job, Reality
-from cost.simulate.rules import RULES
-from cost.simulate.run import run_job
+from cost.policy.safety_net import SafetyNet
+from cost.simulate.simulator import RULES, Job, Reality, first_state, run_job, simulate
 from cost.simulate.world import Distances, World
 
 RUNS = st.lists(st.tuples(st.booleans(), st.integers(1, 25)), min_size=3, max_size=12)

@@ -13,12 +13,20 @@ import pytest
 from cost.__main__ import main
 from cost.errors import SimulationError, TraceError
 from cost.policy.interface import Action, Run, State, Wait
-from cost.simulate.engine import simulate
-from cost.simulate.job import Job, Outcome, Reality
 from cost.simulate.optimum import optimum_usd
-from cost.simulate.rules import ENACTABLE, PUBLISHED, SEES_ALL, Billing, Information, Rules
-from cost.simulate.traces import Trace, read_trace
-from cost.simulate.world import Distances, World, world_of, world_of_events
+from cost.simulate.simulator import (
+    ENACTABLE,
+    PUBLISHED,
+    SEES_ALL,
+    Billing,
+    Information,
+    Job,
+    Outcome,
+    Reality,
+    Rules,
+    simulate,
+)
+from cost.simulate.world import Distances, Trace, World, read_trace, world_of, world_of_events
 
 # Read here: tests run without variables of ours.
 PER_SECOND = Rules("per second, sees all", Information.ALL, Billing.PER_SECOND, 0, None)

@@ -19,15 +19,12 @@ import numpy as np
 
 from cost.bench.jobs import world_at, zones_of
 from cost.errors import SimulationError
-from cost.experience.belief import Experience
-from cost.experience.records import JobExperience, Stay
+from cost.experience import Experience, JobExperience, Stay
 from cost.plan.chance import Case as Course
 from cost.plan.chance import outlook
 from cost.plan.hazard import reclaim_prior
-from cost.policy.greedy import Greedy
-from cost.simulate.engine import simulate
-from cost.simulate.job import Job
-from cost.simulate.rules import PUBLISHED
+from cost.policy.baselines import Greedy
+from cost.simulate.simulator import PUBLISHED, Job, simulate
 from cost.simulate.world import World
 
 _SEED = 20230216

@@ -13,12 +13,9 @@ from pathlib import Path
 
 from cost.errors import SimulationError
 from cost.policy import policies
-from cost.simulate.job import Job, Reality
 from cost.simulate.optimum import optimum_usd
-from cost.simulate.rules import RULES
-from cost.simulate.run import run_job
-from cost.simulate.traces import read_prices, read_traces
-from cost.simulate.world import Distances, World, world_of
+from cost.simulate.simulator import RULES, Job, Reality, run_job
+from cost.simulate.world import Distances, World, read_prices, read_traces, world_of
 
 OPTIMUM = "optimum"
 GANG_NODES = 4

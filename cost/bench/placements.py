@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cost.errors import SimulationError
 
 if TYPE_CHECKING:
-    from cost.simulate.traces import Trace
+    from cost.simulate.world import Trace
     from infra.config.schema import RunConfig
 
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]
@@ -132,8 +132,8 @@ def _optimum_usd(config: RunConfig, trace: Trace, up: Sequence[bool]) -> float:
     import numpy as np
 
     from cost.bench.virtual_batch import BEGAN_UTC, planned
-    from cost.simulate.job import Job
     from cost.simulate.optimum import optimum_usd
+    from cost.simulate.simulator import Job
     from cost.simulate.world import World
 
     ranked = planned(config, BEGAN_UTC).ranked
@@ -182,7 +182,7 @@ def _deadlines(text: str) -> list[float]:
 
 def _traces(data: Path, hours: float) -> list[Trace]:
     """All zones: in `data` the values are the number of available machines, as its SOURCE.md says."""
-    from cost.simulate.traces import read_traces
+    from cost.simulate.world import read_traces
 
     folder = data / "availability"
     if not folder.is_dir():

@@ -19,7 +19,7 @@ from typing import Any
 
 from cost.bench.jobs import Case, Figure
 from cost.errors import SimulationError
-from cost.simulate.job import Job, Reality
+from cost.simulate.simulator import Job, Reality
 
 _SEED = 20230803
 _STATED_DELAY_HOURS = 0.5

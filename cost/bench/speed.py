@@ -57,11 +57,9 @@ def _run(arguments: argparse.Namespace) -> int:
 def measure(name: str, pools: int, tick_seconds: float) -> dict[str, Any]:
     """A 48 h job with a deadline of 72 h under the published rules; the decision with and without the net's part."""
     from cost.policy import policies
-    from cost.policy.net import SafetyNet
-    from cost.simulate.engine import simulate
-    from cost.simulate.job import Job
+    from cost.policy.safety_net import SafetyNet
     from cost.simulate.optimum import optimum_usd
-    from cost.simulate.rules import PUBLISHED
+    from cost.simulate.simulator import PUBLISHED, Job, simulate
 
     world, job = synthetic_world(pools, tick_seconds), Job(_WORK_HOURS, _DEADLINE_HOURS, 0.2)
     runs = []

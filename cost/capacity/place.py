@@ -15,16 +15,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cost.capacity.history import NEVER_STARTED, NOT_MADE, RECLAIMED, TERMINATED, USER_CODE, History
-from cost.capacity.memory import remember
-from cost.capacity.offers import Offer, lacking, offers
-from cost.capacity.placement import Placement, memory_mib
-from cost.capacity.situation import HOUR, Situation, situation, state_json
+from cost.capacity.placement import Offer, Placement, lacking, memory_mib, offers
+from cost.capacity.situation import HOUR, Situation, remember, situation, state_json
 from cost.catalogue import Catalogue, InstanceType, load_catalogue
 from cost.errors import PlacementError
 from cost.plan.plan import Plan
 from cost.policy import policies
 from cost.policy.interface import Action, Policy, PoolView, Run, State
-from cost.policy.net import SafetyNet
+from cost.policy.safety_net import SafetyNet
 from infra.config.schema import RunConfig
 from infra.outcome import Outcome
 

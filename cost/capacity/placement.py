@@ -1,15 +1,20 @@
-"""A decision that Batch can enact: which queue, on how many nodes, with what of a machine, for how long at most."""
+"""A placement that AWS Batch can enact: pool, queue, nodes and time limit, and the queues that can run each pool."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cost.catalogue import InstanceType
+from cost.catalogue import Catalogue, InstanceType, load_catalogue
 from cost.plan.plan import Plan
 from cost.plan.pools import Candidate
-from cost.plan.queues import short_name
+from cost.plan.queues import lack_of, short_name, takes
+
+if TYPE_CHECKING:
+    from infra.batch.queues import QueueState
+
 
 # Of the installed memory: the kernel and the platform keep 2.5 % (8,192 MiB register as 7,985), the ECS agent 32 MiB,
 # and 5 % are recommended for it and other system processes. Source: AWS Batch user guide, "Compute resource memory
@@ -106,3 +111,65 @@ def reserve_usd(plan: Plan, pool: Candidate) -> float:
 def _is_of(one: Candidate, placement: Placement) -> bool:
     names = ("instance_type", "nodes", "processes_per_node", "market", "region", "zone")
     return all(getattr(one, name) == getattr(placement, name) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """One pool as Batch can run it: the cheapest of the plan's places for the type, since Batch chooses the zone."""
+
+    candidate: Candidate
+    queue: str
+
+    @property
+    def id(self) -> str:
+        return pool_id(self.queue, self.candidate.instance_type, self.candidate.nodes)
+
+    @property
+    def is_spot(self) -> bool:
+        return self.candidate.market == "spot"
+
+    @property
+    def work_hours(self) -> float:
+        return self.candidate.case.work_hours
+
+
+def offers(
+    ranked: Sequence[Candidate],
+    queues: Mapping[str, QueueState],
+    *,
+    region: str | None = None,
+    catalogue: Catalogue | None = None,
+) -> tuple[Offer, ...]:
+    """In the plan's order, each type, size and queue once. region: where the queues are; None: not known."""
+    kinds = load_catalogue() if catalogue is None else catalogue
+    found: dict[str, Offer] = {}
+    for one in ranked:
+        if region is not None and one.region not in (None, region):
+            continue
+        for name, queue in queues.items():
+            if lack_of(queue, one, kinds) is None:
+                offer = Offer(candidate=one, queue=name)
+                found.setdefault(offer.id, offer)
+    return tuple(found.values())
+
+
+def lacking(
+    ranked: Sequence[Candidate],
+    queues: Mapping[str, QueueState],
+    *,
+    region: str | None = None,
+    catalogue: Catalogue | None = None,
+) -> str:
+    """What each queue lacks to run the cheapest pool that is nearest to it."""
+    if not queues:
+        return "the account has no queue that training may go to"
+    here = [one for one in ranked if region is None or one.region in (None, region)]
+    if not here:
+        return f"the plan has no pool in {region}, where the queues are; fix: name it in cost.regions"
+    kinds = load_catalogue() if catalogue is None else catalogue
+    lines = []
+    for name, queue in queues.items():
+        near = [one for one in here if one.market == queue.market] or here
+        wanted = next((one for one in near if takes(queue.instance_types, one.instance_type)), near[0])
+        lines.append(f"{short_name(name)}: {lack_of(queue, wanted, kinds)}")
+    return "; ".join(lines)

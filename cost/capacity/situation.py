@@ -1,21 +1,23 @@
-"""What a policy is shown before an attempt: the plan's pools as prices, the job's clock, and what pools have shown.
+"""What a policy sees before an attempt: pools as prices, the job's clock, and what earlier decisions showed.
 
 Policies know one speed. So the work left is that of the slowest pool shown, and each price is such that finishing
 there, one start included, costs what that pool would really cost: price = p · (w_pool + d + Δ) / (w + d + Δ).
+
+Policies draw nothing and read no clock, so that the same states in the same order make the same policy. The states of
+the decisions are recorded with the placements; between them, as long as an attempt ran, its pool is shown as running.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from cost.capacity.history import RECLAIMED, History
-from cost.capacity.offers import Offer
-from cost.capacity.placement import reserve_usd
+from cost.capacity.history import RECLAIMED, History, PastAttempt
+from cost.capacity.placement import Offer, reserve_usd
 from cost.plan.plan import Plan
-from cost.policy.interface import MINIMUM_HOURS, Market, PoolView, State
+from cost.policy.interface import MINIMUM_HOURS, Market, Policy, PoolView, State
 
 HOUR = 3600.0
 # Less than this in RUNNABLE is no try: an instance must boot before a job can start (an assumption, not measured).
@@ -170,3 +172,34 @@ def running(state: State, pool: str, now_hours: float, work_done_hours: float) -
         current=pool,
         may_switch=False,
     )
+
+
+# An attempt is shown at its decisions' distance, but no more often than this: a policy learns from spells, not ticks.
+_MOST_SIGHTS = 50
+
+
+def remember(policy: Policy, history: History, *, started_utc: float) -> None:
+    """Show `policy` what the job's earlier decisions and attempts showed. started_utc: of the job's clock.
+
+    Raises whatever the policy raises: one that cannot bear its own past cannot be asked.
+    """
+    for attempt in history.attempts:
+        for state in _sights(attempt, started_utc):
+            policy.decide(state)
+
+
+def _sights(attempt: PastAttempt, started_utc: float) -> Iterator[State]:
+    try:
+        decided = state_from_json(attempt.placement.state or {})
+    except (KeyError, TypeError, ValueError):
+        return  # recorded by another version: less is remembered, and nothing wrong
+    yield decided
+    pool = attempt.placement.pool
+    if attempt.started_utc is None or pool not in {view.id for view in decided.pools}:
+        return
+    first = max(decided.now_hours, (attempt.started_utc - started_utc) / HOUR)
+    last = max(first, (attempt.ended_utc - started_utc) / HOUR)
+    step = max(decided.tick_hours, (last - first) / _MOST_SIGHTS)
+    for number in range(math.floor((last - first) / step) + 1):
+        done = max(0.0, number * step - decided.changeover_hours)
+        yield running(decided, pool, first + number * step, done)

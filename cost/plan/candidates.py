@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cost.catalogue import Catalogue, InstanceType
-from cost.experience.belief import Experience
+from cost.experience import Experience
 from cost.plan.expect import (
     Course,
     Hazard,
@@ -29,7 +29,7 @@ from cost.plan.progress import FROM_THE_START, Progress
 from cost.plan.queues import without_queue
 from cost.plan.throughput import known_throughput, speed_fingerprint
 from cost.prices.quote import PriceSource, Quote, is_zone_of
-from cost.rates.table import Rates, load_rates
+from cost.rates import Rates, load_rates
 from infra.config.schema import RunConfig
 from infra.footprint import COMMIT_BYTES_PER_PARAMETER, shard_ranks
 from infra.model_shape import ModelShape

@@ -20,8 +20,7 @@ from cost.plan.hazard import FAILURES_PER_GPU_HOUR
 from cost.plan.pools import Candidate, Pool
 from cost.plan.throughput import Throughput
 from cost.prices.quote import Quote
-from cost.rates.table import Rates
-from cost.rates.usage import Bill, Usage, other_costs
+from cost.rates import Bill, Rates, Usage, other_costs
 from infra.config.schema import RunConfig
 from infra.footprint import COMMIT_BYTES_PER_PARAMETER
 from infra.model_shape import ModelShape

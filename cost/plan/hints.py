@@ -9,7 +9,7 @@ from cost.catalogue import ON_DEMAND_REGION, on_demand_recorded
 from cost.plan.budget import needed_usd, within_budget
 from cost.plan.candidates import AUTO_NODES, NO_QUEUE, NO_SPOT_PRICE, Sources, candidates
 from cost.plan.pools import Candidate, Rejection
-from cost.prices.static import refresh_command
+from cost.prices.quote import refresh_command
 from infra.config.schema import RunConfig
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cost.plan.candidates import Sources
 from cost.plan.queues import short_name
-from cost.rates.table import RATES_KIND
+from cost.rates import RATES_KIND
 from infra.config.schema import RunConfig
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cost.catalogue import Catalogue, load_catalogue, on_demand_recorded
 from cost.errors import PlanError
-from cost.experience.belief import Experience
+from cost.experience import Experience
 from cost.plan.budget import reserve_usd, within_budget
 from cost.plan.candidates import Sources, judged
 from cost.plan.chance import outlook
@@ -24,9 +24,8 @@ from cost.plan.pools import Candidate, Rejection
 from cost.plan.progress import FROM_THE_START, Progress
 from cost.plan.refusals import Refusal, refusal
 from cost.plan.throughput import speed_fingerprint
-from cost.prices.quote import PriceSource
-from cost.prices.static import StaticPrices
-from cost.rates.table import RATES_KIND
+from cost.prices.quote import PriceSource, StaticPrices
+from cost.rates import RATES_KIND
 from infra.config.schema import RunConfig
 from infra.model_shape import ModelShape, causal_lm_shape
 from infra.outcome import Outcome
@@ -181,7 +180,7 @@ def make_plan(
 
     now_utc: Unix time at which prices are judged. simulated: the run stays on this machine (always with backend local).
     shape: None: of the built-in model. prices: as `cost.prices.source.open_prices` opens; None: the static table.
-    experience: of `cost.experience.book`. progress: the rest is planned. queues: pools that none of them takes are
+    experience: of `cost.experience`. progress: the rest is planned. queues: pools that none of them takes are
     rejected; None: of all pools, whatever queues there are. Raises CatalogueError for bad tables.
     """
     sources = Sources(

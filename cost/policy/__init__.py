@@ -12,9 +12,8 @@ from cost.policy.interface import PolicyFactory
 
 def policies() -> dict[str, PolicyFactory]:
     """Name → factory of every policy that can be asked for by name."""
-    from cost.policy.adaptive.policy import Adaptive
-    from cost.policy.greedy import Adversary, Greedy, OnDemand
-    from cost.policy.uniform_progress import UniformProgress
+    from cost.policy.adaptive import Adaptive
+    from cost.policy.baselines import Adversary, Greedy, OnDemand, UniformProgress
 
     return {
         "adaptive": Adaptive,

@@ -2,7 +2,7 @@
 
 A policy chooses where a job runs next. It is asked at each decision (in the simulator at every tick, on AWS Batch at an
 attempt's boundary, see `State.may_switch`) and answers with a pool to run in, or with waiting. Whether the answer is
-safe is not its business: the net of `cost/policy/net.py` stands outside and overrules any policy in time.
+safe is not its business: the net of `cost/policy/safety_net.py` stands outside and overrules any policy in time.
 
 All times are hours on the clock of the job, which is 0 when the job was submitted; all money is USD for the whole gang
 (all nodes of it), so that a gang of four looks to a policy like one dear machine.

@@ -11,7 +11,7 @@ from typing import Any
 
 from cost.catalogue import InstanceType, load_catalogue
 from cost.errors import PriceError
-from cost.prices.live import Answers, ask
+from cost.prices.ec2_prices import Answers, ask
 from cost.prices.quote import PriceSource, Quote, is_zone_of, short_age_text
 from cost.prices.recorded import Recording, write_recording
 from cost.prices.source import open_prices

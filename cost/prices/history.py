@@ -14,8 +14,7 @@ from typing import Any
 
 from cost.catalogue import InstanceType
 from cost.errors import PriceError
-from cost.prices.quote import Quote, QuoteKind, region_of
-from cost.prices.static import StaticPrices
+from cost.prices.quote import Quote, QuoteKind, StaticPrices, region_of
 
 # Of the products that share a pool, the one without a licence in its price. The second name is EC2-Classic's successor.
 LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from cost.catalogue import load_catalogue
-from cost.prices.quote import PriceSource
+from cost.prices.quote import PriceSource, StaticPrices
 from cost.prices.recorded import RecordedPrices
-from cost.prices.static import StaticPrices
 from infra.config.schema import RunConfig
 
 NOT_ASKED = "live prices are asked when the plan is made"
@@ -37,7 +36,7 @@ def open_prices(
         return RecordedPrices.read(project_root / cost.prices, now_utc)
     if not network:
         return StaticPrices(because=NOT_ASKED)
-    from cost.prices.live import LivePrices, ask
+    from cost.prices.ec2_prices import LivePrices, ask
 
     names = [kind.name for kind in load_catalogue().matching(config.cluster.instance_types)]
     answers = ask(cost.regions, names, now_utc=now_utc, client=client)

@@ -140,8 +140,8 @@ def _optimum(
 ) -> float:
     import numpy as np
 
-    from cost.simulate.job import Job
     from cost.simulate.optimum import optimum_usd
+    from cost.simulate.simulator import Job
     from cost.simulate.world import World
 
     # The programme counts whole ticks, rounded up: some more than the job took, and what that adds is taken off again.

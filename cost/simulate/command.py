@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cost.errors import SimulationError
 
 if TYPE_CHECKING:
-    from cost.simulate.traces import Trace
-    from cost.simulate.world import World
+    from cost.simulate.world import Trace, World
 
 
 _NOT_BELOW_0 = (
@@ -53,7 +52,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from cost.policy import policies
-    from cost.simulate.rules import RULES
+    from cost.simulate.simulator import RULES
 
     known = policies()
     if arguments.policy not in known:
@@ -77,7 +76,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 def _world(arguments: argparse.Namespace) -> tuple[list[Trace], World]:
     from cost.simulate import world as worlds
-    from cost.simulate.traces import read_prices, read_traces
+    from cost.simulate.world import read_prices, read_traces
 
     traces = read_traces(arguments.traces, values=arguments.values)
     world = worlds.world_of(
@@ -104,9 +103,8 @@ def _prices(arguments: argparse.Namespace) -> str:
 
 
 def _rows(arguments: argparse.Namespace, world: World, rules: Any, factory: Any) -> list[dict[str, Any]]:
-    from cost.simulate.job import Job
     from cost.simulate.optimum import optimum_usd
-    from cost.simulate.run import run_job
+    from cost.simulate.simulator import Job, run_job
 
     room = world.hours - arguments.deadline_hours
     if room < 0:

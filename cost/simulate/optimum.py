@@ -18,7 +18,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from cost.simulate.job import Job
+from cost.simulate.simulator import Job
 from cost.simulate.world import World
 
 Values = NDArray[np.float64]

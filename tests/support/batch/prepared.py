@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from cost.experience.records import JobExperience, SpeedSeen
+from cost.experience import JobExperience, SpeedSeen
 from cost.plan.throughput import speed_fingerprint
 from infra.config import load_config
 from infra.layout import experience_key

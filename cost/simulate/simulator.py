@@ -1,22 +1,146 @@
-"""The simulator: one job, one policy, one world, tick by tick.
+"""Simulate one job under one policy in one world, tick by tick.
 
 At each tick: a spot machine whose pool has no capacity is lost; the state is observed as far as the rules allow; the
 policy answers; starts are tried in the order it named; the tick is billed and the useful part of it is done. What a
-tick means, what is seen and how it is billed are in `cost/simulate/rules.py`; the published definition is one of them.
+tick means, what is seen and how it is billed are in `Rules`; the published definition is one of them.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 
 from cost.errors import SimulationError
-from cost.policy.interface import MINIMUM_HOURS, Action, Market, Policy, PoolView, Run, State, Wait
-from cost.simulate.job import Job, Outcome, Reality
-from cost.simulate.rules import Billing, Information, Rules
+from cost.policy.interface import MINIMUM_HOURS, Action, Market, Policy, PolicyFactory, PoolView, Run, State, Wait
+from cost.policy.safety_net import Refusal, SafetyNet, admission
 from cost.simulate.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`work_hours` of useful time by `deadline_hours` after the submit, for the whole gang.
+
+    `changeover_hours`: paid time from a start to the first useful hour. `commit_interval_hours`: useful hours between
+    commits; a preemption redoes what came after the last one (0: nothing, the published definition).
+    `seed` draws the on-demand delays.
+    """
+
+    work_hours: float
+    deadline_hours: float
+    changeover_hours: float
+    budget_usd: float = math.inf
+    commit_interval_hours: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reality:
+    """What departs from the stated conditions, for measuring what happens then.
+
+    `useful_per_hour`: true throughput over the one the plan assumed. `noticed_after_hours`: useful hours after which
+    the job's own estimate of its remaining time uses the true one (inf: never). `on_demand_delays`: hours each
+    on-demand start takes, in order, the last for all further ones; None draws them within the rules.
+    """
+
+    useful_per_hour: float = 1.0
+    noticed_after_hours: float = math.inf
+    on_demand_delays: tuple[float, ...] | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a job cost and did. Dollars for the whole gang; hours of the job's clock."""
+
+    finished_hours: float | None = None
+    deadline_hours: float = 0.0
+    spot_usd: float = 0.0
+    on_demand_usd: float = 0.0
+    egress_usd: float = 0.0
+    probe_usd: float = 0.0
+    redone_hours: float = 0.0
+    waited_hours: float = 0.0
+    on_demand_hours: float = 0.0
+    starts: int = 0
+    refused_starts: int = 0
+    preemptions: int = 0
+    decisions: int = 0
+    overruled: int = 0
+    tick_usd: float = 0.0
+    """Price of the longest tick on demand."""
+    timeline: list[tuple[float, str | None]] = field(default_factory=list)
+    """(hour, pool) at each change of pool."""
+
+    @property
+    def usd(self) -> float:
+        return self.spot_usd + self.on_demand_usd + self.egress_usd + self.probe_usd
+
+    @property
+    def missed(self) -> bool:
+        return self.finished_hours is None or self.finished_hours > self.deadline_hours + 1e-9
+
+    def over_budget(self, budget_usd: float) -> bool:
+        """More than one tick of on-demand compute beyond the budget; transfer, probes and minima have no tolerance."""
+        return self.usd > budget_usd + self.tick_usd + 1e-9
+
+
+class Billing(StrEnum):
+    WHOLE_TICK = "whole_tick"
+    """Each tick in which a machine is held is paid whole, the last one too: the definition of the published figures."""
+    PER_SECOND = "per_second"
+    """The time a machine is held, 60 s at least per start: Amazon's rule for Linux."""
+
+
+class Information(StrEnum):
+    OWN_ZONE = "own_zone"
+    """The zone of the running or last start is seen at each decision; of others only what probes and starts tell."""
+    OWN_POOL = "own_pool"
+    """The running machine is seen, nothing else: a waiting job learns from a start alone."""
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """`attempts`: starts that can be tried at one decision, 0 for as many as there are pools. `probe_hours`: paid time
+    of one probe, None where there are none. `drain_hours`: paid time of leaving a machine on purpose.
+    `on_demand_delay_hours`: longest unpaid wait for on-demand, drawn uniformly from 0 for each start.
+    `probe_interval_hours`: a pool is probed at most once in this time."""
+
+    name: str
+    information: Information
+    billing: Billing
+    attempts: int
+    probe_hours: float | None
+    drain_hours: float = 0.0
+    on_demand_delay_hours: float = 0.0
+    probe_interval_hours: float = 0.0
+
+
+PUBLISHED = Rules(
+    "published: sees its own zone, pays one-minute probes of others every 2 h",
+    Information.OWN_ZONE,
+    Billing.WHOLE_TICK,
+    0,
+    1 / 60,
+    probe_interval_hours=2.0,
+)
+SEES_ALL = Rules("sees all zones", Information.ALL, Billing.WHOLE_TICK, 0, None)
+ENACTABLE = Rules(
+    "enactable on AWS Batch: one region, one start per decision, no probes, priced self-drain",
+    Information.OWN_POOL,
+    Billing.PER_SECOND,
+    1,
+    None,
+    drain_hours=2 / 60,
+    on_demand_delay_hours=0.5,
+)
+"""At most 50 queues is the plan's business: one region's zones of one type are far fewer."""
+RULES = {"published": PUBLISHED, "sees-all": SEES_ALL, "enactable": ENACTABLE}
+
 
 _DONE = 1e-9
 
@@ -24,7 +148,7 @@ _DONE = 1e-9
 def simulate(world: World, job: Job, rules: Rules, policy: Policy, *, reality: Reality | None = None) -> Outcome:
     """Run the job from the first tick of `world` until it is done or the world ends.
 
-    Nothing here keeps the deadline: give a policy in its net (`cost.policy.net.SafetyNet`) for that.
+    Nothing here keeps the deadline: give a policy in its net (`cost.policy.safety_net.SafetyNet`) for that.
     """
     return _Simulation(world, job, rules, policy, reality or Reality()).run()
 
@@ -292,3 +416,22 @@ class _Simulation:
             self.outcome.spot_usd += usd
         else:
             self.outcome.on_demand_usd += usd
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Exactly one of the two is None."""
+
+    outcome: Outcome | None
+    refusal: Refusal | None
+
+
+def run_job(world: World, job: Job, rules: Rules, factory: PolicyFactory, *, reality: Reality | None = None) -> Result:
+    """Admit the job, run it in the safety net, say what became of it."""
+    refusal = admission(first_state(world, job, rules))
+    if refusal is not None:
+        return Result(None, refusal)
+    net = SafetyNet(factory())
+    outcome = simulate(world, job, rules, net, reality=reality)
+    outcome.overruled = net.overruled
+    return Result(outcome, None)

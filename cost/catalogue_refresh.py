@@ -1,0 +1,328 @@
+"""`python -m cost catalogue refresh`: renew the shipped instance, price and interruption tables from AWS.
+
+boto3 is imported when a client is made, and only then. Every question has a deadline (`cost.prices.ec2_prices`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from cost.catalogue import (
+    ADVISOR,
+    ADVISOR_COLUMNS,
+    GPUS,
+    INSTANCE_COLUMNS,
+    INSTANCES,
+    ON_DEMAND,
+    ON_DEMAND_COLUMNS,
+    Catalogue,
+    InstanceType,
+    load_catalogue,
+)
+from cost.errors import PriceError
+from cost.prices.ec2_prices import Patience, Unavailable, answered, aws_clients
+from infra.config.schema import CostConfig
+
+# The Price List's own region; its answers are of all regions.
+PRICE_LIST_REGION = "us-east-1"
+ADVISOR_URL = "https://spot-bid-advisor.s3.amazonaws.com/spot-advisor-data.json"
+_ADVISOR_SECONDS = 30.0
+_ADVISOR_MOST_BYTES = 64 * 2**20
+# Linux on shared hardware, nothing installed, billed by use: what a training node is.
+_LISTED = {
+    "operatingSystem": "Linux",
+    "tenancy": "Shared",
+    "preInstalledSw": "NA",
+    "capacitystatus": "Used",
+    "instanceFamily": "GPU instance",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Of an instance type, as EC2 describes it. gpu: its name there. network_gbps: the baseline of all its cards."""
+
+    name: str
+    gpu: str
+    gpu_count: int
+    gpu_memory_mib: int
+    vcpu: int
+    ram_gib: float
+    network_gbps: float | None
+    efa: bool
+
+
+def gpu_hardware(ec2: Any, region: str, patience: Patience) -> list[Hardware]:
+    """All types with NVIDIA GPUs that the region has, by name. Raises Unavailable."""
+    found, token = [], ""
+    while True:
+        request = {"NextToken": token} if token else {}
+        page = answered(ec2.describe_instance_types, "ec2:DescribeInstanceTypes", region, patience, **request)
+        found += [hardware for entry in page.get("InstanceTypes", []) if (hardware := _hardware(entry)) is not None]
+        token = page.get("NextToken") or ""
+        if not token:
+            return sorted(found, key=lambda hardware: hardware.name)
+
+
+def on_demand_prices(pricing: Any, region: str, patience: Patience) -> dict[str, Decimal]:
+    """Dollars per hour of each GPU type that is listed for the region. Raises Unavailable, PriceError."""
+    wanted = [*_LISTED.items(), ("regionCode", region)]
+    filters = [{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted]
+    prices: dict[str, Decimal] = {}
+    token = ""
+    while True:
+        request = {"ServiceCode": "AmazonEC2", "Filters": filters, **({"NextToken": token} if token else {})}
+        page = answered(pricing.get_products, "pricing:GetProducts", PRICE_LIST_REGION, patience, **request)
+        for text in page.get("PriceList", []):
+            product = json.loads(text) if isinstance(text, str) else text
+            name, usd = product["product"]["attributes"]["instanceType"], _usd_per_hour(product)
+            if usd is None:
+                continue
+            if prices.setdefault(name, usd) != usd:
+                raise PriceError(f"price list of {region}: {name} costs {prices[name]} and {usd}: which is not known")
+        token = page.get("NextToken") or ""
+        if not token:
+            return prices
+
+
+def advisor_bands(read: Callable[[], bytes] | None = None) -> dict[tuple[str, str], tuple[int, int]]:
+    """(region, type) → (savings in percent, interruption band), Linux. Raises PriceError with what went wrong."""
+    try:
+        data = json.loads((read or _read_advisor)())
+        regions: Mapping[str, Any] = data["spot_advisor"]
+        return {
+            (region, name): (int(entry["s"]), int(entry["r"]))
+            for region, systems in regions.items()
+            for name, entry in systems.get("Linux", {}).items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PriceError(f"{ADVISOR_URL}: not the spot advisor's table: {type(error).__name__}: {error}") from error
+
+
+def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
+    """None for a type without NVIDIA GPUs, or with a part of one, which cannot train."""
+    gpus = (entry.get("GpuInfo") or {}).get("Gpus") or []
+    if len(gpus) != 1 or gpus[0].get("Manufacturer") != "NVIDIA" or not gpus[0].get("Count"):
+        return None
+    gpu, network = gpus[0], entry.get("NetworkInfo") or {}
+    baselines = [card.get("BaselineBandwidthInGbps") for card in network.get("NetworkCards") or []]
+    known = bool(baselines) and all(baseline is not None for baseline in baselines)
+    return Hardware(
+        name=entry["InstanceType"],
+        gpu=gpu["Name"],
+        gpu_count=int(gpu["Count"]),
+        gpu_memory_mib=int(gpu["MemoryInfo"]["SizeInMiB"]),
+        vcpu=int(entry["VCpuInfo"]["DefaultVCpus"]),
+        ram_gib=entry["MemoryInfo"]["SizeInMiB"] / 1024,
+        network_gbps=float(sum(baselines)) if known else None,
+        efa=bool(network.get("EfaSupported")),
+    )
+
+
+def _usd_per_hour(product: Mapping[str, Any]) -> Decimal | None:
+    """None for what is not sold by the hour, and for the listed zero of capacity blocks."""
+    for usd in _hourly(product):
+        return usd if usd > 0 else None
+    return None
+
+
+def _hourly(product: Mapping[str, Any]) -> Iterator[Decimal]:
+    for offer in (product.get("terms", {}).get("OnDemand") or {}).values():
+        for dimension in offer["priceDimensions"].values():
+            if dimension.get("unit") in ("Hrs", "Hours"):
+                try:
+                    yield Decimal(dimension["pricePerUnit"]["USD"])
+                except (InvalidOperation, KeyError) as error:
+                    raise PriceError(f"price list: not a price in dollars: {dimension}") from error
+
+
+def _read_advisor() -> bytes:
+    with urllib.request.urlopen(ADVISOR_URL, timeout=_ADVISOR_SECONDS) as reply:
+        return reply.read(_ADVISOR_MOST_BYTES)
+
+
+_PRICES_HEAD = (
+    "# AWS on-demand prices of GPU instance types, Linux, shared tenancy, from the public price list. recorded: the day"
+    " of each.\n# A type that is not listed for a region has no price on record there; another region's never stands in"
+    " for it.\n"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What a refresh made of a table: how many lines it has, and in words what is new, other or left out."""
+
+    lines: int
+    said: tuple[str, ...]
+
+
+def write_on_demand(
+    path: Path, catalogue: Catalogue, listed: Mapping[str, Mapping[str, Decimal]], today: str
+) -> Change:
+    """listed: by region and type. Other regions' lines stay, and so do, with their old day, types no longer listed."""
+    lines, said = {}, []
+    known = {(region, kind.name): price for kind in catalogue.types for region, price in kind.on_demand.items()}
+    for key, price in known.items():
+        lines[key] = f"{key[0]},{key[1]},{price.usd_per_hour:f},{price.recorded}"
+    names = {kind.name for kind in catalogue.types}
+    for region, prices in listed.items():
+        for name, usd in sorted(prices.items()):
+            if name not in names:
+                continue
+            usd = usd.normalize()
+            lines[region, name] = f"{region},{name},{usd:f},{today}"
+            old = known.get((region, name))
+            if old is not None and old.usd_per_hour != usd:
+                said.append(f"{name} in {region}: ${old.usd_per_hour:f} of {old.recorded} is now ${usd:f}")
+        gone = [name for of, name in known if of == region and name not in prices]
+        said += [f"{name} in {region}: no longer listed; its price of the day it was recorded stays" for name in gone]
+    _write(path, _PRICES_HEAD, ON_DEMAND_COLUMNS, [lines[key] for key in sorted(lines)])
+    return Change(lines=len(lines), said=tuple(said))
+
+
+def write_advisor(
+    path: Path, catalogue: Catalogue, bands: Mapping[tuple[str, str], tuple[int, int]], today: str
+) -> Change:
+    """The whole table anew, of the catalogue's types."""
+    names = {kind.name for kind in catalogue.types}
+    rows = [
+        f"{region},{name},{savings},{band}"
+        for (region, name), (savings, band) in sorted(bands.items())
+        if name in names
+    ]
+    head = (
+        f"# AWS Spot Instance Advisor, all regions, Linux, recorded {today} ({ADVISOR_URL}).\n"
+        "# Only the types of instances.csv; a type that is not listed for a region was not advised on there.\n"
+        "# savings_percent: against the on-demand price of the region. interruption_band: share of spot capacity "
+        "reclaimed in the trailing month: 0 below 5 %, 1 5-10 %, 2 10-15 %, 3 15-20 %, 4 above 20 %.\n"
+    )
+    _write(path, head, ADVISOR_COLUMNS, rows)
+    return Change(lines=len(rows), said=())
+
+
+def write_instances(path: Path, catalogue: Catalogue, found: Sequence[Hardware], gpus: Iterable[str]) -> Change:
+    """Types that are new, with a GPU that gpus.csv knows; what is on record of the others stays, and is compared."""
+    known = {kind.name: kind for kind in catalogue.types}
+    lines = {kind.name: _line(kind.name, kind.gpu.name, kind) for kind in catalogue.types}
+    said = []
+    for one in found:
+        if one.name in known:
+            said += _differences(one, known[one.name])
+        elif one.gpu not in set(gpus):
+            said.append(f"{one.name}: left out, because gpus.csv has no {one.gpu}; add its peaks with their source")
+        elif one.network_gbps is None:
+            said.append(f"{one.name}: left out, because EC2 states no baseline of its network")
+        else:
+            lines[one.name] = _line(one.name, one.gpu, one)
+            said.append(f"{one.name}: new, {one.gpu_count} × {one.gpu}")
+    head = "".join(f"{line}\n" for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    _write(path, head, INSTANCE_COLUMNS, [lines[name] for name in sorted(lines)])
+    return Change(lines=len(lines), said=tuple(said))
+
+
+def reread(folder: Path) -> Catalogue:
+    """The tables of a folder as a catalogue: what was written can be read. Raises CatalogueError."""
+    return load_catalogue(
+        folder / "instances.csv", folder / "gpus.csv", folder / "spot_advisor.csv", folder / "on_demand.csv"
+    )
+
+
+def _line(name: str, gpu: str, one: Hardware | InstanceType) -> str:
+    numbers = (one.gpu_count, one.gpu_memory_mib, one.vcpu, f"{one.ram_gib:g}", f"{one.network_gbps:g}")
+    return ",".join(map(str, (name, gpu, *numbers, "yes" if one.efa else "no")))
+
+
+def _differences(one: Hardware, known: InstanceType) -> list[str]:
+    """A table's figure may be the better one (sustained, not listed), so that a person decides."""
+    pairs = {"gpu_count": (one.gpu_count, known.gpu_count), "vcpu": (one.vcpu, known.vcpu), "efa": (one.efa, known.efa)}
+    pairs |= {"network_gbps": (one.network_gbps, known.network_gbps), "ram_gib": (one.ram_gib, known.ram_gib)}
+    return [
+        f"{one.name}: {key} is {ours} here, {theirs} by EC2; the table's stays"
+        for key, (theirs, ours) in pairs.items()
+        if theirs is not None and theirs != ours
+    ]
+
+
+def _write(path: Path, head: str, columns: Sequence[str], rows: Sequence[str]) -> None:
+    path.write_text(head + ",".join(columns) + "\n" + "".join(f"{row}\n" for row in rows), encoding="utf-8")
+
+
+# The price list has many pages and is slow; nobody waits for a plan.
+_SECONDS = 300.0
+
+
+def add_commands(commands: Any) -> None:
+    """Add `catalogue` with its command to argparse's subparsers."""
+    catalogue = commands.add_parser("catalogue", help="renew the shipped tables of types, prices and bands")
+    ways = catalogue.add_subparsers(required=True, metavar="COMMAND")
+    refresh = ways.add_parser("refresh", help="ask the price list, EC2 and the spot advisor")
+    regions = CostConfig().regions
+    refresh.add_argument(
+        "--regions", nargs="+", default=regions, metavar="REGION", help=f"default: {' '.join(regions)}"
+    )
+    refresh.add_argument(
+        "--output", type=Path, default=INSTANCES.parent, metavar="FOLDER", help="default: where the shipped tables lie"
+    )
+    refresh.add_argument("--no-advisor", action="store_true", help="leave savings and bands as they are")
+    refresh.set_defaults(run=refresh_catalogue)
+
+
+def refresh_catalogue(
+    arguments: argparse.Namespace,
+    *,
+    client: Callable[[str, str], Any] | None = None,
+    read_advisor: Callable[[], bytes] | None = None,
+) -> int:
+    """Ask everything first, and only then write. Raises PriceError, with nothing written, when an answer is missing.
+
+    client: makes a client of (service, region); None: boto3's, by the usual chain of credentials.
+    """
+    make, patience = client or aws_clients(), Patience(deadline=monotonic() + _SECONDS)
+    try:
+        pricing = make("pricing", PRICE_LIST_REGION)
+        listed = {region: on_demand_prices(pricing, region, patience) for region in arguments.regions}
+        hardware = {
+            one.name: one for region in arguments.regions for one in gpu_hardware(make("ec2", region), region, patience)
+        }
+    except Unavailable as error:
+        raise PriceError(f"nothing was written, because {error}") from error
+    empty = [region for region, prices in listed.items() if not prices]
+    if empty:
+        raise PriceError(f"nothing was written, because the price list has no GPU instance in {', '.join(empty)}")
+    bands = None if arguments.no_advisor else advisor_bands(read_advisor)
+    folder, today = arguments.output, datetime.now(UTC).date().isoformat()
+    for table in (INSTANCES, GPUS, ON_DEMAND, ADVISOR):
+        _seed(table, folder)
+    before = reread(folder)
+    gpus = {line.split(",")[0] for line in (folder / GPUS.name).read_text(encoding="utf-8").splitlines()}
+    found = [hardware[name] for name in sorted(hardware)]
+    _tell(folder / INSTANCES.name, write_instances(folder / INSTANCES.name, before, found, gpus))
+    catalogue = reread(folder)
+    _tell(folder / ON_DEMAND.name, write_on_demand(folder / ON_DEMAND.name, catalogue, listed, today))
+    if bands is not None:
+        _tell(folder / ADVISOR.name, write_advisor(folder / ADVISOR.name, catalogue, bands, today))
+    reread(folder)
+    return 0
+
+
+def _seed(table: Path, folder: Path) -> None:
+    """Another folder begins with the shipped tables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / table.name).exists():
+        shutil.copy(table, folder / table.name)
+
+
+def _tell(path: Path, change: Change) -> None:
+    print(f"{path}: {change.lines} lines")
+    for line in change.said:
+        print(f"  · {line}")

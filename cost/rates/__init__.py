@@ -1,1 +1,0 @@
-"""What a job pays for besides instances: storage, requests, volumes, transfer. List prices, dated, by region."""
