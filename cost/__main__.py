@@ -19,6 +19,7 @@ from cost.reconcile.commands import add_command as add_reconcile
 from cost.replay import add_command as add_replay
 from cost.simulate.command import add_simulate
 from infra.errors import InfraError
+from infra.foreign_text import guard_terminal
 from infra.outcome import Outcome
 from infra.process import reader_has_left
 
@@ -33,6 +34,7 @@ _REQUEST_SECONDS = 10.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    guard_terminal()
     arguments = _parser().parse_args(argv)
     try:
         code = arguments.run(arguments)

@@ -19,6 +19,7 @@ from flows import remote
 from flows.job import PROJECT_ROOT, RUNS, Job, local_folder, mark_latest
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
+from infra.foreign_text import guard_terminal
 from infra.outcome import Outcome
 from infra.process import children, die_with_parent
 
@@ -43,6 +44,7 @@ def prepare(module_name: str) -> None:
     if module_name != "__main__":
         return
     at = _command_index(sys.argv)
+    guard_terminal(keep_colours=at is None or "step" not in sys.argv[at : at + 2])
     if at is not None and sys.argv[at] == "step":
         _tie_to_parent(signal.SIGKILL)
     elif at is not None and sys.argv[at + 1 : at + 2] == ["step"]:  # batch step: it ends its job before it goes

@@ -60,7 +60,7 @@ def write_report(job: Job) -> RunReport:
     report = build_report(events)
     files = {
         "report.json": json.dumps(report.to_json(), indent=1, allow_nan=False).encode(),
-        "report.html": render_html(report).encode(),
+        "report.html": render_html(report).encode(errors="backslashreplace"),
         "metrics.prom": job_page(report.to_json(), events),
     }
     for name, content in files.items():

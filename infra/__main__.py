@@ -13,6 +13,7 @@ from infra.aws.deploy import add_deploy_command
 from infra.config import ConfigError, load_config
 from infra.config.json_schema import schema_text
 from infra.config.sources import render_sources, values_with_sources
+from infra.foreign_text import guard_terminal
 from infra.logs.command import add_logs_command
 from infra.outcome import Outcome
 from infra.preflight import Result, blocking, render_checks, render_results
@@ -24,6 +25,7 @@ SCHEMA_FILE = PROJECT_ROOT / "configs" / "schema.json"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
+    guard_terminal()
     options = _parser().parse_args(arguments)
     try:
         code = options.command(options)

@@ -140,8 +140,8 @@ def test_a_rank_that_floods_its_log_keeps_head_and_tail(tmp_path: Path) -> None:
 
 
 def test_a_colourful_progress_bar_is_shown_as_it_stood_last() -> None:
-    assert visible("\x1b[31mred\x1b[0m and \x1b]0;title\x07plain\x07") == "red and plain"
-    assert visible("10%|#   |\r90%|### |\r\r\n") == "90%|### |"
+    assert visible("\x1b[31mred\x1b[0m and \x1b]0;title\x07plain\x07") == "red and \\u001b]0;title\\u0007plain\\u0007"
+    assert visible("10%|#   |\r90%|### |\r\r\n") == "[1 overwritten] 90%|### |"
 
 
 class FlakyStore:

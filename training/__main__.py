@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
+from infra.foreign_text import guard_terminal
+
+_COMMANDS = ("checkpoints", "examine", "soak", "bench", "certify")
+
 
 def main(arguments: list[str]) -> None:
     """Imports what is asked for only: looking at commits needs no torch."""
+    if arguments and arguments[0] in _COMMANDS:  # not in ranks: raw logs keep their bytes
+        guard_terminal()
     if arguments[:1] == ["checkpoints"]:
         from training.checkpoint.commands import main as checkpoints
 

@@ -6,18 +6,18 @@ Dollars: cents from $10 on, else four decimals, since a laptop's whole run costs
 from __future__ import annotations
 
 import math
-import re
 from decimal import Decimal
 
 from cost.money import rounded
+from infra.foreign_text import one_line
 
 NONE = "n/a"
 _CENTS_FROM = Decimal(10)
 
 
 def plain(text: object) -> str:
-    """Foreign text without control characters, which could move a terminal's cursor or colour what follows."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+", " ", str(text)).strip()
+    """Foreign text on one line, with control characters as visible escapes."""
+    return one_line(text)
 
 
 def usd_decimals(total: Decimal | float) -> int:

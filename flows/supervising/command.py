@@ -9,11 +9,13 @@ from flows.supervising.options import read_options
 from flows.supervising.supervisor import Supervisor
 from infra.config import ConfigError
 from infra.errors import InfraError
+from infra.foreign_text import guard_terminal
 from infra.outcome import Outcome
 
 
 def main(arguments: list[str]) -> int:
     """Supervise one job; the exit code says how it ended."""
+    guard_terminal()
     try:
         options = read_options(arguments, project_root=PROJECT_ROOT)
         return Supervisor(options, _say).supervise()

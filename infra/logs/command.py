@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infra.errors import InfraError, StoreError
 from infra.known_jobs import known_job, runs_folder
-from infra.layout import job_prefix
+from infra.layout import check_job_name, job_prefix
 from infra.logs.reading import Logs, LogsError, Wanted, describe, read_logs, select
 from infra.outcome import Outcome
 from infra.store import Store
@@ -58,11 +58,12 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
 def _find(job: str, store_uri: str | None, project_root: Path) -> Logs:
     """What this machine and the job's store hold; a store that does not answer is a notice when this machine has logs.
 
-    Raises LogsError for a job that is not there, StoreError for a store that does not answer.
+    Raises LogsError for a job that is not there, LayoutError for a name that no job can have,
+    and StoreError for a store that does not answer.
     """
     runs = runs_folder(project_root)
     place = runs / job
-    name = place.resolve().name if place.exists() else job
+    name = place.resolve().name if place.exists() else check_job_name(job)
     known = known_job(place)  # else the default store
     uri = (store_uri or (str(runs) if known is None else known.store)).removeprefix("file://")
     in_store = [] if "://" in uri else [Path(uri).resolve() / job_prefix(name)]

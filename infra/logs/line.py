@@ -9,15 +9,13 @@ in the rank's own raw log, its line feed included: they tell a copy from another
 from __future__ import annotations
 
 import json
-import re
 import time
 from dataclasses import dataclass
 
+from infra.foreign_text import one_line, printable, without_colours
+
 # A line that is longer becomes several records; `more` marks all of them but the last.
 LONGEST_LINE_BYTES = 16 * 1024
-
-_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +44,12 @@ class LogLine:
         return self.generation, self.node, self.rank, self.start, self.t
 
     def to_json(self) -> str:
-        """One line. The two rare fields are left out where they say nothing."""
+        """One line, safe to print. The two rare fields are left out where they say nothing."""
         record = dict(self.__dict__)
         for name in ("more", "dropped"):
             if not record[name]:
                 del record[name]
-        return json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+        return printable(json.dumps(record, separators=(",", ":"), ensure_ascii=False))
 
     @classmethod
     def from_json(cls, line: str | bytes) -> LogLine:
@@ -63,9 +61,9 @@ class LogLine:
         return line
 
     def render(self) -> str:
-        """For a terminal: what would be visible of the line, without colours and control characters."""
+        """One line for a terminal."""
         step = "step ?" if self.step is None else f"step {self.step}"
-        return f"{self.t} g{self.generation} n{self.node} r{self.rank} {step} | {visible(self.text)}"
+        return f"{one_line(self.t)} g{self.generation} n{self.node} r{self.rank} {step} | {visible(self.text)}"
 
 
 def utc_text(unix_seconds: float) -> str:
@@ -76,9 +74,15 @@ def utc_text(unix_seconds: float) -> str:
 
 
 def visible(text: str) -> str:
-    """Of a progress bar that overwrites itself, what stands last; escape sequences and control characters left out."""
-    shown = [part for part in _ESCAPES.sub("", text).split("\r") if part.strip()]
-    return _CONTROLS.sub("", shown[-1]) if shown else ""
+    """A rank's line without colours and with all other control characters as escapes.
+
+    Of a progress bar that overwrites itself, the last state, and the number of states before it, which the raw log has.
+    """
+    parts = [part for part in without_colours(text).split("\r") if part.strip()]
+    if not parts:
+        return ""
+    overwritten = f"[{len(parts) - 1} overwritten] " if len(parts) > 1 else ""
+    return overwritten + printable(parts[-1].rstrip("\n")).replace("\n", "\\u000a")
 
 
 def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:

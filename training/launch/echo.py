@@ -44,7 +44,8 @@ class Echo:
             before, after = "", before + traceback + after
         self._muted = self._muted or bool(traceback)
         for text, prefixes in ((before, self._before), (after, self._after_traceback)):
-            sys.stdout.write("".join(line for line in text.splitlines(keepends=True) if line.startswith(prefixes)))
+            lines = text.removesuffix("\n").split("\n") if text else []
+            sys.stdout.write("".join(f"{visible(line)}\n" for line in lines if line.startswith(prefixes)))
         sys.stdout.flush()
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from infra.errors import InfraError
+from infra.foreign_text import guard_terminal
 from infra.process import die_with_parent
 from training.errors import TrainingError
 from training.launch.agent import run_gang
@@ -19,6 +20,7 @@ from training.launch.spec import GangSpec
 
 def main(argv: list[str]) -> int:
     """Exit code 0 with the outcome in the result file, 1 with an "error" in it."""
+    guard_terminal()
     spec_path, result_path = map(Path, argv)
     die_with_parent()
     spec = GangSpec(**json.loads(spec_path.read_text()))
