@@ -42,7 +42,7 @@ class ModelShape:
 
 
 def causal_lm_shape(model: ModelConfig) -> ModelShape:
-    """The shape of `training.workloads.model.CausalLM`.
+    """The shape of `training.workloads.language_model.CausalLM`.
 
     Flops: 6 per matmul parameter and token, plus 12·L·T·d per token for attention scores and values
     (Chowdhery et al. 2022, PaLM, appendix B). Activations per block and token, float32, without recomputation:

@@ -27,7 +27,7 @@ from training.certify.recorded import content_sha256
 from training.certify.runs import Run
 from training.certify.small import gang_size, small_config
 from training.launch.spec import GangOutcome
-from training.workloads.text import TextBatch
+from training.workloads.language_model import TextBatch
 
 OUTCOME = GangOutcome(outcome="completed", step=3, generation=2, weights_sha256="feed")
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from cost.plan.fit import memory_fit
 from infra.config.schema import RunConfig
-from training.workloads.model import CausalLM
+from training.workloads.language_model import CausalLM
 
 MODELS = {
     "narrow": {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "sequence_length": 128},

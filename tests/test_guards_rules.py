@@ -21,15 +21,19 @@ from infra.store import Store
 from training.checkpoint.lineage import open_generation
 from training.errors import BatchCannotBeSplit, CorruptCommit
 from training.gang import Gang
-from training.guards import growth
-from training.guards.assembly import overridden
-from training.guards.growth import GrowthWatch, host_bytes_left, resident_bytes
-from training.guards.micro_batch import fitting_accumulation, is_out_of_memory, more_micro_batches
-from training.guards.numbers import Action, NumberGuard
+from training.guards import memory
+from training.guards.guards import odd_ranks, overridden, weights_sum
+from training.guards.memory import (
+    GrowthWatch,
+    fitting_accumulation,
+    host_bytes_left,
+    is_out_of_memory,
+    more_micro_batches,
+    resident_bytes,
+)
+from training.guards.numbers import Action, NumberGuard, RobustWindow
 from training.guards.overrides import Overrides, read_overrides, record_rewind, record_split, rewind_parent
 from training.guards.pace import STEPS_IN_A_ROW, PaceWatch
-from training.guards.replicas import odd_ranks, weights_sum
-from training.guards.spikes import RobustWindow
 
 
 def test_the_window_is_median_and_mad_of_the_last_values() -> None:
@@ -187,7 +191,7 @@ def test_files_that_are_mapped_or_cached_are_no_memory_that_runs_out(tmp_path: P
         (tmp_path / f"memory.{name}").write_text(text)
     paths = str(tmp_path / "memory.max"), str(tmp_path / "memory.current")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.guards.growth._CGROUP_FILES", [(*paths, growth._CGROUP_FILES[0][2])])
+        patch.setattr("training.guards.memory._CGROUP_FILES", [(*paths, memory._CGROUP_FILES[0][2])])
         assert host_bytes_left() == 700
 
 

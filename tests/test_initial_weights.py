@@ -20,7 +20,7 @@ from training.errors import WorkloadError
 from training.weights.digest import weights_sha256
 from training.weights.files import describe_files
 from training.weights.load import load_weights
-from training.workloads.model import CausalLM
+from training.workloads.language_model import CausalLM
 
 # A width that four ranks do not share evenly: some hold a row less than others.
 MODEL = ModelConfig(hidden_size=18, num_layers=2, num_heads=2, sequence_length=10, vocab_size=30)

@@ -18,8 +18,8 @@ from training.errors import WorkloadError
 from training.optimizer import make_optimizer, scale_and_clip
 from training.schedule import learning_rate
 from training.weights.digest import weights_sha256
-from training.weights.initialise import initialise
-from training.workloads.model import CausalLM
+from training.weights.load import initialise
+from training.workloads.language_model import CausalLM
 
 MODELS = [
     ModelConfig(hidden_size=32, num_layers=2, num_heads=4, sequence_length=16),

@@ -24,7 +24,7 @@ from training.errors import GangError
 from training.gang import Gang
 from training.launch import GangSpec
 from training.launch.local import LocalGang
-from training.workloads.door import prepare_data, workload_context
+from training.workloads.loader import prepare_data, workload_context
 
 # Of the message: what stands before and after each number.
 MONEY = (("$", " at the planned price"), ("which cost ", " rank-seconds"))

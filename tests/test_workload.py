@@ -33,10 +33,9 @@ from tests.support.alone import run_alone
 from tests.support.workload_cases import Endless
 from training.errors import DataError, WorkloadError
 from training.gang import Gang
-from training.workloads.door import prepare_data, workload_context
-from training.workloads.evaluation import try_evaluate
 from training.workloads.examine import examine, main
-from training.workloads.trial import Trial, try_workload
+from training.workloads.loader import prepare_data, workload_context
+from training.workloads.trial import Trial, try_evaluate, try_workload
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = "tests.support.workload_cases"

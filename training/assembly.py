@@ -23,7 +23,7 @@ from training.checkpoint import Checkpointer, Generation, Rejected, Restored, Re
 from training.clock import Clock
 from training.errors import DataError
 from training.gang import Gang
-from training.guards.assembly import fit_micro_batch, make_guards, overridden
+from training.guards.guards import fit_micro_batch, make_guards, overridden
 from training.guards.overrides import Overrides
 from training.launch.control import Control
 from training.launch.patience import try_again
@@ -42,8 +42,7 @@ from training.trainer import Rehearsal, Trainer
 from training.weights.files import describe_files
 from training.weights.load import load_weights
 from training.workload import Workload
-from training.workloads.door import make_workload, users_code, workload_context
-from training.workloads.guard import guarded
+from training.workloads.loader import guarded, make_workload, users_code, workload_context
 
 Emit = Callable[..., object]
 _RECORD_SECONDS = 30.0  # for a store in trouble to give the record of the generation

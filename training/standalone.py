@@ -27,8 +27,8 @@ from training.errors import RendezvousError
 from training.gang import Gang
 from training.guards.overrides import read_overrides, rewind_parent
 from training.launch.spec import WorkerSpec
-from training.workloads.door import prepare_data, workload_context
 from training.workloads.examine import PREPARE_SECONDS
+from training.workloads.loader import prepare_data, workload_context
 from training.workloads.trial import try_workload
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]

@@ -31,7 +31,7 @@ _LATER = (
     "torch.distributed.tensor",
     "torch.nn.parallel",
     "torch.nn.attention",
-    "training.workloads.text",
+    "training.workloads.language_model",
 )
 
 

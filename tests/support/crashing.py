@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from training.workload import Cursor, WorkloadContext
-from training.workloads.text import TextBatch, TextWorkload
+from training.workloads.language_model import TextBatch, TextWorkload
 
 CRASHES_AT_STEP = 5
 

@@ -34,8 +34,8 @@ from training.reporter import Reporter
 from training.saver import NoSaver
 from training.trainer import Rehearsal, Trainer
 from training.workload import Cursor, Loss
-from training.workloads.door import workload_context
-from training.workloads.text import TextBatch, TextWorkload
+from training.workloads.language_model import TextBatch, TextWorkload
+from training.workloads.loader import workload_context
 
 
 class ScenarioWorkload(TextWorkload):

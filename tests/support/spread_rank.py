@@ -11,7 +11,7 @@ from infra.config.schema import DdpConfig, FsdpConfig, ParallelConfig, RunConfig
 from training.gang import connect, disconnect, leave
 from training.parallel import spread_model
 from training.weights.digest import weights_sha256
-from training.workloads.model import CausalLM
+from training.workloads.language_model import CausalLM
 
 ARRANGEMENTS = {
     "ddp": {"parallel": ParallelConfig(mode="ddp")},

@@ -17,7 +17,7 @@ from training.parallel import spread_model
 from training.standalone import parse_arguments, share_spec
 from training.weights.digest import weights_sha256
 from training.workload import Cursor
-from training.workloads.door import make_workload, workload_context
+from training.workloads.loader import make_workload, workload_context
 
 STEP_DEADLINE_SECONDS = 5.0
 

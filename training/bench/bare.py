@@ -21,9 +21,9 @@ from infra.config.schema import RunConfig
 from training.bench.laps import Lap
 from training.gang import Gang
 from training.optimizer import make_optimizer
-from training.weights.initialise import initialise
+from training.weights.load import initialise
 from training.workload import Cursor
-from training.workloads.model import CausalLM
+from training.workloads.language_model import CausalLM
 
 
 class BareLoop:

@@ -14,7 +14,7 @@ from infra.config.schema import RunConfig
 from training.gang import Gang
 from training.optimizer import make_optimizer
 from training.parallel import make_mesh
-from training.workloads.model import CausalLM
+from training.workloads.language_model import CausalLM
 
 
 def trained_state(config: RunConfig, gang: Gang) -> tuple[nn.Module, Optimizer]:

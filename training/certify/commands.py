@@ -76,7 +76,7 @@ def certify(
     """The certificate as JSON. Runs the job once in peace and once under each of `interruptions`; some minutes."""
     from infra.store import Store
     from training.gang import Gang
-    from training.workloads.door import prepare_data, workload_context
+    from training.workloads.loader import prepare_data, workload_context
 
     with tempfile.TemporaryDirectory(prefix="ebbflow-certify-", dir=parent) as name:
         folder = Path(name)

@@ -16,7 +16,7 @@ from torch import nn
 from infra.config.schema import RunConfig
 from training.certify.small import FOLDER_OPTION, RECORDED, WORKLOAD_OPTION
 from training.workload import Batch, Cursor, WorkloadContext
-from training.workloads.door import make_workload, prepare_data
+from training.workloads.loader import make_workload, prepare_data
 
 
 class Recorded:

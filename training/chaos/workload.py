@@ -10,7 +10,7 @@ from torch import nn
 from training.chaos.hooks import HOOKS, NOT_A_NUMBER
 from training.chaos.orders import Order, Orders
 from training.workload import Cursor, Loss, WorkloadContext
-from training.workloads.text import TextBatch, TextWorkload
+from training.workloads.language_model import TextBatch, TextWorkload
 
 
 class Tormented(TextWorkload):

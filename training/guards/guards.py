@@ -1,15 +1,20 @@
-"""One rank's guards, as the trainer calls them. What they do is an event, and an order where a start must follow."""
+"""One rank's guards, as the trainer calls them, and how they are built from the configuration."""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from infra.config.schema import RunConfig
 from infra.events import GUARD, GuardAction
+from infra.layout import job_prefix
 from infra.store import Store
 from training.errors import (
     BatchCannotBeSplit,
@@ -22,15 +27,73 @@ from training.errors import (
     TooManyRewinds,
 )
 from training.gang import Gang
-from training.guards.growth import GrowthWatch
-from training.guards.micro_batch import is_out_of_memory, more_micro_batches
+from training.guards.memory import (
+    GrowthWatch,
+    fitting_accumulation,
+    host_bytes_left,
+    is_out_of_memory,
+    more_micro_batches,
+    resident_bytes,
+    try_micro_batch,
+)
 from training.guards.numbers import Action, Judgement, NumberGuard
 from training.guards.overrides import Overrides, record_rewind, record_split
 from training.guards.pace import PaceWatch
-from training.guards.replicas import odd_ranks, weights_sum
+from training.launch.spec import WorkerSpec
+from training.parallel import Spread
 from training.position import Position
 from training.pulse import Pulse
 from training.saver import Saver
+from training.workload import Cursor, Workload
+
+# The pulse carries float64, which holds integers up to 2**53 exactly. A prime, so that no factor is lost to it.
+_MODULUS = 2**47 - 115
+_MULTIPLIER = 1_000_003
+# Summed at once: adding up as int64 first makes a copy of up to eight times the size, for which there may be no room.
+_CHUNK = 2**22
+
+
+def weights_sum(module: nn.Module) -> int:
+    """Of this rank's part of every parameter: from 1 to 2**47. One pass, on the parameters' own device.
+
+    Each tensor's bits are added up as integers, and the sums combined in the order of the parameters. A flipped bit or
+    a value that differs always shows; values that changed places within one tensor do not.
+    """
+    sums = []
+    for parameter in module.parameters():
+        local = parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+        if local.numel():
+            sums.append(torch.stack([part.sum(dtype=torch.int64) for part in _bits(local).split(_CHUNK)]).sum())
+    total = 0
+    for value in torch.stack(sums).tolist() if sums else []:
+        total = (total * _MULTIPLIER + value) % _MODULUS
+    return total + 1
+
+
+def odd_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
+    """(ranks whose weights differ from those of their replicas, whether a majority says so).
+
+    sums: of all ranks. copies: of the model; neighbours share one copy, so that rank r's replicas are those with the
+    same r modulo the ranks of a copy. Where no sum is that of more than half, all replicas of that part are named.
+    """
+    shards = len(sums) // copies
+    odd: list[int] = []
+    certain = True
+    for first in range(shards):
+        ranks = range(first, len(sums), shards)
+        (usual, count), *others = Counter(sums[rank] for rank in ranks).most_common()
+        if not others:
+            continue
+        majority = 2 * count > len(ranks)
+        certain = certain and majority
+        odd += [rank for rank in ranks if not majority or sums[rank] != usual]
+    return sorted(odd), certain
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.contiguous().view(-1)
+    width = flat.element_size()
+    return flat.view(torch.int32 if width % 4 == 0 else torch.int16 if width == 2 else torch.uint8)
 
 
 @dataclass(kw_only=True)
@@ -200,3 +263,82 @@ class Guards:
         if self.gang.rank == 0:
             self.emit(GUARD, step=step, flush=True, action=action, **data)
         self.gang.gather(torch.zeros(1, dtype=torch.float64, device=self.gang.device))
+
+
+_REPLICATED = "ddp"
+
+
+def overridden(config: RunConfig, overrides: Overrides) -> RunConfig:
+    """What the job was configured with, as far as no guard has changed it since: never fewer micro-batches."""
+    accumulation = overrides.gradient_accumulation_steps
+    if accumulation is None or accumulation <= config.training.gradient_accumulation_steps:
+        return config
+    training = config.training.model_copy(update={"gradient_accumulation_steps": accumulation})
+    return config.model_copy(update={"training": training})
+
+
+def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int, emit: Callable[..., object]) -> Guards:
+    """copies: of the model, over all ranks."""
+    growth: tuple[GrowthWatch, ...] = ()
+    if config.guards.memory_growth == "renew":
+        growth = _growth_watches(gang, spec.colocated_ranks)
+    return Guards(
+        config=config,
+        gang=gang,
+        copies=copies,
+        emit=emit,
+        store=Store.open(spec.store_uri).sub(job_prefix(spec.job)),
+        generation=spec.generation,
+        overrides=Overrides.from_json(spec.overrides),
+        growth=growth,
+    )
+
+
+def fit_micro_batch(guards: Guards, workload: Workload, spread: Spread, optimizer: torch.optim.Optimizer) -> RunConfig:
+    """The configuration with as many micro-batches as it takes, where it leaves that open. Collective.
+
+    Tried with the first batch of the job, once in its life: what was found is an order to all later starts, so that
+    they add up gradients in the same parts. A sharded model cannot be tried by one rank alone; there the first step
+    tries. Raises BatchCannotBeSplit.
+    """
+    config, gang = guards.config, guards.gang
+    known = guards.overrides.gradient_accumulation_steps is not None
+    if config.training.micro_batch == "fixed" or known or not (gang.alone or config.parallel.mode == _REPLICATED):
+        return config
+    cursor = Cursor(0, config.training.batch_size).share(gang.rank, gang.world_size)
+    batch = workload.next_batch(spread.module, cursor)
+
+    def fits(parts: int) -> bool:
+        return try_micro_batch(workload, spread.module, batch, parts, has_state=bool(optimizer.state))
+
+    def tell(text: str) -> None:
+        if gang.rank == 0:
+            print(f"before the first step: {text}", flush=True)
+
+    accumulation = fitting_accumulation(config, gang, fits, tell=tell)
+    if gang.rank == 0 and guards.store is not None:
+        record_split(guards.store, generation=guards.generation, rank=0, accumulation=accumulation)
+        reason = f"tried before the first step: {accumulation} micro-batches fit"
+        guards.emit(GUARD, action=GuardAction.SPLIT, rank=0, accumulation=accumulation, reason=reason)
+    return overridden(config, Overrides(gradient_accumulation_steps=accumulation))
+
+
+def _growth_watches(gang: Gang, colocated_ranks: int) -> tuple[GrowthWatch, ...]:
+    host = GrowthWatch(
+        "memory", held=resident_bytes, left=host_bytes_left, sharers=max(1, colocated_ranks), now=time.monotonic
+    )
+    if gang.device.type != "cuda":
+        return (host,)
+    device = GrowthWatch(
+        "memory of the GPU",
+        held=lambda: float(torch.cuda.memory_allocated(gang.device)),
+        left=lambda: float(torch.cuda.mem_get_info(gang.device)[0] + _cached_bytes(gang.device)),
+        sharers=1,
+        now=time.monotonic,
+    )
+    return host, device
+
+
+def _cached_bytes(device: torch.device) -> int:
+    """Taken from the device, and free for tensors."""
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -11,7 +11,7 @@ from typing import Any
 _HOME = {
     "Spread": "training.parallel.spread",
     "find_refusals": "training.parallel.refusals",
-    "make_mesh": "training.parallel.mesh",
+    "make_mesh": "training.parallel.spread",
     "spread_model": "training.parallel.spread",
 }
 

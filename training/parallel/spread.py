@@ -1,4 +1,8 @@
-"""A model put together for training: built, sharded or replicated, and filled with its first weights.
+"""Spread a model over the ranks: mesh, units, FSDP2 or HSDP sharding, DDP replication.
+
+A unit is changed by giving it a subclass of its own class. So no wrapper stands in the tree of modules, and the names
+of parameters, hence digests and commits, are those of the plain model. Equal units share one subclass and with it one
+compiled code.
 
 The engine sees `Spread`: a model to call, the module that holds the parameters, and when gradients are reduced.
 """
@@ -6,26 +10,208 @@ The engine sees `Spread`: a model to call, the module that holds the parameters,
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from infra.config.schema import RunConfig
+from infra.config.schema import DdpConfig, FsdpConfig, RunConfig
 from infra.footprint import SMALL_MODEL_BYTES, shard_ranks
 from training.errors import ParallelError
 from training.gang import Gang
 from training.parallel.refusals import Place, find_refusals
-from training.parallel.replication import Compression, replicate_model
-from training.parallel.sharding import DTYPES, shard_model
-from training.parallel.units import autocast, compile_units, recompute_units
-from training.weights.initialise import initialise, materialise
+from training.weights.load import initialise, materialise
 from training.workload import Workload
+
+
+def make_mesh(gang: Gang, *, shard: int) -> DeviceMesh:
+    """shard = 1 is DDP, shard = world size FSDP2, anything between HSDP. Ranks of one shard group are neighbours.
+
+    Both dimensions are there in any case; `mesh["shard"]` and `mesh["replicate"]` are the parts. Collective.
+    """
+    if not dist.is_initialized():  # alone, and started without an environment that names a gang
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    shape = (gang.world_size // shard, shard)
+    return init_device_mesh(gang.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+_POWERSGD_RANK = 2
+# torch demands two plain steps first, between which DDP would regroup its buckets.
+_POWERSGD_PLAIN_STEPS = 2
+
+
+def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[DistributedDataParallel, Compression]:
+    """The weights are equal already, by seed or by commit, so that nothing is broadcast. Collective."""
+    group = make_mesh(gang, shard=1)["replicate"].get_group()
+    model = DistributedDataParallel(
+        module,
+        process_group=group,
+        forward_sync_buffers=False,
+        init_sync=False,
+        find_unused_parameters=ddp.find_unused_parameters,
+        static_graph=ddp.static_graph,
+        gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+        bucket_cap_mb=ddp.bucket_cap_mb,
+    )
+    if not (ddp.static_graph or ddp.find_unused_parameters):
+        _settle_buckets(model)
+    return model, Compression(model, ddp.gradient_compression)
+
+
+def _settle_buckets(model: DistributedDataParallel) -> None:
+    """Let DDP make its final buckets now, by a backward pass through nothing but the parameters. Collective.
+
+    It makes them after its first backward pass, in the order in which gradients came. Which rank's summand comes first
+    depends on where an element lies in its bucket, and from three ranks on that shows in the last bit: a step that a
+    resumed run takes first, and another one took later, would not be the same. With unused parameters sought, torch
+    keeps its first buckets; a static graph would take this pass for a step.
+    """
+    model.reducer.prepare_for_forward()
+    model.reducer.prepare_for_backward([])
+    torch.stack([parameter.sum() for parameter in model.parameters() if parameter.requires_grad]).sum().backward()
+    model.reducer._rebuild_buckets()
+    model.zero_grad(set_to_none=True)
+
+
+class Compression:
+    """What stands between a bucket of gradients and the network.
+
+    PowerSGD adds to each gradient what it left out of the one before, on every rank something else, and a commit does
+    not hold that. So it begins anew behind every commit: a rank that restores one then stands where a rank that was
+    not interrupted stands, at the price of one step's error and two uncompressed steps per commit.
+    """
+
+    def __init__(self, model: DistributedDataParallel, kind: str) -> None:
+        self._group = model.process_group
+        self._state: PowerSGDState | None = None
+        if kind == "bfloat16":
+            model.register_comm_hook(self._group, bf16_compress_hook)
+        elif kind == "powersgd":
+            self._state = self._fresh()
+            model.register_comm_hook(self._state, powerSGD_hook)
+
+    def begin_anew(self) -> None:
+        if self._state is not None:
+            fresh = self._fresh()
+            for name in PowerSGDState.__slots__:
+                setattr(self._state, name, getattr(fresh, name))
+
+    def _fresh(self) -> PowerSGDState:
+        return PowerSGDState(
+            process_group=self._group,
+            matrix_approximation_rank=_POWERSGD_RANK,
+            start_powerSGD_iter=_POWERSGD_PLAIN_STEPS,
+        )
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def shard_model(
+    module: nn.Module, units: Iterable[nn.Module], fsdp: FsdpConfig, gang: Gang, *, size: int, keep_gathered: bool
+) -> None:
+    """In place, on the meta device. size: ranks that hold one copy; keep_gathered: from forward to backward."""
+    mesh = make_mesh(gang, shard=size)
+    options = {
+        # Over one dimension alone, FSDP2 reduces in one step where HSDP's two would be the same.
+        "mesh": mesh["shard"] if size == gang.world_size else mesh,
+        "mp_policy": _precision(fsdp),
+        # Pinned memory is for copies to a GPU. On a CPU shards are in host memory in any case.
+        "offload_policy": CPUOffloadPolicy(pin_memory=gang.device.type == "cuda")
+        if fsdp.cpu_offload
+        else OffloadPolicy(),
+    }
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=not keep_gathered, **options)
+    fully_shard(module, **options)
+
+
+def _precision(fsdp: FsdpConfig) -> MixedPrecisionPolicy:
+    if not fsdp.use_mixed_precision:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=DTYPES[fsdp.param_dtype], reduce_dtype=DTYPES[fsdp.reduce_dtype])
+
+
+_aten = torch.ops.aten
+
+# Outputs that cost much to compute for their size: matrix products, and attention in each of torch's kernels.
+_EXPENSIVE = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def recompute_units(units: Iterable[nn.Module], how: str) -> None:
+    """how: "full" keeps only a unit's input for backward; "selective" also what `_EXPENSIVE` lists; "none" nothing."""
+    if how == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+    def recomputed(kind: type[nn.Module]) -> Callable[..., Any]:
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(kind.forward, self, *args, **options, **kwargs)
+
+        return forward
+
+    _override_forward(units, recomputed)
+
+
+def autocast(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+    """The forward pass of the whole model computes in `dtype` where that is safe; parameters keep theirs."""
+
+    def in_dtype(kind: type[nn.Module]) -> Callable[..., Any]:
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device_type, dtype=dtype):
+                return kind.forward(self, *args, **kwargs)
+
+        return forward
+
+    _override_forward([model], in_dtype)
+
+
+def compile_units(units: Sequence[nn.Module]) -> None:
+    """In place, and at the first call, for the shapes of that call: micro-batches are of one size.
+
+    Each unit by itself and not the whole model: blocks that are equal are compiled once, and hooks between them stay.
+    """
+    # Units that differ count towards one limit, beyond which torch goes on without compiling them.
+    limit = max(8, 2 * len(units))
+    for unit in units:
+        unit.compile(dynamic=False, recompile_limit=limit)
+
+
+def _override_forward(units: Iterable[nn.Module], make: Callable[[type[nn.Module]], Callable[..., Any]]) -> None:
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    for unit in units:
+        kind = type(unit)
+        if kind not in kinds:
+            kinds[kind] = type(kind.__name__, (kind,), {"forward": make(kind), "__module__": kind.__module__})
+        unit.__class__ = kinds[kind]
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,7 @@ def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
 
     from infra.store import Store
     from training.gang import Gang
-    from training.workloads.door import find_workload, has_prepare, prepare_data, workload_context
+    from training.workloads.loader import find_workload, has_prepare, prepare_data, workload_context
     from training.workloads.trial import try_workload
 
     door = find_workload(config)

@@ -1,29 +1,154 @@
-"""One workload tried on one machine before anything is paid for: built, and a few samples taken through its loss.
+"""Try one workload on one machine before anything is paid for: build it, take samples through its loss and evaluate.
 
 Everything here runs on the CPU, alone, in a process that may fail.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from infra.config.schema import RunConfig
 from infra.model_shape import ModelShape
 from training.errors import WorkloadError
 from training.weights.files import find_weights
-from training.weights.initialise import initialise, materialise, tied_names
-from training.weights.load import compare
-from training.workload import Batch, Cursor, Loss, Workload, WorkloadContext
-from training.workloads.door import DEFAULT_WEIGHT_UNIT, make_workload, users_code
-from training.workloads.evaluation import try_evaluate
-from training.workloads.shape import measure_shape, weight_bytes, without_memory
+from training.weights.load import compare, initialise, materialise, tied_names
+from training.workload import Batch, Cursor, Loss, Workload, WorkloadContext, as_numbers
+from training.workloads.loader import DEFAULT_WEIGHT_UNIT, make_workload, users_code
+
+_FLOAT32_BYTES = 4
+
+
+@dataclass
+class SavedBytes:
+    """What autograd keeps for backward, each storage once, without the model's own tensors."""
+
+    model: frozenset[int]
+    seen: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.seen.values())
+
+    def note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.model:  # the address of the storage itself: data of fake tensors has none
+            self.seen[storage._cdata] = storage.nbytes()
+        return tensor
+
+
+def measure_shape(workload: Workload, model: nn.Module, batch: Batch, *, unit: str) -> tuple[ModelShape, Loss]:
+    """The shape of `model`, which is materialised or fake, by one forward pass over `batch` of one sample.
+
+    Activations are measured as autograd keeps them, logits among them: in the precision of the model's own code, in
+    eager mode and without recomputation. flops are the workload's own count. Returns the loss too, with its graph.
+    """
+    saved = SavedBytes(frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(model)))
+    with saved_tensors_hooks(saved.note, lambda tensor: tensor):
+        loss = workload.loss(model, batch)
+    units = list(workload.units(model))
+    shape = ModelShape(
+        parameters=_numel(model),
+        largest_unit_parameters=max([_numel(part) for part in units] + [_outside(model, units)]),
+        activation_bytes_per_sample=saved.total,
+        logits_bytes_per_sample=0,
+        flops_per_sample=float(workload.flops(batch)),
+        tokens_per_sample=float(batch.weight),
+        units=len(units),
+        weight_unit=unit,
+        kind="measured",
+    )
+    return shape, loss
+
+
+@contextlib.contextmanager
+def without_memory() -> Iterator[None]:
+    """Tensors made inside have shapes and no data, so that a model larger than this machine can be looked at."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def weight_bytes(model: nn.Module) -> int:
+    return _FLOAT32_BYTES * _numel(model)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _numel(part: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in part.parameters())
+
+
+def _outside(model: nn.Module, units: list[nn.Module]) -> int:
+    """Parameters of no unit: FSDP2 gathers them as one with the model itself."""
+    inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
+
+
+# A workload is tried within EXAMINE_SECONDS. What the ranks do together on GPUs may take longer alone on a CPU, and
+# that must not refuse a job.
+LONGEST_SECONDS = 20.0
+
+
+class _Enough(BaseException):
+    """No Exception, which the user's code might catch."""
+
+
+def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: float = LONGEST_SECONDS) -> str:
+    """Call `evaluate` once, as a gang of one rank does, and say what was done.
+
+    model: in evaluation mode. seconds: then it is left, undecided. Raises WorkloadError for what it raises, and for
+    metrics that are not finite numbers by name.
+    """
+    if distributed.is_initialized():  # a collective of its own would wait for ranks that are not here
+        return "evaluate not tried, because the ranks of the gang are not all here"
+    torch.manual_seed(0)
+    try:
+        with users_code(f"{name}.evaluate"), torch.no_grad(), _at_most(seconds):
+            metrics = as_numbers(workload.evaluate(model))
+    except _Enough:
+        return f"evaluate not tried to its end, because it takes longer than {seconds:g} s here"
+    bad = {key: value for key, value in metrics.items() if not math.isfinite(value)}
+    if bad:
+        found = ", ".join(f"{key} = {value}" for key, value in bad.items())
+        raise WorkloadError(f"{name}.evaluate: {found}; fix: finite numbers, at the initial weights too")
+    return f"evaluate gives {', '.join(metrics) or 'no metrics'}"
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raises _Enough inside once the time is over; in a thread, where no signal arrives, there is no limit."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Enough
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
 
 # Weights and gradients of a model that is really run here. Larger ones are looked at without their memory.
 LARGEST_TRIED_BYTES = 2 << 30

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from training.workload import Cursor, Loss, WorkloadContext
-from training.workloads.text import TextBatch, TextWorkload
+from training.workloads.language_model import TextBatch, TextWorkload
 
 
 class Paced(TextWorkload):

@@ -1,4 +1,4 @@
-"""From `workload: package.module:Name` to the workload: the one door for the built-in one and for users' own.
+"""Load a workload from `package.module:Name`, and blame mistakes in it on the user's code.
 
 The module is looked for as Python does (PYTHONPATH, installed packages), and last in the project's folder. The folder
 of the configuration file is not searched: it is not known on the other nodes, and a name must mean the same everywhere.
@@ -16,8 +16,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
@@ -27,7 +28,44 @@ from training.errors import TrainingError, WorkloadError
 from training.gang import Gang
 from training.launch.workers import PROJECT_ROOT
 from training.workload import Workload, WorkloadContext
-from training.workloads.text import TextWorkload
+from training.workloads.language_model import TextWorkload
+
+# What a program raises by being wrong, the same at every attempt since a sample is a function of its index. Not
+# RuntimeError, OSError or ValueError: memory that ran out, a lost peer or half a file may be better next time.
+_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
+
+
+def guarded(workload: Workload, name: str) -> Workload:
+    """`workload`, whose required methods raise WorkloadError with file and line for a mistake in the user's own line.
+
+    Everything else passes as it is: what a library raises may come from another rank or machine.
+    """
+    return cast(Workload, _Guarded(workload, name))
+
+
+class _Guarded:
+    def __init__(self, workload: Workload, name: str) -> None:
+        self._workload, self._name = workload, name
+
+    def __getattr__(self, key: str) -> Any:
+        found = getattr(self._workload, key)
+        return _named(found, f"{self._name}.{key}") if key in REQUIRED else found
+
+
+def _named(method: Callable[..., Any], what: str) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return method(*arguments, **options)
+        except _MISTAKES as error:
+            line = own_line(error)
+            if line is None:
+                raise
+            text = " ".join(str(error).split()) or "no message"
+            raise WorkloadError(f"{line}{what} raised {type(error).__name__}: {text}") from error
+
+    return call
+
 
 REQUIRED = ("model", "units", "next_batch", "loss", "flops", "evaluate")
 DEFAULT_WEIGHT_UNIT = "samples"
