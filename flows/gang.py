@@ -14,6 +14,8 @@ from flows.job import Job
 from flows.network import name_interface
 from flows.remote import in_container
 from flows.steps import StepFailed, note_outcome, say
+from infra.checks.devices import visible_gpus
+from infra.config.schema import RunConfig
 from infra.errors import InfraError
 from infra.events import read_events
 from infra.outcome import Outcome
@@ -39,12 +41,22 @@ def gang_shape(flow: Any, order: Order | None = None) -> GangShape:
     job = Job.of(flow, current.run_id)
     chosen = flow.capacity["chosen"]
     cluster = job.config.cluster
-    return GangShape(
-        nodes=chosen["nodes"] if cluster.nodes == "auto" else cluster.nodes,
-        processes_per_node=(
-            chosen["processes_per_node"] if cluster.processes_per_node == "auto" else cluster.processes_per_node
-        ),
-    )
+    nodes = chosen["nodes"] if cluster.nodes == "auto" else cluster.nodes
+    processes = cluster.processes_per_node
+    if processes == "auto":
+        here = ranks_of_local_gpus(job.config, nodes) if training_backend(flow) is None else None
+        processes = here or chosen["processes_per_node"]
+    return GangShape(nodes=nodes, processes_per_node=processes)
+
+
+def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
+    """Ranks of each local node so that every rank has a GPU of this machine to itself; None where there are too few.
+
+    The largest count by which the batch divides.
+    """
+    most = 0 if config.cluster.device == "cpu" else visible_gpus() // nodes
+    parts = config.training.gradient_accumulation_steps * nodes
+    return next((ranks for ranks in range(most, 0, -1) if config.training.batch_size % (parts * ranks) == 0), None)
 
 
 def first_way(flow: Any) -> str:
@@ -149,7 +161,14 @@ def _gang_spec(flow: Any, this: Any, order: Order | None, *, node: int, main_add
         terms=_terms(flow, job, order) if node == 0 else None,
         rehearse=flow.rehearse or None,
         candidate_ports=control_ports(this.run_id, this.retry_count),
+        promised_gpus=_promised_gpus(order),
     )
+
+
+def _promised_gpus(order: Order | None) -> int:
+    """GPUs of each node, where the attempt was placed on machines with GPUs. 0: nothing was placed, or without GPUs."""
+    placement = None if order is None else order.placement
+    return 0 if placement is None else int(placement.get("gpu") or 0)
 
 
 def _terms(flow: Any, job: Job, order: Order | None) -> dict:

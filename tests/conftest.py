@@ -11,6 +11,9 @@ from hypothesis import settings
 
 from tests.support.swift import swift  # noqa: F401 - one server for all tests that ask for it
 
+# The suite behaves the same on a workstation with GPUs: neither the tests nor the processes that they start see one.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # A loaded machine is no failure: what has a time limit has pytest's. One commit gives one result, so examples are not
 # drawn anew in each run; `pytest --hypothesis-profile=explore` looks for new ones.
 settings.register_profile("ebbflow", deadline=None, derandomize=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from infra.checks.gpu import has_kernels_for
+from infra.checks.gpu import has_kernels_for, may_have_gpus, try_gpus
 from infra.preflight import blocking
 from tests.support.checks import failed, passed, skipped
 from training.chaos.imds import INTERRUPTION_PATH, FakeMetadata
@@ -170,10 +170,21 @@ class FakeGpu:
         tool.write_text(f"#!/bin/sh\n{script}\n")
         tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
 
-    def torch(self, cuda: str | None, arches: list[str], capability: tuple[int, int] = (8, 0), error: str = "") -> None:
+    def torch(
+        self,
+        cuda: str | None,
+        arches: list[str],
+        capability: tuple[int, int] = (8, 0),
+        error: str = "",
+        init: str = "",
+    ) -> None:
+        """error: of the first kernel. init: of torch.cuda.init()."""
         fake = (
             "class version: cuda = {cuda!r}\n"
             "class cuda:\n"
+            "    @staticmethod\n"
+            "    def init():\n"
+            "        if {init!r}: raise RuntimeError({init!r})\n"
             "    device_count = staticmethod(lambda: 1)\n"
             "    get_arch_list = staticmethod(lambda: {arches!r})\n"
             "    get_device_name = staticmethod(lambda index: 'NVIDIA A100')\n"
@@ -187,7 +198,7 @@ class FakeGpu:
             "    return Sum()\n"
             "__version__ = '2.13.0'\n"
         )
-        text = fake.format(cuda=cuda, arches=arches, capability=capability, error=error)
+        text = fake.format(cuda=cuda, arches=arches, capability=capability, error=error, init=init)
         (self.project / "torch" / "__init__.py").write_text(text)
 
 
@@ -203,8 +214,10 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 def test_a_driver_that_goes_with_torch(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     result = passed("gpu", gpu.project)
     assert "driver 570.86.15 (NVIDIA A100), torch 2.13.0 for CUDA 12.8: an addition on each of 1 GPUs" in result.detail
+    skipped("gpu", gpu.project, cluster={"device": "cpu"})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     skipped("gpu", gpu.project)
+    assert "hides all GPUs" in failed("gpu", gpu.project, cluster={"device": "cuda"}).detail
 
 
 def test_a_machine_without_a_driver_skips(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -220,6 +233,11 @@ def test_a_machine_without_a_driver_skips(monkeypatch: pytest.MonkeyPatch, tmp_p
         ("echo '570.86.15, NVIDIA A100'", (None, []), "built without CUDA: ranks would train on the CPU"),
         ("echo '570.86.15, Tesla V100'", ("12.8", ["sm_75"], (7, 0)), "no kernel image: GPU 0"),
         ("echo '570.86.15, NVIDIA A100'", ("12.8", ["sm_80"], (8, 0), "CUDA error: uncorrectable ECC"), "ECC"),
+        (
+            "echo '580.95.05, NVIDIA H100'",
+            ("13.0", ["sm_90"], (9, 0), "", "Error 802: system not yet initialized"),
+            "CUDA 13.0: Error 802: system not yet initialized",
+        ),
         ("echo 'No devices were found'", ("12.8", ["sm_80"]), "nvidia-smi lists no GPU: No devices were found"),
         ("echo 'NVIDIA-SMI has failed' >&2; exit 9", ("12.8", ["sm_80"]), "ended with 9: NVIDIA-SMI has failed"),
     ],
@@ -233,6 +251,32 @@ def test_a_driver_that_does_not(gpu: FakeGpu, driver: str, torch: tuple, says: s
 
 
 def test_more_ranks_than_gpus(gpu: FakeGpu) -> None:
-    result = failed("gpu", gpu.project, cluster={"processes_per_node": 2})
-    assert "cluster.processes_per_node is 2, torch sees 1 GPUs" in result.detail
+    result = failed("gpu", gpu.project, cluster={"processes_per_node": 2, "device": "cuda"})
+    assert "2 × 2 = 4 ranks on 1 GPUs" in result.detail
     json.dumps(result.to_json())
+    assert "all ranks train on the CPU" in passed("gpu", gpu.project, cluster={"processes_per_node": 2}).detail
+
+
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        ("Error 802: system not yet initialized", "nvidia-fabricmanager"),
+        ("The NVIDIA driver on your system is too old (found version 12020)", "upgrade the driver"),
+        ("No CUDA GPUs are available", "whether the container was given its GPUs"),
+    ],
+)
+def test_a_gpu_that_does_not_work_is_refused_with_the_words_of_torch(gpu: FakeGpu, said: str, fix: str) -> None:
+    gpu.torch("12.8", ["sm_80"], init=said)
+    result = failed("gpu", gpu.project)
+    assert said in result.detail
+    assert fix in result.fix and "set cluster.device to cpu" in result.fix
+
+
+def test_a_node_that_was_chosen_for_its_gpus_and_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("glob.glob", lambda pattern: [])
+    finding, gpus = try_gpus(tmp_path, promised=8)
+    assert finding.status == "failed" and gpus == 0
+    assert "no nvidia-smi here, and this node was chosen for its GPUs (8 per node)" in finding.detail
+    assert "--gpus all" in str(finding.fix)
+    assert may_have_gpus(promised=8) and may_have_gpus(wanted=True) and not may_have_gpus()

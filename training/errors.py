@@ -96,6 +96,17 @@ class RankNotStarted(TrainingError):
     end_reason = EndReason.ROLL_CALL
 
 
+class DeviceUnavailable(TrainingError):
+    """A machine with GPUs, or a placement that has some, on which ranks cannot use them. Names the reason and the fix.
+
+    The next start on the same image would fail in the same way, and training on the CPU would be paid at a GPU's price.
+    """
+
+    outcome = Outcome.CONFIG
+    curable = False
+    end_reason = EndReason.ROLL_CALL
+
+
 class StartAnew(TrainingError):
     """The gang ends on purpose, and its next start goes on otherwise, by the order in the job's store
     (`training/guards/overrides.py`)."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.errors import RendezvousError
+from training.launch.devices import DeviceChoice, VisibleGpus, assign_gpus, see_gpus
 from training.launch.ports import on_loopback
 from training.wire import LARGEST_ROW_BYTES, MOST_RANKS, Wire, open_wire
 
@@ -26,7 +27,7 @@ class Gang:
 
     ranks_per_node: neighbours in number are neighbours on a node, as torchrun counts them. store: this gang's own, of
     keys and values, for what ranks tell each other beside their collectives. wire: where rows take a shorter way than
-    the group's.
+    the group's. device_note: one line where GPUs of this machine are left unused; else "".
     """
 
     rank: int = 0
@@ -35,6 +36,7 @@ class Gang:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: dist.Store | None = None
     wire: Wire | None = None
+    device_note: str = ""
 
     @property
     def alone(self) -> bool:
@@ -67,18 +69,35 @@ class Gang:
         return list(layout.iter_unpack(rows))
 
 
-def connect(*, start_seconds: float, collective_seconds: float, generation: str) -> Gang:
+def connect(
+    *,
+    start_seconds: float,
+    collective_seconds: float,
+    generation: str,
+    device_choice: DeviceChoice = "auto",
+    promised_gpus: int = 0,
+) -> Gang:
     """Join the gang that torchrun's environment names, or stand alone without one.
 
     start_seconds: for all ranks to have come. collective_seconds: for any one collective. generation: keeps this
-    gang's keys apart from those of a dead one on the same store. Raises RendezvousError, which names the missing.
+    gang's keys apart from those of a dead one on the same store. device_choice: `cluster.device`. promised_gpus: of
+    each node by its placement; 0: the placement names none.
+
+    Raises RendezvousError, which names the missing; DeviceUnavailable where the ranks cannot have the device they want.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device, store, wire = _own_device(), None, None
+    own_gpus = see_gpus(device_choice, promised=promised_gpus)
+    seen, store, wire = [own_gpus], None, None
     if "MASTER_ADDR" in os.environ:
         store = _open_store(os.environ, rank, world_size, start_seconds)
         store = dist.PrefixStore(generation, store)
-        _roll_call(store, rank, world_size, start_seconds)
+        seen = _roll_call(store, rank, world_size, start_seconds, own_gpus)
+    assigned = assign_gpus(seen, device_choice)
+    device = torch.device("cpu")
+    if assigned.indices is not None:
+        device = torch.device("cuda", assigned.indices[rank if store is not None else 0])
+        torch.cuda.set_device(device)
+    if store is not None:
         store.set_timeout(timedelta(seconds=start_seconds))
         _stay_on_loopback(os.environ["MASTER_ADDR"], os.environ)
         dist.init_process_group(
@@ -99,7 +118,15 @@ def connect(*, start_seconds: float, collective_seconds: float, generation: str)
                 seconds=collective_seconds,
             )
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return Gang(rank=rank, world_size=world_size, ranks_per_node=ranks_per_node, device=device, store=store, wire=wire)
+    return Gang(
+        rank=rank,
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+        device=device,
+        store=store,
+        wire=wire,
+        device_note=assigned.note,
+    )
 
 
 def leave(code: int) -> NoReturn:
@@ -117,14 +144,6 @@ def disconnect() -> None:
     """After an orderly end only."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _own_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
 
 
 def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seconds: float) -> dist.Store:
@@ -171,9 +190,12 @@ def _stay_on_loopback(host: str, environment: MutableMapping[str, str]) -> None:
             environment.setdefault(variable, name)
 
 
-def _roll_call(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
+def _roll_call(
+    store: dist.Store, rank: int, world_size: int, seconds: float, own_gpus: VisibleGpus
+) -> list[VisibleGpus]:
+    """Wait for all ranks. Returns the GPUs that each of them sees."""
     keys = [f"joined/{number}" for number in range(world_size)]
-    store.set(keys[rank], "1")
+    store.set(keys[rank], own_gpus.to_json())
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except (dist.DistError, RuntimeError) as error:
@@ -183,6 +205,7 @@ def _roll_call(store: dist.Store, rank: int, world_size: int, seconds: float) ->
             f"(cluster.start_deadline_seconds); missing: rank {', '.join(missing) or 'none, but the store is gone'}; "
             "fix: look at the logs of the missing ranks first"
         ) from error
+    return [VisibleGpus.from_json(text) for text in store.multi_get(keys)]
 
 
 def _is_set(store: dist.Store, key: str) -> bool:

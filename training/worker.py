@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
 from infra.event_log import EventLog
-from infra.events import Origin
+from infra.events import NOTICE, Origin
 from infra.layout import generation_name, job_prefix
 from infra.outcome import Outcome
 from infra.process import tie_forked_children
@@ -73,7 +73,13 @@ def _recorded(spec: WorkerSpec | None, request: Request | None) -> Ending:
         start_seconds=config.cluster.start_deadline_seconds,
         collective_seconds=config.cluster.step_deadline_seconds,
         generation=generation_name(spec.generation, spec.generation_id) if spec else _torchrun_generation(),
+        device_choice=config.cluster.device,
+        promised_gpus=spec.promised_gpus if spec else 0,
     )
+    if gang.device.type == "cpu":
+        _compute_alike()
+    if gang.device_note and gang.rank == 0:
+        print(gang.device_note, flush=True)
     ending = run_rank(spec or share_spec(request, gang), gang)
     disconnect()
     return ending
@@ -99,6 +105,8 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> Ending:
         reporter = make_reporter(spec, clock, emit)
         try:
             reporter.enter("init", 0)
+            if gang.device_note and gang.rank == 0:
+                emit(NOTICE, message=gang.device_note)
             saver = open_saver(spec, gang, emit, lambda: reporter.enter_for_a_while("store"))
             trainer = build_trainer(spec, gang, nodes=nodes, reporter=reporter, saver=saver)
             ending = train(replace(trainer, start=restore(trainer, saver, spec.candidates)))
@@ -112,13 +120,16 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> Ending:
 
 
 def _settle_threads(colocated_ranks: int) -> None:
-    """Each rank gets its share of the cores; on the CPU equal runs are then equal bit for bit."""
+    """Give each rank its share of the cores: the count of threads decides the order of sums."""
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // colocated_ranks))
     torch.set_num_interop_threads(1)
-    if not torch.cuda.is_available():
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs every allocation
+
+
+def _compute_alike() -> None:
+    """Make equal runs on the CPU equal bit for bit."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs every allocation
 
 
 def _torchrun_generation() -> str:

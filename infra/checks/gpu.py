@@ -1,4 +1,7 @@
-"""Does this machine's NVIDIA driver go with the torch that is installed? Skipped where there is no driver."""
+"""Does this machine's NVIDIA driver work with the torch that is installed? Skipped where there is no driver.
+
+Made by preflight on the launching machine, and by the agent of each node (`training.launch.devices.NodeGpuCheck`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.checks.devices import GPU_FILES, gpu_files
+from infra.checks.devices import GPU_FILES, gpu_files, gpus_hidden
+from infra.footprint import local_gang
 from infra.preflight import Finding, PreflightContext
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -25,8 +29,14 @@ _WHEELS = "https://pytorch.org/get-started/locally"
 # Run in a child: a broken driver may crash or hang whoever asks it. One addition on each GPU is what proves a kernel.
 _ASK_TORCH = """
 import json, torch
-seen = torch.cuda.device_count() if torch.version.cuda else 0
-answer = {"torch": torch.__version__, "cuda": torch.version.cuda, "arches": torch.cuda.get_arch_list(), "gpus": []}
+seen, error = (torch.cuda.device_count() if torch.version.cuda else 0), ""
+if torch.version.cuda:
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as raised:
+        seen, error = 0, " ".join(str(raised).split())
+answer = {"torch": torch.__version__, "cuda": torch.version.cuda, "error": error, "gpus": []}
+answer["arches"] = [] if error else torch.cuda.get_arch_list()
 for index in range(seen):
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     gpu = {"name": name, "capability": capability, "error": ""}
@@ -51,20 +61,54 @@ class _NoAnswer(Exception):
 
 def check_gpu(context: PreflightContext) -> Finding:
     """Driver, CUDA and architecture fit together, shown by one addition on each GPU; there are GPUs for all ranks."""
-    devices = gpu_files()
-    if not devices and not shutil.which("nvidia-smi"):
+    config = context.config
+    if config.cluster.device == "cpu":
+        return Finding.skipped("cluster.device is cpu")
+    if context.target in ("batch", "kubernetes"):
+        return Finding.skipped(f"ranks run on {context.target}: the agent of each node checks its own GPUs")
+    wanted = config.cluster.device == "cuda"
+    if not may_have_gpus(wanted=wanted):
         return Finding.skipped("there is no NVIDIA driver here")
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+    if gpus_hidden() and not wanted:
         return Finding.skipped("CUDA_VISIBLE_DEVICES hides all GPUs")
+    finding, gpus = try_gpus(context.project_root)
+    gang = local_gang(config)
+    if finding.status != "passed":
+        return Finding(finding.status, finding.detail, f"{finding.fix}, or set cluster.device to cpu")
+    if gang is None or gang.ranks <= gpus:
+        return finding
+    short = f"{gang} on {gpus} GPUs"
+    if wanted:
+        fix = "set cluster.nodes and cluster.processes_per_node to one rank per GPU, or cluster.device to auto or cpu"
+        return Finding.failed(f"{short}, and cluster.device is cuda", fix)
+    return Finding.passed(f"{finding.detail}\n{short}: all ranks train on the CPU; one rank per GPU would use them")
+
+
+def may_have_gpus(*, promised: int = 0, wanted: bool = False) -> bool:
+    """Whether the placement, the configuration, the kernel or the driver's tool says that there are GPUs here."""
+    return promised > 0 or wanted or ((bool(gpu_files()) or bool(shutil.which("nvidia-smi"))) and not gpus_hidden())
+
+
+def try_gpus(project_root: Path, promised: int = 0) -> tuple[Finding, int]:
+    """(finding, count of GPUs): passed where torch computes on every GPU; else failed with the reason and the fix.
+
+    promised: GPUs of this node by its placement; 0: the placement names none.
+    """
+    if gpus_hidden():
+        hidden = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
+        return Finding.failed(f"{hidden}{_promise(promised)}", "unset CUDA_VISIBLE_DEVICES"), 0
+    if not gpu_files() and not shutil.which("nvidia-smi"):
+        fix = "give the container its GPUs (docker run --gpus all; an AMI or node image with the NVIDIA driver)"
+        return Finding.failed(f"there is no {GPU_FILES} and no nvidia-smi here{_promise(promised)}", fix), 0
     try:
         driver = _ask_driver()
     except _NoAnswer as error:
-        return Finding.failed(str(error), "run nvidia-smi; reinstall or reload the driver until it lists the GPUs")
+        return Finding.failed(str(error), "run nvidia-smi; reinstall or reload the driver until it lists the GPUs"), 0
     try:
-        answer = _ask_torch(context.project_root)
+        answer = _ask_torch(project_root)
     except _NoAnswer as error:
-        return Finding.failed(f"driver {driver.version}: {error}", f"install a torch that goes with it: {_WHEELS}")
-    return _compare(driver, answer, context.config.cluster.processes_per_node)
+        return Finding.failed(f"driver {driver.version}: {error}", f"install a torch that works with it: {_WHEELS}"), 0
+    return _compare(driver, answer), len(answer["gpus"])
 
 
 def has_kernels_for(capability: int, architectures: list[str]) -> bool:
@@ -86,12 +130,16 @@ def has_kernels_for(capability: int, architectures: list[str]) -> bool:
     return False
 
 
-def _compare(driver: _Driver, answer: dict, processes: int | str) -> Finding:
+def _promise(promised: int) -> str:
+    return f", and this node was chosen for its GPUs ({promised} per node)" if promised else ""
+
+
+def _compare(driver: _Driver, answer: dict) -> Finding:
     torch, cuda, architectures = answer["torch"], answer["cuda"], answer["arches"]
     names = ", ".join(driver.gpus) or "no GPU listed"
     here = f"driver {driver.version} ({names}), torch {torch}"
     if cuda is None:
-        fix = f"install torch for CUDA ({_WHEELS}), or hide the GPUs: CUDA_VISIBLE_DEVICES=-1"
+        fix = f"install torch for CUDA ({_WHEELS})"
         return Finding.failed(f"{here} is built without CUDA: ranks would train on the CPU", fix)
     family, major = int(cuda.split(".")[0]), int(driver.version.split(".")[0])
     oldest = _OLDEST_DRIVER.get(family)
@@ -99,9 +147,8 @@ def _compare(driver: _Driver, answer: dict, processes: int | str) -> Finding:
         fix = f"upgrade the driver, or install torch for an older CUDA: {_WHEELS}"
         return Finding.failed(f"{here} for CUDA {cuda}, which needs driver {oldest} or newer: {major} < {oldest}", fix)
     if not answer["gpus"]:
-        return Finding.failed(
-            f"{here} for CUDA {cuda}: torch sees none of the GPUs", "run nvidia-smi; see CUDA_VISIBLE_DEVICES"
-        )
+        said = answer["error"] or "torch sees none of the GPUs"
+        return Finding.failed(f"{here} for CUDA {cuda}: {said}", _fix_of(said))
     for index, gpu in enumerate(answer["gpus"]):
         capability = 10 * gpu["capability"][0] + gpu["capability"][1]
         if not has_kernels_for(capability, architectures):
@@ -109,12 +156,16 @@ def _compare(driver: _Driver, answer: dict, processes: int | str) -> Finding:
             return Finding.failed(f"no kernel image: {what}", f"install a torch with sm_{capability}: {_WHEELS}")
         if gpu["error"]:
             return Finding.failed(f"GPU {index}, {gpu['name']}, cannot add: {gpu['error']}", "run nvidia-smi -q")
-    if isinstance(processes, int) and processes > len(answer["gpus"]):
-        return Finding.failed(
-            f"cluster.processes_per_node is {processes}, torch sees {len(answer['gpus'])} GPUs",
-            f"set cluster.processes_per_node to {len(answer['gpus'])}, or hide the GPUs: CUDA_VISIBLE_DEVICES=-1",
-        )
     return Finding.passed(f"{here} for CUDA {cuda}: an addition on each of {len(answer['gpus'])} GPUs")
+
+
+def _fix_of(said: str) -> str:
+    """By torch's own words. Error 802 is cudaErrorSystemNotReady: GPUs behind NVSwitch wait for the fabric manager."""
+    if "802" in said or "system not yet initialized" in said:
+        return "start NVIDIA Fabric Manager of the driver's version: systemctl start nvidia-fabricmanager"
+    if "too old" in said or "insufficient" in said:
+        return f"upgrade the driver, or install torch for an older CUDA: {_WHEELS}"
+    return "run nvidia-smi; see CUDA_VISIBLE_DEVICES, and whether the container was given its GPUs"
 
 
 def _ask_driver() -> _Driver:

@@ -108,6 +108,11 @@ class ClusterConfig(Section):
 
     nodes: Count | Literal["auto"] = Field(2, description="nodes, or auto: as the plan says")
     processes_per_node: Count | Literal["auto"] = Field(1, description="ranks per node, or auto: one per GPU")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="auto: a GPU for each rank where there are enough, else the CPU for all; GPUs that do not work are "
+        "refused; cpu: never a GPU; cuda: refuse to train without a GPU for each rank",
+    )
     max_nodes: Count | None = Field(None, description="with nodes: auto, at most so many; null: 8")
     min_nodes: Count | None = Field(
         None, description="go on with so many when nodes are lost, node 0 not among them; null: only with all of them"

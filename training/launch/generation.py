@@ -11,7 +11,8 @@ from infra.config.schema import ClusterConfig, RunConfig
 from infra.layout import generation_name
 from infra.store import Store
 from infra.terms import Terms
-from training.errors import RankNotStarted
+from training.errors import RankNotStarted, TrainingError
+from training.launch.devices import NodeGpuCheck
 from training.launch.drain import Drain
 from training.launch.echo import say, show_last_lines
 from training.launch.node_log import NodeLog
@@ -31,7 +32,7 @@ _WAITING_SECONDS = 1.0  # between two words that a rank here waits for the store
 class NodeGeneration:
     """spec: of this node, with the number that it has in this generation. None of its ranks is left when it returns.
 
-    gpus: the agent's, over all its generations.
+    gpus, gpu_check: the agent's, over all its generations.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class NodeGeneration:
         job_store: Store,
         *,
         gpus: GpuCounters | None = None,
+        gpu_check: NodeGpuCheck | None = None,
     ) -> None:
         self._spec, self._start, self._peers, self._drain, self._log = spec, start, peers, drain, log
-        self._job_store, self._gpus = job_store, gpus
+        self._job_store, self._gpus, self._gpu_check = job_store, gpus, gpu_check
         self._told = time.monotonic()
         self._told_waiting = Recently(_WAITING_SECONDS)
         self._cluster = ClusterConfig(**spec.config["cluster"])
@@ -59,13 +61,15 @@ class NodeGeneration:
         """
         if (verdict := self._await(standby)) is not None:
             return verdict
+        if self._gpu_check is not None and (refusal := self._gpu_check.refusal):
+            return self._not_started(refusal)
         rendezvous = (self._spec.main_address, self._start.rendezvous_port)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             spec = self._worker_spec(kept)
             group = WorkerGroup(self._spec.ranks, self._spec.world_size, self.folder, spec, rendezvous, standby)
         except OSError as error:
-            return self._not_started(error)
+            return self._not_started(RankNotStarted(f"its ranks cannot be started: {error}"))
         verdict = output = None
         try:
             output = GangOutput(group, self._spec, self._start.generation, self._job_store)
@@ -77,16 +81,16 @@ class NodeGeneration:
             if output is not None:
                 output.close()
 
-    def _not_started(self, error: OSError) -> Verdict:
+    def _not_started(self, error: TrainingError) -> Verdict:
         """Told like any failure of a rank, so that everybody hears the cause; the verdict comes in any case."""
-        message = f"{RankNotStarted.__name__}: its ranks cannot be started: {error}"
+        message = f"{type(error).__name__}: {error}"
         say(f"node {self._spec.node}: {message}")
         self._peers.report(
             WorkerFailure(
                 rank=self._spec.ranks[0],
                 node=self._spec.node,
                 message=message,
-                error=RankNotStarted.__name__,
+                error=type(error).__name__,
                 timestamp=time.time(),
             )
         )
@@ -97,15 +101,19 @@ class NodeGeneration:
         return verdict
 
     def _await(self, standby: Standby | None) -> Verdict | None:
-        """Its imports take seconds at the first start, and none later."""
+        """Wait for the standby's imports and the check of the GPUs: seconds at the first start, and none later."""
         limit = time.monotonic() + self._cluster.start_deadline_seconds
-        while standby is not None and not standby.settled and time.monotonic() < limit:
+        while not self._ready_to_start(standby) and time.monotonic() < limit:
             if (verdict := self._peers.poll()) is not None:
                 return verdict
             self._drain.attend(self._peers, self._log.emit)
             self._log.beat()
             time.sleep(_POLL_SECONDS)
         return None
+
+    def _ready_to_start(self, standby: Standby | None) -> bool:
+        checked = self._gpu_check is None or self._gpu_check.done
+        return checked and (standby is None or standby.settled)
 
     def _worker_spec(self, kept: Path) -> WorkerSpec:
         spec, start = self._spec, self._start
@@ -123,6 +131,7 @@ class NodeGeneration:
             terms=self._terms_now(),
             rehearse=start.rehearse,
             overrides=start.overrides,
+            promised_gpus=spec.promised_gpus,
             colocated_ranks=start.colocated_nodes(spec.node) * spec.processes_per_node,
             kept_path=str(kept),
             control_path=str(self._drain.open_record(self.folder)),

@@ -12,13 +12,14 @@ from infra.events import EndReason
 from infra.layout import job_prefix
 from infra.store import Store
 from training.launch.control import Order
+from training.launch.devices import NodeGpuCheck
 from training.launch.drain import Drain
 from training.launch.echo import say
 from training.launch.generation import NodeGeneration
 from training.launch.node_log import NodeLog
 from training.launch.peers import Peers
 from training.launch.spec import GangSpec
-from training.launch.standby import Standby
+from training.launch.standby import PROJECT_ROOT, Standby
 from training.launch.verdict import Start, Verdict
 from training.launch.watch import GpuCounters
 
@@ -30,7 +31,9 @@ class OwnNode:
 
     def __init__(self, spec: GangSpec) -> None:
         self.spec = spec
-        self.start_seconds = ClusterConfig(**spec.config["cluster"]).start_deadline_seconds
+        cluster = ClusterConfig(**spec.config["cluster"])
+        self.start_seconds = cluster.start_deadline_seconds
+        self._gpu_check = NodeGpuCheck(cluster.device, promised=spec.promised_gpus, project_root=PROJECT_ROOT)
         self.job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
         self.host = socket.gethostname()
         self.log = NodeLog(self.job_store, self.host)
@@ -67,7 +70,9 @@ class OwnNode:
         if self._standby is not None and self._standby.lost:
             self._standby.close()
             self._standby = self._new_standby()
-        generation = NodeGeneration(spec, start, peers, self.drain, self.log, self.job_store, gpus=self._gpus)
+        generation = NodeGeneration(
+            spec, start, peers, self.drain, self.log, self.job_store, gpus=self._gpus, gpu_check=self._gpu_check
+        )
         self._kept = self._kept or generation.folder
         return generation.run(self._standby, self._kept)
 

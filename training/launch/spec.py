@@ -23,6 +23,7 @@ class GangSpec:
     terms, rehearse: node 0's count, and it tells the others.
     attempt: counts the starts that the scheduler made (Metaflow's retry count, plus earlier runs of the job).
     candidate_ports: control ports to try in order, the same on every node (see `control_ports`).
+    promised_gpus: of each node by its placement; 0: the placement names none, as on this machine.
     """
 
     job: str
@@ -39,6 +40,7 @@ class GangSpec:
     terms: dict | None = None
     rehearse: str | None = None
     candidate_ports: list[int] = field(default_factory=list)
+    promised_gpus: int = 0
 
     @property
     def world_size(self) -> int:
@@ -72,6 +74,7 @@ class WorkerSpec:
     rehearse: a fault to inject (`training.rehearse.Fault.to_json`), already known never to have fired.
     overrides: what is to be done otherwise than config says (`training.guards.overrides.Overrides.to_json`).
     colocated_ranks: ranks that share this machine's cores.
+    promised_gpus: see `GangSpec`.
     kept_path: folder for what ranks need not measure again in the agent's later generations.
     control_path: where the node's agent tells its ranks to leave. notice_path: where a rehearsed notice is left for it.
     """
@@ -90,6 +93,7 @@ class WorkerSpec:
     rehearse: dict | None = None
     overrides: dict = field(default_factory=dict)
     colocated_ranks: int = 1
+    promised_gpus: int = 0
     control_path: str | None = None
     kept_path: str | None = None
     notice_path: str | None = None

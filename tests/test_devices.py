@@ -1,0 +1,164 @@
+"""The device of each rank, with GPUs that are made up: no GPU is needed, and none was used."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flows.gang import ranks_of_local_gpus
+from infra.config import RunConfig
+from infra.outcome import Outcome
+from infra.preflight import Finding
+from tests.support.gangs import endless_gang, run_ranks
+from training.errors import DeviceUnavailable, GangError
+from training.launch.devices import NodeGpuCheck, VisibleGpus, assign_gpus, see_gpus
+from training.launch.local import LocalGang
+
+# A rank that joins several gangs with the GPUs named on its command line, and prints its device in each.
+_RANK = """
+import json, os, sys
+import torch
+import training.gang
+from training.launch.devices import VisibleGpus
+torch.cuda.set_device = lambda device: None
+training.gang.dist.init_process_group = lambda backend, **kwargs: print("backend", backend)
+training.gang.open_wire = lambda *args, **kwargs: None
+gangs = []
+for number, gpus in enumerate(json.loads(sys.argv[1])):
+    own = VisibleGpus(gpus=tuple(gpus[int(os.environ["RANK"])]))
+    training.gang.see_gpus = lambda choice, promised=0: own
+    gangs.append(training.gang.connect(start_seconds=60, collective_seconds=60, generation=f"test-{number}"))
+    print("device", gangs[-1].device, gangs[-1].device_note)
+"""
+
+
+def visible(*gpus: str, promised: int = 0, trouble: str = "") -> VisibleGpus:
+    return VisibleGpus(gpus=gpus, promised=promised, trouble=trouble)
+
+
+def test_two_local_nodes_take_two_gpus() -> None:
+    """Both have local rank 0, and both took cuda:0 before, which NCCL refuses."""
+    assert assign_gpus([visible("a", "b"), visible("a", "b")], "auto").indices == (0, 1)
+
+
+def test_each_rank_takes_a_gpu_of_its_own_wherever_it_runs() -> None:
+    two_machines = [visible("a", "b"), visible("a", "b"), visible("c", "d"), visible("c", "d")]
+    assert assign_gpus(two_machines, "auto").indices == (0, 1, 0, 1)
+    one_each = [visible("a"), visible("b"), visible("c")]  # srun --gpus-per-task=1
+    assert assign_gpus(one_each, "cuda").indices == (0, 0, 0)
+    hidden_apart = [visible("a", "b"), visible("b", "c")]  # CUDA_VISIBLE_DEVICES=0,1 and =1,2
+    assert assign_gpus(hidden_apart, "auto").indices == (0, 0)
+
+
+def test_too_few_gpus_are_left_unused_and_named() -> None:
+    assigned = assign_gpus([visible("a"), visible("a")], "auto")
+    assert assigned.indices is None
+    assert assigned.note.startswith("2 ranks and 1 GPUs: no GPU is left for rank 1; all ranks train on the CPU")
+    assert assign_gpus([visible(), visible()], "auto") == assign_gpus([visible("a")], "cpu")
+    for choice, promised in (("cuda", 0), ("auto", 1)):
+        with pytest.raises(DeviceUnavailable, match="2 ranks and 1 GPUs: no GPU is left for rank 1; fix: "):
+            assign_gpus([visible("a", promised=promised), visible("a", promised=promised)], choice)
+    with pytest.raises(DeviceUnavailable, match="2 ranks and 0 GPUs"):
+        assign_gpus([visible(), visible()], "cuda")
+
+
+def test_one_rank_without_cuda_refuses_for_all_of_them() -> None:
+    with pytest.raises(DeviceUnavailable, match=r"rank 1 cannot use a GPU: driver too old; fix: .*device to cpu"):
+        assign_gpus([visible("a"), visible(trouble="driver too old")], "auto")
+    assert DeviceUnavailable.outcome is Outcome.CONFIG and not DeviceUnavailable.curable
+
+
+def test_a_machine_with_gpus_and_without_cuda_is_not_a_cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("glob.glob", lambda pattern: [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def broken() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12020)")
+
+    monkeypatch.setattr(torch.cuda, "init", broken)
+    assert see_gpus("auto") == VisibleGpus()
+    said = "The NVIDIA driver on your system is too old (found version 12020)"
+    assert see_gpus("auto", promised=8) == VisibleGpus(trouble=said, promised=8)
+    assert see_gpus("cuda").trouble == said
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0"])
+    assert see_gpus("auto").trouble == said
+    assert see_gpus("cpu") == VisibleGpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert see_gpus("auto") == VisibleGpus(), "hidden on purpose"
+    assert "hides all GPUs" in see_gpus("auto", promised=8).trouble
+
+
+def test_working_gpus_are_known_by_their_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        uuid = "b1d6-00"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    assert see_gpus("auto").gpus == ("b1d6-00",)
+    monkeypatch.delattr(Properties, "uuid")  # torch before 2.6
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert see_gpus("auto").gpus[0].endswith("/3")
+
+
+def test_ranks_agree_over_the_store(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK)
+    gangs = [[["a", "b"], ["a", "b"]], [["a"], ["a"]]]
+    for rank, text in enumerate(run_ranks(2, [str(script), json.dumps(gangs)])):
+        backends_and_devices = [line for line in text.splitlines() if line.startswith(("backend", "device"))]
+        assert backends_and_devices[:3] == ["backend nccl", f"device cuda:{rank} ", "backend gloo"]
+        assert backends_and_devices[3].startswith("device cpu 2 ranks and 1 GPUs: no GPU is left for rank 1")
+
+
+def test_a_node_without_its_gpus_ends_the_job_as_refused(tmp_path: Path) -> None:
+    """Its agent finds it before a rank is started; it is neither a lost node nor worth another attempt."""
+    spec = endless_gang(tmp_path, survival={"standby": False})
+    gang = LocalGang(
+        spec,
+        tmp_path / "gang",
+        tmp_path / "output.log",
+        alter=lambda own: replace(own, promised_gpus=8) if own.node == 1 else own,
+    )
+    with pytest.raises(GangError) as refused:
+        gang.wait(120)
+    assert "DeviceUnavailable: CUDA_VISIBLE_DEVICES='' hides all GPUs, and this node was chosen" in str(refused.value)
+    assert "set cluster.device to cpu" in str(refused.value)
+    assert refused.value.outcome is Outcome.CONFIG and not refused.value.curable
+    assert not list((tmp_path / "logs").rglob("rank-1.log")), "no rank was started there"
+
+
+def test_the_check_of_a_node_is_made_beside_the_agent_and_only_where_gpus_are_likely() -> None:
+    asked = threading.Event()
+    where = Path()
+
+    def check(project_root: Path, promised: int) -> tuple[Finding, int]:
+        asked.wait(60)
+        return Finding.failed(f"{promised} GPUs, none works", "mend them"), 0
+
+    assert NodeGpuCheck("auto", promised=0, project_root=where, check=check).done, "nothing says that there is one"
+    assert NodeGpuCheck("cpu", promised=8, project_root=where, check=check).done
+    slow = NodeGpuCheck("auto", promised=8, project_root=where, check=check)
+    assert not slow.done and slow.refusal is None
+    asked.set()
+    slow._thread.join(60)
+    assert str(slow.refusal) == "8 GPUs, none works; fix: mend them, or set cluster.device to cpu"
+
+
+def test_auto_makes_one_local_rank_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("glob.glob", lambda pattern: [f"/dev/nvidia{number}" for number in range(8)])
+    config = RunConfig(training={"batch_size": 24})
+    assert ranks_of_local_gpus(config, nodes=2) == 4
+    assert ranks_of_local_gpus(config, nodes=1) == 8
+    assert ranks_of_local_gpus(RunConfig(training={"batch_size": 6}), nodes=1) == 6
+    assert ranks_of_local_gpus(RunConfig(cluster={"device": "cpu"}), nodes=1) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert ranks_of_local_gpus(config, nodes=1) == 2
+    assert ranks_of_local_gpus(config, nodes=4) is None
