@@ -44,7 +44,12 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/run.stamp: $(VENV)/bin/python requirements.txt
+# `python -m infra`, `cost` and `training` of the environment find the project from any directory.
+$(VENV)/project.stamp: $(VENV)/bin/python
+	@$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "ebbflow.pth").write_text("$(CURDIR)\n")'
+	@touch $@
+
+$(VENV)/run.stamp: $(VENV)/bin/python requirements.txt | $(VENV)/project.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that need a package
+    from infra.program import begin_program
+
+    begin_program()
+
 import argparse
 import json
 import sys

@@ -9,10 +9,12 @@ import argparse
 import getpass
 import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from flows import remote
@@ -20,9 +22,12 @@ from flows.job import PROJECT_ROOT, RUNS, Job, local_folder, mark_latest
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
 from infra.foreign_text import guard_terminal
+from infra.known_jobs import METAFLOW_FOLDER, records_root
 from infra.outcome import Outcome
 from infra.process import children, die_with_parent
 
+# Options with a value that the flow adds to Metaflow's `run`.
+RUN_OPTIONS = frozenset({"--config", "--set", "--job", "--rehearse", "--certify"})
 _RUN_ID_PREFIX = "ebbflow-run-id-"
 _PARENT_VARIABLE = "EBBFLOW_PARENT_PID"
 _DRAIN_SECONDS = 60.0
@@ -43,6 +48,7 @@ def prepare(module_name: str) -> None:
     """
     if module_name != "__main__":
         return
+    sys.argv[1:] = words_in_order(sys.argv[1:])
     at = _command_index(sys.argv)
     guard_terminal(keep_colours=at is None or "step" not in sys.argv[at : at + 2])
     if at is not None and sys.argv[at] == "step":
@@ -50,6 +56,8 @@ def prepare(module_name: str) -> None:
     elif at is not None and sys.argv[at + 1 : at + 2] == ["step"]:  # batch step: it ends its job before it goes
         _tie_to_parent(signal.SIGTERM)
     _set_environment()
+    if at is not None and sys.argv[at] == "card":
+        _refuse_without_records()
     if not _is_launch(at):
         _join_in(sys.argv[at:] if at is not None else [])
         return
@@ -58,8 +66,9 @@ def prepare(module_name: str) -> None:
 
         sys.argv[at + 1 :] = checked_options(sys.argv[at + 1 :])
     else:
-        from flows.resuming import check_resume
+        from flows.resuming import check_resume, refuse_settings
 
+        refuse_settings(sys.argv[at + 1 :])
         check_resume(sys.argv)
     if _run_id_file(sys.argv[at + 1 :]) is None:
         descriptor, path = tempfile.mkstemp(prefix=_RUN_ID_PREFIX)
@@ -83,6 +92,31 @@ def run(flow_class: type) -> None:
     if job is None:
         sys.exit(code)  # Metaflow itself refused, and has said why
     sys.exit(_tell(job, code, started))
+
+
+def words_in_order(words: Sequence[str]) -> list[str]:
+    """The command line with options of `run` moved from before the command to behind it, where Metaflow takes them.
+
+    Exits with 2 when there is no command.
+    """
+    before: list[str] = []
+    moved: list[str] = []
+    rest = list(words)
+    while rest and rest[0] not in _COMMANDS:
+        word = rest.pop(0)
+        if word.partition("=")[0] not in RUN_OPTIONS:
+            before.append(word)
+            if word == "--with" and rest:  # its value may be the name of a command: --with batch
+                before.append(rest.pop(0))
+            continue
+        moved.append(word)
+        if "=" not in word and rest:
+            moved.append(rest.pop(0))
+    if moved and not rest:
+        option = moved[0].partition("=")[0]
+        print(f"{option} is an option of run; fix: {sys.argv[0]} run {shlex.join(words)}", file=sys.stderr)
+        sys.exit(Outcome.CONFIG.exit_code)
+    return [*before, *rest[:1], *moved, *rest[1:]]
 
 
 def _tie_to_parent(by: signal.Signals) -> None:
@@ -121,16 +155,27 @@ def _join_in(words: list[str]) -> None:
 def _set_environment() -> None:
     # Local @parallel starts the other nodes as the bare word `python`: it must be this interpreter.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    # One place for Metaflow's records, so that resume works from any directory. From a container they come back in the
-    # folder where Metaflow looks when nothing is set.
+    # One place for Metaflow's records and cards, so that resume and card work from any directory. From a container they
+    # come back in the folder where Metaflow looks when nothing is set.
     if not remote.in_container():
-        os.environ.setdefault("METAFLOW_DATASTORE_SYSROOT_LOCAL", str(PROJECT_ROOT))
+        root = os.environ.setdefault(
+            "METAFLOW_DATASTORE_SYSROOT_LOCAL", str(records_root(PROJECT_ROOT, METAFLOW_FOLDER))
+        )
+        os.environ.setdefault("METAFLOW_CARD_LOCALROOT", str(Path(root, METAFLOW_FOLDER, "mf.cards").absolute()))
         # A head job of AWS Batch: Metaflow would take the steps that run beside it for steps that it sent to Batch.
         os.environ.pop("AWS_BATCH_JOB_ID", None)
     # Metaflow refuses to work for root, which is who runs in a bare container.
     if not os.environ.get("METAFLOW_USER"):  # a container's user need not have a name
         user = getpass.getuser()
         os.environ["METAFLOW_USER"] = "ebbflow" if user == "root" else user
+
+
+def _refuse_without_records() -> None:
+    """Exit with 2 and one line where Metaflow would end a `card` before the first run with a traceback."""
+    root = os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL")
+    if root and not Path(root, METAFLOW_FOLDER).is_dir():
+        print(f"no run is recorded in {Path(root, METAFLOW_FOLDER)}; fix: {sys.argv[0]} run", file=sys.stderr)
+        sys.exit(Outcome.CONFIG.exit_code)
 
 
 def _command_index(argv: list[str]) -> int | None:

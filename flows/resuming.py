@@ -37,6 +37,20 @@ def check_resume(words: Sequence[str]) -> None:
         sys.exit(Outcome.PREFLIGHT.exit_code)
 
 
+def refuse_settings(options: Sequence[str]) -> None:
+    """Exit with 2 when a `resume` is given options of `run`: it takes the settings of the run that it goes on with."""
+    from flows.launcher import RUN_OPTIONS
+
+    given = [word.partition("=")[0] for word in options if word.partition("=")[0] in RUN_OPTIONS]
+    if given:
+        print(
+            f"resume takes no {' or '.join(dict.fromkeys(given))}: it goes on with the settings of the run before\n"
+            "  hint: run --job NAME --set KEY=VALUE goes on with a job under changed settings",
+            file=sys.stderr,
+        )
+        sys.exit(Outcome.CONFIG.exit_code)
+
+
 def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
     """(name, path of the configuration's file, configuration) of the job whose run a `resume` goes on with."""
     run = (values_of(words, "--origin-run-id") or [""])[-1]

@@ -16,6 +16,9 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
+    from infra.program import begin_program
+
+    begin_program()
     from flows.supervising.command import main
 
     sys.exit(main(sys.argv[1:]))

@@ -17,6 +17,11 @@ _HERE = Path(__file__).resolve().parent
 if (_HERE.parent / "training").is_dir():
     sys.path.insert(1, str(_HERE.parent))
 
+from infra.program import begin_program
+
+if __name__ == "__main__":
+    begin_program()
+
 from flows import launcher
 
 # Before Metaflow is imported: it reads its environment then, and a bad configuration should not have to wait for it.
@@ -34,12 +39,26 @@ from flows.packaging import package_sources
 class TrainFlow(FlowSpec):
     """Cost-aware training that survives interruptions."""
 
-    settings = Parameter("config", type=JSONType, required=True, help="YAML file of the job (configs/laptop.yaml)")
+    # The launcher turns --config and --set into one checked configuration; Metaflow gets its JSON (flows/options.py).
+    settings = Parameter(
+        "config", type=JSONType, metavar="FILE", help="YAML file of the job  [default: configs/laptop.yaml]"
+    )
+    overrides = Parameter(
+        "set", default="", metavar="KEY=VALUE", show_default=False, help="override one key of the file; repeatable"
+    )
     job_name = Parameter(
-        "job", default="", help="name of the job; a job of that name is continued (default: the run id)"
+        "job",
+        default="",
+        metavar="NAME",
+        show_default=False,
+        help="name of the job; a job of that name is continued  [default: the run id]",
     )
     rehearse = Parameter(
-        "rehearse", default="", help="inject a fault: node-loss@60%[:node=N], sleep@step:120[:rank=N], notice@60%, …"
+        "rehearse",
+        default="",
+        metavar="FAULT",
+        show_default=False,
+        help="inject a fault: node-loss@60%[:node=N], sleep@step:120[:rank=N], notice@60%, …",
     )
     certify = Parameter(
         "certify", type=bool, default=False, help="prove first, on a small run of this job, that it resumes exactly"

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from infra.program import REPLACE_UNPRINTABLE
+
 # C0 but tab and line feed, DEL, C1, marks and overrides of writing direction, line and paragraph separators,
 # annotations, lone surrogates, tags (invisible letters).
 _UNSAFE = re.compile(
@@ -58,7 +60,8 @@ def guard_terminal(*, keep_colours: bool = False) -> None:
 class GuardedStream:
     """A text stream that makes printable what is written, and leaves all else to the stream behind it.
 
-    Characters that the stream's encoding lacks are written as escapes as well: an ASCII terminal ends no process.
+    Characters that the stream's encoding lacks are written as similar ASCII or as escapes: an ASCII terminal ends no
+    process.
     """
 
     def __init__(self, stream: Any, *, keep_colours: bool = False) -> None:
@@ -74,7 +77,7 @@ class GuardedStream:
         else:
             shown = printable(text)
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
+        self._stream.write(shown.encode(encoding, REPLACE_UNPRINTABLE).decode(encoding))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

@@ -10,11 +10,24 @@ from pathlib import Path
 from infra.layout import job_prefix
 
 NOTE = "job.json"
+METAFLOW_FOLDER = ".metaflow"
 
 
 def runs_folder(project_root: Path) -> Path:
     """Reports and logs of this machine, and runs/latest. EBBFLOW_RUNS moves it; jobs lie where `store` says."""
-    return Path(os.environ.get("EBBFLOW_RUNS") or project_root / "runs").absolute()
+    own = os.environ.get("EBBFLOW_RUNS")
+    return Path(own).absolute() if own else records_root(project_root, "runs") / "runs"
+
+
+def records_root(project_root: Path, name: str) -> Path:
+    """The folder that has `name` (runs, .metaflow) in it: the project, or the user's state folder where the project
+    cannot be written to. The same from any working directory, so that every command finds what another one left.
+    """
+    folder = project_root / name
+    if os.access(folder if folder.exists() else project_root, os.W_OK | os.X_OK):
+        return project_root.absolute()
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    return (state / "ebbflow").absolute()
 
 
 @dataclass(frozen=True)

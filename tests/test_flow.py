@@ -30,9 +30,11 @@ FIXED_FIELDS = {
 
 @pytest.fixture(scope="module")
 def default(tmp_path_factory: pytest.TempPathFactory) -> tuple[FlowRunner, FlowRun]:
-    """The laptop job as it is shipped, run from a directory that is not the project's."""
+    """The laptop job as it is shipped, run from a directory that has none of its records; they are read from theirs."""
     runner = FlowRunner(tmp_path_factory.mktemp("default"))
-    run = runner.run("run", "--set", f"store={runner.runs}", timeout=300)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    run = runner.run("run", "--set", f"store={runner.runs}", timeout=300, cwd=elsewhere)
+    assert not list(elsewhere.iterdir()), "cards lie with the records, not where the run was typed"
     assert run.exit_code == 0, run.output
     return runner, run
 
@@ -126,8 +128,10 @@ def embedded_text(card: str) -> str:
 
 
 def test_with_local_and_a_job_that_goes_on(tmp_path: Path) -> None:
-    """--with local takes remote decorators off again; a job's name is continued, with its own model only."""
-    runner = FlowRunner(tmp_path)
+    """--with local takes remote decorators off again; a job's name is continued, with its own model only. The terminal
+    knows ASCII alone, and no step nor the report minds.
+    """
+    runner = FlowRunner(tmp_path, environment={"PYTHONIOENCODING": "ascii"})
     name = ["--job", "mine"]
     options = runner.options(training__max_steps=8, checkpoint__interval_steps=4)
     recorded = ["--set", f"cost.prices={ROOT}/tests/prices/synthetic.json"]

@@ -127,6 +127,14 @@ def test_store_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) in (["file"], ["closed", "file"])
 
 
+def test_records_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    assert passed("records-folder")
+    monkeypatch.setenv("EBBFLOW_RUNS", str(tmp_path / "file" / "runs"))
+    result = failed("records-folder")
+    assert "file/runs cannot be written to" in result.detail and "EBBFLOW_RUNS" in result.fix
+
+
 def test_store_probe_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "store" / "jobs").mkdir(parents=True)
     for folder in ("store", "new/and/deep"):

@@ -6,6 +6,7 @@ import os
 import sys
 
 from infra.foreign_text import guard_terminal
+from infra.program import begin_program
 
 _COMMANDS = ("checkpoints", "examine", "soak", "bench", "certify")
 
@@ -57,4 +58,5 @@ def _tie_to_parent() -> None:
 
 
 if __name__ == "__main__":
+    begin_program()
     main(sys.argv[1:])

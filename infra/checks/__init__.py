@@ -25,6 +25,7 @@ from infra.checks.machine import (
 )
 from infra.checks.network import check_imds, check_interfaces
 from infra.checks.store import (
+    check_records_folder,
     check_store_folder,
     check_store_multipart,
     check_store_probe,
@@ -168,6 +169,15 @@ CHECKS: list[Check] = [
         deadline_seconds=5.0,
         symptoms=("A18", "H10"),
         run=check_store_folder,
+    ),
+    Check(
+        id="records-folder",
+        title="reports, logs and records can be written",
+        severity="error",
+        tier="quick",
+        deadline_seconds=5.0,
+        symptoms=("A18", "H10"),
+        run=check_records_folder,
     ),
     Check(
         id="store-probe",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.errors import ObjectNotFound, StoreError, StoreForbidden
+from infra.known_jobs import METAFLOW_FOLDER, records_root, runs_folder
 from infra.layout import job_prefix
 from infra.preflight import Finding, PreflightContext
 from infra.store import Store
@@ -50,6 +51,23 @@ def check_store_folder(context: PreflightContext) -> Finding:
         )
     made = "" if there == folder else f" (to be made in {there})"
     return Finding.passed(f"{folder}{made} is writable")
+
+
+def check_records_folder(context: PreflightContext) -> Finding:
+    """This machine's part of a job can be written: reports and logs (runs/), and Metaflow's records. Writes nothing."""
+    runs = runs_folder(context.project_root)
+    metaflow = Path(
+        os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL") or records_root(context.project_root, METAFLOW_FOLDER)
+    )
+    folders = dict.fromkeys([runs, metaflow / METAFLOW_FOLDER])
+    closed = [folder for folder in folders if not os.access(nearest_existing(folder), os.W_OK | os.X_OK)]
+    if closed:
+        return Finding.failed(
+            f"{' and '.join(map(str, closed))} cannot be written to",
+            "set EBBFLOW_RUNS and METAFLOW_DATASTORE_SYSROOT_LOCAL to folders of yours, or make the project's writable",
+        )
+    moved = "" if runs.is_relative_to(context.project_root) else f", outside the project ({context.project_root})"
+    return Finding.passed(f"{runs} is writable{moved}")
 
 
 def check_store_probe(context: PreflightContext) -> Finding:

@@ -13,6 +13,7 @@ from pathlib import Path
 from infra.errors import InfraError
 from infra.foreign_text import guard_terminal
 from infra.process import die_with_parent
+from infra.program import begin_program
 from training.errors import TrainingError
 from training.launch.agent import run_gang
 from training.launch.spec import GangSpec
@@ -34,4 +35,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    begin_program()
     sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""What every program of the project does first: explain a missing package, and print on any terminal.
+
+Imports nothing but the standard library, and parses on the Pythons that are too old for the rest.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sys
+from pathlib import Path
+
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
+_OLDEST_PYTHON = (3, 11)
+_PREFLIGHT_CODE = 3  # Outcome.PREFLIGHT, whose module needs Python 3.11
+REPLACE_UNPRINTABLE = "ebbflow-plain"  # an error handler, as in str.encode(encoding, errors)
+# The characters of our own output; a reader can still tell a table's bar from a letter.
+_PLAIN = {
+    "│": "|", "┌": "+", "└": "+", "─": "-", "–": "-", "—": "-", "−": "-", "·": "|", "×": "x", "÷": "/", "…": "...",
+    "→": "->", "←": "<-", "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~", "±": "+-", "²": "^2", "µ": "u", "μ": "u",
+    "’": "'", "“": '"', "”": '"', "°": " deg", "✓": "ok", "✗": "x", "\N{NO-BREAK SPACE}": " ",
+}  # fmt: skip
+
+
+def begin_program() -> None:
+    """Call it before any import that needs a package.
+
+    Exits with 3 and one line on a Python that is too old. A package that is missing, now or later, ends the program
+    with 3 and one line instead of a traceback.
+    """
+    print_on_any_terminal()
+    if sys.version_info < _OLDEST_PYTHON:
+        version = ".".join(str(part) for part in sys.version_info[:3])
+        sys.exit(_refuse(f"Python 3.11 or newer is needed, {sys.executable} is {version}; fix: {_right_command()}"))
+    sys.excepthook = _explain_missing_package
+
+
+def print_on_any_terminal() -> None:
+    """Replace what an output cannot encode by similar ASCII, else by its escape, instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=REPLACE_UNPRINTABLE)
+
+
+def _replace_unprintable(error):  # type: ignore[no-untyped-def]
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    escaped = (_PLAIN.get(each) or each.encode("ascii", "backslashreplace").decode("ascii") for each in text)
+    return "".join(escaped), error.end
+
+
+codecs.register_error(REPLACE_UNPRINTABLE, _replace_unprintable)
+
+
+def _explain_missing_package(kind, error, trace):  # type: ignore[no-untyped-def]
+    """An excepthook: one line for a package of ours that is missing, Python's own words for everything else."""
+    module = (getattr(error, "name", None) or "").partition(".")[0]
+    if not issubclass(kind, ModuleNotFoundError) or module not in _needed_modules():
+        sys.__excepthook__(kind, error, trace)
+        return
+    code = _refuse(f"{module} is not installed for {sys.executable}; fix: {_right_command()}")
+    sys.stderr.flush()
+    os._exit(code)  # after an excepthook Python exits with 1, which means a job that failed
+
+
+def _needed_modules():  # type: ignore[no-untyped-def]
+    from infra.requirements import REQUIREMENTS
+
+    return {requirement.module for requirement in REQUIREMENTS}
+
+
+def _right_command() -> str:
+    """With the project's own environment where there is one."""
+    python = PROJECT_ROOT / ".venv" / "bin" / "python"
+    if python.exists() and Path(sys.prefix).resolve() != (PROJECT_ROOT / ".venv").resolve():
+        return f"use {python}"
+    return f"make -C {PROJECT_ROOT} run (it sets up .venv), or: pip install -r {PROJECT_ROOT}/requirements.txt"
+
+
+def _refuse(text: str) -> int:
+    print(text, file=sys.stderr)
+    return _PREFLIGHT_CODE

@@ -1,0 +1,134 @@
+"""How the project's programs start: without their packages, on any terminal, from any directory, with any order."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.launcher import words_in_order
+from tests.support.flow import FLOW, ROOT
+
+_DOORS = {
+    "flow": [str(FLOW), "run"],
+    "supervise": [str(ROOT / "flows" / "supervise.py"), "configs/laptop.yaml"],
+    "infra": ["-m", "infra", "preflight"],
+    "cost": ["-m", "cost", "plan", "configs/laptop.yaml"],
+    "training": ["-m", "training", "examine", "configs/laptop.yaml"],
+}
+
+
+def run(
+    *command: str, cwd: Path = ROOT, drop_privileges: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=_obey_permissions if drop_privileges else None,
+    )
+
+
+def _obey_permissions() -> None:
+    """Root may write anywhere until it loses CAP_DAC_OVERRIDE (1) and CAP_DAC_READ_SEARCH (2)."""
+    for capability in (1, 2):
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP; fails, as it may, where there is none
+
+
+@pytest.mark.parametrize("door", _DOORS)
+def test_a_missing_package_is_one_line_with_the_fix(door: str) -> None:
+    done = run(sys.executable, "-S", *_DOORS[door])  # -S: without site-packages
+    assert done.returncode == 3, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and " is not installed for " in done.stderr and "fix: " in done.stderr
+
+
+def test_another_error_keeps_its_traceback() -> None:
+    program = "from infra.program import begin_program; begin_program(); import no_such_module"
+    done = run(sys.executable, "-c", program)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "no_such_module" in done.stderr
+
+
+def test_the_environment_of_make_finds_the_project_from_any_directory(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    assert run(sys.executable, "-m", "venv", "--without-pip", str(venv)).returncode == 0
+    made = run("make", "-C", str(ROOT), f"VENV={venv}", f"{venv}/project.stamp")
+    assert made.returncode == 0, made.stderr
+    for room in ("infra", "cost", "training"):
+        done = run(str(venv / "bin" / "python"), "-m", room, "checkpoints", cwd=tmp_path)
+        assert done.returncode == 3 and "fix: " in done.stderr, "found, though the packages of this venv are missing"
+
+
+def test_a_plan_is_readable_on_an_ascii_terminal() -> None:
+    done = run(sys.executable, "-m", "cost", "plan", "configs/laptop.yaml", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert done.stdout.isascii() and lines[0].startswith("+- capacity plan -") and lines[1].startswith("| 240 steps")
+
+
+def test_what_no_encoding_has_is_printed_as_its_escape() -> None:
+    program = r"from infra.program import begin_program; begin_program(); print('│ 2 × é 日 \udc80')"
+    ascii_only = run(sys.executable, "-c", program, PYTHONIOENCODING="ascii")
+    assert ascii_only.stdout == "| 2 x \\xe9 \\u65e5 \\udc80\n", ascii_only.stderr
+    utf8 = run(sys.executable, "-c", program, PYTHONIOENCODING="utf-8")
+    assert utf8.stdout == "│ 2 × é 日 \\udc80\n", utf8.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--set a.b=1 run", "run --set a.b=1"),
+        ("--set=a.b=1 --config x.yaml run --job j", "run --set=a.b=1 --config x.yaml --job j"),
+        ("--job run run", "run --job run"),
+        ("--with batch --set a=1 run --with x", "--with batch run --set a=1 --with x"),
+        ("--no-pylint run --set a=1", "--no-pylint run --set a=1"),
+        ("card view report", "card view report"),
+        ("", ""),
+    ],
+)
+def test_options_of_run_may_stand_before_it(typed: str, meant: str) -> None:
+    assert words_in_order(typed.split()) == meant.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--set training.max_steps=5", "--set is an option of run; fix: "),
+        ("--set training.max_steps=none run", "--set training.max_steps=none:1:20: training.max_steps must be"),
+        ("resume --set training.max_steps=5", "resume takes no --set: "),
+        ("card view report", "no run is recorded in "),
+    ],
+)
+def test_words_that_cannot_work_are_told_without_a_traceback(words: str, message: str, tmp_path: Path) -> None:
+    done = run(sys.executable, str(FLOW), *words.split(), METAFLOW_DATASTORE_SYSROOT_LOCAL=str(tmp_path))
+    assert done.returncode == 2 and done.stderr.startswith(message) and "Traceback" not in done.stderr
+
+
+def test_the_help_of_run_shows_its_own_options() -> None:
+    text = run(sys.executable, str(FLOW), "run", "--help").stdout
+    assert "--set KEY=VALUE" in text and "--config FILE" in text and "--job NAME" in text
+    assert "[required]" not in text and "JSON" not in text
+
+
+def test_records_of_a_read_only_project_are_the_users_own(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    program = (
+        "import pathlib, sys; from infra.known_jobs import *; project = pathlib.Path(sys.argv[1])\n"
+        "print(runs_folder(project)); print(records_root(project, METAFLOW_FOLDER))"
+    )
+    command = (sys.executable, "-c", program, str(project))
+    state = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    writable = run(*command, drop_privileges=True, **state)
+    assert writable.stdout.split() == [str(project / "runs"), str(project)], writable.stderr
+    project.chmod(0o555)
+    closed = run(*command, drop_privileges=True, **state)
+    assert closed.stdout.split() == [str(tmp_path / "state/ebbflow/runs"), str(tmp_path / "state/ebbflow")]
+    assert run(*command, drop_privileges=True, EBBFLOW_RUNS="/mine").stdout.startswith("/mine\n")
