@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost.errors import LedgerError
-from cost.jobs.table import HEADER, as_row, table_rows
+from cost.jobs.commands import HEADER, as_row, table_rows
 from cost.ledger.ledger import Ledger, fold, spent_usd
 from cost.money import apportion, rounded
 from cost.report.report import build_report
