@@ -95,6 +95,7 @@ class EndReason(StrEnum):
     RANK_KILLED = "rank_killed"
     NODE_LOST = "node_lost"
     HANG = "hang"
+    AGENT_FAILED = "agent_failed"  # the agent itself raised
     ROLL_CALL = "roll_call"
     AGENT_STOPPED = "agent_stopped"
     SUPERSEDED = "superseded"

@@ -105,6 +105,15 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def signal_name(number: int) -> str:
+    """Of any signal that can end a process: real-time ones have no name of their own in `signal.Signals`."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        first, last = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", 0)
+        return f"SIGRTMIN+{number - first}" if first <= number <= last else f"signal {number}"
+
+
 def reader_has_left() -> int:
     """After a BrokenPipeError on stdout (`… | head`): nothing more is said, at exit neither. The shell's exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

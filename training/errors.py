@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
+
 from infra.events import EndReason
 from infra.outcome import Outcome
+
+# Of an exception's text and of its traceback, in characters: a control message takes 16 MiB, a terminal far less.
+LONGEST_MESSAGE = 32 * 1024
+LONGEST_TRACEBACK = 256 * 1024
 
 
 class TrainingError(Exception):
@@ -107,6 +113,12 @@ class DeviceUnavailable(TrainingError):
     end_reason = EndReason.ROLL_CALL
 
 
+class AgentFailure(TrainingError):
+    """A node's agent raised while it watched its ranks. Names the node, the exception and its place."""
+
+    end_reason = EndReason.AGENT_FAILED
+
+
 class StartAnew(TrainingError):
     """The gang ends on purpose, and its next start goes on otherwise, by the order in the job's store
     (`training/guards/overrides.py`)."""
@@ -157,3 +169,41 @@ class GangError(TrainingError):
         self.user_code = user_code
         self.curable = curable
         self.outcome = outcome
+
+
+def error_class(name: str) -> type[TrainingError]:
+    """The class of training of that name; GangError for every other exception."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, TrainingError) else GangError
+
+
+def describe_exception(error: BaseException) -> str:
+    """`error` as "Type: text", whatever its `__str__` does, within `LONGEST_MESSAGE`."""
+    if isinstance(error, SystemExit):
+        return f"SystemExit: the program called sys.exit({_text_of(error)}) before the training was done"
+    return bounded_text(f"{type(error).__name__}: {_text_of(error)}")
+
+
+def describe_traceback(error: BaseException) -> str:
+    """The traceback of `error` within `LONGEST_TRACEBACK`; only its places where its text cannot be made."""
+    try:
+        lines = traceback.format_exception(error)
+    except Exception:
+        lines = ["Traceback (most recent call last):\n", *traceback.format_tb(error.__traceback__)]
+        lines.append(describe_exception(error) + "\n")
+    return bounded_text("".join(lines), LONGEST_TRACEBACK)
+
+
+def bounded_text(text: str, limit: int = LONGEST_MESSAGE) -> str:
+    """`text` as UTF-8 can carry it, and of a longer one its first three quarters of `limit` characters and its end."""
+    if len(text) > limit:
+        first, last = limit * 3 // 4, limit // 4
+        text = f"{text[:first]}\n[{len(text) - first - last} characters left out]\n{text[-last:]}"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return bounded_text(str(error))
+    except BaseException as second:  # a __str__ may raise anything, sys.exit included
+        return f"(its text cannot be made: __str__ raised {type(second).__name__})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -135,8 +136,9 @@ def leave(code: int) -> NoReturn:
     With a dead peer, tearing the group down can wait for it. And even after an orderly end of gloo's group torch 2.13
     aborts in about one of ten interpreter exits ("terminate called without an active exception").
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the program may have closed it
+            stream.flush()
     os._exit(code)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import os
+import signal
 import sys
-import traceback
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
@@ -24,6 +26,7 @@ from infra.store import Store
 from training.assembly import build_trainer, make_reporter, open_saver, restore
 from training.clock import Clock
 from training.engine import train
+from training.errors import TrainingError, WorkloadError, describe_exception, describe_traceback
 from training.gang import Gang, connect, disconnect, leave
 from training.launch.spec import WorkerSpec
 from training.launch.watch.observed import Observed
@@ -41,14 +44,18 @@ def main(arguments: list[str]) -> NoReturn:
     request = None if spec else _request(arguments)
     tie_forked_children()
     observed = Observed(Path(spec.heartbeat_path), spec.agent_pid) if spec and spec.heartbeat_path else None
+    with contextlib.suppress(RuntimeError, ValueError, OSError):  # without an output there is no place for stacks
+        faulthandler.enable(all_threads=True)
     try:
-        ending = _recorded(spec, request)
-    except Exception as error:
+        ending = _train(spec, request)
+    except KeyboardInterrupt:  # ends like any program that SIGINT ends
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException as error:  # sys.exit and GeneratorExit of the user's code too: each leaves its cause
         if observed:
             observed.keep_records()
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # without one, @record has printed it
-            traceback.print_exc()
-        code = getattr(error, "outcome", Outcome.FAILED).exit_code
+        _record_exception(error)
+        code = _exit_code(error, alone=spec is None)
     else:
         code = ending.outcome.exit_code if ending.outcome is Outcome.INTERRUPTED else 0
     leave(code)
@@ -64,9 +71,38 @@ def _request(arguments: list[str]) -> Request:
         leave(error.outcome.exit_code)
 
 
-@record
-def _recorded(spec: WorkerSpec | None, request: Request | None) -> Ending:
-    """With @record, so that an agent learns of an exception here in its type's own words."""
+def _record_exception(error: BaseException) -> None:
+    """Print it, and leave it where the agent, ours or torchrun's, looks for it, in the format of torch's @record.
+
+    @record itself is of no use here: it fails with a `__str__` that fails, keeps texts of any size, sees neither
+    sys.exit nor GeneratorExit, and prints nothing.
+    """
+    text = describe_traceback(error)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        kind = type(error)
+        known = {
+            "py_callstack": text,
+            "timestamp": str(int(time.time())),
+            "class": f"{kind.__module__}.{kind.__qualname__}",
+        }
+        record = {"message": {"message": describe_exception(error), "extraInfo": known}}
+        with contextlib.suppress(OSError):  # a full disk; the exit code and the log remain
+            _write_whole(Path(path), json.dumps(record))
+    with contextlib.suppress(OSError, ValueError):  # the program may have closed its own output
+        print(text, end="", file=sys.stderr, flush=True)  # stderr escapes what its encoding lacks
+
+
+def _exit_code(error: BaseException, *, alone: bool) -> int:
+    """alone: without an agent, where an exception of the user's code, found by the first trial, is a failure as any."""
+    cause = error.__cause__
+    if alone and isinstance(error, WorkloadError) and not isinstance(cause, (TrainingError, InfraError, type(None))):
+        return Outcome.FAILED.exit_code
+    outcome = getattr(error, "outcome", Outcome.FAILED)
+    return (outcome if isinstance(outcome, Outcome) else Outcome.FAILED).exit_code
+
+
+def _train(spec: WorkerSpec | None, request: Request | None) -> Ending:
     config = RunConfig.model_validate(spec.config) if spec else request.config
     _settle_threads(spec.colocated_ranks if spec else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     gang = connect(
@@ -138,16 +174,17 @@ def _torchrun_generation() -> str:
 
 
 def _write_result(path: Path, ending: Ending) -> None:
+    result = {
+        "outcome": str(ending.outcome),
+        "step": ending.step,
+        "weights_sha256": ending.weights_sha256,
+        "message": ending.message,
+    }
+    _write_whole(path, json.dumps(result))
+
+
+def _write_whole(path: Path, text: str) -> None:
     """Whole or not at all: an agent may look at any time."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(
-        json.dumps(
-            {
-                "outcome": str(ending.outcome),
-                "step": ending.step,
-                "weights_sha256": ending.weights_sha256,
-                "message": ending.message,
-            }
-        )
-    )
+    temporary.write_text(text)
     os.replace(temporary, path)

@@ -115,8 +115,8 @@ def _generation(number: int, events: list[Event], running: bool, kept: tuple[flo
         ended_wall=max(event.t_wall for event in events),
         reason=reason,
         culprit=str(data.get("culprit") or ""),
-        # Only what a rank raised itself can be the program's fault; a superseded gang, for one, merely came too late.
-        user_code=reason == EndReason.RANK_FAILED and bool(data.get("user_code")),
+        # Only what a rank or an agent raised can be the program's fault; a superseded gang, for one, came too late.
+        user_code=reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED) and bool(data.get("user_code")),
         planned=reason in PLANNED_ENDS,
         running=running and reason is None,
         kept=kept,

@@ -11,13 +11,14 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from infra.errors import InfraError
 from infra.outcome import Outcome
-from training.errors import GangError
+from training.errors import GangError, TrainingError
 from training.launch.following import follow
 from training.launch.leading import Leading
 from training.launch.own_node import OwnNode
 from training.launch.spec import GangOutcome, GangSpec
-from training.launch.verdict import Verdict
+from training.launch.verdict import Verdict, agent_failed
 
 
 def run_gang(spec: GangSpec) -> GangOutcome:
@@ -32,6 +33,10 @@ def run_gang(spec: GangSpec) -> GangOutcome:
     with _signals(own.drain.signalled):
         try:
             verdict = Leading(own).run() if spec.node == 0 else follow(own)
+        except (TrainingError, InfraError):
+            raise
+        except Exception as error:  # a scheduler that only sees a process end takes it for a lost machine
+            verdict = agent_failed(error, spec.node)
         finally:
             own.close()
     return _conclude(verdict)

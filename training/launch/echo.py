@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ METRICS_PREFIX = "metrics: "
 _PROGRESS_PREFIX = "step "
 _LAST_LINES = 15
 _LAST_BYTES = 64 * 1024
+_BYTES_PER_LOOK = 1024 * 1024
 
 
 class Echo:
@@ -34,9 +36,12 @@ class Echo:
         self._muted = False
 
     def pass_on(self) -> None:
-        with open(self._path, "rb") as log:
-            log.seek(self._passed)
-            data = log.read()
+        try:
+            with open(self._path, "rb") as log:
+                log.seek(self._passed)
+                data = log.read(_BYTES_PER_LOOK)
+        except OSError:  # the rank has removed its own log
+            return
         whole = b"".join(piece for piece, _ in split_lines(data, at_end=False))
         self._passed += len(whole)
         before, traceback, after = whole.decode(errors="replace").partition(_TRACEBACK)
@@ -45,8 +50,7 @@ class Echo:
         self._muted = self._muted or bool(traceback)
         for text, prefixes in ((before, self._before), (after, self._after_traceback)):
             lines = text.removesuffix("\n").split("\n") if text else []
-            sys.stdout.write("".join(f"{visible(line)}\n" for line in lines if line.startswith(prefixes)))
-        sys.stdout.flush()
+            write("".join(f"{visible(line)}\n" for line in lines if line.startswith(prefixes)))
 
 
 def show_last_lines(group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int) -> None:
@@ -87,4 +91,14 @@ def _logs_command(job: str, generation: int, worker: Worker) -> str:
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    write(text + "\n")
+
+
+def write(text: str) -> None:
+    """Write to this process's output, which may be a strict terminal, a full disk or a pipe that is closed: none of
+    them ends an agent. Characters that its encoding lacks are written as escapes."""
+    output = sys.stdout
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        encoding = getattr(output, "encoding", None) or "utf-8"
+        output.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        output.flush()

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from infra.config.schema import ClusterConfig, RunConfig
+from infra.errors import InfraError
 from infra.layout import generation_name
 from infra.store import Store
 from infra.terms import Terms
-from training.errors import RankNotStarted, TrainingError
+from training.errors import AgentFailure, RankNotStarted, TrainingError, describe_exception, describe_traceback
 from training.launch.devices import NodeGpuCheck
 from training.launch.drain import Drain
 from training.launch.echo import say, show_last_lines
@@ -23,6 +24,7 @@ from training.launch.spec import GangSpec, WorkerSpec
 from training.launch.standby import Standby
 from training.launch.verdict import Start, Verdict
 from training.launch.watch import STORE_PHASE, Deadlines, GpuCounters, Watch, WorkerFailure
+from training.launch.watch.stacks import parse_traceback
 from training.launch.workers import WorkerGroup
 
 _POLL_SECONDS = 0.05
@@ -75,6 +77,11 @@ class NodeGeneration:
             output = GangOutput(group, self._spec, self._start.generation, self._job_store)
             verdict = self._watch(group, output)
             return verdict
+        except (TrainingError, InfraError):
+            raise
+        except Exception as error:
+            verdict = self._agent_failed(error)
+            return verdict
         finally:
             for rank in group.end(verdict.ranks if verdict is not None else ()):
                 say(f"node {self._spec.node}: rank {rank}: killed, and not let go by the kernel (state D)")
@@ -82,15 +89,25 @@ class NodeGeneration:
                 output.close()
 
     def _not_started(self, error: TrainingError) -> Verdict:
-        """Told like any failure of a rank, so that everybody hears the cause; the verdict comes in any case."""
-        message = f"{type(error).__name__}: {error}"
+        return self._report_own(type(error).__name__, f"{type(error).__name__}: {error}")
+
+    def _agent_failed(self, error: Exception) -> Verdict:
+        """An exception of the agent itself. It counts as a failure, in the crash loop too, and loses no machine."""
+        say(describe_traceback(error))
+        place = parse_traceback(describe_traceback(error))
+        message = f"{AgentFailure.__name__}: the agent of node {self._spec.node} raised {describe_exception(error)}"
+        return self._report_own(AgentFailure.__name__, message, where=place)
+
+    def _report_own(self, error: str, message: str, where: str = "") -> Verdict:
+        """Report it like any failure of a rank, so that all nodes learn the cause; the verdict comes in any case."""
         say(f"node {self._spec.node}: {message}")
         self._peers.report(
             WorkerFailure(
                 rank=self._spec.ranks[0],
                 node=self._spec.node,
                 message=message,
-                error=type(error).__name__,
+                error=error,
+                where=where,
                 timestamp=time.time(),
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TypeVar
@@ -17,7 +18,7 @@ from training.launch.own_node import OwnNode
 from training.launch.patience import do_meanwhile, try_again
 from training.launch.peers import Lead
 from training.launch.spec import GangSpec
-from training.launch.verdict import Verdict, told_to_leave, unaffordable
+from training.launch.verdict import Verdict, agent_failed, told_to_leave, unaffordable
 
 T = TypeVar("T")
 # For all nodes to have ended their ranks and closed their logs, after a verdict that the gang goes on.
@@ -49,6 +50,14 @@ class Leading:
                     self._drain.settle(ended.left_out)
                     following = self._after(ended, generation.number, spec.world_size)
                     last = ended if isinstance(following, tuple) else following
+                except (TrainingError, InfraError):
+                    raise
+                except Exception as error:  # the agent's own: on record as a failure, so that it cannot come for ever
+                    following = ended = last = agent_failed(error, spec.node)
+                    with contextlib.suppress(TrainingError, InfraError):
+                        seconds = self._log.seconds * spec.world_size
+                        following = last = self._leader.loop_after(ended, generation.number, seconds) or ended
+                    self._lead.give_up(last)
                 finally:
                     self._tell_end(ended, last)
                 if isinstance(following, Verdict):

@@ -12,9 +12,12 @@ from infra.events import EndReason
 from infra.outcome import Outcome
 from infra.terms import Terms
 from training import errors
+from training.errors import describe_exception, describe_traceback
+from training.launch.echo import say
 from training.launch.spec import GangOutcome
 from training.launch.watch.blame import DIFFERENT_CALLS, LEFT_EARLY, Culprit, blame
 from training.launch.watch.failure import WorkerFailure
+from training.launch.watch.stacks import parse_traceback
 
 # Signals that anybody may have sent. Only where they come at the same step again are they the program's doing.
 _FROM_OUTSIDE = {number.name for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
@@ -77,6 +80,22 @@ class Verdict:
         return cls(outcome=GangOutcome(**outcome) if outcome else None, **message)
 
 
+def agent_failed(error: Exception, node: int) -> Verdict:
+    """The end of a gang one of whose agents raised: a failure of the program, which a new attempt may cure."""
+    text = describe_traceback(error)
+    say(text)
+    place = parse_traceback(text)
+    kind = f"{errors.AgentFailure.__name__} ({type(error).__name__})"
+    return Verdict(
+        culprit=f"the agent of node {node} failed: {describe_exception(error)}{f' in {place}' if place else ''}",
+        reason=EndReason.AGENT_FAILED,
+        error=errors.AgentFailure.__name__,
+        fingerprint=f"{kind} at {place}" if place else kind,
+        at=(time.time(), time.monotonic()),
+        user_code=True,
+    )
+
+
 def told_to_leave(cause: str) -> Verdict:
     """The end of a gang that was told to leave while no rank of it ran: nothing is lost, and no code is to blame."""
     culprit = f"told to leave ({cause}) before the gang could go on; the last commit stands"
@@ -96,7 +115,7 @@ def guilty(evidence: Sequence[WorkerFailure]) -> Verdict:
     culprit = blame(evidence)
     worst = culprit.failure
     lost_node = (worst.killed_by or "").startswith("node ")
-    kind = getattr(errors, worst.error, errors.GangError)
+    kind = errors.error_class(worst.error)
     if lost_node:
         reason = EndReason.NODE_LOST
     elif culprit.kind in (DIFFERENT_CALLS, LEFT_EARLY):
@@ -119,7 +138,7 @@ def guilty(evidence: Sequence[WorkerFailure]) -> Verdict:
         fingerprint="" if blameless else _fingerprint(culprit),
         details=culprit.details(),
         at=(time.time(), time.monotonic()),
-        user_code=reason is EndReason.RANK_FAILED and not cascade,
+        user_code=reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED) and not cascade,
         again=kind.curable and not lost_node,
         curable=kind.curable,
         failed_as=kind.outcome.value,

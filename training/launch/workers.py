@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from infra.outcome import Outcome
+from infra.process import signal_name
+from training import errors
+from training.errors import bounded_text, error_class
 from training.launch.session import Session, end_left_behind
 from training.launch.spec import SPEC_VARIABLE, WorkerSpec
 from training.launch.standby import PROJECT_ROOT as PROJECT_ROOT
@@ -26,6 +31,8 @@ from training.launch.watch.heartbeat import Beat, Heartbeat
 from training.launch.watch.recorder import BUFFER_RECORDS, BUFFER_VARIABLE
 
 _EXIT_SECONDS = 1.0
+_LONGEST_RECORD = 8 * 1024 * 1024
+_LONGEST_NAME = 200
 _KILLED_SECONDS = 10.0
 Start = Callable[[str, Path, Mapping[str, str]], Process]
 
@@ -69,10 +76,11 @@ class Worker:
         return self._heartbeat.read()
 
     def result(self) -> dict | None:
-        try:
-            return json.loads(self._result_path.read_text())
-        except (OSError, ValueError):
-            return None
+        """The outcome that this rank has written, None without a valid one."""
+        result = _read_object(self._result_path)
+        outcomes = [outcome.value for outcome in Outcome]
+        valid = result.get("outcome") in outcomes and isinstance(result.get("step"), int)
+        return result if valid and isinstance(result.get("message", ""), str) else None
 
     def failure(self) -> WorkerFailure | None:
         """Why it ended, or None while it runs or when it ended well (a result was written)."""
@@ -81,26 +89,29 @@ class Worker:
             return None
         place = {"rank": self.rank, "step": self.beat.step, "phase": self.beat.phase}
         if code < 0:
-            name = signal.Signals(-code).name
+            name = signal_name(-code)
             return WorkerFailure(**place, message=f"killed by {name}", killed_by=name, timestamp=time.time())
-        message, timestamp = self._error()
-        return WorkerFailure(
-            **place,
-            message=message,
-            cascade=is_collective_error(message),
-            error=message.partition(":")[0],
-            timestamp=timestamp,
-        )
+        return WorkerFailure(**place, **self._error(code))
 
-    def _error(self) -> tuple[str, float]:
-        """The exception that torch's @record wrote: "Type: text" and its Unix time."""
-        try:
-            record = json.loads(self._error_path.read_text())["message"]
-            extra = record.get("extraInfo", {}) if isinstance(record, dict) else {}
-            text = record["message"] if isinstance(record, dict) else str(record)
-            return text, float(extra.get("timestamp", time.time()))
-        except (OSError, ValueError, KeyError, TypeError):
-            return f"exited with code {self.process.returncode} and no error record", time.time()
+    def _error(self, code: int) -> dict[str, Any]:
+        """What the rank has recorded of its exception, in the format of torch's @record."""
+        record = _read_object(self._error_path).get("message")
+        text = record.get("message") if isinstance(record, dict) else record
+        if not isinstance(text, str):
+            return {"message": f"exited with code {code} and no error record", "timestamp": time.time()}
+        extra = record.get("extraInfo") if isinstance(record, dict) else None
+        extra = extra if isinstance(extra, dict) else {}
+        message = bounded_text(text)
+        module, _, name = str(extra.get("class") or "").rpartition(".")
+        name = bounded_text(name or message.partition(":")[0], _LONGEST_NAME)
+        if module and module != errors.__name__ and error_class(name) is not errors.GangError:
+            name = f"{module}.{name}"  # the user's own exception, which only has the name of one of ours
+        return {
+            "message": message,
+            "cascade": is_collective_error(message),
+            "error": name,
+            "timestamp": _unix_time(extra.get("timestamp")),
+        }
 
 
 class WorkerGroup:
@@ -163,6 +174,24 @@ class WorkerGroup:
                 worker.process.wait(max(limit - time.monotonic(), 0.0))
         end_left_behind(worker.session for worker in self.workers)
         return [worker.rank for worker in self.workers if worker.process.poll() is None]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object that a rank has written; {} for anything else, since a rank may write anything."""
+    try:
+        with open(path, "rb") as file:
+            found = json.loads(file.read(_LONGEST_RECORD))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _unix_time(text: object) -> float:
+    try:
+        seconds = float(text)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return time.time()
+    return seconds if math.isfinite(seconds) else time.time()
 
 
 def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size: int, colocated: int) -> dict[str, str]:

@@ -77,4 +77,5 @@ class Heartbeat:
     def read(self) -> Beat:
         record = self._record
         number = record[_PHASE]
+        number = number if 0 <= number < len(PHASES) else 0  # the rank's memory may be overwritten by its own code
         return Beat(record[_PID], record[_STEP], PHASES[number], record[_NANOSECONDS] / 1e9, record[_ENTERED + number])

@@ -50,7 +50,7 @@ def parse_records(raw: bytes) -> list[list]:
     try:
         entries = json.loads(raw).get("entries", [])
         calls = [_call(entry) for entry in entries if not entry.get("is_p2p")]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return []
     return calls[-_KEPT_CALLS:]
 

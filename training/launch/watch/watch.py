@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from infra.process import process_state
+from training.errors import bounded_text
 from training.launch.watch.dump import Dump
 from training.launch.watch.evidence import MemoryKills, node_sample, resident_bytes
 from training.launch.watch.failure import PROVEN, SLOW, WorkerFailure
@@ -21,6 +22,7 @@ from training.launch.watch.observed import records_path
 from training.launch.watch.recorder import parse_records
 from training.launch.watch.stacks import last_words, parse_traceback
 
+_LONGEST_PLACE = 500
 _STOPPED_SECONDS = 1.0  # a rank that is stopped for so long is not merely being looked at
 _STATE_SECONDS = 0.25  # between two looks at the kernel's word
 _ABSENT_SECONDS = 1.0  # an agent that did not run for so long (a frozen container) counts none of it as silence
@@ -257,8 +259,8 @@ class _Rank:
         """Where its exception came from, by the record that torch's @record wrote."""
         try:
             record = json.loads(self._worker.log_path.with_suffix(".error.json").read_text())["message"]
-            return parse_traceback(record["extraInfo"]["py_callstack"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return bounded_text(parse_traceback(record["extraInfo"]["py_callstack"]), _LONGEST_PLACE)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return ""
 
     def _last_calls(self) -> list[list]:
