@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cost.bench.commands import add_commands as add_bench_commands
 from cost.catalogue_refresh import add_commands as add_catalogue_commands
 from cost.errors import CostError
 from cost.jobs.commands import add_command as add_report
@@ -26,7 +25,7 @@ from cost.simulate.command import add_simulate
 from infra.errors import InfraError
 from infra.foreign_text import guard_terminal
 from infra.outcome import Outcome
-from infra.process import reader_has_left
+from infra.process import reader_has_left, run_benchmarks
 
 if TYPE_CHECKING:
     from cost.experience import Experience
@@ -40,7 +39,10 @@ _REQUEST_SECONDS = 10.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     guard_terminal()
-    arguments = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["bench"]:
+        run_benchmarks(["money", *words[1:]])
+    arguments = _parser().parse_args(words)
     try:
         code = arguments.run(arguments)
         sys.stdout.flush()
@@ -65,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add_reconcile(commands)
     add_replay(commands)
     add_commands(commands, _PROJECT_ROOT)
-    add_bench_commands(commands)
+    commands.add_parser("bench", help="measure plans and policies, simulate intervals", add_help=False)
     add_catalogue_commands(commands)
     add_simulate(commands)
     return parser

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from infra.outcome import Outcome
 
@@ -118,3 +119,15 @@ def reader_has_left() -> int:
     """After a BrokenPipeError on stdout (`… | head`): nothing more is said, at exit neither. The shell's exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
+
+
+def run_benchmarks(arguments: list[str]) -> NoReturn:
+    """Replace this process by `python -m benchmarks ARGUMENTS`, from a source checkout; exit with 2 without one."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "benchmarks").is_dir():
+        print("benchmarks are part of the source checkout only: clone the repository to run them", file=sys.stderr)
+        sys.exit(2)
+    python_path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    os.execve(
+        sys.executable, [sys.executable, "-m", "benchmarks", *arguments], {**os.environ, "PYTHONPATH": python_path}
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from training.bench import main
+from benchmarks.training import main
 
 TINY = ("model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.sequence_length=32")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cost.__main__ import main
-from cost.bench.calibration import calibrate
-from cost.bench.safety import random_cases
+from benchmarks.money.calibration import calibrate
+from benchmarks.money.commands import main
+from benchmarks.money.safety import random_cases
 from cost.errors import SimulationError
 from cost.policy import policies
 from cost.policy.interface import Action, Run, State
@@ -52,7 +52,7 @@ def test_every_policy_meets_every_set_of_rules(data: Path, count: int) -> None:
 
 
 def test_no_job_is_late_or_over_its_budget(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["bench", "safety", "--data", str(data), "--policies", "greedy,uniform_progress,adversary"]
+    command = ["safety", "--data", str(data), "--policies", "greedy,uniform_progress,adversary"]
     assert main([*command, "--jobs", "180", "--beyond-jobs", "3", "--forecasts", "16", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     for row in document["within"]["policies"].values():
@@ -96,14 +96,14 @@ def test_nothing_is_forecast_without_capacity_or_a_long_enough_trace(
 
 @pytest.mark.parametrize("bench", [["speed"], ["safety", "--data", "nowhere"]])
 def test_a_policy_that_there_is_not_is_named(bench: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *bench, "--policies", "greedy,nosuch"]) == 2
+    assert main([*bench, "--policies", "greedy,nosuch"]) == 2
     assert "no policy nosuch; there are adaptive, " in capsys.readouterr().err
 
 
 def test_placements_are_in_time_and_between_the_optimum_and_on_demand(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["bench", "placements", "--data", str(data), "--starts", "1", "--deadlines"]
+    command = ["placements", "--data", str(data), "--starts", "1", "--deadlines"]
     assert main([*command, "6,12", "--json"]) == 0
     jobs = json.loads(capsys.readouterr().out)["jobs"]
     assert len(jobs) == 2 * len(ZONES) and {job["zone"] for job in jobs} == set(ZONES)
@@ -134,5 +134,5 @@ def test_placements_are_in_time_and_between_the_optimum_and_on_demand(
 def test_placements_that_cannot_be_made_say_why(
     data: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "placements", "--data", str(data), *words]) != 0
+    assert main(["placements", "--data", str(data), *words]) != 0
     assert told in capsys.readouterr().err

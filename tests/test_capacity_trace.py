@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost.bench.virtual_batch import BEGAN_UTC, HOUR, Course, VirtualBatch
+from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, Course, VirtualBatch
 from cost.capacity import history_of, place
 from infra.events import Event
 from tests.support.capacity import BOTH, batch_config, planned

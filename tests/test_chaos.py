@@ -13,17 +13,17 @@ from typing import cast
 
 import pytest
 
+from benchmarks.chaos.fault import Aim, Symptom
+from benchmarks.chaos.kinds import FAULTS
+from benchmarks.chaos.orders import Order, Orders, Strike
+from benchmarks.chaos.proxy import Conduct, FaultProxy
+from benchmarks.chaos.scene import Scene
+from benchmarks.chaos.trial import Injection, Trial, run_trial
+from benchmarks.training import main
+from benchmarks.training.survival.figures import survival_figures
+from benchmarks.training.survival.judge import judge
 from infra.events import FAULT_DETECTED, GENERATION_ENDED, STEP, Event
-from training.bench import main
-from training.bench.survival.figures import survival_figures
-from training.bench.survival.judge import judge
-from training.chaos.fault import Aim, Symptom
-from training.chaos.hooks import HOOKS
-from training.chaos.kinds import FAULTS
-from training.chaos.orders import Order, Orders, Strike
-from training.chaos.proxy import Conduct, FaultProxy
-from training.chaos.scene import Scene
-from training.chaos.trial import Injection, Trial, run_trial
+from training.fault_hooks import HOOKS
 
 SLEEPER = Aim(node=1, rank=1, number=0)
 
@@ -133,7 +133,7 @@ def story(culprit: str, **verdict: object) -> tuple[Trial, list[Event]]:
 
 
 def test_a_verdict_is_judged_by_rank_place_reason_and_time() -> None:
-    trial, events = story("rank 1: no progress", where="training/chaos/hooks.py:9 in asleep", rank=1)
+    trial, events = story("rank 1: no progress", where="training/fault_hooks.py:9 in asleep", rank=1)
     [found] = judge(trial, events)
     assert (found.guilty, found.place, found.reason, found.in_time) == (True, True, True, True)
     assert (found.verdict_seconds, found.back_seconds) == (4.0, 6.0)
@@ -146,7 +146,7 @@ def test_a_verdict_is_judged_by_rank_place_reason_and_time() -> None:
     [
         ("rank 0: no progress", {}, {"guilty", "place"}),
         ("rank 1: no progress", {"where": "training/pulse.py:9 in exchange"}, {"place"}),
-        ("rank 1: no progress", {"where": "training/chaos/hooks.py:9 in asleep", "reason": "rank_failed"}, {"reason"}),
+        ("rank 1: no progress", {"where": "training/fault_hooks.py:9 in asleep", "reason": "rank_failed"}, {"reason"}),
     ],
 )
 def test_a_wrong_verdict_is_found_out(culprit: str, verdict: dict[str, str], wrong: set[str]) -> None:

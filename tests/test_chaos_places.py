@@ -14,22 +14,22 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.fault import Aim
+from benchmarks.chaos.kinds import FAULTS
+from benchmarks.chaos.orders import Strike
+from benchmarks.chaos.places import Shimmed
+from benchmarks.chaos.places import place as place_module
+from benchmarks.chaos.trial import Injection, Trial
+from benchmarks.soak.faults import main as soak_faults
+from benchmarks.training.survival import bare as bare_module
+from benchmarks.training.survival.bare import bare_figures, bare_text
+from benchmarks.training.survival.campaign import Campaign, Judged, Planned, run_job
+from benchmarks.training.survival.judge import Finding
 from infra.config.schema import RunConfig
 from infra.outcome import Outcome
 from tests.support.gangs import PROJECT_ROOT
-from training.bench.survival import bare as bare_module
-from training.bench.survival.bare import bare_figures, bare_text
-from training.bench.survival.campaign import Campaign, Judged, Planned, run_job
-from training.bench.survival.judge import Finding
-from training.chaos.fault import Aim
-from training.chaos.kinds import FAULTS
-from training.chaos.orders import Strike
-from training.chaos.places import Shimmed
-from training.chaos.places import place as place_module
-from training.chaos.trial import Injection, Trial
 from training.errors import CheckpointError, GangError
 from training.launch.spec import GangOutcome
-from training.soak.faults import main as soak_faults
 
 SYNC = "import os, sys; file = open(sys.argv[1], 'wb'); file.write(b'x'); file.flush(); os.fsync(file.fileno())"
 

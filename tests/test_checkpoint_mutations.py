@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from training.bench import main as bench
-from training.bench.mutations.asking import Asked, store
+from benchmarks.training import main as bench
+from benchmarks.training.mutations.asking import Asked, store
 
 
 class _Deadly:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.soak.schedules.commands import play_all
+from benchmarks.soak.schedules.plan import draw
+from benchmarks.soak.schedules.summary import added_up, text
 from tests.support.planted_bugs import played
-from training.soak.schedules.commands import play_all
-from training.soak.schedules.plan import draw
-from training.soak.schedules.summary import added_up, text
 
 COUNT = 26
 

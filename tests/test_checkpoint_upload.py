@@ -12,12 +12,12 @@ import torch
 from awscrt.checksums import crc64nvme
 from torch import nn
 
+from benchmarks.training.many_ranks import bench_many_ranks
 from infra.layout import data_key, index_key
 from infra.multipart import Throttle, open_sink
 from infra.store import Store
 from tests.support.swift import Swift
 from tests.support.swift import swift as swift  # a fixture is found by its name here
-from training.bench.many_ranks import bench_many_ranks
 from training.checkpoint import Checkpointer, open_generation, reachable_commits
 from training.checkpoint.commands import main as checkpoints
 from training.checkpoint.commit import stand_by, try_commit

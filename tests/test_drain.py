@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.chaos.imds import FakeMetadata
 from infra.config.schema import RunConfig
 from infra.events import NOTICE
 from infra.metadata import ENDPOINT_VARIABLE
 from infra.notices import rehearse_notice
 from tests.support.flow import wait_until
-from training.chaos.imds import FakeMetadata
 from training.launch import standing as standing_module
 from training.launch.control import CAUSES, Control, Order
 from training.launch.drain import Drain

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.imds import FakeMetadata
 from infra.instance import identify
-from training.chaos.imds import FakeMetadata
 
 IDENTITY = {
     "instanceId": "i-0abc",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cost.bench.interval import compare, scenarios
+from benchmarks.money.interval import compare, scenarios
 
 SCENARIOS = {f"{one.name}, save {one.save_seconds:g} s": one for one in scenarios(4000.0) if one.save_seconds == 10.0}
 

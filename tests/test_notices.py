@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.imds import FakeMetadata
 from infra.metadata import MetadataService
 from infra.notices import MetadataSource, MetaflowSource, Notice, RehearsalSource, Source, Watcher, rehearse_notice
 from infra.notices import watcher as watcher_module
 from tests.support.flow import wait_until
-from training.chaos.imds import FakeMetadata
 
 SOON = 0.05
 Watching = Callable[..., Watcher]

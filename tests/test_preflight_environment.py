@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.chaos.imds import INTERRUPTION_PATH, FakeMetadata
 from infra.checks.gpu import has_kernels_for, may_have_gpus, try_gpus
 from infra.preflight import blocking
 from tests.support.checks import failed, passed, skipped
-from training.chaos.imds import INTERRUPTION_PATH, FakeMetadata
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTANCE = {"/latest/meta-data/instance-id": "i-0123456789abcdef0"}

@@ -23,14 +23,10 @@ def main(arguments: list[str]) -> None:
         from training.workloads.examine import main as examine
 
         sys.exit(examine(arguments[1:]))
-    if arguments[:1] == ["soak"]:
-        from training.soak import main as soak
+    if arguments[:1] in (["soak"], ["bench"]):
+        from infra.process import run_benchmarks
 
-        sys.exit(soak(arguments[1:]))
-    if arguments[:1] == ["bench"]:
-        from training.bench import main as bench
-
-        sys.exit(bench(arguments[1:]))
+        run_benchmarks(["soak" if arguments[0] == "soak" else "training", *arguments[1:]])
     if arguments[:1] == ["certify"]:
         from training.certify import main as certify
 

@@ -4,7 +4,7 @@
 
 A fault strikes after its step was computed and before that step is saved, so that work really is lost; with a notice,
 so that nothing is. It fires once per job: the event it leaves behind keeps it from firing again on resume. What happens
-inside a rank is done by the functions of `training.chaos.hooks`, whose names a verdict shows.
+inside a rank is done by the functions of `training.fault_hooks`, whose names a verdict shows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = {
 }
 _OF_NODES = (_NODE_LOSS, NOTICE)
 _OF_GANGS = ("extra-collective", "uneven-steps")
-# By kind: the function of `training.chaos.hooks` that does it.
+# By kind: the function of `training.fault_hooks` that does it.
 _HOOKS = {
     "exception": "raise_error",
     "sleep": "asleep",
@@ -144,7 +144,7 @@ class Fault:
         if self.kind == NON_FINITE:
             return
         if self.kind in _HOOKS:
-            from training.chaos.hooks import HOOKS
+            from training.fault_hooks import HOOKS
 
             HOOKS[_HOOKS[self.kind]](**self._settings)
             return

@@ -1,10 +1,10 @@
-"""A job of some hours on one machine, for AWS Batch without Batch: `cost.bench.virtual_batch` has the rest."""
+"""A job of some hours on one machine, for AWS Batch without Batch: `benchmarks.money.virtual_batch` has the rest."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from cost.bench.virtual_batch import BEGAN_UTC, BOTH, JobLog, attempt, placed_now, planned, queue, queues
+from benchmarks.money.virtual_batch import BEGAN_UTC, BOTH, JobLog, attempt, placed_now, planned, queue, queues
 from infra.config.load import load_config
 from infra.config.schema import RunConfig
 from tests.support.timelines import WALL

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks.soak.schedules.commands import play, preload
+from benchmarks.soak.schedules.plan import Act, Kill, Schedule
+from benchmarks.soak.server import FailingS3
 from training.checkpoint.generations import Chain
 from training.checkpoint.reader import VerifiedReader
-from training.soak.schedules.commands import play, preload
-from training.soak.schedules.plan import Act, Kill, Schedule
-from training.soak.server import FailingS3
 
 _KILL = Kill(victim=0, after_seconds=0.0, early=True, request=None, operation="put", point="before")
 _STAYS = Act(world_size=1, saves=(1,), pauses=(0.0,), waits=(True,), way="quiet", kill=_KILL, overlap_seconds=0.0)

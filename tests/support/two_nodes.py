@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from training.chaos.places import Namespaces
-from training.chaos.places.mounts import own_mounts
+from benchmarks.chaos.places import Namespaces
+from benchmarks.chaos.places.mounts import own_mounts
 
 _LISTEN = """
 import socket

@@ -15,8 +15,8 @@ from typing import Any
 from infra.config.load import load_config
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
+from infra.machine import describe_machine
 from infra.process import die_with_parent
-from training.bench.machine import describe_machine
 from training.certify.certificate import certificate, told
 from training.certify.runs import INTERRUPTIONS, NODE_LOST, PEACE, certified_run
 from training.certify.small import DEFAULT_STEPS, recorded, small_config

@@ -11,7 +11,7 @@ import time
 import uuid
 from pathlib import Path
 
-from training.chaos.imds import FakeMetadata
+from benchmarks.chaos.imds import FakeMetadata
 
 _CONTAINER = Path(__file__).with_name("container.py")
 _METADATA = "/latest/meta-data"

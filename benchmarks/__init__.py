@@ -1,0 +1,1 @@
+"""Benchmarks, soaks and injected faults. They measure the product; no product package imports them."""

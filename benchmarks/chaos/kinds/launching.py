@@ -1,0 +1,65 @@
+"""Faults of the launch: one node never comes, or looks for the others in the wrong place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from benchmarks.chaos.fault import Aim, Fault, Means
+from benchmarks.chaos.orders import Strike
+from benchmarks.chaos.scene import Scene
+from infra.events import EndReason
+from training.launch.spec import GangSpec
+
+_START_SECONDS = 4.0  # patience of such a start: nobody comes however long it is
+_ACTION = "every node ends within cluster.start_deadline_seconds, and says who is missing"
+
+
+def _alter_one(change: Callable[[GangSpec], GangSpec | None]) -> Callable[[Scene, Aim], Strike | None]:
+    def inject(scene: Scene, aim: Aim) -> Strike:
+        scene.close()
+        scene.tamper(lambda spec: change(_hurried(spec)) if spec.node == aim.node else _hurried(spec))
+        strike = Strike.now()
+        scene.start()
+        return strike
+
+    return inject
+
+
+def _hurried(spec: GangSpec) -> GangSpec:
+    cluster = {**spec.config["cluster"], "start_deadline_seconds": _START_SECONDS}
+    return replace(spec, config={**spec.config, "cluster": cluster})
+
+
+def _absent(spec: GangSpec) -> None:
+    return None
+
+
+def _wrong_port(spec: GangSpec) -> GangSpec:
+    """Nobody listens on the discard port."""
+    return replace(spec, candidate_ports=[9])
+
+
+def _bad_name(spec: GangSpec) -> GangSpec:
+    """Names below .invalid never resolve (RFC 2606)."""
+    return replace(spec, main_address="no-such-host.invalid")
+
+
+def _launch(kind: str, what: str, change: Callable[[GangSpec], GangSpec | None]) -> Fault:
+    return Fault(
+        kind=kind,
+        means=Means.LAUNCH,
+        what=what,
+        inject=_alter_one(change),
+        action=_ACTION,
+        reasons=(EndReason.ROLL_CALL,),
+        node_is_guilty=True,
+        nodes=(1,),
+    )
+
+
+LAUNCHING = (
+    _launch("missing-peer", "node 1 is never started", _absent),
+    _launch("wrong-port", "node 1 looks for node 0 on a port where nobody listens", _wrong_port),
+    _launch("bad-name", "node 1 looks for node 0 by a name that does not resolve", _bad_name),
+)

@@ -1,0 +1,120 @@
+"""The gang that faults are done to: who its processes are, where its ranks stand, and how it is started again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.chaos.orders import Orders
+from benchmarks.chaos.places.place import Place
+from benchmarks.chaos.proxy import FaultProxy
+from infra.layout import job_prefix
+from infra.process import children
+from infra.store import Store
+from training.errors import GangError
+from training.launch.local import LocalGang
+from training.launch.ports import control_ports
+from training.launch.spec import GangSpec
+from training.launch.watch.heartbeat import Beat, Heartbeat
+
+Alter = Callable[[GangSpec], GangSpec | None]
+
+
+class Scene:
+    """One job on this machine, started as often as needed; its ranks run `benchmarks.chaos.workload`.
+
+    With more than one node, node 1 talks to node 0 through `proxy`, unless the place has a network of its own.
+    """
+
+    def __init__(self, spec: GangSpec, folder: Path, orders: Orders, place: Place) -> None:
+        self.spec, self.folder, self.orders, self.place = spec, folder, orders, place
+        self.store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
+        self.output = folder / "output.log"
+        self.starts = 0
+        self.proxy: FaultProxy | None = None
+        self.gang: LocalGang | None = None
+        self._alter_next: Alter | None = None
+
+    def tamper(self, alter: Alter) -> None:
+        """With the next start alone: what each node's spec is altered to; None: that node is never started."""
+        self._alter_next = alter
+
+    def start(self) -> None:
+        """The next attempt, as a scheduler would make it."""
+        spec = replace(self.spec, attempt=self.starts)
+        alter, self._alter_next = self._alter_next or (lambda one: one), None
+        if spec.nodes > 1 and self.place.proxied:
+            ports = control_ports(f"{spec.job}/{spec.run}", spec.attempt)
+            self._close_proxy()
+            self.proxy = FaultProxy([("127.0.0.1", port) for port in ports])
+        self.starts += 1
+        self.gang = LocalGang(
+            spec,
+            self.folder / f"start-{spec.attempt}",
+            self.output,
+            alter=lambda one: alter(self._through_proxy(one)),
+            command=self.place.command,
+        )
+
+    def _through_proxy(self, spec: GangSpec) -> GangSpec:
+        return spec if spec.node == 0 or self.proxy is None else replace(spec, candidate_ports=[self.proxy.port])
+
+    @property
+    def running(self) -> bool:
+        """Whether an agent is alive."""
+        return self.gang is not None and any(agent.poll() is None for agent in self.gang.agents)
+
+    def beats(self) -> dict[int, Beat]:
+        """Where each rank of the newest generation stands; empty before there are any."""
+        logs = Path(self.spec.log_folder)
+        folders = sorted((path for path in logs.glob("*") if any(path.glob("*.heartbeat"))), reverse=True)
+        if not folders:
+            return {}
+        found = {}
+        for path in folders[0].glob("rank-*.heartbeat"):
+            if path.stat().st_size:
+                found[int(path.stem.removeprefix("rank-"))] = Heartbeat(path).read()
+        return found
+
+    def rank_pid(self, rank: int) -> int:
+        """Raises GangError where that rank has not shown itself."""
+        beat = self.beats().get(rank)
+        if beat is None or not beat.pid:
+            raise GangError(f"rank {rank} of {self.spec.job} has no process yet")
+        return beat.pid
+
+    def agent_pid(self, node: int) -> int:
+        if self.gang is None or node not in self.gang.agents_by_node:
+            raise GangError(f"node {node} of {self.spec.job} was not started")
+        return self.gang.agents_by_node[node].pid
+
+    def uploader_pid(self, rank: int) -> int:
+        """The first process of that rank. Raises GangError where it has none."""
+        found = children(self.rank_pid(rank))
+        if not found:
+            raise GangError(f"rank {rank} of {self.spec.job} has no uploader yet")
+        return found[0]
+
+    def newest_commit(self) -> str:
+        """Its key, "" before the first. Keys of later steps sort first."""
+        return next((meta.key for meta in self.store.list("commits")), "")
+
+    def await_end(self, timeout_seconds: float) -> bool:
+        """Whether every agent ended by itself in that time."""
+        limit = time.monotonic() + timeout_seconds
+        while self.running and time.monotonic() < limit:
+            time.sleep(0.02)
+        return not self.running
+
+    def close(self) -> None:
+        """Nothing of the gang is alive when this returns."""
+        if self.gang is not None:
+            self.gang.kill()
+        self._close_proxy()
+
+    def _close_proxy(self) -> None:
+        if self.proxy is not None:
+            self.proxy.close()
+            self.proxy = None

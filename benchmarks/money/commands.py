@@ -1,0 +1,24 @@
+"""`python -m benchmarks money …`: measurements and simulations of plans and policies."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks.money import capacity, interval, placements, policy, safety, speed
+from cost.errors import CostError
+from infra.errors import InfraError
+
+
+def main(arguments: list[str]) -> int:
+    """Run one benchmark and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m cost bench", description="Measure plans and policies.")
+    benches = parser.add_subparsers(required=True, metavar="BENCH")
+    for bench in (interval, capacity, policy, placements, safety, speed):
+        bench.add_command(benches)
+    parsed = parser.parse_args(arguments)
+    try:
+        return parsed.run(parsed)
+    except (CostError, InfraError) as error:
+        print(error, file=sys.stderr)
+        return error.outcome.exit_code

@@ -1,0 +1,231 @@
+"""`python -m cost bench placements`: whole jobs on a virtual AWS Batch over recorded capacity, placed as real ones are.
+
+Each attempt is planned and placed anew by what a launcher does before a submit (`cost.plan`, `cost.capacity.place`),
+with the history of the attempts before; only Batch itself is simulated (`virtual_batch.py`). Beside what each job
+cost stand what its first plan said, what on-demand alone would cost, and the optimum of who knows the whole future; all
+of it is compute alone, without storage and transfer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cost.errors import SimulationError
+
+if TYPE_CHECKING:
+    from cost.simulate.world import Trace
+    from infra.config.schema import RunConfig
+
+_PROJECT_ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "configs/laptop.yaml"
+# A language model that takes 3.6 h on one g5.xlarge (estimated, as the plan has it), on Batch.
+SETTINGS = (
+    *("cluster.backend=batch", "cluster.nodes=1", "cluster.instance_types=[g5.xlarge]", "store=s3://bucket/jobs"),
+    *("model.hidden_size=768", "model.num_heads=12", "model.num_layers=12", "training.max_steps=120000"),
+    *("cost.budget_usd=100", "batch.runnable_minutes=20"),
+)
+DEADLINES_HOURS = (6.0, 8.0, 12.0)
+# The optimum is exact on ticks only: each of the trace's is divided by so many.
+_FINER = 3
+_MARKETS = ("spot", "on_demand")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A simulated job. planned: what its first plan said of its best pool. optimum_usd: with the whole future known."""
+
+    zone: str
+    start_hours: float
+    deadline_hours: float
+    usd: float
+    hours: float
+    late: bool
+    attempts: int
+    last_market: str
+    planned_usd: float
+    planned_hours: float
+    on_demand_usd: float
+    optimum_usd: float
+
+    @property
+    def regret_usd(self) -> float:
+        return self.usd - self.optimum_usd
+
+
+def add_command(benches: Any) -> None:
+    parser = benches.add_parser("placements", help="jobs placed attempt by attempt on a virtual AWS Batch, over traces")
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="with availability/: a file per zone")
+    parser.add_argument("--deadlines", default=",".join(f"{hours:g}" for hours in DEADLINES_HOURS), metavar="H,H")
+    parser.add_argument("--starts", type=int, default=6, help="jobs per zone and deadline, at even distances")
+    parser.add_argument("--seed", type=int, default=0, help="draws how long each start on demand takes")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the job; repeatable")
+    parser.add_argument("--json", action="store_true", help="each job, for a program")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    began = time.process_time()
+    deadlines = _deadlines(arguments.deadlines)
+    traces = _traces(arguments.data, max(deadlines))
+    if arguments.starts < 1:
+        raise SimulationError(f"--starts {arguments.starts}: at least one job for each zone and deadline")
+    found = [
+        placed(_config(deadline, arguments.set), trace, start, seed=arguments.seed + number)
+        for deadline in deadlines
+        for trace in traces
+        for number, start in enumerate(_spread(trace.hours - max(deadlines), arguments.starts))
+    ]
+    if arguments.json:
+        jobs = [{**asdict(one), "regret_usd": one.regret_usd} for one in found]
+        told = {"kind": "simulated", "seed": arguments.seed, "traces": [one.name for one in traces], "jobs": jobs}
+        print(json.dumps(told, indent=1, allow_nan=False))
+        return 0
+    print(_text(found, traces))
+    print(f"{len(found)} jobs, seed {arguments.seed}, {time.process_time() - began:.0f} s of processor time")
+    return 0
+
+
+def placed(config: RunConfig, trace: Trace, start_hours: float, *, seed: int) -> Placed:
+    """One job from `start_hours` of the trace on. Raises SimulationError for one that is refused from the start."""
+    from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch, planned
+
+    first = planned(config, BEGAN_UTC)
+    if first.refusal is not None or first.chosen is None or config.cost.deadline_hours is None:
+        why = "it has no deadline" if first.refusal is None else first.refusal.message
+        raise SimulationError(f"the job cannot be placed: {why}; fix: --deadlines, or --set")
+    if {one.market for one in first.ranked} != set(_MARKETS):
+        raise SimulationError("the job cannot be placed on both markets; fix: leave cluster.market as it is")
+    up = [bool(count) for count in trace.available[int(start_hours * 3600 // trace.gap_seconds) :]]
+    course = VirtualBatch(up, gap_seconds=trace.gap_seconds, seed=seed).run(config)
+    hours = math.inf if course.finished is None else course.finished / HOUR
+    alone = min(
+        (one.case.work_hours + one.case.fixed_lost_hours) * one.gang_usd_per_hour
+        for one in first.ranked
+        if one.market == "on_demand"
+    )
+    return Placed(
+        zone=trace.zone,
+        start_hours=start_hours,
+        deadline_hours=config.cost.deadline_hours,
+        usd=course.usd,
+        hours=hours,
+        late=hours > config.cost.deadline_hours + 1e-6,
+        attempts=len(course.decisions),
+        last_market=course.markets[-1],
+        planned_usd=first.chosen.compute_usd,
+        planned_hours=first.chosen.expected_hours,
+        on_demand_usd=alone,
+        optimum_usd=_optimum_usd(config, trace, up),
+    )
+
+
+def _optimum_usd(config: RunConfig, trace: Trace, up: Sequence[bool]) -> float:
+    """A lower bound: work and changeover are rounded down to ticks, nothing is redone, on-demand starts at once."""
+    import numpy as np
+
+    from benchmarks.money.virtual_batch import BEGAN_UTC, planned
+    from cost.simulate.optimum import optimum_usd
+    from cost.simulate.simulator import Job
+    from cost.simulate.world import World
+
+    ranked = planned(config, BEGAN_UTC).ranked
+    cheapest = {market: min(one.usd_per_hour for one in ranked if one.market == market) for market in _MARKETS}
+    tick, deadline = trace.gap_seconds / 3600 / _FINER, config.cost.deadline_hours or math.inf
+    count = math.floor(deadline / tick)
+    available = np.repeat(np.array(up[: math.ceil(count / _FINER)], dtype=bool), _FINER)[:count]
+    case = ranked[0].case
+    world = World(
+        zones=(trace.zone,),
+        regions=(trace.region,),
+        available=available[np.newaxis],
+        usd_per_hour=np.full((1, len(available)), cheapest["spot"]),
+        on_demand_usd_per_hour=cheapest["on_demand"],
+        tick_hours=np.full(len(available), tick),
+    )
+    job = Job(
+        work_hours=tick * math.floor(case.work_hours / tick),
+        deadline_hours=deadline,
+        changeover_hours=tick * math.floor(case.fixed_lost_hours / tick),
+    )
+    return optimum_usd(world, job)
+
+
+def _config(deadline_hours: float, overrides: Sequence[str]) -> RunConfig:
+    from infra.config.load import load_config
+    from infra.config.problems import ConfigError
+
+    chosen = [*SETTINGS, f"cost.deadline_hours={deadline_hours}", *overrides]
+    try:
+        path = str(_PROJECT_ROOT / CONFIG)
+        return load_config(path, chosen, project_root=_PROJECT_ROOT, cwd=_PROJECT_ROOT, environment={}).config
+    except ConfigError as error:
+        raise SimulationError(f"the job of --set: {error}") from error
+
+
+def _deadlines(text: str) -> list[float]:
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < hours < math.inf for hours in found):
+        raise SimulationError(f"--deadlines {text}: hours above 0, such as 6,8,12")
+    return found
+
+
+def _traces(data: Path, hours: float) -> list[Trace]:
+    """All zones: in `data` the values are the number of available machines, as its SOURCE.md says."""
+    from cost.simulate.world import read_traces
+
+    folder = data / "availability"
+    if not folder.is_dir():
+        raise SimulationError(f"{folder}: no such folder; --data takes one with availability/")
+    traces = read_traces(folder, values="available_count")
+    for trace in traces:
+        if trace.hours < hours:
+            raise SimulationError(f"{trace.name}: {trace.hours:.1f} h long, and a job may take {hours:g} h")
+    return traces
+
+
+def _spread(room_hours: float, count: int) -> list[float]:
+    return [room_hours * number / max(1, count - 1) for number in range(count)]
+
+
+def _text(found: Sequence[Placed], traces: Sequence[Trace]) -> str:
+    columns = (
+        *(
+            "deadline h",
+            "jobs",
+            "late",
+            "attempts",
+            "ended on demand",
+            "planned h",
+            "actual h",
+            "planned $",
+            "actual $",
+        ),
+        *("on demand alone $", "optimum $", "regret $", "worst regret $"),
+    )
+    capacity = ", ".join(trace.name for trace in traces)
+    lines = [f"**Placed attempt by attempt** (virtual Batch, capacity of {capacity}, static prices; simulated)", ""]
+    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for deadline in dict.fromkeys(one.deadline_hours for one in found):
+        rows = [one for one in found if one.deadline_hours == deadline]
+        counts = (len(rows), sum(one.late for one in rows), f"{_mean(rows, 'attempts'):.1f}")
+        ended = sum(one.last_market == "on_demand" for one in rows)
+        names = ("planned_hours", "hours", "planned_usd", "usd", "on_demand_usd", "optimum_usd", "regret_usd")
+        means = [f"{_mean(rows, name):.2f}" for name in names]
+        worst = f"{max(one.regret_usd for one in rows):.2f}"
+        lines.append("| " + " | ".join(map(str, (f"{deadline:g}", *counts, ended, *means, worst))) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean(rows: Sequence[Placed], name: str) -> float:
+    return statistics.fmean(getattr(one, name) for one in rows)

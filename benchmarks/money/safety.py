@@ -1,0 +1,183 @@
+"""`python -m cost bench safety`: deadlines and budgets under the net, inside and outside of its stated conditions.
+
+Inside: random jobs over all traces under every policy, the deliberately bad one too; none may be late or more than one
+tick over its budget. Outside: misses as a function of the on-demand delay and of the error of throughput; and whether
+the plan's printed probability of a miss is right for jobs that stay on spot (reliability diagram, Brier score).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.money.jobs import Case, Figure
+from cost.errors import SimulationError
+from cost.simulate.simulator import Job, Reality
+
+_SEED = 20230803
+_STATED_DELAY_HOURS = 0.5
+DELAYS_HOURS = (0.0, 0.25, 0.5, 0.75, 1.0, 2.0, 4.0, math.inf)
+PACES = (0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.3)
+_BEYOND = ("adaptive", "uniform_progress", "greedy")
+
+
+def add_command(benches: Any) -> None:
+    parser = benches.add_parser("safety", help="late jobs and budget overruns under the net, over all traces")
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="with availability/, gang/ and prices/")
+    parser.add_argument("--jobs", type=int, default=100_000, help="within the stated conditions")
+    parser.add_argument("--beyond-jobs", type=int, default=240, help="for each policy and departure")
+    parser.add_argument("--forecasts", type=int, default=4000, help="for the calibration of P(miss); 0: none")
+    parser.add_argument(
+        "--policies", default=None, metavar="A,B", help=f"default: all; beyond the conditions only {', '.join(_BEYOND)}"
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from benchmarks.money.calibration import calibrate
+    from benchmarks.money.jobs import run_cases
+    from cost.policy import policies
+
+    names = tuple(policies()) if arguments.policies is None else tuple(arguments.policies.split(","))
+    if missing := [name for name in names if name not in policies()]:
+        raise SimulationError(f"no policy {', '.join(missing)}; there are {', '.join(policies())}")
+    document: dict[str, Any] = {"kind": "simulated", "on": "V100, 2023"}
+    began = time.perf_counter()
+    cases = list(random_cases(arguments.data, names, arguments.jobs))
+    document["within"] = _within(cases, run_cases(arguments.data, cases))
+    document["within"]["seconds"] = time.perf_counter() - began
+    beyond = list(beyond_cases(arguments.data, [name for name in _BEYOND if name in names], arguments.beyond_jobs))
+    document["beyond"] = _beyond(beyond, run_cases(arguments.data, [case for _, case in beyond]))
+    if arguments.forecasts:
+        document["calibration"] = calibrate(arguments.data, arguments.forecasts)
+    print(json.dumps(document, indent=1, allow_nan=False) if arguments.json else _text(document))
+    late = sum(row["late"] + row["over_budget"] for row in document["within"]["policies"].values())
+    return 1 if late else 0
+
+
+def random_cases(data: Path, names: tuple[str, ...], count: int) -> Iterator[Case]:
+    """Jobs of 0.5–6 h (log-uniform) in every world, changeover 0.02–0.5 h, deadline 1.05–3 times the work.
+
+    Half have a budget of 0.8–1.6 times the price on demand; half commit each 0.05–0.5 h and redo what comes after.
+    Each set of rules takes a third. About a fifth is infeasible on demand, and has to be refused.
+    """
+    from benchmarks.money.jobs import hours_of, zones_of
+    from benchmarks.money.parts import CELL_ZONES, RECORDED
+    from cost.simulate.world import V100_ON_DEMAND_USD_PER_HOUR as PRICE
+
+    chance = random.Random(_SEED)
+    zones, gang = zones_of(data, RECORDED), zones_of(data, "gang")
+    worlds = [(RECORDED, (zone,)) for zone in zones] + [("gang", (zone,)) for zone in gang]
+    worlds += [(RECORDED, CELL_ZONES), (RECORDED, zones[:4]), (RECORDED, zones), ("gang", gang)]
+    rules = ("published", "sees-all", "enactable")
+    rooms = {world: hours_of(data, *world) for world in worlds}
+    for number in range(count):
+        traces, group = chance.choice(worlds)
+        work = math.exp(chance.uniform(math.log(0.5), math.log(6.0)))
+        deadline = work * chance.uniform(1.05, 3.0)
+        changeover = chance.uniform(0.02, 0.5)
+        nodes = 4 if traces == "gang" else 1
+        budget = (work + changeover) * PRICE * nodes * chance.uniform(0.8, 1.6) if chance.random() < 0.5 else math.inf
+        commit = chance.uniform(0.05, 0.5) if chance.random() < 0.5 else 0.0
+        job = Job(work, deadline, changeover, budget, commit, seed=number)
+        start = chance.uniform(0.0, rooms[traces, group] - deadline - 1.0)
+        delay = chance.choice((0.0, 0.1, _STATED_DELAY_HOURS))
+        # Every policy meets every set of rules, however many policies there are.
+        name, allowed = names[number % len(names)], rules[number // len(names) % len(rules)]
+        yield Case(traces, group, start, job, allowed, name, delay)
+
+
+def _within(cases: list[Case], figures: list[Figure]) -> dict[str, Any]:
+    rows: dict[str, Counter[str]] = {}
+    for case, figure in zip(cases, figures, strict=True):
+        row = rows.setdefault(case.policy, Counter())
+        row["jobs"] += 1
+        row["late"] += figure.missed
+        row["over_budget"] += figure.over_budget
+        row["overruled"] += figure.overruled
+        row["most_ticks_over"] = max(row["most_ticks_over"], figure.over_ticks)
+        if figure.refused is not None:
+            row[f"refused: {figure.refused}"] += 1
+    keys = ("jobs", "late", "over_budget", "most_ticks_over", "refused: deadline", "refused: budget", "overruled")
+    return {"policies": {name: {key: row[key] for key in keys} for name, row in rows.items()}, "jobs": len(cases)}
+
+
+def beyond_cases(data: Path, names: list[str], count: int) -> Iterator[tuple[tuple[str, str, float], Case]]:
+    """(what departs, policy, by how much) and its case. On-demand is stated to start within half an hour."""
+    from benchmarks.money.jobs import hours_of, zones_of
+
+    zones = zones_of(data, "availability")
+    for number in range(count):
+        zone = zones[number % len(zones)]
+        room = hours_of(data, "availability", (zone,)) - 120.0
+        start = room * number / max(1, count - 1)
+        job = Job(24.0, 24.0 * (1.25, 1.5, 2.0)[number // len(zones) % 3], 0.2, seed=number)
+        for name in names:
+            for delay in DELAYS_HOURS:
+                real = Reality(on_demand_delays=(delay,))
+                yield ("delay", name, delay), _beyond_case(zone, start, job, name, real)
+            for pace in PACES:
+                for noticed in (math.inf, 0.5):
+                    real = Reality(useful_per_hour=pace, noticed_after_hours=noticed)
+                    key = "throughput, never noticed" if noticed == math.inf else "throughput, noticed after 0.5 h"
+                    yield (key, name, pace), _beyond_case(zone, start, job, name, real)
+
+
+def _beyond_case(zone: str, start: float, job: Job, name: str, reality: Reality) -> Case:
+    return Case("availability", (zone,), start, job, "enactable", name, _STATED_DELAY_HOURS, reality)
+
+
+def _beyond(cases: list[tuple[tuple[str, str, float], Case]], figures: list[Figure]) -> list[dict[str, Any]]:
+    rows: dict[tuple[str, str, float], Counter[str]] = {}
+    for (key, _), figure in zip(cases, figures, strict=True):
+        row = rows.setdefault(key, Counter())
+        row["jobs"] += figure.refused is None
+        row["late"] += figure.missed
+    return [
+        {"departs": what, "policy": name, "by": "never" if by == math.inf else by, **row}
+        for (what, name, by), row in rows.items()
+    ]
+
+
+def _text(document: dict[str, Any]) -> str:
+    within = document["within"]
+    lines = [
+        f"**Within the stated conditions** ({within['jobs']} jobs, V100, 2023; simulated, {within['seconds']:.0f} s)",
+        "",
+        "| policy | jobs | late | over budget by a tick | most over, ticks | refused: deadline | refused: budget "
+        "| overruled decisions |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in within["policies"].items():
+        cells = (f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    if document["beyond"]:
+        names = list(dict.fromkeys(row["policy"] for row in document["beyond"]))
+        lines += ["", "**Beyond them**: late jobs of all", "", f"| departs | by | {' | '.join(names)} |"]
+        lines.append("|---|---|" + "---|" * len(names))
+    table: dict[tuple[str, Any], dict[str, str]] = {}
+    for row in document["beyond"]:
+        table.setdefault((row["departs"], row["by"]), {})[row["policy"]] = f"{row['late']} of {row['jobs']}"
+    for (what, by), cells in table.items():
+        lines.append(f"| {what} | {by} | " + " | ".join(cells.values()) + " |")
+    if "calibration" in document:
+        found = document["calibration"]
+        lines += ["", f"**P(miss) as the plan prints it, for spot alone** ({found['forecasts']} forecasts)", ""]
+        lines += ["| printed | forecasts | mean printed | missed |", "|---|---|---|---|"]
+        for low, high, number, mean, share in found["bins"]:
+            lines.append(f"| {low:.1f}–{high:.1f} | {number} | {mean:.3f} | {share:.3f} |")
+        lines.append("")
+        lines.append(f"Brier score {found['brier']:.4f}; always saying the mean rate {found['base_brier']:.4f}")
+        spread = found["dispersion"]
+        lines.append(
+            f"Losses per day of a zone: variance over mean {min(spread):.1f}–{max(spread):.1f}; independent ones: 1"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,92 @@
+"""The loop that one would write with torch alone: no pulse, no events, no heartbeat, no seeds, mean loss.
+
+Model, initial weights, data order, AdamW and clipping are those of the engine; wrapping is torch's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.training.laps import Lap
+from infra.config.schema import RunConfig
+from training.gang import Gang
+from training.optimizer import make_optimizer
+from training.weights.load import initialise
+from training.workload import Cursor
+from training.workloads.language_model import CausalLM
+
+
+class BareLoop:
+    """windows: which piece of `tokens` each sample is, int64, looked up here where the engine computes it.
+
+    tuned: the options that the engine gives DDP and FSDP2, instead of torch's defaults.
+    """
+
+    def __init__(self, config: RunConfig, gang: Gang, tokens: np.ndarray, windows: np.ndarray, *, tuned: bool) -> None:
+        self._config, self._gang = config, gang
+        self._tokens, self._windows = tokens, windows
+        self._model, module = _spread(config, gang, tuned=tuned)
+        self._optimizer = make_optimizer(module, config.training)
+        self._steps = 0
+
+    def run(self, steps: int) -> Lap:
+        training, device = self._config.training, self._gang.device
+        model, optimizer, loss = self._model, self._optimizer, torch.zeros((), device=device)
+        torch.use_deterministic_algorithms(False)  # the engine turns it on, and pays for it
+        began, cpu_began = time.monotonic(), time.process_time()
+        for step in range(self._steps, self._steps + steps):
+            inputs, targets = self._next_batch(step)
+            logits = model(inputs)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            loss.backward()
+            if training.gradient_clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
+        self._steps += steps
+        return Lap(seconds=seconds, cpu_seconds=cpu_seconds, steps=self._steps, loss=self._mean(loss.detach()))
+
+    def _next_batch(self, step: int) -> tuple[Tensor, Tensor]:
+        batch, length = self._config.training.batch_size, self._config.model.sequence_length
+        own = Cursor(step * batch, batch).share(self._gang.rank, self._gang.world_size)
+        offsets = self._windows[own.first : own.first + own.count, None] * length + np.arange(length + 1)
+        text = torch.from_numpy(self._tokens[offsets].astype(np.int64)).to(self._gang.device)
+        return text[:, :-1], text[:, 1:]
+
+    def _mean(self, loss: Tensor) -> float:
+        """Over ranks, outside the measured time: for the comparison alone."""
+        if not self._gang.alone:
+            dist.all_reduce(loss)
+        return loss.item() / self._gang.world_size
+
+
+def _spread(config: RunConfig, gang: Gang, *, tuned: bool) -> tuple[nn.Module, nn.Module]:
+    """(what to call, what holds the parameters). Blocks are the units, as torch's FSDP2 tutorial has it."""
+    with torch.device("meta"):
+        module = CausalLM(config.model)
+    blank = copy.deepcopy(module)
+    sharded = config.parallel.mode == "fsdp2" and not gang.alone
+    if sharded:
+        mesh = init_device_mesh(gang.device.type, (gang.world_size,))
+        units = [module.embeddings, *module.blocks, module.head] if tuned else module.blocks
+        options = {"reshard_after_forward": False} if tuned else {}
+        for unit in units:
+            fully_shard(unit, mesh=mesh, **options)
+        fully_shard(module, mesh=mesh)
+    module.to_empty(device=gang.device)
+    initialise(module, blank, seed=config.training.seed)
+    if sharded or gang.alone:
+        return module, module
+    options = {"gradient_as_bucket_view": True, "forward_sync_buffers": False, "init_sync": False} if tuned else {}
+    return DistributedDataParallel(module, **options), module

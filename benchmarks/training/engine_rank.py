@@ -1,0 +1,120 @@
+"""One rank of `bench engine`: the engine as a worker assembles it, and bare loops beside it in the same process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.training.bare import BareLoop
+from benchmarks.training.laps import Contestant, Lap, run_laps
+from benchmarks.training.parts import measure_parts
+from infra.config.schema import RunConfig
+from infra.event_log import EventLog
+from infra.events import STEP, Event, Origin
+from infra.layout import job_prefix
+from infra.store import Store
+from infra.terms import Terms
+from training.assembly import build_trainer, make_reporter
+from training.clock import Clock
+from training.data import SampleOrder, open_tokens
+from training.engine import train
+from training.errors import TrainingError
+from training.gang import Gang
+from training.launch.spec import WorkerSpec
+from training.launch.watch.heartbeat import Heartbeat
+from training.position import Position
+from training.saver import NoSaver
+
+_UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
+
+
+class EngineLoop:
+    """The whole engine: pulse, clock, heartbeat, limits, events. Each lap pays for putting its events."""
+
+    def __init__(self, spec: WorkerSpec, gang: Gang, folder: Path) -> None:
+        heartbeat = folder / f"heartbeat-{spec.job}-{gang.rank}"
+        Heartbeat.create(heartbeat)
+        spec = replace(spec, heartbeat_path=str(heartbeat))
+        self._log = EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), Origin(job=spec.job, rank=gang.rank))
+        self._last: Event | None = None
+        self._last_cpu = 0.0
+        reporter = make_reporter(spec, Clock(self._log.emit), self._emit)
+        self._trainer = build_trainer(spec, gang, nodes=1, reporter=reporter, saver=NoSaver())
+        self._at = Position()
+
+    def run(self, steps: int) -> Lap:
+        """Steps are timed from the call of `train` to the last step's event: what ends a job comes after it."""
+        until = self._at.step + steps
+        training = self._trainer.config.training.model_copy(update={"max_steps": until})
+        config = self._trainer.config.model_copy(update={"training": training})
+        trainer = replace(self._trainer, config=config, start=self._at)
+        torch.use_deterministic_algorithms(True)  # as a worker on a CPU has it
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        began, cpu_began = time.monotonic(), time.process_time()
+        ending = train(trainer)
+        if ending.step != until or self._last is None:
+            raise TrainingError(f"the engine ended at step {ending.step} of {until}: {ending.message}")
+        seconds, cpu_seconds = self._last.t_mono - began, self._last_cpu - cpu_began
+        self._at = Position(until, until * training.batch_size)
+        began, cpu_began = time.monotonic(), time.process_time()
+        self._log.flush()
+        return Lap(
+            seconds=seconds + time.monotonic() - began,
+            cpu_seconds=cpu_seconds + time.process_time() - cpu_began,
+            steps=until,
+            loss=self._last.data["loss"],
+        )
+
+    def close(self) -> None:
+        self._log.close()
+
+    def _emit(self, name: str, **data: Any) -> None:
+        """Nothing is flushed on the way, so that the lap's own flush has all there is to put."""
+        event = self._log.emit(name, **{**data, "flush": False})
+        if name == STEP:
+            self._last, self._last_cpu = event, time.process_time()
+
+
+def measure_engine(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
+    """Laps by mode and contestant, and the parts of a step where there are ranks to talk to. Collective."""
+    modes = {mode: _measure_mode(task, mode, gang) for mode in task["modes"]}
+    return {"modes": modes, "parts": {} if gang.alone else measure_parts(task, gang)}
+
+
+def _measure_mode(task: dict[str, Any], mode: str, gang: Gang) -> dict[str, list[dict[str, Any]]]:
+    config = RunConfig.model_validate(task["config"])
+    config = config.model_copy(
+        update={"parallel": config.parallel.model_copy(update={"mode": "ddp" if mode == "single" else mode})}
+    )
+    spec = WorkerSpec(
+        job=f"bench-{mode}",
+        run="bench",
+        attempt=0,
+        node=0,
+        generation=1,
+        generation_id="bench",
+        candidates=[],
+        config=config.model_dump(mode="json"),
+        store_uri=task["store_uri"],
+        prepared={"fingerprint": task["tokens"]},
+        terms=_UNLIMITED.to_json(),
+        colocated_ranks=gang.world_size,
+    )
+    engine = EngineLoop(spec, gang, Path(task["folder"]))
+    tokens = open_tokens(Store.open(spec.store_uri), spec.prepared["fingerprint"]).train
+    order = SampleOrder((tokens.size - 1) // config.model.sequence_length, config.training.seed)
+    windows = order.window(0, config.training.batch_size * task["steps"] * (task["rounds"] + 1))
+    contestants: dict[str, Contestant] = {
+        "engine": engine,
+        "bare": BareLoop(config, gang, tokens, windows, tuned=False),
+    }
+    if not gang.alone:
+        contestants["bare_tuned"] = BareLoop(config, gang, tokens, windows, tuned=True)
+    try:
+        return run_laps(contestants, rounds=task["rounds"], steps=task["steps"])
+    finally:
+        engine.close()

@@ -1,0 +1,113 @@
+"""The command: which faults, how many, on which jobs; and what came of them beside bare torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.fault import Aim, Fault
+from benchmarks.chaos.kinds import FAULTS
+from benchmarks.chaos.places.mounts import own_mounts
+from benchmarks.training.survival.bare import bare_figures, bare_text
+from benchmarks.training.survival.campaign import Campaign, Planned, available
+from benchmarks.training.survival.figures import survival_figures, survival_text
+from benchmarks.training.survival.job import survival_config
+from benchmarks.training.tables import machine_line
+from infra.errors import InfraError
+from infra.machine import describe_machine
+from training.errors import TrainingError
+
+
+def main(arguments: list[str]) -> int:
+    """0, 1 when weights differ or something waited beyond its limit, or the exit code of what ended the bench."""
+    given = _parse(arguments)
+    try:
+        return _bench(given)
+    except (InfraError, TrainingError) as error:
+        print(error, file=sys.stderr)
+        return error.outcome.exit_code
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m training bench survival", description="Inject faults into small gangs and judge what is said."
+    )
+    parser.add_argument("--injections", type=int, default=60, help="how many in all (default 60)")
+    parser.add_argument("--kinds", default=",".join(FAULTS), metavar="LIST", help=f"of {', '.join(FAULTS)}")
+    parser.add_argument("--floor", type=float, default=3.0, help="survival.hang_floor_seconds (default 3)")
+    parser.add_argument("--step-seconds", type=float, default=0.05, help="the least that a step takes (default 0.05)")
+    parser.add_argument("--per-job", type=int, default=10, help="injections into one job (default 10)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order and the targets (default 0)")
+    parser.add_argument("--torchrun", action="store_true", help="bare torchrun under the same faults as well")
+    parser.add_argument("--torchrun-cap", type=float, default=120.0, help="seconds for each case (default 120)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--folder", type=Path, help="where stores are made (default: the temporary folder)")
+    given = parser.parse_args(arguments)
+    given.kinds = [kind for kind in given.kinds.split(",") if kind]
+    if unknown := [kind for kind in given.kinds if kind not in FAULTS]:
+        parser.error(f"there is no fault {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+    return given
+
+
+def _bench(given: argparse.Namespace) -> int:
+    figures: dict[str, Any] = {"kind": "measured", "machine": describe_machine()}
+    print(machine_line(figures["machine"]), flush=True)
+    faults, skipped = available([FAULTS[kind] for kind in given.kinds], own_mounts())
+    for kind, reason in skipped.items():
+        print(f"{kind}: skipped, because {reason}", flush=True)
+    figures |= {"skipped": skipped, "floor_seconds": given.floor, "seed": given.seed, "planned": given.injections}
+    plan = _plan(faults, given.injections, random.Random(given.seed))
+    with tempfile.TemporaryDirectory(prefix="ebbflow-bench-", dir=given.folder) as name:
+        campaign = _campaign(given, Path(name), figures)
+        if plan:
+            campaign.run(plan)
+        figures |= _so_far(campaign)
+        print(f"\n{survival_text(figures)}", flush=True)
+        if given.torchrun:
+            figures["torchrun"] = bare_figures(faults, Path(name), cap_seconds=given.torchrun_cap)
+            print(f"\n{bare_text(figures['torchrun'])}", flush=True)
+    _write(given, figures)
+    waited = [finding.kind for finding in campaign.findings if finding.overdue]
+    complaints = [*campaign.wrong, *(f"{kind}: nothing came of it in time" for kind in waited)]
+    for complaint in complaints:
+        print(f"WRONG: {complaint}", flush=True)
+    return int(bool(complaints))
+
+
+def _campaign(given: argparse.Namespace, folder: Path, figures: dict[str, Any]) -> Campaign:
+    """What was found stands in --json after each job: hours of injections are not lost with the last one."""
+    per_job = min(given.per_job, given.injections)
+    return Campaign(
+        config=survival_config(folder, injections=per_job, floor_seconds=given.floor, step_seconds=given.step_seconds),
+        folder=folder,
+        per_job=per_job,
+        tell=lambda line: print(line, flush=True),
+        keep=lambda campaign: _write(given, figures | _so_far(campaign)),
+    )
+
+
+def _so_far(campaign: Campaign) -> dict[str, Any]:
+    return survival_figures(campaign.findings) | {"jobs": campaign.jobs, "different_weights": list(campaign.wrong)}
+
+
+def _write(given: argparse.Namespace, figures: dict[str, Any]) -> None:
+    if given.json is not None:
+        temporary = given.json.with_suffix(".tmp")
+        temporary.write_text(json.dumps(figures, indent=1) + "\n")
+        temporary.replace(given.json)
+
+
+def _plan(faults: list[Fault], injections: int, chance: random.Random) -> Planned:
+    """Every kind as often as every other, in random order, on random targets."""
+    kinds = [faults[i % len(faults)] for i in range(injections)] if faults else []
+    chance.shuffle(kinds)
+    plan = []
+    for number, fault in enumerate(kinds):
+        node = chance.choice(fault.nodes)
+        plan.append((fault, Aim(node=node, rank=node, number=number)))
+    return plan

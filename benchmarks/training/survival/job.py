@@ -1,0 +1,71 @@
+"""The job that is tormented: two nodes of one rank, a tiny model, small steps, a commit every half second or so."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.chaos.orders import Orders
+from benchmarks.chaos.places import Place
+from benchmarks.chaos.scene import Scene
+from infra.config.schema import RunConfig
+from infra.layout import workload_prefix
+from infra.store import Store
+from training.data import prepare_tokens
+from training.launch.spec import GangSpec
+from training.launch.workers import PROJECT_ROOT
+
+WORKLOAD = "benchmarks.chaos.workload:Tormented"
+STEPS_PER_INJECTION = 30  # what passes between two injections, with a commit among them
+_SPARE_STEPS = 60
+_COMMIT_STEPS = 10
+
+
+def survival_config(folder: Path, *, injections: int, floor_seconds: float, step_seconds: float) -> RunConfig:
+    """injections: that its steps are to outlast. step_seconds: the least that a step takes."""
+    return RunConfig(
+        store=str(folder / "store"),
+        workload=WORKLOAD,
+        workload_options={"orders": "", "step_seconds": step_seconds},
+        model={"hidden_size": 32, "num_layers": 2, "num_heads": 2, "sequence_length": 32},
+        training={
+            "batch_size": 4,
+            "max_steps": _SPARE_STEPS + STEPS_PER_INJECTION * injections,
+            "evaluation_interval_steps": 50,
+            "scheduler": {"type": "constant", "warmup_steps": 0},
+        },
+        data={"held_out_samples": 8},
+        cluster={"nodes": 2, "processes_per_node": 1, "start_deadline_seconds": 60.0, "step_deadline_seconds": 60.0},
+        checkpoint={"interval_steps": _COMMIT_STEPS},
+        survival={"hang_floor_seconds": floor_seconds},
+    )
+
+
+def survival_spec(config: RunConfig, folder: Path, job: str) -> GangSpec:
+    """Node 0's, of the job named `job`, with orders of its own."""
+    store = Store.open(config.store).sub(workload_prefix(WORKLOAD))
+    tokens = prepare_tokens(config.data, store, project_root=PROJECT_ROOT)
+    options = {**config.workload_options, "orders": str(folder / job / "orders")}
+    return GangSpec(
+        job=job,
+        run=f"{job}-{os.getpid()}",  # ports follow from it: two benches on one machine must not share them
+        attempt=0,
+        node=0,
+        nodes=2,
+        processes_per_node=1,
+        main_address="127.0.0.1",
+        config=config.model_copy(update={"workload_options": options}).model_dump(mode="json"),
+        store_uri=config.store,
+        prepared=tokens.to_json(),
+        log_folder=str(folder / job / "logs"),
+    )
+
+
+def make_scene(config: RunConfig, folder: Path, job: str, place: Place | None = None) -> Scene:
+    """place: where this job lives, entered by the caller; None: on this machine as it is."""
+    place = place or Place(folder)
+    if place.store is not None:
+        config = config.model_copy(update={"store": place.store})
+    spec = replace(survival_spec(config, folder, job), main_address=place.main_address)
+    return Scene(spec, folder / job, Orders(folder / job / "orders"), place)
