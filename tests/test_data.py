@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import os
+import socket
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from hypothesis import strategies as st
 from infra.config.schema import DataConfig
 from infra.store import Store
 from training.data import SampleOrder, open_tokens, prepare_tokens
-from training.data.files import find_files, is_held_out
+from training.data.files import SourceFile, find_files, is_held_out, open_source
 from training.errors import DataError
 
 
@@ -148,11 +152,12 @@ def test_the_standard_library_comes_without_its_tests() -> None:
     [
         (DataConfig(path="nowhere"), "no folder, no file"),
         (DataConfig(path="texts", suffixes=[".rs"]), r"no file that ends in \.rs"),
-        (DataConfig(path="texts/part1/text1.txt"), "cannot be split"),
+        (DataConfig(path="texts/empty.txt"), "0 bytes, too few to split"),
     ],
 )
 def test_text_that_cannot_serve_is_refused_with_a_fix(data: DataConfig, message: str, tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
+    (tmp_path / "texts" / "empty.txt").touch()
     with pytest.raises(DataError, match=f"{message}.*fix:"):
         prepare_tokens(data, Store.open(str(tmp_path / "store")), project_root=tmp_path)
 
@@ -162,3 +167,80 @@ def test_a_glob_finds_what_a_folder_does(tmp_path: Path) -> None:
     folder = find_files(DataConfig(path="texts", suffixes=[".txt"]), project_root=tmp_path)
     matched = find_files(DataConfig(path="texts/**/*.txt"), project_root=tmp_path)
     assert [file.name for file in matched] == [file.name for file in folder]
+
+
+@pytest.mark.parametrize("ending", ["\n", " "], ids=["lines", "one line"])
+@pytest.mark.parametrize("fraction", [0.05, 0.5, 0.9])
+def test_a_single_file_is_split_inside(ending: str, fraction: float, tmp_path: Path) -> None:
+    text = "".join(f"{number} är größer als 日本{ending}" for number in range(5000)).encode()
+    (tmp_path / "book.txt").write_bytes(text)
+    store = Store.open(str(tmp_path / "store"))
+    data = DataConfig(path="book.txt", held_out_fraction=fraction)
+    tokens = prepare_tokens(data, store, project_root=tmp_path)
+    arrays = open_tokens(store, tokens.fingerprint)
+    train, held_out = arrays.train.tobytes(), arrays.held_out.tobytes()
+    assert train + held_out == text and (tokens.files, tokens.bytes) == (1, len(text))
+    assert len(held_out) == pytest.approx(fraction * len(text), rel=0.02)
+    assert train.decode() and held_out.decode(), "no character is cut"
+    assert ending == " " or train.endswith(b"\n")
+    assert prepare_tokens(data, store, project_root=tmp_path) == tokens
+    other = DataConfig(path="book.txt", held_out_fraction=fraction / 2)
+    assert prepare_tokens(other, store, project_root=tmp_path).fingerprint != tokens.fingerprint
+
+
+def sqlite_file() -> bytes:
+    connection = sqlite3.connect(":memory:")
+    connection.execute("create table t (a text)")
+    return connection.serialize()
+
+
+NOISE = bytes(np.random.default_rng(0).integers(1, 256, 50_000, dtype=np.uint8))
+BINARY = {
+    "png": (b"\x89PNG\r\n\x1a\n" + NOISE, "a PNG image"),
+    "parquet": (b"PAR1\x15\x00" + NOISE + b"PAR1", "a Parquet table"),
+    "gzip": (gzip.compress(b"text " * 9000), "compressed by gzip"),
+    "sqlite": (sqlite_file(), "an SQLite database"),
+    "zip": (b"PK\x03\x04\x14\x00" + NOISE, "a zip archive"),
+    "pdf": (b"%PDF-1.4\n" + b"only ASCII here\n" * 500, "a PDF document"),
+    "utf-16": (("some text\n" * 500).encode("utf-16"), "text in UTF-16"),
+    "nul late": (b"a line of text\n" * 200_000 + b"\0" + b"more\n" * 100, "NUL byte at offset 3,000,000"),
+    "noise without NUL": (NOISE, "is no UTF-8 text: 43 % of its first "),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+}
+
+
+@pytest.mark.parametrize("kind", BINARY)
+def test_a_binary_file_is_refused_by_name_and_never_trained_on(kind: str, tmp_path: Path) -> None:
+    content, found = BINARY[kind]
+    write_texts(tmp_path / "texts", count=3)
+    (tmp_path / "texts" / "part0" / "odd.txt").write_bytes(content)
+    store = Store.open(str(tmp_path / "store"))
+    for path in ("texts", "texts/part0/odd.txt"):
+        with pytest.raises(DataError) as caught:
+            prepare_tokens(DataConfig(path=path, suffixes=[".txt"]), store, project_root=tmp_path)
+        assert f"{tmp_path}/texts/part0/odd.txt" in str(caught.value) and "fix: " in str(caught.value)
+        assert found in str(caught.value)
+    assert not store.list(""), "no shard was written"
+
+
+def test_text_in_an_older_encoding_passes(tmp_path: Path) -> None:
+    (tmp_path / "old.txt").write_bytes(("Grüße aus Köln und von allen Orten an dem Rhein.\n" * 400).encode("latin-1"))
+    tokens = prepare_tokens(DataConfig(path="old.txt"), Store.open(str(tmp_path / "s")), project_root=tmp_path)
+    assert tokens.files == 1
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket"])
+def test_what_is_no_regular_file_is_refused_without_waiting(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "odd.txt"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    store = Store.open(str(tmp_path / "store"))
+    with pytest.raises(DataError, match=f"(?i)is a {kind}, .*fix:"):
+        prepare_tokens(DataConfig(path="odd.txt"), store, project_root=tmp_path)
+    with pytest.raises(DataError, match="fix:"), open_source(SourceFile("odd.txt", path)):  # made after the look
+        pass
+    with pytest.raises(DataError, match="not a regular file"):
+        prepare_tokens(DataConfig(path="odd.txt", tokenizer="odd.txt"), store, project_root=tmp_path)

@@ -228,7 +228,11 @@ def test_dataset(tmp_path: Path) -> None:
     small = failed("dataset", data=text)
     assert "one batch takes 32 (16 for each of 2 ranks)" in small.detail
     passed("dataset", data=text, training={"batch_size": 2}, model={"sequence_length": 16})
-    assert "held-out" in failed("dataset", data={"path": str(tmp_path / "0.md")}).detail
+    small = {"training": {"batch_size": 2}, "model": {"sequence_length": 16}}
+    passed("dataset", data={"path": str(tmp_path / "0.md"), "held_out_fraction": 0.3}, **small)
+    assert "held-out" in failed("dataset", data={"path": str(tmp_path / "0.md")}, **small).detail
+    (tmp_path / "image.md").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0")
+    assert "image.md has a NUL byte at offset 8 (it is a PNG image)" in failed("dataset", data=text, **small).detail
 
 
 def test_disk(tmp_path: Path) -> None:

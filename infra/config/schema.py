@@ -61,7 +61,9 @@ class DataConfig(Section):
     path: str | None = Field(None, description="folder, file or glob; null: the interpreter's standard library")
     suffixes: list[str] = Field([".py"], description="file endings taken from a folder")
     tokenizer: str = Field("bytes", description="bytes (one token per byte), or a tokenizer.json of Hugging Face")
-    held_out_fraction: float = Field(0.05, gt=0, lt=1, description="share of the files kept for evaluation")
+    held_out_fraction: float = Field(
+        0.05, gt=0, lt=1, description="share of the files kept for evaluation; of a single file, its last part"
+    )
     held_out_samples: int = Field(64, ge=1, description="sequences per evaluation")
 
 

@@ -13,7 +13,7 @@ from infra.footprint import commit_bytes, local_gang, size_text
 from infra.preflight import Check, Finding, PreflightContext
 from training.checks.parallel import CHECKS as PARALLEL_CHECKS
 from training.checks.workload import CHECKS as WORKLOAD_CHECKS
-from training.data.files import SourceFile, find_files, split_files
+from training.data.files import SourceFile, check_head, find_files, split_files
 from training.data.tokenizer import BYTES
 from training.errors import DataError
 
@@ -23,19 +23,25 @@ _READABLE_LOOKED_AT = 200
 
 
 def check_dataset(context: PreflightContext) -> Finding:
-    """The text exists, can be read, and suffices for one batch and one held-out sample."""
+    """The data are text that exists, can be read, and suffices for one batch and one held-out sample."""
     config = context.config
     if config.workload is not None:
         return Finding.skipped(f"{config.workload} brings data of its own; the check workload says more")
     try:
         files = find_files(config.data, project_root=context.project_root)
-        train, held_out = split_files(files, config.data.held_out_fraction)
     except DataError as error:
         message, _, fix = str(error).partition("; fix: ")
         return Finding.failed(message + _instead(config, context.project_root), fix or "set data.path to text")
     closed = [str(file.path) for file in files[:_READABLE_LOOKED_AT] if not os.access(file.path, os.R_OK)]
     if closed:
         return Finding.failed(f"{closed[0]} and perhaps more cannot be read", f"chmod u+r {closed[0]}, or move it away")
+    try:
+        for file in files[:_READABLE_LOOKED_AT]:
+            check_head(file)
+        train, held_out = split_files(files, config.data.held_out_fraction)
+    except DataError as error:
+        message, _, fix = str(error).partition("; fix: ")
+        return Finding.failed(message, fix)
     return _suffices(config, len(files), _bytes(train), _bytes(held_out))
 
 
@@ -128,7 +134,7 @@ def _instead(config: RunConfig, project_root: Path) -> str:
 
 
 def _bytes(files: list[SourceFile]) -> int:
-    return sum(os.stat(file.path).st_size for file in files)
+    return sum(file.size for file in files)
 
 
 CHECKS: list[Check] = [

@@ -15,7 +15,7 @@ import numpy as np
 from infra.config.schema import DataConfig
 from infra.layout import tokens_prefix
 from infra.store import Store
-from training.data.files import SourceFile, find_files, split_files
+from training.data.files import SourceFile, TextJudge, find_files, open_source, split_files, split_rule
 from training.data.tokenizer import Tokenizer, encoded, open_tokenizer, pieces
 from training.data.tokens import DESCRIPTION, FORMAT_VERSION, SHARDS, Tokens, count_tokens, describe, entropy_nats
 from training.errors import DataError
@@ -45,13 +45,13 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
     """
     tokenizer = open_tokenizer(data, project_root=project_root)
     files = find_files(data, project_root=project_root)
-    hashed = {file.name: _hash(file) for file in files}
-    fingerprint = _fingerprint(data, tokenizer, hashed)
+    train, held_out = split_files(files, data.held_out_fraction)
+    sides = {"train": [_hash(file) for file in train], "held_out": [_hash(file) for file in held_out]}
+    hashed = sorted([*sides["train"], *sides["held_out"]], key=lambda one: (one.file.name, one.file.start))
+    fingerprint = _fingerprint(split_rule(files, data.held_out_fraction), tokenizer, hashed)
     shards = store.sub(tokens_prefix(fingerprint))
     if (known := describe(shards)) is not None:
         return known
-    train, held_out = split_files(files, data.held_out_fraction)
-    sides = {"train": [hashed[file.name] for file in train], "held_out": [hashed[file.name] for file in held_out]}
     built = {name: _build(side, tokenizer, shards, SHARDS[name]) for name, side in sides.items()}
     tokens = Tokens(
         fingerprint=fingerprint,
@@ -60,7 +60,7 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
         held_out_tokens=built["held_out"].tokens,
         unigram_entropy_nats=built["train"].entropy_nats,
         files=len(files),
-        bytes=sum(one.size for one in hashed.values()),
+        bytes=sum(one.size for one in hashed),
         held_out_bytes=sum(one.size for one in sides["held_out"]),
         shard_sha256={name: shard.sha256 for name, shard in built.items()},
     )
@@ -69,19 +69,22 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
 
 
 def _hash(file: SourceFile) -> _Hashed:
-    digest, size = hashlib.sha256(), 0
+    """Read the whole part once. Raises DataError when it is not text."""
+    digest, size, judge = hashlib.sha256(), 0, TextJudge(file)
     for piece in _pieces_of(file):
+        judge.look(piece)
         digest.update(piece)
         size += len(piece)
+    judge.decide()
     return _Hashed(file, digest.hexdigest(), size)
 
 
-def _fingerprint(data: DataConfig, tokenizer: Tokenizer, hashed: dict[str, _Hashed]) -> str:
+def _fingerprint(split: str, tokenizer: Tokenizer, hashed: list[_Hashed]) -> str:
     described = {
         "format": FORMAT_VERSION,
         "tokenizer": tokenizer.identity,
-        "split": f"sha256(name) < {data.held_out_fraction!r}",
-        "files": [[name, one.sha256] for name, one in hashed.items()],
+        "split": split,
+        "files": [[one.file.name, one.sha256] for one in hashed],
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -115,8 +118,5 @@ def _unchanged(one: _Hashed) -> Iterator[bytes]:
 
 
 def _pieces_of(file: SourceFile) -> Iterator[bytes]:
-    try:
-        with file.path.open("rb") as stream:
-            yield from pieces(stream)
-    except OSError as error:
-        raise DataError(f"{file.path} cannot be read: {error.strerror}; fix: its permissions, or data.path") from error
+    with open_source(file) as stream:
+        yield from pieces(stream, limit=None if file.end is None else file.end - file.start)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -97,10 +98,14 @@ def dtype_of(vocab_size: int) -> np.dtype:
     return np.dtype("u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def pieces(file: BinaryIO) -> Iterator[bytes]:
-    """A file in pieces of about PIECE_BYTES which end with a line; a longer line is cut between two characters."""
-    rest = b""
-    while block := file.read(PIECE_BYTES):
+def pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
+    """A file in pieces of about PIECE_BYTES which end with a line; a longer line is cut between two characters.
+
+    limit: read no more than that many bytes.
+    """
+    rest, left = b"", sys.maxsize if limit is None else limit
+    while block := file.read(min(PIECE_BYTES, left)):
+        left -= len(block)
         rest += block
         end = rest.rfind(b"\n") + 1 or (_whole_characters(rest) if len(rest) >= 2 * PIECE_BYTES else 0)
         if end:
@@ -130,6 +135,8 @@ def encoded(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iterator[
 def _read(path: Path) -> bytes:
     if importlib.util.find_spec("tokenizers") is None:
         raise DataError(f"data.tokenizer {path} needs a package that is not installed; fix: pip install tokenizers")
+    if path.exists() and not path.is_file():
+        raise DataError(f"data.tokenizer {path} is not a regular file; fix: name a tokenizer.json, or bytes")
     try:
         return path.read_bytes()
     except OSError as error:
