@@ -31,6 +31,7 @@ _HEAD = struct.Struct("!QI")  # number of the exchange, bytes that follow
 _HELLO_SECONDS = 5.0
 _MOST_CALLERS = 64  # that have not sent the token yet
 _LOOK_SECONDS = 0.5
+_BACKLOG = 128
 
 
 class Wire:
@@ -109,7 +110,7 @@ def open_wire(
     peers: dict[int, socket.socket] = {}
     try:
         told, own = _addresses(*main, start_seconds)
-        with _listen(own, world_size) as listener:
+        with _listen(own) as listener:
             store.set(str(rank), f"{told} {listener.getsockname()[1]}")
             token = store.get("token")
             for lower in range(rank):
@@ -140,11 +141,11 @@ def _addresses(host: str, port: int, seconds: float) -> tuple[str, str]:
     return host, ""
 
 
-def _listen(address: str, world_size: int) -> socket.socket:
+def _listen(address: str) -> socket.socket:
     if not address and socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=world_size, dualstack_ipv6=True)
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=world_size)
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
 
 
 def _await_peers(
