@@ -10,6 +10,7 @@
                    pins/<sha256>.json         verified/<sha256>.json     never to be deleted; every byte was read
                    overrides/<generation>-<rank>-<what>.json  what guards have ordered for the starts to come
                    orders/<run>-<step>-<task>-<attempt>.json  what an attempt is told that runs on another machine
+                   secrets/<run>-<attempt>    by which a start's agents know each other; deleted after the roll-call
                    clock/<random>             put to learn the store's time, and deleted at once
                    plan.json                  the newest plan with all pools
                    report.json  report.html  metrics.prom
@@ -91,6 +92,11 @@ def override_key(generation: int, rank: int, what: str) -> str:
 def order_key(run: str, step: str, task: str, attempt: int) -> str:
     """What one try of one task of the flow is told (`flows.attempts.order`)."""
     return f"orders/{run}-{step}-{task}-{attempt}.json"
+
+
+def secret_key(run: str, attempt: int) -> str:
+    """By which the agents of one start know each other (`training.launch.handshake`)."""
+    return f"secrets/{run}-{attempt}"
 
 
 def data_key(generation: str, step: int, rank: int) -> str:

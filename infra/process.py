@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -113,6 +114,26 @@ def signal_name(number: int) -> str:
     except ValueError:
         first, last = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", 0)
         return f"SIGRTMIN+{number - first}" if first <= number <= last else f"signal {number}"
+
+
+class AwakeClock:
+    """Seconds in which this process ran its loop, for judging how long others have been silent.
+
+    A turn of the loop counts for at most `longest_turn_seconds`. So a pause of the whole process (SIGSTOP, `docker
+    pause`, a frozen virtual machine) counts for next to nothing, and a slow loop still gets on.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic, *, longest_turn_seconds: float = 0.25) -> None:
+        self._now, self._longest = now, longest_turn_seconds
+        self._last = now()
+        self.seconds = 0.0
+
+    def tick(self) -> float:
+        """Once in each turn; the seconds so far."""
+        now = self._now()
+        self.seconds += min(max(now - self._last, 0.0), self._longest)
+        self._last = now
+        return self.seconds
 
 
 def reader_has_left() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -12,9 +13,9 @@ import pytest
 
 from infra.events import COMMIT_SKIPPED, FAULT_DETECTED, GENERATION_ENDED, NODE_ENDED, NODE_STARTED, read_events
 from infra.layout import job_prefix
-from infra.process import children, process_state
+from infra.process import all_processes, children, process_state
 from infra.store import Store
-from tests.support.flow import listening_addresses, processes_with, wait_until
+from tests.support.flow import listening_addresses, wait_until
 from tests.support.gangs import endless_gang, free_port
 from training.checkpoint import reachable_commits
 from training.checkpoint.lineage import CommitRef
@@ -51,6 +52,14 @@ def beat(spec: GangSpec, rank: int) -> Beat:
     return Heartbeat(max(Path(spec.log_folder).glob(f"0*/rank-{rank}.heartbeat"))).read()
 
 
+def with_descendants(gang: LocalGang) -> list[int]:
+    """All processes of the gang, the agents first."""
+    found, parents = [agent.pid for agent in gang.agents], {one.pid: one.parent for one in all_processes()}
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found
+
+
 def await_commit(spec: GangSpec) -> None:
     wait_until("a commit", lambda: job_store(spec).list("commits"), timeout=60)
 
@@ -61,8 +70,9 @@ def test_a_frozen_or_killed_rank_is_named_ended_and_replaced_within_the_attempt(
 ) -> None:
     gang = start(spec, tmp_path / "gang")
     await_commit(spec)
-    listening = listening_addresses(processes_with(str(tmp_path)))
+    listening = listening_addresses(with_descendants(gang))
     assert listening == {"0100007F"}, "control channel, torch's store, gloo, wire, metrics: 127.0.0.1 alone"
+    wait_until("the secret's end", lambda: not job_store(spec).list("secrets"), timeout=60)
     victim = beat(spec, rank=1)
     os.kill(victim.pid, number)
     wait_until("another commit", lambda: newest_commit(spec).generation == 2, timeout=60)
@@ -88,6 +98,25 @@ def test_a_frozen_or_killed_rank_is_named_ended_and_replaced_within_the_attempt(
         before, after = [event for event in events if event.name == NODE_STARTED and event.node == node]
         assert before.t_mono + ended.data["seconds"] == pytest.approx(after.t_mono, abs=1e-6)
         assert ended.t_mono == after.t_mono
+
+
+def test_a_pause_of_the_whole_gang_is_nobodys_fault(spec: GangSpec, tmp_path: Path) -> None:
+    """As of a frozen virtual machine: longer than a node may be silent, and than a rank may make no progress."""
+    survival = {**spec.config["survival"], "hang_floor_seconds": 6.0}
+    gang = start(replace(spec, config={**spec.config, "survival": survival}), tmp_path / "gang")
+    await_commit(spec)
+    frozen = with_descendants(gang)
+    assert len(frozen) >= 6  # two agents, two ranks and their uploaders
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in frozen:  # the agents go on first
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(10 if number == signal.SIGSTOP else 0)
+    before = newest_commit(spec).step
+    wait_until("two commits more", lambda: newest_commit(spec).step >= before + 40, timeout=120)
+    gang.kill()
+    events = read_events(job_store(spec))
+    assert not [event for event in events if event.name in (FAULT_DETECTED, GENERATION_ENDED)]
 
 
 @pytest.mark.parametrize(("stop_seconds", "fits"), [(30.0, True), (2.0, False)])

@@ -17,10 +17,11 @@ from infra.events import NODE_HEARTBEAT, EndReason, read_events
 from infra.layout import job_prefix
 from infra.store import Store
 from tests.support.flow import wait_until
-from tests.support.gangs import endless_gang
+from tests.support.gangs import KNOWN, SECRET, endless_gang
 from training.errors import GangError
 from training.launch.channel import Connection, Lobby, join
 from training.launch.control import Order
+from training.launch.handshake import StartSecret, new_nonce
 from training.launch.local import LocalGang
 from training.launch.member import Member
 from training.launch.peers import Lead
@@ -52,8 +53,8 @@ def spec_of(folder: Path, *, nodes: int) -> GangSpec:
 def pair(tmp_path: Path) -> Iterator[tuple[Lead, Member]]:
     """Two agents in a generation that has begun."""
     spec = spec_of(tmp_path, nodes=2)
-    lead, members = Lead(spec, "a"), []
-    thread = threading.Thread(target=lambda: members.append(Member(replace(spec, node=1), "b", 10, never)))
+    lead, members = Lead(spec, "a", SECRET), []
+    thread = threading.Thread(target=lambda: members.append(Member(replace(spec, node=1), "b", 10, never, **KNOWN)))
     thread.start()
     lead.roll_call(10, never)
     thread.join()
@@ -109,12 +110,12 @@ def test_who_hung_up_before_it_was_greeted_has_not_joined() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         ports = [probe.getsockname()[1]]
-    lobby = Lobby("127.0.0.1", ports, "token")
+    lobby = Lobby("127.0.0.1", ports, "token", SECRET)
     with socket.create_connection(("127.0.0.1", ports[0])) as gone:  # a lead that is busy greets nobody
-        gone.sendall(json.dumps({"kind": "hello", "token": "token", "node": 1, "host": "b"}).encode() + b"\n")
+        gone.sendall(json.dumps({"kind": "hello", "nonce": new_nonce(), "node": 1, "host": "b"}).encode() + b"\n")
     came: list[Connection] = []
     hello = {"node": 1, "host": "b"}
-    thread = threading.Timer(0.5, lambda: came.append(join("127.0.0.1", ports, "token", hello, 10)))
+    thread = threading.Timer(0.5, lambda: came.append(join("127.0.0.1", ports, "token", hello, 10, **KNOWN)))
     thread.start()
     connection, _ = lobby.roll_call(2, 10)[1]
     connection.receive()
@@ -125,10 +126,10 @@ def test_who_hung_up_before_it_was_greeted_has_not_joined() -> None:
 
 def test_a_roll_call_ends_when_one_that_came_is_told_to_leave(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, nodes=3)
-    lead = Lead(spec, "a")
+    lead = Lead(spec, "a", SECRET)
 
     def come_and_go() -> None:
-        member = Member(replace(spec, node=1), "b", 10, never)
+        member = Member(replace(spec, node=1), "b", 10, never, **KNOWN)
         member.order(NOTICE)
         member.close()
 
@@ -147,7 +148,8 @@ def test_an_agent_told_to_leave_before_the_start_is_interrupted_and_tells_the_le
 ) -> None:
     spec = endless_gang(tmp_path, survival={"standby": False})
     spec = replace(spec, candidate_ports=control_ports(f"{spec.job}/{spec.run}", spec.attempt))
-    lead = Lead(spec, "a") if joined else None
+    lead = Lead(spec, "a", SECRET) if joined else None
+    StartSecret(Store.open(spec.store_uri).sub(job_prefix(spec.job)), spec.run, spec.attempt).publish(SECRET)
     gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log", alter=lambda own: own if own.node == 1 else None)
     [agent], told = gang.agents, tmp_path / "gang" / "node-1.result.json"
     if lead is not None:

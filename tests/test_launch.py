@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gangs import free_port
+from tests.support.gangs import KNOWN, SECRET, free_port
 from training.errors import GangError
 from training.launch.channel import Connection, Lobby, join
 from training.launch.member import Member
@@ -33,8 +33,10 @@ def test_ports_are_the_same_everywhere_and_differ_between_attempts() -> None:
 
 def test_roll_call_names_the_missing_nodes_within_its_deadline() -> None:
     ports = [free_port()]
-    lobby = Lobby("127.0.0.1", ports, "token")
-    present = threading.Thread(target=join, args=("127.0.0.1", ports, "token", {"node": 2, "host": "b"}, 5))
+    lobby = Lobby("127.0.0.1", ports, "token", SECRET)
+    present = threading.Thread(
+        target=join, args=("127.0.0.1", ports, "token", {"node": 2, "host": "b"}, 5), kwargs=KNOWN
+    )
     present.start()
     began = time.monotonic()
     with pytest.raises(GangError, match=r"2 of 4 nodes joined within 1 s .* missing: node 1, node 3"):
@@ -51,10 +53,10 @@ def test_who_came_to_a_roll_call_that_failed_is_told_of_which_generation(tmp_pat
         job="job", run="run-of-three", attempt=0, node=0, nodes=3, processes_per_node=1, main_address="127.0.0.1",
         config={}, store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path), candidate_ports=ports,
     )  # fmt: skip
-    lead, told = Lead(spec, "a"), []
+    lead, told = Lead(spec, "a", SECRET), []
 
     def follow() -> None:
-        member = Member(replace(spec, node=1), "b", 10, lambda: False)
+        member = Member(replace(spec, node=1), "b", 10, lambda: False, **KNOWN)
         told.append(member.await_start(10))
         member.close()
 
@@ -87,7 +89,7 @@ def test_for_a_peer_that_is_gone_nothing_is_kept() -> None:
 
 def test_a_node_that_finds_nobody_says_so() -> None:
     with pytest.raises(GangError, match="node 1 could not reach node 0 within 1 s"):
-        join("127.0.0.1", [free_port()], "token", {"node": 1, "host": "b"}, deadline_seconds=1)
+        join("127.0.0.1", [free_port()], "token", {"node": 1, "host": "b"}, deadline_seconds=1, **KNOWN)
 
 
 def test_a_taken_port_is_passed_over_by_both_sides() -> None:
@@ -95,10 +97,12 @@ def test_a_taken_port_is_passed_over_by_both_sides() -> None:
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
         ports = [stranger.getsockname()[1], free_port()]
-        lobby = Lobby("127.0.0.1", ports, "token")
+        lobby = Lobby("127.0.0.1", ports, "token", SECRET)
         assert lobby.port == ports[1]
         stranger.close()  # refuses from now on: the node goes on to the next port
-        joiner = threading.Thread(target=join, args=("127.0.0.1", ports, "token", {"node": 1, "host": "b"}, 10))
+        joiner = threading.Thread(
+            target=join, args=("127.0.0.1", ports, "token", {"node": 1, "host": "b"}, 10), kwargs=KNOWN
+        )
         joiner.start()
         assert set(lobby.roll_call(2, deadline_seconds=10)) == {1}
         joiner.join()
@@ -107,12 +111,12 @@ def test_a_taken_port_is_passed_over_by_both_sides() -> None:
 
 def test_an_agent_of_another_job_is_sent_away() -> None:
     ports = [free_port()]
-    lobby = Lobby("127.0.0.1", ports, "ours")
+    lobby = Lobby("127.0.0.1", ports, "ours", SECRET)
     errors: list[BaseException] = []
 
     def other() -> None:
         try:
-            join("127.0.0.1", ports, "theirs", {"node": 1, "host": "b"}, deadline_seconds=1)
+            join("127.0.0.1", ports, "theirs", {"node": 1, "host": "b"}, deadline_seconds=1, **KNOWN)
         except GangError as error:
             errors.append(error)
 
@@ -127,10 +131,10 @@ def test_an_agent_of_another_job_is_sent_away() -> None:
 
 def test_messages_cross_and_a_closed_end_is_noticed() -> None:
     ports = [free_port()]
-    lobby = Lobby("127.0.0.1", ports, "t")
+    lobby = Lobby("127.0.0.1", ports, "t", SECRET)
     ends: list = []
     thread = threading.Thread(
-        target=lambda: ends.append(join("127.0.0.1", ports, "t", {"node": 1, "host": "b"}, deadline_seconds=5))
+        target=lambda: ends.append(join("127.0.0.1", ports, "t", {"node": 1, "host": "b"}, deadline_seconds=5, **KNOWN))
     )
     thread.start()
     connection, hello = lobby.roll_call(2, deadline_seconds=5)[1]

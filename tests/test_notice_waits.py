@@ -17,7 +17,7 @@ from infra.events import GENERATION_ENDED, NODE_ENDED, NODE_HEARTBEAT, NODE_STAR
 from infra.layout import job_prefix
 from infra.store import Store
 from tests.support.flow import wait_until
-from tests.support.gangs import endless_gang
+from tests.support.gangs import KNOWN, SECRET, endless_gang
 from training.errors import GangError
 from training.launch import GangSpec
 from training.launch.control import CAUSES, Order
@@ -43,7 +43,7 @@ class Waiting:
             config={"cluster": {}}, store_uri=str(folder), prepared={}, log_folder=str(folder),
             candidate_ports=control_ports(run, 0),
         )  # fmt: skip
-        self.lead = Lead(self.spec, "a")
+        self.lead = Lead(self.spec, "a", SECRET)
         self.lead.gather_for(7)
         self.opened: list[int] = []
         self.members: list[Member] = []
@@ -59,7 +59,7 @@ class Waiting:
         thread = threading.Thread(target=call)
         thread.start()
         own = replace(self.spec, node=1)
-        self.members.append(Member(own, "b", 60, never, standing=NOTICE_STANDS, opened=self.opened.append))
+        self.members.append(Member(own, "b", 60, never, **KNOWN, standing=NOTICE_STANDS, opened=self.opened.append))
         return thread
 
 
@@ -111,8 +111,8 @@ def test_a_node_that_comes_again_is_heard_on_its_new_connection(waiting: Waiting
     thread = threading.Thread(target=greet)
     thread.start()
     try:
-        Member(own, "b", 60, never, standing=NOTICE_STANDS).close()
-        waiting.members.append(member := Member(own, "b", 60, never, opened=waiting.opened.append))
+        Member(own, "b", 60, never, **KNOWN, standing=NOTICE_STANDS).close()
+        waiting.members.append(member := Member(own, "b", 60, never, **KNOWN, opened=waiting.opened.append))
         wait_until("the generation", lambda: member.poll() or waiting.opened, timeout=60)
     finally:
         done.set()

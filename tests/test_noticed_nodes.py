@@ -19,7 +19,7 @@ from infra.notices import rehearse_notice
 from infra.store import Store
 from infra.terms import Terms
 from tests.support.flow import wait_until
-from tests.support.gangs import endless_gang
+from tests.support.gangs import KNOWN, SECRET, endless_gang
 from training.checkpoint import reachable_commits
 from training.errors import GangError
 from training.launch import GangSpec
@@ -93,10 +93,10 @@ def trio(tmp_path: Path) -> Iterator[tuple[Lead, list[Member]]]:
         config={"cluster": {"min_nodes": 2}}, store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path),
         candidate_ports=control_ports(run, 0),
     )  # fmt: skip
-    lead, members = Lead(spec, "a"), {}
+    lead, members = Lead(spec, "a", SECRET), {}
 
     def member(node: int) -> None:
-        members[node] = Member(replace(spec, node=node), "b", 30, lambda: False)
+        members[node] = Member(replace(spec, node=node), "b", 30, lambda: False, **KNOWN)
 
     threads = [threading.Thread(target=member, args=(node,)) for node in (1, 2)]
     for thread in threads:

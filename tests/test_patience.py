@@ -89,7 +89,7 @@ def test_who_has_come_is_told_to_wait_while_the_first_start_asks_the_store(
     monkeypatch.setattr(leader_module, "open_generation", slow)
     monkeypatch.setattr(own, "run_ranks", lambda *_: DONE)
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(Member, replace(spec, node=1), "b", 60, lambda: False)
+        coming = pool.submit(Member, replace(spec, node=1), "b", 60, lambda: False, secret=own.secret.fetch)
         assert Leading(own).run() == DONE
         coming.result(60).close()
 

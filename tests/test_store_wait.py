@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from infra.config.schema import RunConfig
+from tests.support.gangs import KNOWN, SECRET
 from training.launch.member import Member
 from training.launch.peers import Lead
 from training.launch.ports import control_ports
@@ -37,10 +38,10 @@ def spec_of(folder: Path, node: int) -> GangSpec:
 
 
 def test_what_one_node_tells_all_know(tmp_path: Path) -> None:
-    lead = Lead(spec_of(tmp_path, 0), "zero")
+    lead = Lead(spec_of(tmp_path, 0), "zero", SECRET)
     calling = threading.Thread(target=lead.roll_call, args=(_DEADLINE_SECONDS, lambda: False))
     calling.start()
-    members = [Member(replace(spec_of(tmp_path, n)), f"{n}", _DEADLINE_SECONDS, lambda: False) for n in (1, 2)]
+    members = [Member(replace(spec_of(tmp_path, n)), f"{n}", _DEADLINE_SECONDS, lambda: False, **KNOWN) for n in (1, 2)]
     calling.join(_DEADLINE_SECONDS)
     lead.start(Start(generation=1, generation_id="id", candidates=[], rendezvous_port=1, **FREE, nodes=[0, 1, 2]))
     assert all(isinstance(member.await_start(_DEADLINE_SECONDS), Start) for member in members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from infra.process import process_state
 from tests.support.flow import wait_until
 from training.launch.watch import Deadlines, Watch, WorkerFailure
 from training.launch.watch.evidence import resident_bytes
@@ -78,13 +80,37 @@ def test_what_is_only_remarkable_is_dumped_and_left_alone_until_the_floor(rank: 
     assert pass_time(watch, rank, 2.5) == []
     [witness] = wait_until("the dump", lambda: pass_time(watch, rank, 1.0), timeout=20)
     assert witness.witness and Path(witness.dump).is_file() and rank.offset < 20
-    rank.offset += 30.0  # nobody looked: this is no silence of the rank's
+    rank.offset += 30.0  # nobody looked: at most a second of it counts
     assert all(one.witness for one in pass_time(watch, rank, 3.0))
     [failure] = wait_until(
         "the verdict", lambda: [one for one in pass_time(watch, rank, 1.0) if not one.witness], timeout=20
     )
     assert (failure.rank, failure.node, failure.step, failure.phase, failure.certainty) == (3, 1, 2, "forward", "slow")
-    assert "(limit 20 s)" in failure.message and rank.offset >= 50.0
+    assert "(limit 20 s)" in failure.message and rank.offset >= 49.0
+    watch.close()
+
+
+def test_a_rank_that_was_stopped_along_with_its_agent_is_not_to_blame_for_it(rank: Rank, tmp_path: Path) -> None:
+    watch = watch_of(rank, tmp_path, floor_seconds=20.0)
+    rank.process.send_signal(signal.SIGSTOP)
+    wait_until("its stop", lambda: process_state(rank.process.pid) == "T", timeout=60)
+    assert pass_time(watch, rank, 0.5) == []  # the rank was stopped first, and its agent has seen that
+    rank.offset += 25.0
+    assert pass_time(watch, rank, 0.5) == [] and watch.look() == [], "its agent goes on first"
+    [failure] = wait_until("the verdict", lambda: pass_time(watch, rank, 0.5), timeout=60)
+    assert failure.stopped and failure.certainty == "proven", "it stays stopped"
+    watch.close()
+
+
+def test_a_hung_rank_is_found_by_an_agent_whose_loop_is_slow(rank: Rank, tmp_path: Path) -> None:
+    watch = watch_of(rank, tmp_path, floor_seconds=5.0)
+
+    def look() -> list[WorkerFailure]:
+        rank.offset += 1.5
+        return [one for one in watch.look() if not one.witness]
+
+    [failure] = wait_until("the verdict", look, timeout=60)
+    assert failure.hung and not failure.stopped
     watch.close()
 
 

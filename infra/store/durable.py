@@ -17,6 +17,17 @@ def sync_file(path: Path, root: Path) -> None:
         folder = folder.parent
 
 
+def write_private(path: Path, data: bytes | bytearray | memoryview) -> None:
+    """Write a whole file that only this user may read (mode 0600), from its first byte on."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}#1")  # a name that LocalStore lists as no object
+    fresh.unlink(missing_ok=True)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+    fresh.replace(path)
+
+
 def _fsync(path: Path, flags: int) -> None:
     descriptor = os.open(path, flags)
     try:

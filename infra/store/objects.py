@@ -15,7 +15,7 @@ import obstore
 from obstore.store import LocalStore
 
 from infra.errors import ObjectNotFound, StoreError, StoreMisconfigured
-from infra.store.durable import sync_file
+from infra.store.durable import sync_file, write_private
 from infra.store.faults import translated
 from infra.store.s3 import open_bucket, split_uri
 
@@ -64,12 +64,17 @@ class Store:
         below = prefix.strip("/")
         return Store(self._backend, f"{self.uri}/{below}" if below else self.uri, self._root, self._full(below))
 
-    def put(self, key: str, data: Buffer, *, tags: Mapping[str, str] | None = None) -> None:
+    def put(self, key: str, data: Buffer, *, tags: Mapping[str, str] | None = None, private: bool = False) -> None:
         """Write the whole object and make it durable. Raises StoreError.
 
-        tags: for a bucket's lifecycle rules; a folder, and a store that is not Amazon's, goes without.
+        tags: for a bucket's lifecycle rules; a folder, and a store that is not Amazon's, goes without. private: in a
+        folder only this user may read it.
         """
         with self._translated("put", key):
+            if private and self._root is not None:
+                write_private(self._root / self._full(key), data)
+                sync_file(self._root / self._full(key), self._root)
+                return
             obstore.put(self._backend, self._full(key), memoryview(data).cast("B"), tags=dict(tags) if tags else None)
             if self._root is not None:
                 sync_file(self._root / self._full(key), self._root)

@@ -17,6 +17,8 @@ from training.launch import GangSpec
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE_SECONDS = 120
+SECRET = bytes(range(32))  # of a start whose agents are in one test process
+KNOWN: dict[str, Any] = {"secret": lambda: SECRET}  # how a node's side is given it
 
 
 def free_port() -> int:

@@ -1,41 +1,77 @@
 """Agents talking to each other: JSON lines over TCP, node 0 in the middle.
 
 Agents, not ranks, hold this conversation, so that a frozen rank cannot block the news of it. A closed connection is
-the fastest sign of a lost node; silence is the slower one.
+the fastest sign of a lost node; silence is the slower one. A peer is believed only after both sides have proved that
+they belong to the same start (`training.launch.handshake`); before and after that all it may cost is bounded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import select
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from infra.errors import InfraError
+from infra.process import AwakeClock
 from training.errors import GangError
+from training.launch.handshake import (
+    HANDSHAKE_SECONDS,
+    LARGEST_GREETING_BYTES,
+    coordinator_proof,
+    follower_proof,
+    is_nonce,
+    is_proof,
+    new_nonce,
+)
 
 Message = dict[str, Any]
 PING_SECONDS = 1.0
 SILENCE_SECONDS = 20.0  # where nothing else is said
-_UNREAD_BYTES = 16 * 2**20
+LARGEST_MESSAGE_BYTES = 16 * 2**20
+DEEPEST_MESSAGE = 64  # objects and lists within each other
+MOST_CALLERS, MOST_CALLERS_OF_ONE_SOURCE = 64, 32  # connections that have not proved yet who they are
+_BYTES_PER_LOOK, _MESSAGES_PER_LOOK = 2**20, 1000  # of one peer: the others, and this node's ranks, have a turn too
 _CLOSE_SECONDS = 1.0
+_SECRET_PAUSE_SECONDS = 0.2
+_LOOK_SECONDS = 0.02
+_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
 class Connection:
-    """One peer. `receive` never blocks; `closed` is set when the peer went away or fell silent for so many seconds."""
+    """One peer. `receive` never blocks; `closed` is set when the peer went away or fell silent for so many seconds.
 
-    def __init__(self, peer: socket.socket, silence_seconds: float = SILENCE_SECONDS) -> None:
+    Silence is judged only after everything that has arrived was read, and time in which this process did not run is
+    no silence of the peer's (`AwakeClock`).
+    """
+
+    def __init__(
+        self,
+        peer: socket.socket,
+        silence_seconds: float = SILENCE_SECONDS,
+        *,
+        largest_bytes: int = LARGEST_MESSAGE_BYTES,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """largest_bytes: of one message that the peer may send."""
         self._socket = peer
-        self._silence_seconds = silence_seconds
+        self._silence_seconds, self._now = silence_seconds, now
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
-        self._buffer = b""
+        self._buffer = bytearray()
+        self._searched = 0  # so many bytes of the buffer hold no end of a line
+        self.largest_bytes = largest_bytes
         self._put_back: list[Message] = []
         self._unsent = bytearray()
-        self._heard = time.monotonic()
-        self._pinged = 0.0
+        self._awake = AwakeClock(now)
+        self._heard = 0.0  # awake seconds
+        self._pinged = float("-inf")
         self.closed = ""
 
     def send(self, message: Message) -> None:
@@ -44,7 +80,7 @@ class Connection:
         if not self.closed:
             self._unsent += json.dumps(message).encode() + b"\n"
             self._write()
-        if self.unsent_bytes > _UNREAD_BYTES:
+        if self.unsent_bytes > LARGEST_MESSAGE_BYTES:
             self.closed = self.closed or "it does not read what it is told"
         if self.closed:
             self._unsent.clear()
@@ -55,40 +91,42 @@ class Connection:
         return len(self._unsent)
 
     def receive(self) -> list[Message]:
-        """All whole messages that have arrived, pings left out."""
+        """Whole messages that have arrived, pings left out: at most 1,000, the rest with the next call."""
         self._read()
         self._write()
-        *lines, self._buffer = self._buffer.split(b"\n")
-        messages = self._put_back + [self._parse(line) for line in lines if line]
-        self._put_back = []
+        messages, self._put_back = self._put_back, []
+        for _ in range(_MESSAGES_PER_LOOK):
+            end = self._buffer.find(b"\n", self._searched)
+            if end < 0:
+                self._searched = len(self._buffer)
+                break
+            line = bytes(self._buffer[:end])
+            del self._buffer[: end + 1]
+            self._searched = 0
+            if line:
+                messages.append(self._parse(line))
         return [message for message in messages if message.get("kind") != "ping"]
 
     def put_back(self, messages: list[Message]) -> None:
         """What was received and is for somebody else: the next call of `receive` begins with it."""
         self._put_back = messages
 
-    def _parse(self, line: bytes) -> Message:
-        """A peer that does not speak our language is closed, and what it said is passed over."""
-        try:
-            message = json.loads(line)
-        except ValueError:
-            message = None
-        if isinstance(message, dict):
-            return message
-        self.closed = self.closed or "it does not speak our language"
-        return {"kind": "ping"}
+    def refuse(self, reason: str) -> None:
+        """Hear nothing more of this peer."""
+        self.closed = self.closed or reason
 
     def keep_alive(self) -> None:
-        now = time.monotonic()
+        """Ping when it is time, and judge the peer's silence: to be called in each turn of the agent's loop."""
+        awake, now = self._awake.tick(), self._now()
+        self._read()
         if now - self._pinged >= PING_SECONDS:
             self._pinged = now
             self.send({"kind": "ping"})
-        if now - self._heard > self._silence_seconds and not self.closed:
-            self.closed = f"silent for {now - self._heard:.0f} s"
+        if awake - self._heard > self._silence_seconds:
+            self.refuse(f"silent for {awake - self._heard:.0f} s")
 
     def hold(self) -> None:
         """Stay in touch while nobody here listens: what arrives is kept for `receive`."""
-        self._read()
         self.keep_alive()
 
     def close(self) -> None:
@@ -99,6 +137,17 @@ class Connection:
             self._write()
         self._socket.close()
 
+    def _parse(self, line: bytes) -> Message:
+        """A peer that does not speak our language is closed, and what it said is passed over."""
+        message = None
+        if not _is_deep(line):
+            with contextlib.suppress(ValueError, RecursionError):
+                message = json.loads(line)
+        if isinstance(message, dict) and isinstance(message.get("kind"), str):
+            return message
+        self.refuse("it does not speak our language")
+        return {"kind": "ping"}
+
     def _write(self) -> None:
         while self._unsent and not self.closed:
             try:
@@ -106,13 +155,20 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._read()  # a last word that was sent before it went still counts
-                self.closed = self.closed or f"connection lost: {error.strerror or error}"
+                self._read(LARGEST_MESSAGE_BYTES)  # a last word that was sent before it went still counts
+                self.refuse(f"connection lost: {error.strerror or error}")
                 return
             del self._unsent[:sent]
 
-    def _read(self) -> None:
-        while not self.closed:
+    def _read(self, most_bytes: int = _BYTES_PER_LOOK) -> None:
+        """What has arrived, up to most_bytes; the rest waits in the kernel, and then at the peer's."""
+        taken = 0
+        while not self.closed and taken < most_bytes:
+            if len(self._buffer) > self.largest_bytes:
+                self._heard = self._awake.seconds  # it is this side that does not listen
+                if self._buffer.find(b"\n", self._searched) < 0:
+                    self.refuse(f"it sent a message of more than {self.largest_bytes:,} bytes")
+                return
             try:
                 data = self._socket.recv(65536)
             except BlockingIOError:
@@ -123,8 +179,32 @@ class Connection:
             if not data:
                 self.closed = "connection closed"
                 return
-            self._heard = time.monotonic()
+            self._heard = self._awake.seconds
             self._buffer += data
+            taken += len(data)
+
+
+def _is_deep(line: bytes) -> bool:
+    """Whether objects and lists are nested deeper than any message of ours; without parsing it."""
+    if line.count(b"[") + line.count(b"{") <= DEEPEST_MESSAGE:
+        return False
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(line):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(match[0], 0)
+        if depth > DEEPEST_MESSAGE:
+            return True
+    return False
+
+
+@dataclass
+class _Caller:
+    """A connection that has not proved yet who it is. until: time.monotonic() by which it must have."""
+
+    connection: Connection
+    source: str
+    until: float
+    hello: Message = field(default_factory=dict)
+    nonces: tuple[str, str] = ("", "")
 
 
 class Lobby:
@@ -135,21 +215,31 @@ class Lobby:
         address: str,
         ports: Sequence[int],
         token: str,
+        secret: bytes,
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        self._token, self._silence_seconds = token, silence_seconds
+        """secret: of this start; see `training.launch.handshake`."""
+        self._token, self._secret, self._silence_seconds = token, secret, silence_seconds
         # A gang on one machine is nobody else's business.
         self._listener = _listen("127.0.0.1" if address == "127.0.0.1" else "", ports)
         self.port = self._listener.getsockname()[1]
         self.joined: dict[int, tuple[Connection, Message]] = {}
-        self._strangers: list[Connection] = []  # who has not said who they are
+        self._callers: list[_Caller] = []
 
     def admit(self, nodes: int) -> None:
         """One look at the door: who has come is let in, and all who came before are kept in touch with."""
         for connection, _ in self.joined.values():
             connection.hold()  # who came first must not take the wait for the last one for silence
-        came = self._strangers + self._accept()
-        self._strangers = [peer for peer in came if not self._admit(peer, nodes, self.joined) and not peer.closed]
+        self._accept()
+        now, waiting = time.monotonic(), []
+        for caller in self._callers:
+            if now > caller.until:
+                caller.connection.refuse("it did not say who it is")
+            if caller.connection.closed:
+                caller.connection.close()
+            elif not self._admit(caller, nodes):
+                waiting.append(caller)
+        self._callers = waiting
 
     def roll_call(
         self, nodes: int, deadline_seconds: float, stopped: Callable[[], bool] = lambda: False
@@ -170,31 +260,68 @@ class Lobby:
                     f"{self.port}; missing: {', '.join(f'node {node}' for node in missing)}"
                 )
             self.admit(nodes)
-            time.sleep(0.02)
+            time.sleep(_LOOK_SECONDS)
         return joined
 
     def close(self) -> None:
+        """Nobody else is let in; those who have joined stay connected."""
         self._listener.close()
+        for caller in self._callers:
+            caller.connection.close()
+        self._callers = []
 
-    def _accept(self) -> list[Connection]:
-        accepted = []
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                accepted.append(Connection(self._listener.accept()[0], self._silence_seconds))
-        return accepted
+    def _accept(self) -> None:
+        for _ in range(MOST_CALLERS):
+            try:
+                peer, address = self._listener.accept()
+            except OSError:  # there is none, or it is gone again, or this process may open no more files
+                return
+            connection = Connection(peer, self._silence_seconds, largest_bytes=LARGEST_GREETING_BYTES)
+            self._callers.append(_Caller(connection, address[0], time.monotonic() + HANDSHAKE_SECONDS))
+            self._drop_excess()
 
-    def _admit(self, peer: Connection, nodes: int, joined: dict[int, tuple[Connection, Message]]) -> bool:
-        """Whether this peer has been answered, one way or the other."""
-        hello = next(iter(peer.receive()), None)
-        if hello is None or peer.closed:  # one that has gone tries again, and is then to be told from this one
-            return False
-        if hello.get("token") != self._token or hello.get("node") not in range(1, nodes):
-            peer.send({"kind": "stranger"})
-            peer.close()
+    def _drop_excess(self) -> None:
+        """Of the source with the most callers the oldest one goes: those from elsewhere are not crowded out."""
+        source, count = Counter(caller.source for caller in self._callers).most_common(1)[0]
+        if len(self._callers) > MOST_CALLERS or count > MOST_CALLERS_OF_ONE_SOURCE:
+            oldest = next(caller for caller in self._callers if caller.source == source)
+            oldest.connection.close()
+            self._callers.remove(oldest)
+
+    def _admit(self, caller: _Caller, nodes: int) -> bool:
+        """Whether this caller has been answered, one way or the other."""
+        peer = caller.connection
+        for message in peer.receive():
+            if peer.closed:  # one that has gone tries again, and is then to be told from this one
+                return False
+            kind = message.pop("kind")
+            if kind == "hello" and not caller.hello and _is_hello(message, nodes):
+                caller.nonces = (message.pop("nonce"), new_nonce())
+                caller.hello = message
+                proof = coordinator_proof(self._secret, self._token, caller.hello, caller.nonces)
+                peer.send({"kind": "challenge", "nonce": caller.nonces[1], "proof": proof})
+                continue
+            expected = follower_proof(self._secret, self._token, caller.hello, caller.nonces)
+            if kind == "proof" and caller.hello and is_proof(message.get("proof"), expected):
+                peer.largest_bytes = LARGEST_MESSAGE_BYTES
+                peer.send({"kind": "welcome"})
+                self.joined[caller.hello["node"]] = (peer, caller.hello)
+            else:
+                peer.send({"kind": "stranger"})
+                peer.close()
             return True
-        peer.send({"kind": "welcome"})
-        joined[hello["node"]] = (peer, hello)
-        return True
+        return False
+
+
+def _is_hello(message: Message, nodes: int) -> bool:
+    node, standing = message.get("node"), message.get("standing")
+    return (
+        is_nonce(message.get("nonce"))
+        and type(node) is int
+        and node in range(1, nodes)
+        and isinstance(message.get("host"), str)
+        and (standing is None or isinstance(standing, dict))
+    )
 
 
 def join(
@@ -205,23 +332,39 @@ def join(
     deadline_seconds: float,
     stopped: Callable[[], bool] = lambda: False,
     silence_seconds: float = SILENCE_SECONDS,
+    *,
+    secret: Callable[[], bytes | None],
 ) -> Connection:
-    """Another node's side of the roll-call. Raises GangError when node 0 cannot be found in time."""
+    """Another node's side of the roll-call. Raises GangError when node 0 cannot be found in time.
+
+    secret: reads the secret of this start, anew after each handshake that failed: what an earlier start left behind is
+    soon replaced. It returns None while there is none, and may raise InfraError.
+    """
     limit = time.monotonic() + deadline_seconds
-    last = "no answer"
+    last, known = "no answer", None
     while time.monotonic() < limit and not stopped():
+        if known is None:
+            try:
+                known = secret()
+                last = last if known else "the job's store holds no secret of this start yet: node 0 has not begun"
+            except InfraError as error:
+                last = f"the secret of this start cannot be read: {error}"
+            if known is None:
+                time.sleep(_SECRET_PAUSE_SECONDS)
+                continue
+        refused = False
         for port in ports:
             try:
                 peer = socket.create_connection((address, port), timeout=min(5.0, deadline_seconds))
             except OSError as error:
                 last = f"{address}:{port}: {error}"
                 continue
-            connection = Connection(peer, silence_seconds)
-            connection.send({"kind": "hello", "token": token, **hello})
-            if _welcomed(connection, seconds=5.0):
+            connection = Connection(peer, silence_seconds, largest_bytes=LARGEST_GREETING_BYTES)
+            if _shake_hands(connection, token, hello, known, HANDSHAKE_SECONDS):
                 return connection
-            last = f"{address}:{port}: somebody else listens there"
             connection.close()
+            refused, last = True, f"{address}:{port}: somebody else listens there"
+        known = None if refused else known
         time.sleep(0.1)
     raise GangError(
         f"roll-call: node {hello['node']} could not reach node 0 within {deadline_seconds:g} s ({last})\n"
@@ -229,12 +372,24 @@ def join(
     )
 
 
-def _welcomed(connection: Connection, seconds: float) -> bool:
-    limit = time.monotonic() + seconds
+def _shake_hands(connection: Connection, token: str, hello: Message, secret: bytes, seconds: float) -> bool:
+    limit, nonces = time.monotonic() + seconds, (new_nonce(), "")
+    connection.send({"kind": "hello", "nonce": nonces[0], **hello})
     while time.monotonic() < limit and not connection.closed:
-        if messages := connection.receive():
-            connection.put_back(messages[1:])  # such as the number of the generation, said in one breath
-            return messages[0].get("kind") == "welcome"
+        messages = connection.receive()
+        for at, message in enumerate(messages):
+            if message["kind"] == "challenge" and not nonces[1] and is_nonce(message.get("nonce")):
+                nonces = (nonces[0], message["nonce"])
+                if not is_proof(message.get("proof"), coordinator_proof(secret, token, hello, nonces)):
+                    return False
+                connection.send({"kind": "proof", "proof": follower_proof(secret, token, hello, nonces)})
+            elif message["kind"] == "welcome" and nonces[1]:
+                # What follows may be the number of the generation, said in one breath.
+                connection.put_back(messages[at + 1 :])
+                connection.largest_bytes = LARGEST_MESSAGE_BYTES
+                return True
+            else:
+                return False
         time.sleep(0.01)
     return False
 

@@ -21,6 +21,7 @@ def follow(own: OwnNode) -> Verdict:
             own.host,
             own.start_seconds,
             own.told_to_leave,
+            secret=own.fetch_secret,
             standing=standing,
             opened=lambda number: own.log.open(own.spec, number),
         )

@@ -21,14 +21,14 @@ class Gathering:
     members, hellos: of those who came, by their numbers. lost: what took a node that was waiting out a notice.
     """
 
-    def __init__(self, spec: GangSpec) -> None:
+    def __init__(self, spec: GangSpec, secret: bytes) -> None:
         self._spec = spec
         self.members: dict[int, Connection] = {}
         self.hellos: dict[int, Message] = {}
         self.lost: Order | None = None
         self._lobby: Lobby | None = None
         if spec.nodes > 1:
-            self._lobby = Lobby(spec.main_address, spec.candidate_ports, spec.token, spec.silence_seconds)
+            self._lobby = Lobby(spec.main_address, spec.candidate_ports, spec.token, secret, spec.silence_seconds)
         self._number = 0
         self._standing: dict[int, tuple[float, Order]] = {}  # (time.monotonic() until when, why) by node
         self._told_standing = Recently(_STANDING_SECONDS)
@@ -61,6 +61,8 @@ class Gathering:
             self._lobby.roll_call(self._spec.nodes, deadline_seconds, looked)
         finally:  # who came is told, also when others did not
             self._take_in()
+            self._lobby.close()
+            self._lobby = None
         limit = time.monotonic() + deadline_seconds
         while self._standing:
             if stopped():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TypeVar
@@ -13,6 +15,7 @@ from infra.outcome import Outcome
 from training.checkpoint.generations import Generation
 from training.errors import GangError, TrainingError
 from training.launch.echo import say
+from training.launch.handshake import SECRET_BYTES
 from training.launch.leader import Leader, failed_to_open
 from training.launch.own_node import OwnNode
 from training.launch.patience import do_meanwhile, try_again
@@ -23,6 +26,7 @@ from training.launch.verdict import Verdict, agent_failed, told_to_leave, unaffo
 T = TypeVar("T")
 # For all nodes to have ended their ranks and closed their logs, after a verdict that the gang goes on.
 REGROUP_SECONDS = 30.0
+_WITHDRAW_SECONDS = 5.0  # for the store to delete the secret of the start, at the end of the agent
 
 
 class Leading:
@@ -31,7 +35,9 @@ class Leading:
     def __init__(self, own: OwnNode) -> None:
         self._own, self._log, self._drain = own, own.log, own.drain
         self._standing = own.standing()
-        self._lead = Lead(own.spec, own.host)
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._withdrawal: threading.Thread | None = None
+        self._lead = Lead(own.spec, own.host, self._secret)
         self._leader = Leader(own.spec, own.job_store, born=own.log.since)
 
     def run(self) -> Verdict:
@@ -67,14 +73,17 @@ class Leading:
             last = generation
             return generation
         finally:
+            self._withdraw_secret()
             self._lead.close()
             self._drain.record(self._log.emit)
             self._log.close(last.reason)
+            if self._withdrawal is not None:
+                self._withdrawal.join(_WITHDRAW_SECONDS)
 
     def _open_first(self) -> Generation | Verdict:
         """Before a notice is waited out: that time has to be on record too."""
         try:
-            generation = self._asked_patiently(self._leader.open, lambda: self._lead.stand_by(0.0))
+            generation = self._asked_patiently(self._publish_and_open, lambda: self._lead.stand_by(0.0))
         except (TrainingError, InfraError) as error:
             if self._drain.leaving:
                 return self._lead.give_up(told_to_leave(self._drain.cause))
@@ -82,6 +91,11 @@ class Leading:
             raise
         self._lead.gather_for(generation.number)
         return generation
+
+    def _publish_and_open(self) -> Generation:
+        if self._own.spec.nodes > 1:
+            self._own.secret.publish(self._secret)
+        return self._leader.open()
 
     def _asked_patiently(self, work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
         """What asks the store: again and again as long as a start may take, since one that is in trouble may be well in
@@ -109,6 +123,7 @@ class Leading:
         try:
             self._outlive()
             lead.roll_call(self._own.start_seconds, self._own.told_to_leave)
+            self._withdraw_secret()
             start = self._asked_patiently(lambda: leader.plan(generation, nodes, lead.hosts(nodes)), lead.hold)
             if broke := unaffordable(start, generation.parent_step):
                 say(broke.outcome.message)
@@ -127,6 +142,12 @@ class Leading:
                 **do_meanwhile(lambda: leader.lost(self._log.since, spec.world_size), self._hold),
             )
         return verdict
+
+    def _withdraw_secret(self) -> None:
+        """Once: as soon as all have come, or it is clear that they will not. Nobody waits for the store's answer."""
+        if self._withdrawal is None and self._own.spec.nodes > 1:
+            self._withdrawal = threading.Thread(target=self._own.secret.withdraw, name="secret", daemon=True)
+            self._withdrawal.start()
 
     def _outlive(self) -> None:
         """Once: this node's own notice, from before the start. Raises GangError where that is no time to start."""

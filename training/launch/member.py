@@ -29,17 +29,18 @@ class Member(Heard):
         deadline_seconds: float,
         stopped: Callable[[], bool],
         *,
+        secret: Callable[[], bytes | None],
         standing: Order | None = None,
         opened: Callable[[int], object] = lambda number: None,
     ) -> None:
-        """standing: what this node waits out before it can start. opened: called with the number of the generation that
-        the gang gathers for, as soon as node 0 tells it."""
+        """secret: reads the secret of this start. standing: what this node waits out before it can start. opened: is
+        called with the number of the generation that the gang gathers for, as soon as node 0 tells it."""
         super().__init__()
         hello: Message = {"node": spec.node, "host": host}
         if standing is not None:
             hello["standing"] = standing.to_json()
         door = (spec.main_address, spec.candidate_ports, spec.token)
-        self._lead = join(*door, hello, deadline_seconds, stopped, spec.silence_seconds)
+        self._lead = join(*door, hello, deadline_seconds, stopped, spec.silence_seconds, secret=secret)
         self._stopped, self._opened = stopped, opened
         self._asked_to_wait_until = 0.0
         self._generation = 0

@@ -16,7 +16,9 @@ from training.launch.devices import NodeGpuCheck
 from training.launch.drain import Drain
 from training.launch.echo import say
 from training.launch.generation import NodeGeneration
+from training.launch.handshake import StartSecret
 from training.launch.node_log import NodeLog
+from training.launch.patience import do_meanwhile
 from training.launch.peers import Peers
 from training.launch.spec import GangSpec
 from training.launch.standby import PROJECT_ROOT, Standby
@@ -35,6 +37,7 @@ class OwnNode:
         self.start_seconds = cluster.start_deadline_seconds
         self._gpu_check = NodeGpuCheck(cluster.device, promised=spec.promised_gpus, project_root=PROJECT_ROOT)
         self.job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
+        self.secret = StartSecret(self.job_store, spec.run, spec.attempt)
         self.host = socket.gethostname()
         self.log = NodeLog(self.job_store, self.host)
         self.drain = Drain(spec)
@@ -50,6 +53,10 @@ class OwnNode:
         if standing is None:
             self._warm()
         return standing
+
+    def fetch_secret(self) -> bytes | None:
+        """By which node 0 knows this node; None while there is none. Raises StoreError."""
+        return do_meanwhile(self.secret.fetch, self.told_to_leave)
 
     def outlive(self, meanwhile: Callable[[float], str]) -> str:
         """Wait out what stands, which is paid for and on record: "" when this node may start, else why not."""

@@ -49,10 +49,10 @@ class Peers(Protocol):
 class Lead(Heard):
     """Node 0's view: everybody's news, and the verdict. One for all generations of an attempt."""
 
-    def __init__(self, spec: GangSpec, host: str) -> None:
+    def __init__(self, spec: GangSpec, host: str, secret: bytes) -> None:
         super().__init__()
         self._spec, self._host = spec, host
-        self._gathering = Gathering(spec)
+        self._gathering = Gathering(spec, secret)
         self._members, self._hellos = self._gathering.members, self._gathering.hellos
         self._failures: list[WorkerFailure] = []
         self._witnesses: dict[int, tuple[float, WorkerFailure]] = {}
@@ -190,21 +190,27 @@ class Lead(Heard):
     def _hear(self, node: int, connection: Connection) -> None:
         connection.keep_alive()
         for message in connection.receive():
-            kind = message["kind"]
-            if kind == "order":
-                self.order(Order.from_json(message))
-            elif kind == "standing":
-                self._gathering.stands(node, Order.from_json(message))
-            elif self._start is None or message["generation"] != self._start.generation:
-                continue  # of a generation that has ended: its end is known
-            elif kind == "failed":
-                self.report(WorkerFailure(**message["failure"]))
-            elif kind == "finished":
-                self._finished[node] = {int(rank): result for rank, result in message["results"].items()}
-            elif kind == "ready":
-                self._ready.add(node)
-            elif kind == "waiting":
-                self.waiting()
+            try:
+                self._act_on(node, message)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                connection.refuse(f"it sent a message that cannot be understood: {type(error).__name__}: {error}")
+
+    def _act_on(self, node: int, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "order":
+            self.order(Order.from_json(message))
+        elif kind == "standing":
+            self._gathering.stands(node, Order.from_json(message))
+        elif self._start is None or message["generation"] != self._start.generation:
+            return  # of a generation that has ended: its end is known
+        elif kind == "failed":
+            self.report(WorkerFailure(**message["failure"]))
+        elif kind == "finished":
+            self._finished[node] = {int(rank): result for rank, result in message["results"].items()}
+        elif kind == "ready":
+            self._ready.add(node)
+        elif kind == "waiting":
+            self.waiting()
 
     def _notice_loss(self, node: int) -> None:
         lost = self._members[node].closed and node not in self._finished

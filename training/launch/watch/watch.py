@@ -25,7 +25,7 @@ from training.launch.watch.stacks import last_words, parse_traceback
 _LONGEST_PLACE = 500
 _STOPPED_SECONDS = 1.0  # a rank that is stopped for so long is not merely being looked at
 _STATE_SECONDS = 0.25  # between two looks at the kernel's word
-_ABSENT_SECONDS = 1.0  # an agent that did not run for so long (a frozen container) counts none of it as silence
+_LONGEST_TURN_SECONDS = 1.0  # of the agent's loop; the rest of a longer one (a frozen container) is nobody's silence
 _FRESH_SECONDS = 5.0  # a dump is shown as where a rank stands
 _SUSPICION_SECONDS = 30.0  # between two dumps of what is only remarkable
 
@@ -78,8 +78,8 @@ class Watch:
         """What is new. Microseconds per rank while all goes well. patient: a rank somewhere waits for the store, and
         all others for that rank: this time is no silence of theirs, also when it is over."""
         now = self._now()
-        if now - self._looked > _ABSENT_SECONDS:
-            self._absent_seconds += now - self._looked
+        if now - self._looked > _LONGEST_TURN_SECONDS:
+            self._absent_seconds += now - self._looked - _LONGEST_TURN_SECONDS
         elif patient:
             self._patient_seconds += now - self._looked
         self._looked = now
@@ -139,7 +139,7 @@ class _Rank:
         self._stopped_since: float | None = None
         self._resident = 0
         self._beat = worker.beat
-        self._silent = self._absent_before = self._patient_before = 0.0
+        self._silent = self._absent_before = self._patient_before = self._absent_at_look = 0.0
         self.reported = False
         self.stopped = self.hung = self.remarkable = False
 
@@ -162,6 +162,8 @@ class _Rank:
     def look(self, now: float, absent: float, patient: float) -> None:
         """Seconds since the start. absent: in which nobody looked; patient: in which some rank waited for the store."""
         beat = self._worker.beat
+        if absent != self._absent_at_look:  # while nobody looked, a stopped rank may have been stopped with its agent
+            self._absent_at_look, self._stopped_since = absent, None
         if beat.t_mono != self._beat.t_mono:
             self._absent_before, self._patient_before = absent, patient
         self._beat = beat
