@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.aws.adopt.command import add_adopt_command
+from infra.aws.adopt import add_adopt_command
 from infra.aws.deploy import add_deploy_command
 from infra.config import ConfigError, load_config
 from infra.config.json_schema import schema_text

@@ -68,7 +68,7 @@ NEEDS: dict[str, dict[str, tuple[str, str]]] = {
 PERSON, STEPS, HEAD = "person", "JobRole", "HeadRole"
 RUN_BY: dict[str, set[str]] = {
     "cost/prices": {STEPS, HEAD},
-    "cost/refresh": {PERSON},
+    "cost/catalogue_refresh.py": {PERSON},
     "infra/aws": {PERSON},
     "infra/batch/attempts.py": {STEPS, HEAD},
     "infra/batch/cancel.py": {STEPS, HEAD},

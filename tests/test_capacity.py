@@ -13,7 +13,7 @@ from cost.catalogue import load_catalogue
 from cost.errors import PlacementError
 from infra.batch import ComputeEnvironment, in_queues_region
 from infra.batch.attempts import Cause
-from infra.batch.declared import contradiction
+from infra.batch.queues import contradiction
 from infra.config.batch import QueueConfig
 from infra.events import GENERATION_ENDED, NODE_STARTED, NOTICE
 from infra.outcome import Outcome

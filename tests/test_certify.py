@@ -23,9 +23,7 @@ from infra.store import Store
 from tests.support.timelines import event
 from tests.test_report import interrupted_job
 from training.certify.certificate import certificate, config_sha256, told
-from training.certify.recorded import content_sha256
-from training.certify.runs import Run
-from training.certify.small import gang_size, small_config
+from training.certify.runs import Run, content_sha256, gang_size, small_config
 from training.launch.spec import GangOutcome
 from training.workloads.language_model import TextBatch
 

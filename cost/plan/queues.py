@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cost.catalogue import Catalogue
 from cost.plan.pools import Pool
-from infra.batch.machines import BATCHS_CHOICE
+from infra.batch.queues import BATCHS_CHOICE
 
 if TYPE_CHECKING:
     from infra.batch.queues import QueueState

@@ -5,10 +5,17 @@ from __future__ import annotations
 from infra.batch.attempts import BatchAttempt, Cause, describe_attempts
 from infra.batch.cancel import NEVER_STARTED, NOT_MADE, TERMINATED, cancel_job
 from infra.batch.client import batch_client
-from infra.batch.declared import declared_queues, in_queues_region, training_queues
-from infra.batch.light import has_gpus_only, lightest_queue
 from infra.batch.marked import MARK, marked_jobs
-from infra.batch.queues import ComputeEnvironment, QueueState, describe_queues
+from infra.batch.queues import (
+    ComputeEnvironment,
+    QueueState,
+    declared_queues,
+    describe_queues,
+    has_gpus_only,
+    in_queues_region,
+    lightest_queue,
+    training_queues,
+)
 
 __all__ = [
     "MARK",

@@ -1,13 +1,37 @@
-"""What the job queues of an account can take: their market, machines, and whether they take anything at all now."""
+"""Job queues of an AWS account: their market, machines and state, and the queues that a configuration declares.
+
+Families as AWS has them: https://docs.aws.amazon.com/ec2/latest/instancetypes/instance-type-names.html
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from infra.aws.calls import Patience, ask, is_amazons, pages
-from infra.batch.machines import BATCHS_CHOICE
+from infra.config.batch import BatchConfig, QueueConfig
+from infra.config.schema import RunConfig
+from infra.store.aws import aws_settings
+
+# Batch takes what fits the job, of the families c6i, c7i, m6i and r6i, or their Arm kin: none of them has a GPU.
+# https://docs.aws.amazon.com/batch/latest/userguide/instance-type-compute-table.html
+BATCHS_CHOICE = ("optimal", "default_x86_64", "default_arm64")
+_ARM_CHOICE = "default_arm64"
+_ARM = re.compile(r"a1\b|[a-z]+[0-9]+[a-z]*g")  # Graviton's families have a g behind their generation: m6g, c7gn, g5g
+_ACCELERATED = re.compile(r"(p|g|gr|vt|inf|trn|dl|f)[0-9]")
+
+
+def accelerated(instance_type: str) -> bool:
+    """Whether a type, or a family, has GPUs or other accelerators, and its price."""
+    return _ACCELERATED.match(instance_type) is not None
+
+
+def arm(instance_type: str) -> bool:
+    """Whether a type, or a family, has processors that run no image for x86-64."""
+    return instance_type == _ARM_CHOICE or _ARM.match(instance_type.partition(".")[0]) is not None
+
 
 Market = Literal["spot", "on_demand"]
 
@@ -213,3 +237,174 @@ def _missing(name: str, region: str) -> QueueState:
         usable=False,
         problem=f"there is no job queue {name} in {region}",
     )
+
+
+def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
+    """As the configuration has them, all taken to be usable: for when Batch does not answer."""
+    return {
+        queue.name: QueueState(
+            name=queue.name,
+            arn="",
+            market=queue.market,
+            instance_types=tuple(queue.instance_types),
+            multi_node=queue.multi_node,
+            usable=True,
+            problem="",
+        )
+        for queue in batch.queues
+    }
+
+
+def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float = 20.0) -> dict[str, QueueState]:
+    """Where training may go, by the name in the configuration; with none declared, all EC2 queues of the region.
+
+    A declaration can only narrow what Batch says: its instance types, and multi_node where that is not wanted. One that
+    contradicts Batch makes the queue unusable, with the reason in `problem`. Raises CloudError.
+    """
+    if not batch.queues:
+        found = describe_queues(None, client, deadline_seconds=deadline_seconds)
+        return {name: state for name, state in found.items() if not state.fargate}  # Fargate has no GPUs
+    found = describe_queues([queue.name for queue in batch.queues], client, deadline_seconds=deadline_seconds)
+    return {queue.name: _narrowed(found[queue.name], queue) for queue in batch.queues}
+
+
+def in_queues_region(config: RunConfig, *, told: bool = True) -> RunConfig:
+    """The configuration with the region of the queues as the only one that is priced: a job runs nowhere else.
+
+    told: False takes the default region where nobody has told another, as a client does; True leaves the configuration
+    as it is then, since a container need not know. Raises StoreError for an unreadable profile.
+    """
+    region = config.batch.region
+    if region is None:
+        settings = aws_settings()
+        if told and not settings.region_told:
+            return config
+        region = settings.region
+    cost = config.cost.model_copy(update={"regions": [region]})
+    return config.model_copy(update={"cost": cost, "batch": config.batch.model_copy(update={"region": region})})
+
+
+def contradiction(state: QueueState, declared: QueueConfig) -> str:
+    """What the configuration says of a queue and Batch does not, with the fix; "" when they agree."""
+    if state.market is not None and state.market != declared.market:
+        kinds = ", ".join(dict.fromkeys(one.kind for one in state.compute_environments))
+        said = f"queue {state.name} is declared {declared.market}, and its compute environments are {kinds}"
+        return f"{said}; fix: set its market to {state.market} in batch.queues"
+    if declared.multi_node and not state.multi_node:
+        said = (
+            f"queue {state.name} is declared multi_node, and Batch runs several nodes in managed EC2 environments only"
+        )
+        return f"{said}; fix: set its multi_node to false in batch.queues"
+    if declared.instance_types and state.instance_types:
+        lost = [kind for kind in declared.instance_types if not _offered(kind, state.instance_types)]
+        if lost:
+            said = (
+                f"queue {state.name} is declared to have {', '.join(lost)}, and has {', '.join(state.instance_types)}"
+            )
+            return f"{said}; fix: correct its instance_types in batch.queues"
+    return ""
+
+
+def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:
+    problem = state.problem or contradiction(state, declared)
+    return replace(
+        state,
+        instance_types=_common(declared.instance_types, state.instance_types),
+        multi_node=state.multi_node and declared.multi_node,
+        usable=not problem,
+        problem=problem,
+    )
+
+
+def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
+    """What both mean: of a family that is declared only the types that there are, where Batch was given types."""
+    if not declared or not offered:
+        return tuple(declared or offered)
+    narrow = [kind for kind in declared if kind in offered or not _lists_types_of(offered, kind)]
+    listed = [one for one in offered if any(_lists_types_of([one], kind) for kind in declared)]
+    return tuple(dict.fromkeys([*narrow, *listed])) or tuple(declared)
+
+
+def _lists_types_of(offered: Sequence[str], kind: str) -> bool:
+    """Whether Batch was given narrower words than the declared ones: g5.xlarge, and g5 is declared."""
+    whole = kind.rstrip(".")
+    return any(one != whole and one.startswith(whole if "." in whole else f"{whole}.") for one in offered)
+
+
+def _offered(kind: str, offered: Sequence[str]) -> bool:
+    """Whether a type or family is among those of a compute environment, as wide or as narrow as it names them."""
+    family, _, size = kind.rstrip(".").partition(".")
+    for one in offered:
+        other, _, its_size = one.partition(".")
+        if one in BATCHS_CHOICE and not accelerated(kind):
+            return True  # Batch's own choice changes with time and region, and has never had GPUs
+        if family == other and (not size or not its_size or its_size.startswith(size)):
+            return True
+    return False
+
+
+# Of a step without @resources Metaflow asks for 4,096 MiB, which the system leaves of no machine with 4 GiB.
+_LEAST_GIB = 5.0
+_GIB_PER_VCPU = {"c": 2.0, "r": 8.0, "x": 16.0, "z": 8.0}  # others: 4
+_VCPUS = {"nano": 0.5, "micro": 0.5, "small": 0.5, "medium": 1.0, "large": 2.0, "xlarge": 4.0}
+_ANY_SIZE_VCPUS = 2.0  # of a family, or of Batch's own choice: it takes a size that fits
+_METAL_VCPUS = 96.0
+_CPU, _FARGATE, _UNKNOWN, _GPU, _UNFIT = range(5)
+
+
+def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
+    """(name, why) of the on-demand queue whose smallest machine that will do is the smallest, one without GPUs before
+    any with them, and Fargate, which needs one more role, in between; None where no queue takes jobs on demand. What
+    the machines are goes by their types' names.
+    """
+    able = [(name, queue) for name, queue in queues.items() if queue.usable and queue.market == "on_demand"]
+    if not able:
+        return None
+    name, queue = min(able, key=lambda one: _rank_of(one[1]))  # the first of equals
+    kind, _ = _rank_of(queue)
+    types = ", ".join(queue.instance_types) or "machines that nobody named"
+    fix = "fix: name a queue of small machines in batch.light_queue"
+    why = {
+        _CPU: f"the smallest of {len(able)} on demand ({types})"
+        if len(able) > 1
+        else f"the only one on demand ({types})",
+        _FARGATE: "of Fargate, which has no GPUs; Metaflow runs none there without METAFLOW_ECS_FARGATE_EXECUTION_ROLE",
+        _UNKNOWN: f"of {types}, which may have GPUs; {fix}",
+        _GPU: f"whose machines all have GPUs or other accelerators, paid for and not used ({types}); {fix}",
+        _UNFIT: f"whose machines may have less than {_LEAST_GIB:g} GiB, or run no image for x86-64 ({types}); {fix}",
+    }
+    return name, why[kind]
+
+
+def has_gpus_only(queue: QueueState) -> bool:
+    """Whether all of its machines that hold a step have GPUs or other accelerators, as far as their types are told."""
+    return bool(queue.instance_types) and _rank(queue.instance_types)[0] == _GPU
+
+
+def _rank_of(queue: QueueState) -> tuple[int, float]:
+    return (_FARGATE, 0.0) if queue.fargate else _rank(queue.instance_types)
+
+
+def _rank(types: Iterable[str]) -> tuple[int, float]:
+    """(kind, processors) of the smallest machine among the types that will do."""
+    fit = [one for one in types if _gib(one) >= _LEAST_GIB and not arm(one)]
+    found = [(_GPU if accelerated(one) else _CPU, _vcpus(one)) for one in fit]
+    return min(found) if found else ((_UNFIT, 0.0) if list(types) else (_UNKNOWN, 0.0))
+
+
+def _vcpus(listed: str) -> float:
+    if listed in BATCHS_CHOICE:
+        return _ANY_SIZE_VCPUS
+    size = listed.partition(".")[2].rstrip("*")
+    if not size:
+        return _ANY_SIZE_VCPUS
+    if size.startswith("metal"):
+        return _METAL_VCPUS
+    times = re.fullmatch(r"([0-9]+)xlarge", size)
+    return 4.0 * int(times[1]) if times else _VCPUS.get(size, _ANY_SIZE_VCPUS)
+
+
+def _gib(listed: str) -> float:
+    if listed in BATCHS_CHOICE or "." not in listed.rstrip("."):
+        return _LEAST_GIB
+    return _vcpus(listed) * _GIB_PER_VCPU.get(listed[0], 4.0)

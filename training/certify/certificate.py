@@ -1,4 +1,4 @@
-"""What the runs prove: each interrupted one against the quiet one, number by number and batch by batch."""
+"""Compare interrupted runs with the uninterrupted one, number by number and batch by batch."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from infra.errors import InfraError
 from infra.machine import describe_machine
 from infra.process import die_with_parent
 from training.certify.certificate import certificate, told
-from training.certify.runs import INTERRUPTIONS, NODE_LOST, PEACE, certified_run
-from training.certify.small import DEFAULT_STEPS, recorded, small_config
+from training.certify.runs import DEFAULT_STEPS, INTERRUPTIONS, NODE_LOST, PEACE, certified_run, recorded, small_config
 from training.errors import TrainingError
 from training.launch.workers import PROJECT_ROOT
 

@@ -1,21 +1,140 @@
-"""The runs that a certificate rests on: one in peace, and the same job under each interruption."""
+"""The runs that a certificate compares: a small copy of the job, uninterrupted and under each interruption."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
 
 from infra.config.schema import RunConfig
 from infra.events import RESTORE, STEP, Event, read_events
 from infra.layout import job_prefix
 from infra.outcome import Outcome
 from infra.store import Store
-from training.certify.small import recorded
 from training.errors import GangError, TrainingError
 from training.launch.local import LocalGang
 from training.launch.spec import GangOutcome, GangSpec
+from training.workload import Batch, Cursor, WorkloadContext
+from training.workloads.loader import make_workload, prepare_data
+
+RECORDED = "training.certify.runs:Recorded"
+WORKLOAD_OPTION = "certified_workload"
+FOLDER_OPTION = "certified_records"
+DEFAULT_STEPS = 24
+_SAVES = 6
+
+
+def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
+    """The same model, data, batch, optimizer and mode; fewer steps, with a commit after each sixth of them.
+
+    Ranks: as configured, as far as this machine has cores for them; two nodes where there are several, and never fewer
+    after a loss, since other ranks add up otherwise. Figures that would reach others (metrics) are off.
+    """
+    nodes, processes = gang_size(config)
+    sections = {
+        "training": {"max_steps": steps, "evaluation_interval_steps": max(1, steps // 2)},
+        "checkpoint": {
+            "interval": "steps",
+            "interval_steps": max(1, steps // _SAVES),
+            "when_busy": "wait",
+            "upload_mib_per_second": None,
+        },
+        "cluster": {"nodes": nodes, "processes_per_node": processes, "min_nodes": None},
+        "metrics": {"port": None, "push_url": None},
+    }
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update={**changed, "store": str(store)})
+
+
+def recorded(config: RunConfig, folder: Path) -> RunConfig:
+    """The same with the workload behind its witness, whose records go to `folder`."""
+    options = {**config.workload_options, WORKLOAD_OPTION: config.workload or "", FOLDER_OPTION: str(folder)}
+    return config.model_copy(update={"workload": RECORDED, "workload_options": options})
+
+
+def gang_size(config: RunConfig) -> tuple[int, int]:
+    """(nodes, ranks of each) for this machine."""
+    nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
+    nodes = 2 if nodes == "auto" else min(nodes, 2)
+    processes = 1 if processes == "auto" else processes
+    cores = len(os.sched_getaffinity(0))
+    return nodes, max(1, min(processes, cores // nodes))
+
+
+class Recorded:
+    """Options: those of the workload itself, its name, and the folder for the records; the latter two it never sees."""
+
+    def __init__(self, context: WorkloadContext) -> None:
+        self._workload: Any = make_workload(own_config(context.config), _own_context(context))
+        self._name = str(context.options[WORKLOAD_OPTION] or "the built-in one")
+        self._path = Path(str(context.options[FOLDER_OPTION])) / f"rank-{context.rank}.jsonl"
+
+    @classmethod
+    def prepare(cls, context: WorkloadContext) -> dict:
+        """What the workload itself prepares."""
+        return prepare_data(own_config(context.config), _own_context(context))
+
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> Batch:
+        batch = self._workload.next_batch(model, cursor)
+        record = {"first": cursor.first, "count": cursor.count, "sha256": content_sha256(batch)}
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._workload, name)
+
+
+def own_config(config: RunConfig) -> RunConfig:
+    """The configuration as the workload itself is to see it."""
+    assert config.workload == RECORDED
+    options = dict(config.workload_options)
+    options.pop(FOLDER_OPTION)
+    return config.model_copy(update={"workload": options.pop(WORKLOAD_OPTION) or None, "workload_options": options})
+
+
+def _own_context(context: WorkloadContext) -> WorkloadContext:
+    return dataclasses.replace(context, config=own_config(context.config))
+
+
+def content_sha256(batch: Any) -> str:
+    """Of every tensor and number that a batch holds, in the order of its fields."""
+    digest = hashlib.sha256()
+    for part in _parts(batch):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    if isinstance(value, torch.Tensor):
+        array = value.detach().cpu().contiguous()
+        yield f"{array.dtype}{tuple(array.shape)}".encode()
+        yield array.flatten().view(torch.uint8).numpy().tobytes() if array.numel() else b""
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes()
+    elif isinstance(value, dict):
+        for key in value:
+            yield str(key).encode()
+            yield from _parts(value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _parts(item)
+    elif hasattr(value, "__dict__") and not callable(value):
+        yield from _parts(vars(value))
+    else:
+        yield repr(value).encode()
+
 
 _SECONDS = 900.0  # for one start of the gang
 _MOST_STARTS = 4
