@@ -77,7 +77,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from cost.jobs.load import read_job
     from cost.plan.plan import make_plan
     from cost.plan.plan_text import render_plan
-    from cost.plan.progress import progress_of
+    from cost.plan.pools import progress_of
     from cost.prices.source import open_prices
     from infra.config.load import load_config
     from infra.config.problems import ConfigError

@@ -12,7 +12,7 @@ from infra.events import read_events
 
 if TYPE_CHECKING:
     from cost.experience import Experience
-    from cost.plan.progress import Progress
+    from cost.plan.pools import Progress
     from infra.batch import QueueState
     from infra.config.schema import RunConfig
 
@@ -64,7 +64,7 @@ def experience(job: Job) -> Experience:
 def progress(job: Job) -> Progress:
     """How far the job has come, so that only the rest is planned; the whole where no account of it can be made."""
     from cost.errors import CostError
-    from cost.plan.progress import FROM_THE_START, progress_of
+    from cost.plan.pools import FROM_THE_START, progress_of
 
     try:
         return progress_of(read_events(job.store))

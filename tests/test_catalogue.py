@@ -11,7 +11,7 @@ import pytest
 import cost.catalogue
 from cost.catalogue import Catalogue, load_catalogue
 from cost.errors import CatalogueError
-from cost.plan.hazard import gang_hazard_per_hour, reclaim_hazard_per_hour
+from cost.plan.outlook import gang_hazard_per_hour, reclaim_hazard_per_hour
 from cost.prices.quote import StaticPrices
 
 INSTANCES = Path(cost.catalogue.__file__).with_name("instances.csv")

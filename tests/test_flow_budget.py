@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cost.plan.plan import make_plan
-from cost.plan.progress import progress_of
+from cost.plan.pools import progress_of
 from cost.prices.recorded import RecordedPrices
 from infra.config.schema import RunConfig
 from infra.events import read_events

@@ -12,10 +12,10 @@ import pytest
 
 from cost.errors import ReportError
 from cost.experience import EVIDENCE_WORTH, Experience, JobExperience, Stay, experience_of, recall, remember
-from cost.plan.chance import WAIT_HOURS, Case, chances
+from cost.plan.outlook import WAIT_HOURS, Case, chances
 from cost.plan.plan import KEPT_POOLS, Plan, make_plan
 from cost.plan.plan_text import render_plan
-from cost.plan.progress import progress_of
+from cost.plan.pools import progress_of
 from cost.prices.history import SpotRecord
 from cost.rates import load_rates
 from cost.tracker import get_accumulated_cost, get_cheapest_suitable_instance
@@ -60,7 +60,7 @@ def test_what_has_no_price_on_record_counts_as_nothing_and_is_said():
 
 
 def simulated(case: Case, seed: int) -> tuple[float, float]:
-    """(paid hours, hours) of one job, second by second as it happens: nothing of `cost.plan.chance` but the case."""
+    """(paid hours, hours) of one job, second by second as it happens: nothing of `cost.plan.outlook` but the case."""
     chance = random.Random(seed)
     hazard = case.reclaims.per_hour
     left, paid, waited = case.work_hours, case.start_hours, 0.0

@@ -20,9 +20,8 @@ import numpy as np
 from benchmarks.money.jobs import world_at, zones_of
 from cost.errors import SimulationError
 from cost.experience import Experience, JobExperience, Stay
-from cost.plan.chance import Case as Course
-from cost.plan.chance import outlook
-from cost.plan.hazard import reclaim_prior
+from cost.plan.outlook import Case as Course
+from cost.plan.outlook import outlook, reclaim_prior
 from cost.policy.baselines import Greedy
 from cost.simulate.simulator import PUBLISHED, Job, simulate
 from cost.simulate.world import World

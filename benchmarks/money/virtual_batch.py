@@ -12,7 +12,7 @@ from typing import Any
 
 from cost.capacity import Placement, attempt_record, history_of, place
 from cost.plan.plan import Plan, make_plan
-from cost.plan.progress import Progress
+from cost.plan.pools import Progress
 from infra.batch.attempts import BatchAttempt, Cause
 from infra.batch.queues import QueueState
 from infra.config.schema import RunConfig

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cost.catalogue import Catalogue, InstanceType, load_catalogue
 from cost.plan.plan import Plan
-from cost.plan.pools import Candidate
-from cost.plan.queues import lack_of, short_name, takes
+from cost.plan.pools import Candidate, lack_of, short_name, takes
 
 if TYPE_CHECKING:
     from infra.batch.queues import QueueState

@@ -23,10 +23,8 @@ from cost.plan.expect import (
     save_seconds,
 )
 from cost.plan.fit import batch_arithmetic, gib, memory_fit, micro_batch
-from cost.plan.hazard import reclaim_prior
-from cost.plan.pools import Candidate, Pool, Rejection
-from cost.plan.progress import FROM_THE_START, Progress
-from cost.plan.queues import without_queue
+from cost.plan.outlook import reclaim_prior
+from cost.plan.pools import FROM_THE_START, Candidate, Pool, Progress, Rejection, without_queue
 from cost.plan.throughput import known_throughput, speed_fingerprint
 from cost.prices.quote import PriceSource, Quote, is_zone_of
 from cost.rates import Rates, load_rates

@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cost.catalogue import InstanceType
-from cost.plan.chance import MEAN_WAIT_HOURS, Case
 from cost.plan.fit import Fit
-from cost.plan.hazard import FAILURES_PER_GPU_HOUR
+from cost.plan.outlook import FAILURES_PER_GPU_HOUR, MEAN_WAIT_HOURS, Case
 from cost.plan.pools import Candidate, Pool
 from cost.plan.throughput import Throughput
 from cost.prices.quote import Quote

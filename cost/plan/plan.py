@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING, Any
 from cost.catalogue import Catalogue, load_catalogue, on_demand_recorded
 from cost.errors import PlanError
 from cost.experience import Experience
-from cost.plan.budget import reserve_usd, within_budget
 from cost.plan.candidates import Sources, judged
-from cost.plan.chance import outlook
-from cost.plan.notes import plan_notes
-from cost.plan.pools import Candidate, Rejection
-from cost.plan.progress import FROM_THE_START, Progress
-from cost.plan.refusals import Refusal, refusal
+from cost.plan.outlook import outlook
+from cost.plan.pools import FROM_THE_START, Candidate, Progress, Rejection, short_name
+from cost.plan.refusals import Refusal, refusal, reserve_usd, within_budget
 from cost.plan.throughput import speed_fingerprint
 from cost.prices.quote import PriceSource, StaticPrices
 from cost.rates import RATES_KIND
@@ -33,6 +30,31 @@ from infra.terms import Terms
 
 if TYPE_CHECKING:
     from infra.batch.queues import QueueState
+
+
+def plan_notes(config: RunConfig, sources: Sources) -> tuple[str, ...]:
+    """Only what holds of this configuration."""
+    regions, rates = config.cost.regions, sources.rates
+    lines = [f"storage, requests and transfer: {RATES_KIND}; NAT, logs, taxes, credits and Savings Plans are left out"]
+    lacking = [region for region in regions if region not in rates.regions]
+    if lacking:
+        lines.append(f"storage in {', '.join(lacking)}: no list price on record, so it counts as nothing there")
+    if not config.store.startswith("s3://"):
+        lines.append("transfer: the store is a folder, so nothing is counted for commits and tokens")
+    elif config.cost.store_region is None:
+        lines.append("transfer: cost.store_region is not set, so the store is taken to lie in each pool's own region")
+    else:
+        away = [region for region in regions if rates.egress_usd_per_gb(region, config.cost.store_region) is None]
+        if away:
+            lines.append(f"transfer with {', '.join(away)}: no price on record, so it counts as nothing")
+    if sources.queues is not None:
+        names = ", ".join(map(short_name, sources.queues))
+        lines.append(f"only pools that one of these queues takes: {names}")
+    if config.cluster.market != "on_demand":
+        waits = "waits after a reclaim as recorded of V100, 2023; the first start is taken to be granted at once"
+        lines.append(f"p50, p90 and P(deadline): simulated, staying in the pool; {waits}")
+    return tuple(lines)
+
 
 # 3: remaining work, dollars by kind, quantiles; a plan may be cut to its best pools.
 SCHEMA = 3

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from cost.catalogue import Catalogue, InstanceType
 from cost.experience import Experience, SpeedSeen
-from cost.plan.chance import UNMEASURED_LOG_DEVIATION
+from cost.plan.outlook import UNMEASURED_LOG_DEVIATION
 from infra.config.schema import RunConfig
 from infra.footprint import BFLOAT16_BYTES, FLOAT32_BYTES, reduced_bytes_per_parameter, shard_ranks, stays_gathered
 from infra.model_shape import ModelShape

@@ -184,7 +184,7 @@ def shaped(ask: Ask, plan: Plan, placed: Placement) -> Order:
 def fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None) -> Plan:
     """Of the work that is left, at the prices of now."""
     from cost.plan.plan import make_plan
-    from cost.plan.progress import progress_of
+    from cost.plan.pools import progress_of
     from cost.prices.source import open_prices
 
     now = time.time()
