@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import sys
+import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metaflow import current
@@ -19,10 +24,13 @@ from infra.config.schema import RunConfig
 from infra.errors import InfraError
 from infra.events import read_events
 from infra.outcome import Outcome
+from infra.process import StoppedProcesses, children
 
 if TYPE_CHECKING:
     from training.launch import GangSpec
 
+STOPPED_TASK_SECONDS = 20.0  # as long as another node's agent may be silent at most
+_LOOK_SECONDS = 1.0
 _STOPPED = {"step": None, "weights_sha256": None}
 
 
@@ -57,6 +65,33 @@ def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
     most = 0 if config.cluster.device == "cpu" else visible_gpus() // nodes
     parts = config.training.gradient_accumulation_steps * nodes
     return next((ranks for ranks in range(most, 0, -1) if config.training.batch_size % (parts * ranks) == 0), None)
+
+
+def end_stopped_tasks(
+    launcher: int, *, limit_seconds: float = STOPPED_TASK_SECONDS, done: threading.Event | None = None
+) -> None:
+    """Kill tasks on this machine that stay stopped (SIGSTOP), until `done` is set; Metaflow waits for them without end.
+
+    launcher: the process that Metaflow starts tasks from. A stopped task holds its node's agent: the job goes on as
+    after a lost node. Tasks that submit to AWS Batch are left alone, since their job would go on without them.
+    """
+    watched, done = StoppedProcesses(limit_seconds), done or threading.Event()
+    while not done.wait(min(_LOOK_SECONDS, limit_seconds / 4)):
+        tasks = [pid for pid in children(launcher) if _is_local_task(pid)]
+        tasks += [pid for task in tasks for pid in children(task) if _is_local_task(pid)]  # the other nodes'
+        for pid, seconds in watched.look(tasks).items():
+            text = f"the task with pid {pid} was stopped (state T) for {seconds:.0f} s: it is killed, and tried again"
+            print(text, file=sys.stderr, flush=True)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _is_local_task(pid: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"step" in words and not {b"batch", b"kubernetes"} & set(words)
 
 
 def first_way(flow: Any) -> str:

@@ -13,6 +13,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,12 +87,20 @@ def run(flow_class: type) -> None:
     os.environ[_PARENT_VARIABLE] = str(os.getpid())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _drain)
+    _watch_tasks()
     code = _metaflow(flow_class)
     run_id = _read_run_id(Path(_run_id_file(sys.argv[at + 1 :]) or ""))
     job = _job_of(flow_class.__name__, run_id) if run_id else None
     if job is None:
         sys.exit(code)  # Metaflow itself refused, and has said why
     sys.exit(_tell(job, code, started))
+
+
+def _watch_tasks() -> None:
+    """For as long as this process lives."""
+    from flows.gang import end_stopped_tasks
+
+    threading.Thread(target=end_stopped_tasks, args=(os.getpid(),), name="stopped tasks", daemon=True).start()
 
 
 def words_in_order(words: Sequence[str]) -> list[str]:

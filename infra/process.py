@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -134,6 +134,24 @@ class AwakeClock:
         self.seconds += min(max(now - self._last, 0.0), self._longest)
         self._last = now
         return self.seconds
+
+
+class StoppedProcesses:
+    """Finds processes that stay stopped (state T; a debugger's are in state t) for longer than `limit_seconds`.
+
+    Time in which this process was stopped as well, as by Ctrl-Z in a terminal, does not count.
+    """
+
+    def __init__(self, limit_seconds: float, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._awake = limit_seconds, AwakeClock(now, longest_turn_seconds=2.0)
+        self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
+
+    def look(self, pids: Iterable[int]) -> dict[int, float]:
+        """Of these processes, those over the limit, with the seconds since when; to be called about once a second."""
+        awake = self._awake.tick()
+        stopped = [pid for pid in pids if process_state(pid) == "T"]
+        self._since = {pid: self._since.get(pid, awake) for pid in stopped}
+        return {pid: awake - since for pid, since in self._since.items() if awake - since > self._limit}
 
 
 def reader_has_left() -> int:

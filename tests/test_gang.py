@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -141,6 +142,19 @@ def test_one_node_told_to_leave_makes_all_save_if_there_is_time(
     assert outcome.message.endswith(f"step {outcome.step} is not saved, to be resumed from step {newest.step}")
     [reason] = [event.data["reason"] for event in skipped if event.step == outcome.step]
     assert reason.endswith("and 0.0 s are left; the last commit stands")
+
+
+def test_a_frozen_coordinator_is_seen_by_the_others_which_leave(spec: GangSpec, tmp_path: Path) -> None:
+    survival = {**spec.config["survival"], "hang_floor_seconds": 6.0}
+    gang = start(replace(spec, config={**spec.config, "survival": survival}), tmp_path / "gang")
+    await_commit(spec)
+    gang.agents[0].send_signal(signal.SIGSTOP)
+    try:
+        gang.agents[1].wait(60)
+    finally:
+        gang.kill()
+    told = json.loads((tmp_path / "gang" / "node-1.result.json").read_text())
+    assert "node 0 was lost: silent for 6 s" in told["error"] and told["curable"]
 
 
 def test_what_is_frozen_does_not_outlive_its_agent(spec: GangSpec, tmp_path: Path) -> None:

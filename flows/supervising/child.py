@@ -18,10 +18,11 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 from infra.outcome import Outcome
-from infra.process import die_with_parent
+from infra.process import StoppedProcesses, die_with_parent
 
 # A drained launcher waits up to 60 s for its last save, and then writes the report.
 LEAVE_SECONDS = 180.0
+STOPPED_SECONDS = 60.0  # that a launcher may be stopped; twice as long where it does not go on
 
 
 class Child:
@@ -32,6 +33,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._left = threading.Event()
         self._limit: float | None = None
+        self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), False
 
     @property
     def asked_to_leave(self) -> bool:
@@ -49,16 +51,28 @@ class Child:
         tied = [sys.executable, __file__, str(os.getpid()), *command]
         # A group of its own: Ctrl-C of the terminal comes once, from here, and not twice.
         self._process = subprocess.Popen(tied, start_new_session=True)
+        self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), False
         if self.asked_to_leave:  # between the two
             self._tell(signal.SIGTERM)
         while (code := self._ended()) is None:
             if self._limit is not None and time.monotonic() > self._limit:
                 self._tell(signal.SIGKILL)
+            self._end_stop()
         return code
 
     def pause(self, seconds: float) -> None:
         """Ends early when asked to leave."""
         self._left.wait(seconds)
+
+    def _end_stop(self) -> None:
+        """A launcher that something has stopped watches its run no more, and never ends: it is continued, and killed
+        where it is stopped for as long again."""
+        assert self._process is not None
+        for seconds in self._stopped.look([self._process.pid]).values():
+            does = "killed" if self._continued else "continued"
+            print(f"the run was stopped (state T) for {seconds:.0f} s: it is {does}", file=sys.stderr, flush=True)
+            self._tell(signal.SIGKILL if self._continued else signal.SIGCONT)
+            self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), True
 
     def _ended(self) -> int | None:
         assert self._process is not None

@@ -1,0 +1,84 @@
+"""Processes that are stopped while others wait for them: tasks of the flow, and the run of a supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from flows.gang import end_stopped_tasks
+from flows.supervising import child as child_module
+from flows.supervising.child import Child
+from infra.process import StoppedProcesses, children
+from tests.support.flow import wait_until
+
+TASK = "import json, subprocess, sys, time; [subprocess.Popen(one) for one in json.loads(sys.argv[1])]; time.sleep(600)"
+
+
+def task(*words: str, below: Sequence[list[str]] = ()) -> list[str]:
+    """A task of Metaflow's, to judge from the words of its command line. below: commands that it starts."""
+    return [sys.executable, "-c", TASK, json.dumps(below), *words]
+
+
+def test_a_stopped_task_is_killed_wherever_it_runs_and_no_other_one() -> None:
+    gang = subprocess.Popen(task("step", below=[task("step")]))  # the control task, and another node's
+    submitting = subprocess.Popen(task("batch", "step"))
+    tasks = [gang, submitting, *(subprocess.Popen(task(word)) for word in ("step", "card", "step"))]
+    _, _, stopped, sidecar, running = tasks
+    done = threading.Event()
+    watch = threading.Thread(target=end_stopped_tasks, args=(os.getpid(),), kwargs={"limit_seconds": 0.5, "done": done})
+    try:
+        [other_node] = wait_until("the other node's task", lambda: children(gang.pid), timeout=60)
+        for pid in (other_node, submitting.pid, stopped.pid, sidecar.pid):
+            os.kill(pid, signal.SIGSTOP)
+        watch.start()
+        assert stopped.wait(60) == -signal.SIGKILL
+        wait_until("the end of the other node's", lambda: not children(gang.pid), timeout=60)
+        assert [one.poll() for one in (gang, submitting, sidecar, running)] == [None] * 4
+    finally:
+        done.set()
+        for one in tasks:
+            one.kill()
+            one.wait()
+        watch.join(60)
+
+
+def test_who_was_stopped_along_with_its_launcher_is_left_alone() -> None:
+    seconds, sleeping = [0.0], subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    stopped = StoppedProcesses(20.0, now=lambda: seconds[0])
+    try:
+        sleeping.send_signal(signal.SIGSTOP)
+        wait_until("its stop", lambda: stopped.look([sleeping.pid]) == {} and state(sleeping.pid) == "T", timeout=60)
+        seconds[0] += 3600.0  # Ctrl-Z, and fg an hour later
+        assert stopped.look([sleeping.pid]) == {}
+        for _ in range(18):
+            seconds[0] += 1.0
+            assert stopped.look([sleeping.pid]) == {}
+        seconds[0] += 1.0
+        assert stopped.look([sleeping.pid]) == {sleeping.pid: 21.0}
+        sleeping.send_signal(signal.SIGCONT)
+        wait_until("its going on", lambda: state(sleeping.pid) != "T", timeout=60)
+        assert stopped.look([sleeping.pid]) == {}
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+
+
+@pytest.mark.parametrize(("stops", "code"), [(1, 7), (2, -signal.SIGKILL)])
+def test_a_run_that_was_stopped_is_continued_once_and_then_killed(
+    stops: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "STOPPED_SECONDS", 0.5)
+    program = f"import os, signal\nfor _ in range({stops}): os.kill(os.getpid(), signal.SIGSTOP)\nos._exit(7)"
+    assert Child().run([sys.executable, "-c", program]) == code
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
