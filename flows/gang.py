@@ -137,6 +137,8 @@ def _train(flow: Any, this: Any, order: Order | None, *, node: int, main_address
         if isinstance(error, InfraError) or error.curable:  # a store that is away may be back
             raise StepFailed(error.outcome, str(error)) from error
         say(f"no new attempt can cure this: {error}")
+        if node == 0 and error.outcome in (Outcome.NO_RESTORE, Outcome.ROLLED_BACK):  # before there was a generation
+            note_outcome(flow, error.outcome, str(error))
         return {"outcome": error.outcome.value, **_STOPPED}
     if outcome.goes_on:  # this task has done its part, and must not end the others'
         say(f"node {node}: {outcome.message}")

@@ -20,6 +20,7 @@ from infra.known_jobs import known_job
 from infra.layout import check_job_name, job_prefix
 from infra.outcome import Outcome
 from infra.store import Store
+from training.checkpoint.rollback import PERMITS, permit
 from training.rehearse import Fault
 
 _DEFAULT_CONFIG = PROJECT_ROOT / "configs" / "laptop.yaml"
@@ -38,6 +39,7 @@ def checked_options(options: list[str]) -> list[str]:
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--rehearse", default="")
     parser.add_argument("--job", default="")
+    add_permits(parser)
     known, rest = parser.parse_known_args(options)
     try:
         loaded = _loaded(known, backend_asked(sys.argv))
@@ -51,14 +53,39 @@ def checked_options(options: list[str]) -> list[str]:
         _refuse(str(error), error.outcome)
     if said := refused_at_once(loaded.config, known.config, job=known.job or None, words=sys.argv):
         _refuse(said, Outcome.PREFLIGHT)
+    if permits_asked(known) and not known.job:
+        _refuse(
+            "--from-scratch and --accept-rollback are about a job that exists; fix: name it with --job", Outcome.CONFIG
+        )
     if known.job:
         _check_place(known.job, loaded.config.store)
         try:
             _check_continuation(known.job, loaded.config)
+            give_permits(known, known.job, loaded.config.store)
         except InfraError as error:
             _refuse(f"--job {known.job}: {error}", Outcome.PREFLIGHT)
     settings = {"path": known.config, "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
     return ["--config", json.dumps(settings), "--rehearse", known.rehearse, "--job", known.job, *rest]
+
+
+def add_permits(parser: argparse.ArgumentParser) -> None:
+    """The options that allow a start to give up commits; nothing that runs unattended may decide that."""
+    parser.add_argument(
+        "--from-scratch", action="store_true", help="begin anew if no commit of the job can be restored"
+    )
+    parser.add_argument(
+        "--accept-rollback", action="store_true", help="go on where the store has older commits than the job's events"
+    )
+
+
+def permits_asked(known: argparse.Namespace) -> list[str]:
+    return [what for option, what in PERMITS.items() if getattr(known, option)]
+
+
+def give_permits(known: argparse.Namespace, job: str, store: str) -> None:
+    """Record in the job's store what the options allow, for what the job has now. Raises InfraError."""
+    if asked := permits_asked(known):
+        permit(Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)), *asked)
 
 
 def _loaded(known: argparse.Namespace, backend: str | None) -> LoadedConfig:

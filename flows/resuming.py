@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from cost.jobs import known_job_names
 from flows.checks import refused_at_once
 from flows.job import RUNS
+from flows.options import add_permits, give_permits, permits_asked
 from flows.remote import values_of
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
@@ -22,19 +24,31 @@ _REQUEST_SECONDS = 10.0
 _MOST_ASKED = 8
 
 
-def check_resume(words: Sequence[str]) -> None:
+def check_resume(words: list[str]) -> None:
     """Make Metaflow's settings from those of the job, and hold these against the quick checks that `run` makes.
 
-    words: the command line. Exits with 3 where one of them forbids the run. Of a job that this machine does not know,
-    or whose store does not tell, nothing is checked; that is said.
+    words: the command line, from which the options that are Ebbflow's own are taken. Exits with 3 where one of them
+    forbids the run. Of a job that this machine does not know, or whose store does not tell, nothing is checked; that is
+    said.
     """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_permits(parser)
+    known, words[1:] = parser.parse_known_args(words[1:])
     found = _job_of(words)
     if found is None:
+        if permits_asked(known):
+            print("resume: the job is unknown here, so nothing of it is given up; fix: run --job NAME", file=sys.stderr)
+            sys.exit(Outcome.CONFIG.exit_code)
         return
     name, path, config = found
     if said := refused_at_once(config, path, job=name, words=words):
         print(said, file=sys.stderr)
         sys.exit(Outcome.PREFLIGHT.exit_code)
+    try:
+        give_permits(known, name, config.store)
+    except InfraError as error:
+        print(f"resume: {error}", file=sys.stderr)
+        sys.exit(error.outcome.exit_code)
 
 
 def refuse_settings(options: Sequence[str]) -> None:

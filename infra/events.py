@@ -43,6 +43,9 @@ COMMIT_SKIPPED = "commit_skipped"  # step, reason: a save that was due was left 
 INTERVAL = "interval"  # seconds, stall_seconds, slow_down_seconds, upload_seconds, hazard_per_hour, predicted_loss
 COMMIT_FAILED = "commit_failed"  # step, message
 RESTORE = "restore"  # step, key, seconds, split, rejected (list of {key, reason, lost_steps, lost_usd, lost})
+# step, key (of the newest commit that the events know), found_step, found_key (of the newest in the store, null: none):
+# the store was restored from an older snapshot, and a person has accepted it
+ROLLBACK = "rollback"
 INITIAL_WEIGHTS = "initial_weights"  # tensors, seconds, files (list of {path, bytes, modified_unix, sha256})
 PEAK = "peak"  # flops_per_second (measured, of one rank), dtype
 EVALUATION = "evaluation"  # metrics {name: value}

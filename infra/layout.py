@@ -9,6 +9,7 @@
                    quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
                    pins/<sha256>.json         verified/<sha256>.json     never to be deleted; every byte was read
                    overrides/<generation>-<rank>-<what>.json  what guards have ordered for the starts to come
+                   permits/<what>/<generation>.json           what a person has allowed a start to give up
                    orders/<run>-<step>-<task>-<attempt>.json  what an attempt is told that runs on another machine
                    secrets/<run>-<attempt>    by which a start's agents know each other; deleted after the roll-call
                    clock/<random>             put to learn the store's time, and deleted at once
@@ -87,6 +88,15 @@ def log_key(generation: int, node: int, rank: int, segment: str) -> str:
 def override_key(generation: int, rank: int, what: str) -> str:
     """what: makes the record of one order different from that of any other of this rank."""
     return f"overrides/{generation:06d}-{rank}-{what}.json"
+
+
+def permit_prefix(what: str) -> str:
+    return f"permits/{what}"
+
+
+def permit_key(what: str, generation: int) -> str:
+    """what: such as ``from-scratch``. generation: the newest one that it holds for."""
+    return f"{permit_prefix(what)}/{generation:06d}.json"
 
 
 def order_key(run: str, step: str, task: str, attempt: int) -> str:

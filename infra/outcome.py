@@ -17,6 +17,8 @@ class Outcome(StrEnum):
     CRASH_LOOP = "crash_loop"
     NON_FINITE = "non_finite"
     DEADLINE = "deadline"
+    NO_RESTORE = "no_restore"
+    ROLLED_BACK = "rolled_back"
     INTERRUPTED = "interrupted"
 
     @property
@@ -34,5 +36,7 @@ _EXIT_CODES = {
     Outcome.CRASH_LOOP: 6,
     Outcome.NON_FINITE: 7,
     Outcome.DEADLINE: 8,
+    Outcome.NO_RESTORE: 9,
+    Outcome.ROLLED_BACK: 10,
     Outcome.INTERRUPTED: 75,  # EX_TEMPFAIL: run the same job again
 }

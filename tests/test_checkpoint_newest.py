@@ -50,7 +50,7 @@ def put_generation(job: Store, number: int, parent: str | None, parent_step: int
 
 def put_commit(job: Store, generation: str, step: int) -> str:
     """A commit without data: lineage looks at manifests only."""
-    save = Save(job="test", generation=generation, step=step, world_size=1)
+    save = Save(job="test", generation=generation, step=step, world_size=0)
     raw = Manifest(save=save, data=(), indexes=(), tensors={}).to_bytes()
     key = commit_key(step, save.generation_number, sha256_text(raw))
     job.put(key, raw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -100,3 +101,17 @@ def test_another_model_is_a_mistake_of_the_configuration_in_every_mode(
                 assert "model.0.weight is float32 [5, 6] in the commit, float32 [8, 6] in this model" in text
                 assert "6 more of 9 tensors differ" in text
             assert result["reachable"] == 1, "a mismatch is not a reason for quarantine"
+
+
+def test_a_node_that_reads_wrongly_is_the_suspect_and_damage_is_confirmed_by_another(
+    saved: tuple[Path, list[dict]], tmp_path: Path
+) -> None:
+    job = tmp_path / "jobs" / "ddp"
+    shutil.copytree(saved[0] / "jobs" / "ddp", job)
+    for result in run_gang(2, "doubt", "ddp", tmp_path, tmp_path / "doubt"):
+        kind, text, quarantined = result["wrong reads"]
+        assert (kind, quarantined) == ("UnreliableReader", 0), text
+        assert "node 1 reads wrongly (rank 1)" in text and "a second reader (rank 0 on node 0)" in text
+        kind, text, quarantined = result["damage"]
+        assert (kind, quarantined) == ("NothingToRestore", 1), text
+        assert "agrees" in text and "--from-scratch" in text

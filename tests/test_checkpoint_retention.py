@@ -84,7 +84,7 @@ def test_last_every_best_and_pinned_are_kept_and_nothing_else(job: Store) -> Non
 
 def test_a_loss_of_another_step_is_not_this_commits(job: Store) -> None:
     generation = open_generation(job, run="r", attempt=0)
-    save = Save(job="test", generation=generation.name, step=1, world_size=1)
+    save = Save(job="test", generation=generation.name, step=1, world_size=0)
     stale = {"extra": {"metrics": {"held_out_loss": 0.1, "step": 0}}}
     raw = Manifest(save=save, data=(), indexes=(), tensors={}, common=stale).to_bytes()
     job.put(commit_key(1, 1, sha256_text(raw)), raw)

@@ -18,8 +18,11 @@ from infra.config.schema import GuardsConfig, RunConfig
 from infra.events import GuardAction
 from infra.layout import commit_key
 from infra.store import Store
-from training.checkpoint.lineage import open_generation
-from training.errors import BatchCannotBeSplit, CorruptCommit
+from training.checkpoint import FROM_SCRATCH, open_generation, permit, reachable_commits
+from training.checkpoint.checksum import sha256_text
+from training.checkpoint.lineage import AFRESH
+from training.checkpoint.manifest import Manifest, Save
+from training.errors import BatchCannotBeSplit, CorruptCommit, NothingToRestore
 from training.gang import Gang
 from training.guards import memory
 from training.guards.guards import odd_ranks, overridden, weights_sum
@@ -247,7 +250,21 @@ def test_a_rewind_passes_over_commits_that_nobody_can_read(tmp_path: Path) -> No
         store.put(commit_key(step, first.number, f"{step:064x}"), b"torn")
     record_rewind(store, generation=first.number, rank=0, limit=6, first_sample=80, sound=True)
     assert rewind_parent(store) is None
+    with pytest.raises(NothingToRestore, match="none of its 2 commits can be restored, the newest of step 8"):
+        open_generation(store, run="run", attempt=1)
+    permit(store, FROM_SCRATCH)
     assert open_generation(store, run="run", attempt=1).parent is None
+
+
+def test_commits_whose_weights_may_differ_are_left_and_not_quarantined(tmp_path: Path) -> None:
+    store = Store.open(str(tmp_path))
+    first = open_generation(store, run="run", attempt=0)
+    raw = Manifest(save=Save(job="job", generation=first.name, step=8, world_size=0), data=(), indexes=(), tensors={})
+    store.put(commit_key(8, first.number, sha256_text(raw.to_bytes())), raw.to_bytes())
+    record_rewind(store, generation=first.number, rank=0, limit=6, first_sample=0, sound=False)
+    assert (parent := rewind_parent(store)) == AFRESH
+    assert open_generation(store, run="run", attempt=1, parent=parent).parent is None
+    assert store.list("quarantine") == [] and reachable_commits(store) == []
 
 
 def test_a_job_is_never_given_fewer_micro_batches_than_it_asks_for() -> None:

@@ -29,6 +29,7 @@ from training.launch.member import Member
 from training.launch.peers import Lead
 from training.launch.ports import control_ports
 from training.launch.verdict import Start
+from training.launch.watch import WorkerFailure
 
 
 def test_on_a_machine_that_is_going_away_no_rank_is_started(tmp_path: Path) -> None:
@@ -161,3 +162,18 @@ def test_a_noticed_machine_that_goes_before_its_ranks_have_left_stops_nobody_els
     assert (verdict.reason, verdict.again, verdict.left_out) == ("node_lost", True, [1])
     members[1].ready()
     assert lead.regroup(30, lambda: False) == [0, 2]
+
+
+@pytest.mark.parametrize(("rank", "left_out"), [(1, [1]), (0, [])])
+def test_a_node_that_reads_commits_wrongly_is_left_out_but_for_the_one_that_coordinates(
+    rank: int, left_out: list[int], trio: tuple[Lead, list[Member]]
+) -> None:
+    lead, members = trio
+    failure = WorkerFailure(rank=rank, node=rank, message="it reads wrongly", error="UnreliableReader", timestamp=1.0)
+    (members[rank - 1] if rank else lead).report(failure)
+    verdict = wait_until("the verdict", lead.poll, timeout=30)
+    assert (verdict.again, list(verdict.left_out), verdict.user_code) == (True, left_out, False)
+    assert bool(verdict.fingerprint) == (not left_out), "node 0's comes again at most twice"
+    for member in members:
+        member.ready()
+    assert lead.regroup(30, lambda: False) == [node for node in (0, 1, 2) if node not in left_out]

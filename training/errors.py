@@ -35,11 +35,41 @@ class NoRoom(CheckpointError):
 
 
 class CorruptCommit(CheckpointError):
-    """Stored bytes are not the bytes that were saved: flipped, truncated, swapped or missing."""
+    """Stored bytes are not the bytes that were saved: flipped, truncated, swapped or missing.
+
+    object_key, chunk: the data object that this reader found damaged, and which of its chunks (None: all of it is
+    missing or has another size). Without an object it is the manifest, or a record.
+    """
+
+    def __init__(self, message: str, *, object_key: str = "", chunk: int | None = None) -> None:
+        super().__init__(message)
+        self.object_key, self.chunk = object_key, chunk
+
+
+class UnreliableReader(CheckpointError):
+    """This process reads a commit wrongly that a second process or node reads as it was saved. Names node and rank."""
+
+    end_reason = EndReason.STORE
+
+
+class NothingToRestore(CheckpointError):
+    """The job has commits and none of them can be restored. A start from nothing would lose them: a person decides."""
+
+    outcome = Outcome.NO_RESTORE
+    curable = False
+    end_reason = EndReason.STORE
 
 
 class MisplacedCommit(CorruptCommit):
     """A sound manifest under the key of another step or generation; where it belongs it may well be in use."""
+
+
+class RolledBack(CheckpointError):
+    """The store has older commits than the job's events know. Going on loses the steps between: a person decides."""
+
+    outcome = Outcome.ROLLED_BACK
+    curable = False
+    end_reason = EndReason.STORE
 
 
 class CommitMismatch(CheckpointError):

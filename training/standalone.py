@@ -19,10 +19,11 @@ from infra.config.load import load_config
 from infra.config.schema import RunConfig
 from infra.config.sources import values_with_sources
 from infra.event_log import EventLog
-from infra.events import CONFIGURED, PREPARED, Origin
+from infra.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
 from infra.layout import check_job_name, job_prefix
 from infra.store import Store
-from training.checkpoint.lineage import CANDIDATES, open_generation, reachable_commits
+from training.checkpoint.lineage import CANDIDATES, Opening, open_generation, reachable_commits
+from training.checkpoint.rollback import PERMITS, check_rollback, newest_generation_known, permit
 from training.errors import RendezvousError
 from training.gang import Gang
 from training.guards.overrides import read_overrides, rewind_parent
@@ -38,12 +39,14 @@ _NAME_KEY = "ebbflow/job"
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for. sources: of every value of the configuration; path: its file."""
+    """What the command line asks for. sources: of every value of the configuration; path: its file. permits: what a
+    start may give up (`training.checkpoint.rollback`)."""
 
     config: RunConfig
     job: str
     sources: dict[str, str]
     path: str
+    permits: tuple[str, ...] = ()
 
 
 def parse_arguments(arguments: list[str]) -> Request:
@@ -57,10 +60,15 @@ def parse_arguments(arguments: list[str]) -> Request:
     parser.add_argument("config", help="YAML file, such as configs/laptop.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, model.num_heads=8")
     parser.add_argument("--job", default="", help="a job's name; one that exists goes on from its last commit")
+    parser.add_argument("--from-scratch", action="store_true", help="begin anew if no commit of --job can be restored")
+    parser.add_argument(
+        "--accept-rollback", action="store_true", help="go on where the store has older commits than the job's events"
+    )
     given = parser.parse_args(arguments)
     loaded = load_config(given.config, given.set, project_root=PROJECT_ROOT)
     job = check_job_name(given.job) if given.job else ""
-    return Request(loaded.config, job, sources=loaded.sources, path=given.config)
+    permits = tuple(what for option, what in PERMITS.items() if getattr(given, option))
+    return Request(loaded.config, job, sources=loaded.sources, path=given.config, permits=permits)
 
 
 def share_spec(request: Request, gang: Gang) -> WorkerSpec:
@@ -88,13 +96,20 @@ def _make_spec(request: Request) -> WorkerSpec:
         print(try_workload(config, replace(context, prepared=prepared)).text, flush=True)
     settings = {"path": request.path, "config": config.model_dump(mode="json"), "sources": request.sources}
     job_store.put("config.json", json.dumps(settings, indent=1, sort_keys=True).encode())
+    if attempt == 0:  # a restart by torchrun repeats the words, and no person has seen what was lost meanwhile
+        permit(job_store, *request.permits)
+    known = read_events(job_store)
+    rolled_back = check_rollback(job_store, known)
+    opening = Opening(number=newest_generation_known(known))
     parent = rewind_parent(job_store)
-    generation = open_generation(job_store, run=job, attempt=attempt, parent=parent)
+    generation = open_generation(job_store, run=job, attempt=attempt, parent=parent, opening=opening)
     print(f"job {job} in {config.store}, generation {generation.name}", flush=True)
     origin = Origin(job=job, run=job, attempt=attempt, generation=generation.number, process="prepare")
     with EventLog(job_store, origin) as events:
         events.emit(CONFIGURED, settings=values_with_sources(settings["config"], request.sources))
         events.emit(PREPARED, **prepared)
+        if rolled_back is not None:
+            events.emit(ROLLBACK, step=rolled_back.known.step, **rolled_back.to_json())
     return WorkerSpec(
         job=job,
         run=job,

@@ -19,6 +19,7 @@ from infra.events import (
     PLAN,
     PREFLIGHT,
     RESTORE,
+    ROLLBACK,
     Event,
 )
 
@@ -29,7 +30,7 @@ def failures(events: Sequence[Event], generations: dict[int, Generation]) -> lis
     """{seconds, generation, what, culprit} of each failure, by time; seconds count from the first event.
 
     A failure is a generation that ended unplanned, a job of AWS Batch that did not succeed, a failed check, a refused
-    plan, or a commit that could not be restored.
+    plan, a commit that could not be restored, or a store that was restored from an older snapshot.
     """
     found = [_cut_short(events, generation) for generation in generations.values() if generation.unplanned]
     causes = {attempt.job_id: attempt.cause for attempt in history_of(events).attempts}
@@ -96,6 +97,10 @@ def _other(event: Event) -> list[dict[str, Any]]:
                      str(rejected.get("reason")) + (f"; lost: {rejected['lost']}" if "lost" in rejected else ""))
             for rejected in event.data.get("rejected") or []
         ]  # fmt: skip
+    if event.name == ROLLBACK:
+        has = f"goes on from step {event.data.get('found_step')}" if event.data.get("found_key") else "begins anew"
+        what = f"the store was restored from an older snapshot: the commit of step {event.step} is missing"
+        return [_failure(event.t_wall, event.generation, what, f"accepted with --accept-rollback; the job {has}")]
     return []
 
 

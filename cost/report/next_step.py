@@ -18,6 +18,10 @@ _AS_BEFORE = "(add the --config and --set of before)"
 _SENT_AS_BEFORE = "(add the --with, --config and --set of before)"
 
 
+# What a person must allow before a start gives up commits.
+_PERMITS = {Outcome.NO_RESTORE: "--from-scratch", Outcome.ROLLED_BACK: "--accept-rollback"}
+
+
 class NextStep(NamedTuple):
     """words: when and why, without a full stop; command: a line for a shell in the project's folder."""
 
@@ -41,7 +45,8 @@ def resume_line(report: RunReport, *, python: str = PYTHON) -> NextStep | None:
     if settings is None and run:
         return NextStep(words, f"{interpreter} {_FLOW} resume train --origin-run-id {shlex.quote(run)}")
     command = f"{interpreter} {_FLOW} run --job {shlex.quote(plain(report.job))}"
-    return NextStep(words, " ".join([command, *(f"--set {setting}" for setting in settings or [])]))
+    permits = [_PERMITS[report.outcome]] if report.outcome in _PERMITS else []
+    return NextStep(words, " ".join([command, *permits, *(f"--set {setting}" for setting in settings or [])]))
 
 
 def _was_sent_away(report: RunReport) -> bool:
@@ -63,6 +68,10 @@ def _advice(report: RunReport) -> tuple[str, list[str] | None]:
         return words, [f"cost.deadline_hours={_deadline(report)}"]
     if outcome is Outcome.NON_FINITE:
         return _non_finite(report)
+    if outcome is Outcome.NO_RESTORE:
+        return f"bring back a sound commit and go on, or give up all steps and begin anew {_AS_BEFORE}", []
+    if outcome is Outcome.ROLLED_BACK:
+        return f"bring the newer commits back and go on, or go on from the older one {_AS_BEFORE}", []
     hint = plain(_refusal(report).get("hint") or "")
     return f"fix what went wrong{f' ({hint})' if hint else ''} and run again {_AS_BEFORE}", []
 

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.options import add_permits, give_permits
 from infra.config import load_config
 from infra.config.schema import RunConfig
 from infra.layout import check_job_name
@@ -47,6 +48,7 @@ def read_options(arguments: list[str], *, project_root: Path) -> Options:
     _check(parser, known)
     loaded = load_config(path, known.overrides, project_root=project_root, cwd=Path.cwd())
     job = check_job_name(known.job or _job_name(Path(path)))
+    give_permits(known, job, loaded.config.store)  # once, here: the runs that follow are nobody's decision
     settings = [word for override in known.overrides for word in ("--set", override)]
     return Options(
         job=job,
@@ -68,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the job; it stands first")
     parser.add_argument("--job", default="", help="name of the job (default: of the file, without its ending)")
+    add_permits(parser)
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="KEY=VALUE, as for run")
     parser.add_argument(
         "--max-failures",

@@ -17,6 +17,7 @@ ALONE_SECONDS = 3600.0
 # that have never passed it: whoever has just written them is to be told at once.
 FINAL = frozenset({
     Outcome.CONFIG, Outcome.PREFLIGHT, Outcome.BUDGET, Outcome.CRASH_LOOP, Outcome.NON_FINITE, Outcome.DEADLINE,
+    Outcome.NO_RESTORE, Outcome.ROLLED_BACK,
 })  # fmt: skip
 
 

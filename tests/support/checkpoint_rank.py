@@ -3,6 +3,7 @@
 checkpoint_rank.py save MODES FOLDER OUT          in each mode (joined by "+"): train two steps, save as job MODE
 checkpoint_rank.py restore MODES FOLDER OUT       restore each job of the folder into a fresh model of each mode
 checkpoint_rank.py mismatch MODES FOLDER OUT      restore each job into a wider model of each mode; what is raised
+checkpoint_rank.py doubt MODES FOLDER OUT         restore job ddp while rank 1 reads wrongly, then after real damage
 checkpoint_rank.py hold PARAMETERS JOB_STORE OUT  save, write the uploader's pid to OUT, await the kill
 """
 
@@ -13,7 +14,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,7 +78,9 @@ def main(action: str, modes: str, folder: str, out: str) -> None:
     if WORLD_SIZE > 1:
         dist.init_process_group("gloo")
     results: dict[str, dict] = {}
-    for mode in modes.split("+"):
+    if action == "doubt":
+        results = doubt(f"{folder}/jobs/ddp")
+    for mode in modes.split("+") if action != "doubt" else []:
         if action == "save":
             results[mode] = save(mode, f"{folder}/jobs/{mode}")
         act = {"restore": restore, "mismatch": mismatch}.get(action)
@@ -121,6 +126,36 @@ def mismatch(mode: str, job_store: str) -> dict:
             except TrainingError as error:
                 raised.append([type(error).__name__, str(error.outcome), error.curable, str(error)])
     return {"raised": raised, "reachable": len(reachable_commits(Store.open(job_store)))}
+
+
+def doubt(job_store: str) -> dict:
+    """Each rank is a node of its own. What each is told, and what is left, first of wrong reads and then of damage."""
+    import training.checkpoint.reader as reader
+    import training.checkpoint.restore as restoring
+
+    store, read_blocks, found = Store.open(job_store), reader.read_blocks, {}
+    restoring._SUSPECT_FIRST_SECONDS = 0.0
+
+    def flipped(*what: Any, **options: Any) -> Iterator[list[memoryview]]:
+        for block in read_blocks(*what, **options):
+            block[0][0] ^= 1
+            yield block
+
+    for case in ("wrong reads", "damage"):
+        reader.read_blocks = flipped if RANK == 1 and case == "wrong reads" else read_blocks
+        if RANK == 0 and case == "damage":
+            path = store.local_path(store.list("data")[1].key)
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        dist.barrier()
+        candidates = [ref.key for ref in reachable_commits(store)]
+        with Checkpointer(job_store, generation=Generation(2, "reader"), node=RANK, **GANG) as checkpointer:
+            try:
+                checkpointer.restore(candidates, *build("ddp", seed=2))
+                found[case] = ["restored", "", 0]
+            except TrainingError as error:
+                dist.barrier()
+                found[case] = [type(error).__name__, str(error), len(store.list("quarantine"))]
+    return found
 
 
 def hold(parameters: int, job_store: str, out: str) -> None:

@@ -205,7 +205,9 @@ class Checkpointer:
                 f"{self._generation.name} starts from {self._generation.parent}, which is not among the candidates; "
                 "hint: to rewind, open the generation with that commit as its parent"
             )
-        restored = restore_newest(self._store, candidates, model, optimizer, self._rank, self._world_size)
+        restored = restore_newest(
+            self._store, candidates, model, optimizer, self._rank, self._world_size, node=self._node
+        )
         self._planner.forget()
         if restored is not None:
             self._flights.last_commit = CommitRef.from_key(restored.key)

@@ -9,6 +9,7 @@ highest step first, the first that counts is found on the first page, unless 1,0
 from __future__ import annotations
 
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -16,16 +17,19 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from infra.errors import ObjectNotFound
-from infra.layout import generation_key, parse_commit_key, quarantine_key, tombstone_key
+from infra.layout import generation_key, parse_commit_key, permit_prefix, quarantine_key, tombstone_key
 from infra.store import Store
 from training.checkpoint.checksum import seal
 from training.checkpoint.generations import Chain, Generation, listed_ids, newest_number
 from training.checkpoint.manifest import VERSION, Manifest
+from training.checkpoint.second_reader import find_problem_in_new_process
 from training.checkpoint.settled import fetched
-from training.errors import CheckpointError, CorruptCommit, TwoLaunchers
+from training.errors import CheckpointError, CorruptCommit, NothingToRestore, TwoLaunchers, UnreliableReader
 
 # What a start is given to restore. When none of so many verifies they are quarantined, and the next start gets others.
 CANDIDATES = 16
+FROM_SCRATCH = "from-scratch"  # a permit: see training.checkpoint.rollback
+AFRESH = ""  # instead of a parent: from nothing, though there are commits
 
 
 @dataclass(frozen=True)
@@ -66,21 +70,34 @@ class Opening:
 
 
 def open_generation(
-    job_store: Store, *, run: str, attempt: int, parent: str | None = None, opening: Opening | None = None
+    job_store: Store,
+    *,
+    run: str,
+    attempt: int,
+    parent: str | None = None,
+    opening: Opening | None = None,
 ) -> Generation:
     """Number, name and record the next start of the gang; its parent is the newest reachable commit that reads well.
 
-    parent: start from this commit instead (a rewind: what came after it no longer counts). opening: the same for each
-    try at one start. To be called by one process per start. Raises TwoLaunchers when another opened the same number
-    meanwhile, after withdrawing its own.
+    parent: start from this commit instead (a rewind: what came after it no longer counts), or `AFRESH`. opening: the
+    same for each try at one start. To be called by one process per start. Raises NothingToRestore where none of the
+    job's commits can be restored and no permit allows to begin anew, UnreliableReader where this process reads a
+    manifest wrongly, and TwoLaunchers when another opened the same number meanwhile, after withdrawing its own.
     """
     opening = opening or Opening()
     seen = _seen_number(job_store)
     number = max(newest_number(job_store, near=seen), opening.number) + 1
-    chosen = _sound_parent(job_store) if parent is None else _given_parent(job_store, parent)
-    if chosen is None and seen:
-        told = f"none of the commits of {job_store.uri} can be restored: start from nothing"
-        print(f"checkpoint: WARNING: {told}", file=sys.stderr, flush=True)
+    if parent == AFRESH:
+        chosen = None
+    else:
+        chosen = _sound_parent(job_store) if parent is None else _given_parent(job_store, parent)
+        if chosen is None and (lost := _commits_of_lineage(job_store)):
+            cause = f"none of its {len(lost)} commits can be restored, the newest of step {lost[0].step}"
+            if max(ref.generation for ref in lost) > permitted_generation(job_store, FROM_SCRATCH):
+                raise nothing_to_restore(job_store, cause)
+            print(
+                f"checkpoint: WARNING: {job_store.uri}: {cause}; begin anew, as permitted", file=sys.stderr, flush=True
+            )
     generation = Generation(number, opening.id, chosen and chosen.key, chosen.step if chosen else 0)
     record = {
         "version": VERSION,
@@ -109,6 +126,21 @@ def open_generation(
             f"{job_store.uri}/{chosen.key}: is being deleted, or was; hint: start again, from another commit"
         )
     return generation
+
+
+def nothing_to_restore(job_store: Store, cause: str) -> NothingToRestore:
+    """The end of a start that would lose every commit of the job."""
+    return NothingToRestore(
+        f"{job_store.uri}: {cause}; nothing was started; hint: where `python -m training checkpoints verify "
+        f"{job_store.uri}` on another machine finds a commit sound, delete its record in quarantine/ and start again; "
+        "to give up all steps and begin anew, start again with --from-scratch"
+    )
+
+
+def permitted_generation(job_store: Store, what: str) -> int:
+    """The newest generation whose commits a person has permitted to give up, 0 without a permit."""
+    names = (meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(permit_prefix(what)))
+    return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0)
 
 
 def _going(job_store: Store, ref: CommitRef) -> bool:
@@ -184,10 +216,18 @@ def _names(job_store: Store, prefix: str) -> set[str]:
 
 
 def reads_well(job_store: Store, ref: CommitRef) -> bool:
-    """Whether a generation can be opened from this commit; says so where it cannot."""
+    """Whether a generation can be opened from this commit; says so where it cannot.
+
+    A manifest that reads badly here is read again by a new process. Raises UnreliableReader when that finds it sound.
+    """
     try:
         fetched(job_store, ref.key, Manifest.from_bytes)
     except (CorruptCommit, ObjectNotFound) as error:
+        if isinstance(error, CorruptCommit) and not find_problem_in_new_process(job_store.uri, ref.key):
+            raise UnreliableReader(
+                f"this machine ({socket.gethostname()}) reads wrongly: {error}; a new process finds it as it was "
+                "saved, so the commit stands; fix: look at that machine's memory, disk and network"
+            ) from error
         print(f"checkpoint: WARNING: passed over as a parent: {error}", file=sys.stderr, flush=True)
         return False
     return True
@@ -195,6 +235,15 @@ def reads_well(job_store: Store, ref: CommitRef) -> bool:
 
 def _sound_parent(job_store: Store) -> CommitRef | None:
     return next((ref for ref in newest_commits(job_store) if reads_well(job_store, ref)), None)
+
+
+def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
+    """What would count if all of it could be read: quarantined commits too, but none that is being deleted."""
+    found = [ref for page in _commit_pages(job_store) for ref, _ in page]
+    if not found:
+        return []
+    chain, gone = Chain(job_store, near=max(ref.generation for ref in found)), _names(job_store, "tombstones")
+    return [ref for ref in found if ref.sha256 not in gone and chain.counts(ref.generation, ref.step)]
 
 
 def _given_parent(job_store: Store, key: str) -> CommitRef:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,26 +166,58 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, key: str) -> Manifest:
-        """Raises CorruptCommit unless the bytes have the SHA-256 of the commit key, MisplacedCommit at another's."""
+        """Raises CorruptCommit unless the bytes have the SHA-256 of the commit key, MisplacedCommit at another's.
+
+        A manifest that somebody wrote with its own hash may hold anything; what is not of this format is CorruptCommit.
+        """
         step, generation, stated = parse_commit_key(key)
         if (actual := sha256_text(data)) != stated:
             raise CorruptCommit(f"{key}: the manifest's SHA-256 is {actual}")
-        document = json.loads(data)
-        _check_version(document, key)
-        tensors = {
-            name: TensorEntry(dtype=dtype, shape=tuple(shape), pieces=tuple(_piece(row) for row in pieces))
-            for name, (dtype, shape, pieces) in document["tensors"].items()
-        }
-        save = _save_of(document)
-        if (save.step, save.generation_number) != (step, generation):
-            raise MisplacedCommit(f"{key}: its manifest is of step {save.step} of generation {save.generation}")
-        return cls(
-            save=save,
-            data=tuple(DataObject.from_json(item) for item in document["data"]),
-            indexes=tuple(document["indexes"]),
-            tensors=tensors,
-            common=document["common"],
-        )
+        try:
+            document = json.loads(data)
+            _check_version(document, key)
+            tensors = {
+                name: TensorEntry(dtype=dtype, shape=tuple(shape), pieces=tuple(_piece(row) for row in pieces))
+                for name, (dtype, shape, pieces) in document["tensors"].items()
+            }
+            save = _save_of(document)
+            if (save.step, save.generation_number) != (step, generation):
+                raise MisplacedCommit(f"{key}: its manifest is of step {save.step} of generation {save.generation}")
+            manifest = cls(
+                save=save,
+                data=tuple(DataObject.from_json(item) for item in document["data"]),
+                indexes=tuple(document["indexes"]),
+                tensors=tensors,
+                common=dict(document["common"]),
+            )
+            wrong = next(manifest._inconsistencies(), "")
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise CorruptCommit(f"{key}: not a manifest of version {VERSION}: {error!r}"[:500]) from error
+        if wrong:
+            raise CorruptCommit(f"{key}: {wrong}")
+        return manifest
+
+    def _inconsistencies(self) -> Iterator[str]:
+        """Numbers that contradict each other, so that no count or key may be derived from them."""
+        world_size = self.save.world_size
+        if not len(self.data) == len(self.indexes) == world_size:
+            yield f"{len(self.data)} data objects, {len(self.indexes)} indexes, {world_size} ranks"
+        for item in self.data:
+            if not isinstance(item.key, str) or item.size < 0 or item.chunk_bytes < 1:
+                yield f"{item.key!r}: {item.size} bytes in chunks of {item.chunk_bytes}"
+            elif len(item.chunks) != -(-item.size // item.chunk_bytes):
+                yield f"{item.key}: {len(item.chunks)} sums for {item.size} bytes in chunks of {item.chunk_bytes}"
+
+    def problems(self) -> Iterator[str]:
+        """Pieces of tensors that do not fit the data objects or their own shape."""
+        for name, entry in self.tensors.items():
+            for piece in entry.pieces:
+                if not 0 <= piece.rank < len(self.data):
+                    yield f"{name}: a piece lies in the object of rank {piece.rank}, of {len(self.data)}"
+                elif piece.start < 0 or piece.start + piece.length > (size := self.data[piece.rank].size):
+                    yield f"{name}: bytes {piece.start} to {piece.start + piece.length} of an object of {size}"
+                elif math.prod(piece.sizes) * item_bytes(entry.dtype) != piece.length:
+                    yield f"{name}: a piece of {list(piece.sizes)} {entry.dtype} cannot have {piece.length} bytes"
 
 
 def merge(save: Save, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
@@ -212,6 +245,12 @@ def merge(save: Save, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
         tensors=tensors,
         common=indexes[0][0].common or {},
     )
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element, by torch's name of the type: its first number is in bits, and `bool` has none."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1
 
 
 def _entry(name: str, kind: tuple[str, tuple[int, ...]], boxes: dict[tuple[int, ...], Piece]) -> TensorEntry:

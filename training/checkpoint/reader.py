@@ -6,11 +6,14 @@ the memory where its bytes belong, and summed there.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from infra.errors import ObjectNotFound, StoreError
 from infra.ranges import read_blocks
@@ -90,6 +93,28 @@ class VerifiedReader:
             elif outcome is not None:
                 raise outcome
 
+    def check(self, key: str, number: int | None) -> None:
+        """Read one chunk of the data object `key` from the disk itself, or look at its presence and size alone.
+
+        Raises CorruptCommit for an object or chunk that is damaged or not part of this commit, and StoreError.
+        """
+        place = next((place for place, data in enumerate(self._data) if data.key == key), None)
+        if place is None:
+            raise CorruptCommit(f"{key}: is not part of this commit", object_key=key)
+        data = self._data[place]
+        meta = self._store.head(key)
+        if meta is None or meta.size != data.size:
+            found = "there is no such object" if meta is None else f"has {meta.size} bytes, {data.size} were saved"
+            raise CorruptCommit(f"{key}: {found}", object_key=key)
+        if number is None:
+            return
+        if not 0 <= number < len(data.chunks):
+            raise CorruptCommit(f"{key}: has no chunk {number}", object_key=key, chunk=number)
+        base = number * data.chunk_bytes
+        length = min(data.chunk_bytes, data.size - base)
+        _forget_cached(self._store.local_path(key), base, length)
+        self._read_chunk(ChunkRead(place, number, base, length, ()))
+
     def _run(self, chunks: Sequence[ChunkRead], *, stop_at_first: bool) -> Iterator[BaseException | None]:
         if not chunks:
             return
@@ -114,9 +139,8 @@ class VerifiedReader:
             if actual == stated:
                 return
             if last_try:
-                raise CorruptCommit(
-                    f"{data.key}: chunk {chunk.number} has CRC64NVME {actual}, saved was {stated} (fetched twice)"
-                )
+                message = f"{data.key}: chunk {chunk.number} has CRC64NVME {actual}, saved was {stated} (fetched twice)"
+                raise CorruptCommit(message, object_key=data.key, chunk=chunk.number)
 
     def _fetch(self, data: DataObject, chunk: ChunkRead) -> int:
         """The bytes where they belong, and their sum. A store in trouble is asked again for a while."""
@@ -165,9 +189,10 @@ class VerifiedReader:
         except StoreError:
             return error
         if meta is None:
-            return CorruptCommit(f"{data.key}: there is no such object")
+            return CorruptCommit(f"{data.key}: there is no such object", object_key=data.key)
         if meta.size != data.size:
-            return CorruptCommit(f"{data.key}: has {meta.size} bytes, {data.size} were saved: truncated")
+            message = f"{data.key}: has {meta.size} bytes, {data.size} were saved: truncated"
+            return CorruptCommit(message, object_key=data.key)
         return error
 
     def _gap(self, length: int) -> memoryview:
@@ -176,3 +201,14 @@ class VerifiedReader:
         if held is None or len(held) < length:
             held = self._scratch.view = memoryview(bytearray(length))
         return held[:length]
+
+
+def _forget_cached(path: Path | None, start: int, length: int) -> None:
+    """Have a range of a local file read from the disk again: the page cache may be what is damaged."""
+    with contextlib.suppress(OSError, AttributeError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if path is not None else -1
+        if descriptor >= 0:
+            try:
+                os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

@@ -1,9 +1,17 @@
-"""Restoring: the newest candidate that verifies on every rank; the others are quarantined and loudly reported."""
+"""Restoring: the newest candidate that verifies on every rank; the others are quarantined and loudly reported.
+
+No commit is given up on one reader's word. What one rank finds damaged is read again by a rank of another node, or by a
+new process where there is one node only. If that reads it as it was saved, the commit is sound and the first reader is
+the one that fails (`UnreliableReader`).
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,21 +21,28 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.optim import Optimizer
 
-from infra.errors import InfraError, StoreAway
+from infra.errors import InfraError, StoreAway, StoreError
 from infra.layout import quarantine_key
 from infra.store import Store
 from training.checkpoint.checksum import seal
 from training.checkpoint.dcp_reader import CommitReader
-from training.checkpoint.lineage import CommitRef
+from training.checkpoint.lineage import CommitRef, nothing_to_restore, reachable_commits
 from training.checkpoint.manifest import VERSION
 from training.checkpoint.reader import read_manifest
 from training.checkpoint.rng import reseed_rng, restore_rng, rng_name
+from training.checkpoint.second_reader import find_problem_in_new_process
 from training.checkpoint.state import apply_settings, prepare_for_loading
-from training.errors import CheckpointError, CommitMismatch, CorruptCommit, MisplacedCommit
+from training.errors import CheckpointError, CommitMismatch, CorruptCommit, MisplacedCommit, UnreliableReader
 
-_VERDICT_BYTES = 1024
+_VERDICT_BYTES = 4096
+_REASON_CHARACTERS = 250
+_MOST_SECOND_READINGS = 4  # of one commit, each for another node: one confirmed suffices, and rows are small
+_SUSPECT_FIRST_SECONDS = 20.0  # the reader that fails ends first, so that its agent names it and nobody else
 _SOUND, _CORRUPT, _MISPLACED, _MISMATCH, _ERROR = "sound", "corrupt", "misplaced", "mismatch", "error"
 _AWAY = "away"  # the store, for one rank at least
+_UNRELIABLE = "unreliable"  # a reader, and not the commit
+# (commit key, data object or "", chunk or None) → the problem that another process finds there, "" for none.
+SecondReader = Callable[[str, str, int | None], str]
 # Before a commit is read again that the store would not give to all. A generation is not lost for it: three of them for
 # the same reason would look like a crash loop.
 _AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
@@ -82,16 +97,32 @@ class Restored:
 
 
 def restore_newest(
-    store: Store, candidates: list[str], model: nn.Module, optimizer: Optimizer | None, rank: int, world_size: int
+    store: Store,
+    candidates: list[str],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    rank: int,
+    world_size: int,
+    *,
+    node: int = 0,
+    read_again: SecondReader | None = None,
 ) -> Restored | None:
     """Try the candidates in order until all ranks have verified one; None when there are no candidates.
 
-    Model and optimizer are filled in place; when an exception leaves this function they are not to be used.
+    Model and optimizer are filled in place; when an exception leaves this function they are not to be used. node: of
+    this rank. read_again: by default a new process. Raises UnreliableReader on all ranks, on those whose reads disagree
+    first, and NothingToRestore when no commit of the job is left.
     """
     began = time.monotonic()
     rejected: list[Rejected] = []
+    reader = _Reader(rank, world_size, node, read_again or functools.partial(find_problem_in_new_process, store.uri))
     for key in candidates:
-        attempted, loaded, (kind, reason), agree = _patient_attempt(store, key, model, optimizer, rank, world_size)
+        attempted, loaded, verdict, agree = _patient_attempt(store, key, model, optimizer, reader)
+        kind, reason = verdict.kind, verdict.reason
+        if kind == _UNRELIABLE:
+            if rank not in verdict.suspects:
+                time.sleep(_SUSPECT_FIRST_SECONDS)
+            raise UnreliableReader(reason)
         if kind in (_CORRUPT, _MISPLACED):
             rejected.append(Rejected(key=key, reason=reason, extra=_extra(store, key)))
             if rank == 0:
@@ -118,7 +149,10 @@ def restore_newest(
         )
     if rejected:
         reasons = "; ".join(f"{bad.key}: {bad.reason}" for bad in rejected)
-        raise CheckpointError(f"{store.uri}: none of {len(rejected)} commits verifies: {reasons}")
+        tried = {bad.key for bad in rejected}
+        if all(ref.key in tried for ref in reachable_commits(store)):
+            raise nothing_to_restore(store, f"none of {len(rejected)} commits verifies: {reasons}")
+        raise CheckpointError(f"{store.uri}: none of {len(rejected)} commits verifies; there are older ones: {reasons}")
     return None
 
 
@@ -130,72 +164,183 @@ class _Loaded:
     read_seconds: float
 
 
+@dataclass(frozen=True)
+class _Reader:
+    """This rank, and how something is read by a process other than this one."""
+
+    rank: int
+    world_size: int
+    node: int
+    read_again: SecondReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verdict:
+    """One rank's word on a commit, or that of all of them. object_key, chunk: see CorruptCommit.
+
+    suspects: ranks whose reads disagree with a second reader's.
+    """
+
+    kind: str
+    reason: str = ""
+    node: int = 0
+    object_key: str = ""
+    chunk: int | None = None
+    suspects: tuple[int, ...] = ()
+
+    @property
+    def doubts(self) -> bool:
+        return self.kind in (_CORRUPT, _MISPLACED)
+
+
 def _patient_attempt(
-    store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int, world_size: int
-) -> tuple[float, _Loaded | None, tuple[str, str], float]:
+    store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, reader: _Reader
+) -> tuple[float, _Loaded | None, _Verdict, float]:
     """(time.monotonic() at which the last try began, what it loaded, the verdict of all ranks, seconds that took)."""
     for pause in (*_AGAIN_SECONDS, None):
         attempted = time.monotonic()
-        loaded, own = _attempt(store, key, model, optimizer, rank, world_size)
+        loaded, own = _attempt(store, key, model, optimizer, reader)
         judged = time.monotonic()
-        verdict = _agree(own, rank, world_size)
-        if verdict[0] != _AWAY or pause is None:
+        verdict = _agree(own, key, reader)
+        if verdict.kind != _AWAY or pause is None:
             break
         time.sleep(pause)  # on all ranks alike
     return attempted, loaded, verdict, time.monotonic() - judged
 
 
 def _attempt(
-    store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int, world_size: int
-) -> tuple[_Loaded | None, tuple[str, str]]:
+    store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, own: _Reader
+) -> tuple[_Loaded | None, _Verdict]:
     """Load this rank's part. Every exception becomes a verdict: a rank that left would hold up the others."""
     try:
-        began = time.monotonic()
-        reader = CommitReader(store, key)
-        manifest_seconds = time.monotonic() - began
-        targets = prepare_for_loading(reader.manifest, model, optimizer)
-        rng = {}
-        if reader.manifest.save.world_size == world_size:
-            for name, entry in reader.manifest.tensors.items():
-                if name.startswith(rng_name(rank)):
-                    rng[name] = torch.empty(entry.shape, dtype=torch.uint8)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner({**targets, **rng}, reader.read_metadata(), True)
-        plan = planner.finish_plan(planner.create_local_plan())
-        began = time.monotonic()
-        reader.read_data(plan, planner).wait()
-        return _Loaded(reader, rng, manifest_seconds, time.monotonic() - began), (_SOUND, "")
-    except MisplacedCommit as error:
-        return None, (_MISPLACED, str(error))
+        return _load(store, key, model, optimizer, own), _Verdict(kind=_SOUND, node=own.node)
     except CorruptCommit as error:
-        return None, (_CORRUPT, str(error))
-    except CommitMismatch as error:
-        return None, (_MISMATCH, str(error))
-    except StoreAway as error:
-        return None, (_AWAY, str(error))
-    except (CheckpointError, InfraError) as error:
-        return None, (_ERROR, str(error))
+        kind = _MISPLACED if isinstance(error, MisplacedCommit) else _CORRUPT
+        about = {"object_key": error.object_key, "chunk": error.chunk}
+        return None, _Verdict(kind=kind, reason=str(error), node=own.node, **about)
     except Exception as error:
-        return None, (_ERROR, repr(error))
+        kind = _MISMATCH if isinstance(error, CommitMismatch) else _AWAY if isinstance(error, StoreAway) else _ERROR
+        reason = str(error) if isinstance(error, CheckpointError | InfraError) else repr(error)
+        return None, _Verdict(kind=kind, reason=reason, node=own.node)
 
 
-def _agree(verdict: tuple[str, str], rank: int, world_size: int) -> tuple[str, str]:
-    """The worst verdict of all ranks, with who gave it: the same answer everywhere. One small all-gather."""
+def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, own: _Reader) -> _Loaded:
+    rank, world_size = own.rank, own.world_size
+    began = time.monotonic()
+    reader = CommitReader(store, key)
+    manifest_seconds = time.monotonic() - began
+    targets = prepare_for_loading(reader.manifest, model, optimizer)
+    rng = {}
+    if reader.manifest.save.world_size == world_size:
+        for name, entry in reader.manifest.tensors.items():
+            if name.startswith(rng_name(rank)):
+                rng[name] = torch.empty(entry.shape, dtype=torch.uint8)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner({**targets, **rng}, reader.read_metadata(), True)
+    plan = planner.finish_plan(planner.create_local_plan())
+    began = time.monotonic()
+    reader.read_data(plan, planner).wait()
+    return _Loaded(reader, rng, manifest_seconds, time.monotonic() - began)
+
+
+def _agree(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
+    """The worst verdict of all ranks, with the rank that gave it: the same answer everywhere. A few small all-gathers.
+
+    A commit that a rank doubts is damaged where a second reader says so too. Otherwise that rank is the suspect.
+    """
+    row = {"kind": own.kind, "reason": _cut(own.reason), "node": own.node}
+    row |= {"object_key": own.object_key, "chunk": own.chunk}
+    verdicts = [_Verdict(**found) for found in _gather(row, reader.world_size)]
+    # An error says nothing of the commit, so it must not be outvoted into a quarantine; nor a mismatch.
+    for kind in (_ERROR, _AWAY, _MISMATCH):
+        rank = next((rank for rank, verdict in enumerate(verdicts) if verdict.kind == kind), None)
+        if rank is not None:
+            return _Verdict(kind=kind, reason=_said_by(rank, verdicts[rank].reason, reader))
+    if not any(verdict.doubts for verdict in verdicts):
+        return _Verdict(kind=_SOUND)
+    return _settle_doubts(verdicts, key, reader)
+
+
+def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _Verdict:
+    tasks = second_readers([verdict.node for verdict in verdicts], [verdict.doubts for verdict in verdicts])
+    found: dict[str, list[str]] = {}
+    for doubting, second in tasks:
+        if second == reader.rank:
+            doubt = verdicts[doubting]
+            try:
+                problem = reader.read_again(key, doubt.object_key, doubt.chunk)
+                found[str(doubting)] = [_CORRUPT if problem else _SOUND, _cut(problem)]
+            except (StoreError, CheckpointError) as error:
+                found[str(doubting)] = [_AWAY, _cut(str(error))]
+    answers = {int(rank): answer for row in _gather(found, reader.world_size) for rank, answer in row.items()}
+    for doubting, second in tasks:
+        kind, _ = answers[doubting]
+        if kind == _CORRUPT:
+            doubt = verdicts[doubting]
+            first = _said_by(doubting, doubt.reason, reader)
+            agrees = f"a second reader {_where(doubting, second, verdicts)} agrees"
+            return _Verdict(kind=doubt.kind, reason=f"{first}; {agrees}")
+    for doubting, second in tasks:
+        kind, reason = answers[doubting]
+        if kind == _AWAY:
+            return _Verdict(kind=_AWAY, reason=_said_by(second, reason, reader))
+    doubting, second = tasks[0]
+    first = verdicts[doubting]
+    nodes = ", ".join(str(node) for node in sorted({verdicts[rank].node for rank, _ in tasks}))
+    reason = (
+        f"node {nodes} reads wrongly (rank {doubting}): {first.reason}; a second reader "
+        f"{_where(doubting, second, verdicts)} finds {first.object_key or key} as it was saved, so the commit stands; "
+        "fix: look at that machine's memory, disk and network"
+    )
+    return _Verdict(kind=_UNRELIABLE, reason=reason, suspects=tuple(rank for rank, _ in tasks))
+
+
+def second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> list[tuple[int, int]]:
+    """(rank that doubts, rank that reads again) for the first rank that doubts of each node, a few at most.
+
+    A rank of another node reads again, of those that do not doubt where there are any. With one node it is the rank
+    itself, by a new process. nodes, doubting: by rank.
+    """
+    tasks: list[tuple[int, int]] = []
+    seen: set[int] = set()
+    for rank, node in enumerate(nodes):
+        if not doubting[rank] or node in seen or len(tasks) == _MOST_SECOND_READINGS:
+            continue
+        seen.add(node)
+        others = [other for other, at in enumerate(nodes) if at != node]
+        calm = [other for other in others if not doubting[other]]
+        choice = calm or others or [rank]
+        tasks.append((rank, choice[(len(tasks)) % len(choice)]))
+    return tasks
+
+
+def _where(doubting: int, second: int, verdicts: Sequence[_Verdict]) -> str:
+    if doubting == second:
+        return "(a new process)"
+    return f"(rank {second} on node {verdicts[second].node})"
+
+
+def _cut(text: str) -> str:
+    """Plain and short, so that a row of several has room."""
+    return " ".join(text.split()).encode("ascii", "replace").decode()[:_REASON_CHARACTERS]
+
+
+def _said_by(rank: int, reason: str, reader: _Reader) -> str:
+    return reason if reader.world_size == 1 else f"rank {rank}: {reason}"
+
+
+def _gather(row: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
+    """Every rank's row, in the order of ranks. One small all-gather."""
     if not (dist.is_available() and dist.is_initialized()) or world_size == 1:
-        return verdict
-    text = "\n".join(verdict).encode()[:_VERDICT_BYTES]
+        return [row]
+    text = json.dumps(row).encode()
+    assert len(text) <= _VERDICT_BYTES, "reasons are cut so that a row fits"
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
     mine = torch.zeros(_VERDICT_BYTES, dtype=torch.uint8, device=device)
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(gathered, mine)
-    verdicts = []
-    for number, row in enumerate(gathered):
-        kind, _, reason = bytes(row.cpu().numpy()).rstrip(b"\0").decode(errors="replace").partition("\n")
-        verdicts.append((kind, f"rank {number}: {reason}"))
-    # An error says nothing of the commit, so it must not be outvoted into a quarantine; nor a mismatch.
-    order = (_ERROR, _AWAY, _MISMATCH, _MISPLACED, _CORRUPT, _SOUND)
-    return min(verdicts, key=lambda v: order.index(v[0]))
+    return [json.loads(bytes(other.cpu().numpy()).rstrip(b"\0")) for other in gathered]
 
 
 def _report(store: Store, key: str, reason: str, *, quarantine: bool) -> None:

@@ -27,7 +27,8 @@ def verify_commit(store: Store, key: str) -> list[str]:
         manifest = read_manifest(store, key)
     except CheckpointError as error:
         return [str(error)]
-    return [*_manifest_problems(manifest, key), *_index_problems(store, manifest), *_data_problems(store, manifest)]
+    inside = [f"{key}: {problem}" for problem in manifest.problems()]
+    return [*inside, *_index_problems(store, manifest), *_data_problems(store, manifest)]
 
 
 def uncommitted_saves(store: Store) -> Iterator[tuple[int, str]]:
@@ -57,12 +58,6 @@ def uncommitted_saves(store: Store) -> Iterator[tuple[int, str]]:
                 yield step, index_prefix(generation, step)
 
 
-def _manifest_problems(manifest: Manifest, key: str) -> Iterator[str]:
-    world_size = manifest.save.world_size
-    if not len(manifest.data) == len(manifest.indexes) == world_size:
-        yield f"{key}: {len(manifest.data)} data objects, {len(manifest.indexes)} indexes, {world_size} ranks"
-
-
 def _index_problems(store: Store, manifest: Manifest) -> Iterator[str]:
     save = manifest.save
     expected = [index_key(save.generation, save.step, rank) for rank in range(save.world_size)]
@@ -84,9 +79,6 @@ def _data_problems(store: Store, manifest: Manifest) -> Iterator[str]:
         meta = store.head(data.key)
         if meta is None or meta.size != data.size:
             yield f"{data.key}: {f'{meta.size} bytes' if meta else 'no such object'}, {data.size} bytes were saved"
-            continue
-        if len(data.chunks) != -(-data.size // data.chunk_bytes):
-            yield f"{data.key}: {len(data.chunks)} sums for {data.size} bytes in chunks of {data.chunk_bytes}"
             continue
         whole.append(data)
     for problem in VerifiedReader(store, whole).problems():

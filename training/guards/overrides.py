@@ -7,18 +7,15 @@ start that died before its first commit: every later start of the job reckons th
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from infra.events import GuardAction
-from infra.layout import override_key, quarantine_key
+from infra.layout import override_key
 from infra.store import Store
-from training.checkpoint.checksum import seal
 from training.checkpoint.generations import newest_number
-from training.checkpoint.lineage import reachable_commits, reads_well
-from training.checkpoint.manifest import VERSION
+from training.checkpoint.lineage import AFRESH, reachable_commits, reads_well
 from training.checkpoint.settled import fetched
 from training.errors import CorruptCommit
 
@@ -76,8 +73,8 @@ def read_overrides(job_store: Store) -> Overrides:
 def rewind_parent(job_store: Store) -> str | None:
     """The commit that the next generation is to start from, where a rewind waits for it; None: the newest.
 
-    The newest that is not above the rewind's limit and reads well. Where there is none, the oldest above it; unless
-    those may be unsound, then they are quarantined. To be asked before the generation is opened.
+    The newest that is not above the rewind's limit and reads well. Where there is none, the oldest above it; unless the
+    weights in those may differ between ranks, then `AFRESH`. To be asked before the generation is opened.
     """
     rewinds = [record for record in _records(job_store) if record["action"] == GuardAction.REWIND]
     newest = max(rewinds, key=lambda record: record["generation"], default=None)
@@ -89,11 +86,7 @@ def rewind_parent(job_store: Store) -> str | None:
     for commit in below + (above[::-1] if newest["sound"] else []):
         if reads_well(job_store, commit):
             return commit.key
-    for commit in above:
-        reason = f"saved after step {newest['limit']}, from where on weights of equal ranks may have differed"
-        record = {"version": VERSION, "key": commit.key, "reason": reason, "t_wall": time.time()}
-        job_store.put(quarantine_key(commit.sha256), seal(record))
-    return None
+    return AFRESH if above and not newest["sound"] else None
 
 
 def _put(job_store: Store, action: GuardAction, generation: int, rank: int, **order: int) -> None:

@@ -14,6 +14,7 @@ from infra.store import Store
 from infra.terms import BUDGET_THRESHOLDS, Terms
 from training.checkpoint.generations import Generation
 from training.checkpoint.lineage import CANDIDATES, Opening, newest_commits, open_generation, reachable_commits
+from training.checkpoint.rollback import MissingCommits, check_rollback, newest_generation_known
 from training.errors import TrainingError
 from training.guards.overrides import read_overrides, rewind_parent
 from training.launch.crash_loop import Failed, crash_loop, describe, failures_on_record
@@ -34,13 +35,17 @@ class Leader:
         self._world_size = spec.world_size
         self._failed: list[Failed] = []
         self._number = 0
+        self.rolled_back: MissingCommits | None = None  # by permission, before the first generation
         self._opening = Opening()
 
     def open(self) -> Generation:
         """The next generation: from the newest commit, or from where a guard has ordered it to start."""
         if not self._number:  # what failed in earlier attempts; the first start of a job has none
-            known = self._job_store.list("generations")
-            self._failed = failures_on_record(read_events(self._job_store)) if known else []
+            events = read_events(self._job_store)
+            self._failed = failures_on_record(events)
+            self.rolled_back = check_rollback(self._job_store, events)
+            # A store that was restored from a snapshot has lost generations too: their numbers are not given twice.
+            self._opening.number = max(self._opening.number, newest_generation_known(events))
         parent = rewind_parent(self._job_store)
         spec = self._spec
         generation = open_generation(

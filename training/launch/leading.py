@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import TypeVar
 
 from infra.errors import InfraError
-from infra.events import FAULT_DETECTED, GENERATION_ENDED, GENERATION_STARTED, OUTCOME, EndReason
+from infra.events import FAULT_DETECTED, GENERATION_ENDED, GENERATION_STARTED, OUTCOME, ROLLBACK, EndReason
 from infra.outcome import Outcome
 from training.checkpoint.generations import Generation
 from training.errors import GangError, TrainingError
@@ -24,6 +24,8 @@ from training.launch.spec import GangSpec
 from training.launch.verdict import Verdict, agent_failed, told_to_leave, unaffordable
 
 T = TypeVar("T")
+# Outcomes that no rank has told in an event of its own.
+_TOLD_BY_THE_LEAD = (Outcome.CRASH_LOOP, Outcome.NO_RESTORE, Outcome.ROLLED_BACK)
 # For all nodes to have ended their ranks and closed their logs, after a verdict that the gang goes on.
 REGROUP_SECONDS = 30.0
 _WITHDRAW_SECONDS = 5.0  # for the store to delete the secret of the start, at the end of the agent
@@ -120,6 +122,9 @@ class Leading:
             nodes=spec.nodes,
             processes_per_node=spec.processes_per_node,
         )
+        if leader.rolled_back is not None:
+            self._log.emit(ROLLBACK, step=leader.rolled_back.known.step, **leader.rolled_back.to_json())
+            leader.rolled_back = None
         try:
             self._outlive()
             lead.roll_call(self._own.start_seconds, self._own.told_to_leave)
@@ -198,6 +203,6 @@ class Leading:
             user_code=ended.user_code,
             fingerprint=ended.fingerprint,
         )
-        if last.failed_as == Outcome.CRASH_LOOP:
+        if last.failed_as in _TOLD_BY_THE_LEAD:
             say(last.culprit)
             self._log.emit(OUTCOME, outcome=last.failed_as, message=last.culprit)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from infra.events import EndReason
 from infra.outcome import Outcome
+from training.errors import UnreliableReader
 from training.launch.channel import Connection, Message
 from training.launch.control import SIGTERM, Order
 from training.launch.gathering import Gathering
@@ -227,6 +228,8 @@ class Lead(Heard):
 
     def _guilty(self) -> Verdict:
         verdict = self._without_noticed(guilty(self._evidence()))
+        if verdict.error == UnreliableReader.__name__ and not verdict.left_out:
+            return self._without_reader(verdict)
         if verdict.reason == EndReason.NODE_LOST and (self._enough() or self.left_for):
             return replace(verdict, again=True)  # when all are to leave, the regrouping says that it ends
         return verdict
@@ -250,6 +253,16 @@ class Lead(Heard):
         self._left_out |= noticed
         self._to_leave.clear()
         return replace(verdict, again=True, left_out=sorted(noticed))
+
+    def _without_reader(self, verdict: Verdict) -> Verdict:
+        """A node that reads commits wrongly goes on no more where enough others are left. Else all of it starts again,
+        so that new processes read: node 0 is never left out, since its agent coordinates."""
+        node = self._start.nodes[verdict.ranks[0] // self._spec.processes_per_node]
+        least = self._spec.config["cluster"].get("min_nodes")
+        if node == 0 or least is None or len(self.nodes) - 1 < least:
+            return verdict
+        self._left_out.add(node)
+        return replace(verdict, left_out=[node], fingerprint="")
 
     def _settled(self) -> bool:
         heard = {one.rank for one in self._evidence()}

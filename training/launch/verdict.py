@@ -54,7 +54,8 @@ class Verdict:
     details: what the event of the fault has of the culprit besides (`training.launch.watch.blame.Culprit.details`).
     at: (Unix time, monotonic time) of the verdict, for events.
     again: the gang goes on with another generation, as soon as all ranks are gone; `Start` or a last word will come.
-    left_out: nodes that go on no more then, by the numbers that they joined with: their machines had notices.
+    left_out: nodes that go on no more then, by the numbers that they joined with: their machines had notices, or
+        read commits wrongly.
     curable: a new attempt may end better. failed_as: the job's outcome when it does not.
     generation: of a gang that was never started, which its nodes waited for, and are paid for.
     """
@@ -103,9 +104,10 @@ def told_to_leave(cause: str) -> Verdict:
 
 
 def left_out(verdict: Verdict, cause: str) -> Verdict:
-    """The end of a gang for a node without which the others go on."""
+    """The end of a gang for a node without which the others go on. cause: of its notice, where it had one."""
     step = verdict.outcome.step if verdict.outcome else int(verdict.details.get("step", 0))
-    message = f"told to leave ({cause}); the others go on"
+    why = f"told to leave ({cause})" if cause else f"left out: {' '.join(verdict.culprit.split())[:300]}"
+    message = f"{why}; the others go on"
     outcome = GangOutcome(outcome=Outcome.INTERRUPTED.value, step=step, generation=0, message=message, goes_on=True)
     return Verdict(outcome=outcome, reason=EndReason.AGENT_STOPPED)
 

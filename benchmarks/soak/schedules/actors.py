@@ -14,9 +14,11 @@ from infra.errors import InfraError, StoreError
 from infra.multipart import Throttle, open_sink
 from infra.store import Store
 from training.checkpoint import (
+    FROM_SCRATCH,
     Checkpointer,
     RetentionPolicy,
     open_generation,
+    permit,
     reachable_commits,
     read_generation,
     trace_lineage,
@@ -24,7 +26,7 @@ from training.checkpoint import (
 from training.checkpoint.reader import read_manifest
 from training.checkpoint.retention import Retention
 from training.checkpoint.verify import verify_commit
-from training.errors import CheckpointError, GenerationSuperseded, TrainingError, TwoLaunchers
+from training.errors import CheckpointError, GenerationSuperseded, NothingToRestore, TrainingError, TwoLaunchers
 
 Report = Callable[..., None]
 _REQUEST_SECONDS = 2.0
@@ -40,7 +42,11 @@ def launch(report: Report, uri: str, attempt: int, rewind: int) -> None:
         refs = reachable_commits(store) if rewind else []
         back = min(rewind, len(refs) - 1)
         parent = refs[back].key if refs else None
-        generation = open_generation(store, run="soak", attempt=attempt, parent=parent)
+        try:
+            generation = open_generation(store, run="soak", attempt=attempt, parent=parent)
+        except NothingToRestore:  # every commit was damaged; a person looks, and begins anew
+            permit(store, FROM_SCRATCH)
+            generation = open_generation(store, run="soak", attempt=attempt, parent=parent)
         candidates = [ref.key for ref in reachable_commits(store)]
     except TwoLaunchers as error:
         report("two_launchers", message=str(error))

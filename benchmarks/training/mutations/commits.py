@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 from benchmarks.training.mutations.contestant import STEPS, Answer, Outcome, model, same, tensors
@@ -13,6 +14,7 @@ from infra.store import Store
 from training.checkpoint import Checkpointer, open_generation, reachable_commits
 from training.checkpoint.commands import main as checkpoints
 from training.checkpoint.restore import restore_newest
+from training.checkpoint.second_reader import find_problem
 from training.errors import TrainingError
 
 _WORLD_SIZE = 2
@@ -51,7 +53,9 @@ class Commits:
         fresh = model(0)
         try:
             candidates = [commit.key for commit in reachable_commits(self._store)]
-            restored = restore_newest(self._store, candidates, fresh, None, 0, 1)
+            restored = restore_newest(
+                self._store, candidates, fresh, None, 0, 1, read_again=partial(find_problem, self._store)
+            )
         except (TrainingError, InfraError) as error:
             said.write(f"{error}\n")
             return Outcome.REFUSED

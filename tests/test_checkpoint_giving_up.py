@@ -1,0 +1,208 @@
+"""What no start gives up by itself: all commits of a job, or the newest of a store restored from a snapshot."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from cost.report.next_step import resume_line
+from cost.report.report import build_report
+from flows.options import checked_options
+from infra.event_log import EventLog
+from infra.events import COMMIT, GENERATION_STARTED, OUTCOME, ROLLBACK, Origin, read_events
+from infra.layout import job_prefix
+from infra.outcome import Outcome
+from infra.ranges import read_blocks
+from infra.store import Store
+from tests.support.gangs import endless_gang
+from training.checkpoint import FROM_SCRATCH, Checkpointer, Generation, open_generation, permit, reachable_commits
+from training.checkpoint.restore import second_readers
+from training.checkpoint.rollback import ROLLBACK as ROLLBACK_PERMIT
+from training.checkpoint.rollback import check_rollback
+from training.errors import GangError, NothingToRestore, RolledBack, UnreliableReader
+from training.launch.local import LocalGang
+
+
+def commit(job: Store, generation: Generation, *steps: int) -> None:
+    """Real commits, with the events that tell of them."""
+    origin = Origin(job="job", run="r", generation=generation.number, process="agent")
+    with EventLog(job, origin) as log, Checkpointer(job.uri, generation=generation) as saver:
+        log.emit(GENERATION_STARTED, parent=generation.parent, parent_step=generation.parent_step)
+        for step in steps:
+            saver.save(step, nn.Linear(8, 8), None, {"cursor": step})
+            log.emit(COMMIT, step=step, key=saver.wait().key)
+
+
+@pytest.fixture(scope="module")
+def two_commits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    job = Store.open(str(tmp_path_factory.mktemp("job") / "jobs" / "job"))
+    commit(job, open_generation(job, run="r", attempt=0), 1, 2)
+    return Path(job.uri)
+
+
+@pytest.fixture
+def job(two_commits: Path, tmp_path: Path) -> Store:
+    folder = tmp_path / "store" / "jobs" / "job"
+    shutil.copytree(two_commits, folder)
+    return Store.open(str(folder))
+
+
+def damage(job: Store) -> None:
+    for meta in job.list("data"):
+        job.put(meta.key, b"?" + job.get(meta.key)[1:])
+
+
+def restore(job: Store, generation: Generation) -> int:
+    candidates = [ref.key for ref in reachable_commits(job)]
+    with Checkpointer(job.uri, generation=generation) as saver:
+        return saver.restore(candidates, nn.Linear(8, 8), None).step
+
+
+@pytest.mark.parametrize(
+    ("nodes", "doubting", "expected"),
+    [
+        ([0], [0], [(0, 0)]),  # by a new process
+        ([0, 0, 1, 1], [2], [(2, 0)]),
+        ([0, 0, 1, 1], [0, 2, 3], [(0, 3), (2, 1)]),  # nobody of another node is without doubt for rank 0
+        ([0, 1, 2], [1, 2], [(1, 0), (2, 0)]),
+        ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [(1, 0), (2, 0), (3, 0), (4, 0)]),
+    ],
+)
+def test_another_node_reads_again_where_there_is_one(
+    nodes: list[int], doubting: list[int], expected: list[tuple[int, int]]
+) -> None:
+    found = second_readers(nodes, [rank in doubting for rank in range(len(nodes))])
+    assert [first for first, _ in found] == [first for first, _ in expected]
+    for first, second in found:
+        if len(set(nodes)) > 1:
+            assert nodes[second] != nodes[first]
+        calm = [rank for rank, node in enumerate(nodes) if rank not in doubting and node != nodes[first]]
+        assert not calm or second in calm
+
+
+def test_a_process_that_reads_wrongly_quarantines_nothing(job: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flipped(*what, **options):
+        for block in read_blocks(*what, **options):
+            block[0][0] ^= 1
+            yield block
+
+    generation = open_generation(job, run="r", attempt=1)
+    monkeypatch.setattr("training.checkpoint.reader.read_blocks", flipped)
+    with pytest.raises(UnreliableReader, match=r"node 0 reads wrongly.*\(a new process\).*so the commit stands"):
+        restore(job, generation)
+    monkeypatch.undo()
+    assert job.list("quarantine") == []
+    assert restore(job, generation) == 2
+
+
+def test_a_job_that_has_commits_begins_anew_only_with_a_permit_which_holds_once(job: Store) -> None:
+    damage(job)
+    generation = open_generation(job, run="r", attempt=1)
+    with pytest.raises(NothingToRestore, match="none of 2 commits verifies"):
+        restore(job, generation)
+    for _ in range(2):
+        with pytest.raises(NothingToRestore, match=r"none of its 2 commits .* step 2; .*--from-scratch") as error:
+            open_generation(job, run="r", attempt=2)
+    assert (error.value.outcome.exit_code, error.value.curable) == (9, False)
+    permit(job, FROM_SCRATCH)
+    anew = open_generation(job, run="r", attempt=3)
+    assert anew.parent is None and reachable_commits(job) == []
+    assert open_generation(job, run="r", attempt=4).parent is None, "it died before its first commit"
+    commit(job, newest := open_generation(job, run="r", attempt=5), 1)
+    damage(job)
+    with pytest.raises(NothingToRestore):
+        restore(job, newest)
+    with pytest.raises(NothingToRestore, match="none of its 1 commits"):
+        open_generation(job, run="r", attempt=6)
+
+
+def test_a_gang_without_a_commit_to_restore_ends_with_its_own_outcome(tmp_path: Path) -> None:
+    spec = replace(endless_gang(tmp_path, survival={"standby": False}), nodes=1)
+    job = Store.open(spec.store_uri).sub(job_prefix(spec.job))
+    commit(job, open_generation(job, run="r", attempt=0), 1)
+    for meta in job.list("commits"):
+        job.put(meta.key, b"torn")
+    with pytest.raises(GangError, match="--from-scratch") as error:
+        LocalGang(spec, tmp_path / "gang", tmp_path / "output.log").wait(60)
+    assert (error.value.outcome, error.value.curable) == (Outcome.NO_RESTORE, False)
+    assert len(job.list("generations")) == 1, "nothing was started"
+
+
+def _all(job: Store, snapshot: Path) -> None:
+    for folder in ("commits", "data", "index", "generations"):
+        shutil.rmtree(Path(job.uri) / folder, ignore_errors=True)
+        if (snapshot / folder).exists():
+            shutil.copytree(snapshot / folder, Path(job.uri) / folder)
+
+
+def _last_commit_gone(job: Store, snapshot: Path) -> None:
+    job.delete(job.list("commits")[0].key)
+
+
+def _everything_gone(job: Store, snapshot: Path) -> None:
+    for folder in ("commits", "data", "index", "generations"):
+        shutil.rmtree(Path(job.uri) / folder)
+
+
+@pytest.mark.parametrize(("roll_back", "left"), [(_all, 2), (_last_commit_gone, 3), (_everything_gone, None)])
+def test_a_store_that_was_restored_from_a_snapshot_is_noticed_and_asks(
+    job: Store, tmp_path: Path, roll_back: Callable[[Store, Path], None], left: int | None
+) -> None:
+    snapshot = tmp_path / "snapshot"
+    shutil.copytree(job.uri, snapshot)
+    commit(job, open_generation(job, run="r", attempt=1), 3, 4)
+    assert check_rollback(job, read_events(job)) is None
+    roll_back(job, snapshot)
+    with pytest.raises(RolledBack, match=r"know a commit of step 4 .*--accept-rollback") as error:
+        check_rollback(job, read_events(job))
+    assert (error.value.outcome.exit_code, error.value.curable) == (10, False)
+    assert f"none newer than step {left}" in str(error.value) or left is None
+    permit(job, ROLLBACK_PERMIT)
+    accepted = check_rollback(job, read_events(job))
+    assert accepted.known.step == 4 and (accepted.found and accepted.found.step) == left
+    assert job.list("quarantine") == []
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_commits_that_retention_deleted_are_no_rollback(job: Store, kept: int) -> None:
+    for meta in job.list("commits")[kept:]:
+        job.delete(meta.key)
+    assert check_rollback(job, read_events(job)) is None
+    second = open_generation(job, run="r", attempt=1)
+    commit(job, second)  # it began, and died before its first commit
+    assert check_rollback(job, read_events(job)) is None
+
+
+def test_an_agent_asks_too_and_the_report_says_what_is_missing(tmp_path: Path) -> None:
+    spec = replace(endless_gang(tmp_path, survival={"standby": False}), nodes=1)
+    job = Store.open(spec.store_uri).sub(job_prefix(spec.job))
+    commit(job, open_generation(job, run="r", attempt=0), 1, 2)
+    _last_commit_gone(job, tmp_path)
+    with pytest.raises(GangError, match="--accept-rollback") as error:
+        LocalGang(spec, tmp_path / "gang", tmp_path / "output.log").wait(60)
+    assert (error.value.outcome, error.value.curable) == (Outcome.ROLLED_BACK, False)
+    with EventLog(job, Origin(job=spec.job, run="r2", process="train")) as log:
+        log.emit(OUTCOME, outcome=Outcome.ROLLED_BACK.value, message=str(error.value))
+        log.emit(ROLLBACK, step=2, key="k", found_step=1, found_key="f")
+    report = build_report(read_events(job))
+    assert (report.outcome, report.exit_code) == (Outcome.ROLLED_BACK, 10)
+    assert resume_line(report).command.endswith(f"run --job {report.job} --accept-rollback")
+    assert "the commit of step 2 is missing" in report.events["failures"][-1]["what"]
+
+
+def test_the_options_leave_their_permit_in_the_store(tmp_path: Path, job: Store, capsys: pytest.CaptureFixture) -> None:
+    words = ["--config", "configs/laptop.yaml", "--set", f"store={tmp_path / 'store'}"]
+    for permits in ([], ["--from-scratch"], ["--accept-rollback"]):
+        options = checked_options([*words, "--job", "job", *permits])
+        assert not {"--from-scratch", "--accept-rollback"} & set(options)
+    assert sorted(meta.key for meta in job.list("permits")) == [
+        "permits/from-scratch/000001.json", "permits/rollback/000001.json",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as refused:
+        checked_options([*words, "--from-scratch"])
+    assert refused.value.code == 2 and "--job" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""What a start may give up: all commits of a job, or those that a store restored from a snapshot no longer has.
+
+Torch-free. Both lose work, so a person decides. A permit is a record in the job's store. It holds for what existed when
+it was given: what is lost later is asked for anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infra.events import COMMIT, GENERATION_STARTED, RESTORE, Event, read_events
+from infra.layout import permit_key
+from infra.store import Store
+from training.checkpoint.checksum import seal
+from training.checkpoint.generations import newest_number
+from training.checkpoint.lineage import FROM_SCRATCH, CommitRef, newest_commits, permitted_generation
+from training.checkpoint.manifest import VERSION
+from training.errors import RolledBack
+
+ROLLBACK = "rollback"
+# Option of the command line → what it permits.
+PERMITS = {"from_scratch": FROM_SCRATCH, "accept_rollback": ROLLBACK}
+
+
+@dataclass(frozen=True)
+class MissingCommits:
+    """known: the newest commit by the events. found: the newest that the store has, None: it has none that counts.
+    permitted: a person has accepted that the job goes on without them."""
+
+    known: CommitRef
+    found: CommitRef | None
+    permitted: bool
+
+    def describe(self) -> str:
+        has = "has no commit" if self.found is None else f"has none newer than step {self.found.step}"
+        return f"the events know a commit of step {self.known.step} ({self.known.key}), and the store {has}"
+
+    def to_json(self) -> dict[str, Any]:
+        found = self.found
+        return {
+            "key": self.known.key,
+            "found_key": None if found is None else found.key,
+            "found_step": 0 if found is None else found.step,
+        }
+
+
+def permit(job_store: Store, *whats: str) -> None:
+    """Record what a person permits for everything that the job has now. Raises StoreError."""
+    if not whats:
+        return
+    events = read_events(job_store)
+    number = max([newest_number(job_store), *(event.generation for event in events)])
+    for what in whats:
+        record = {"version": VERSION, "what": what, "generation": number, "t_wall": time.time()}
+        job_store.put(permit_key(what, number), seal(record))
+
+
+def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
+    """What the events know of the newest generation and the store no longer has: it was restored from a snapshot.
+
+    A commit that retention deleted has newer ones beside it, and one that cannot be read is there: neither is missing.
+    Raises as `newest_commits`.
+    """
+    known = _newest_known(events)
+    if known is None or job_store.head(known.key) is not None:
+        return None
+    found = next(newest_commits(job_store), None)
+    if found is not None and (found.generation, found.step) >= (known.generation, known.step):
+        return None
+    return MissingCommits(known, found, known.generation <= permitted_generation(job_store, ROLLBACK))
+
+
+def check_rollback(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
+    """What a person has permitted to go on without, to be told in the events; None: nothing is missing.
+
+    Raises RolledBack where something is and no permit holds for it, and as `newest_commits`.
+    """
+    missing = find_missing_commits(job_store, events)
+    if missing is None or missing.permitted:
+        return missing
+    raise RolledBack(
+        f"{job_store.uri}: {missing.describe()}; it was restored from an older snapshot, or commits were deleted; "
+        "nothing was started; hint: bring the newer data back; to go on from the older commit and lose the steps "
+        "between, start again with --accept-rollback"
+    )
+
+
+def newest_generation_known(events: Sequence[Event]) -> int:
+    return max((event.generation for event in events), default=0)
+
+
+def _newest_known(events: Sequence[Event]) -> CommitRef | None:
+    """The commit at which the newest generation stood: its last one, else the one that it was restored from."""
+    started = [event for event in events if event.name == GENERATION_STARTED]
+    if not started:
+        return None
+    newest = max(started, key=lambda event: (event.generation, event.t_wall))
+    own = [event for event in events if event.generation == newest.generation]
+    commits = [event.data.get("key") for event in own if event.name == COMMIT]
+    restored = [event.data.get("key") for event in own if event.name == RESTORE]
+    refs = sorted(filter(None, map(_ref, commits)), key=lambda ref: ref.step)
+    return (refs or [None])[-1] or _ref((restored or [None])[-1]) or _ref(newest.data.get("parent"))
+
+
+def _ref(key: object) -> CommitRef | None:
+    try:
+        return CommitRef.from_key(str(key)) if key else None
+    except ValueError:
+        return None
