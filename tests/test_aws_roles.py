@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -162,9 +163,51 @@ def test_each_role_is_taken_on_only_by_the_service_that_it_is_for(template: dict
     for role, service in expected.items():
         [statement] = template["Resources"][role]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
         assert listed(statement["Principal"]["Service"]) == [f"{service}.amazonaws.com"]
+        # EC2 takes on an instance's role without a SourceAccount.
+        own_account = {"StringEquals": {"aws:SourceAccount": {"Ref": "AWS::AccountId"}}}
+        assert statement.get("Condition") == (None if service == "ec2" else own_account), role
 
 
 def test_a_head_job_passes_the_role_of_steps_to_containers_and_to_nothing_else(template: dict[str, Any]) -> None:
     [passing] = [one for one in statements(template, "HeadRole") if "iam:PassRole" in listed(one["Action"])]
     assert passing["Resource"] == {"Fn::GetAtt": ["JobRole", "Arn"]}
     assert passing["Condition"] == {"StringEquals": {"iam:PassedToService": "ecs-tasks.amazonaws.com"}}
+
+
+@pytest.mark.parametrize(
+    ("role", "action", "key"),
+    [
+        ("JobRole", "batch:TerminateJob", "aws:ResourceTag/ebbflow-stack"),
+        ("HeadRole", "batch:TerminateJob", "aws:ResourceTag/ebbflow-stack"),
+        ("HeadRole", "batch:TagResource", "aws:RequestTag/ebbflow-stack"),
+    ],
+)
+def test_only_jobs_of_this_stack_are_ended_and_tagged(
+    template: dict[str, Any], role: str, action: str, key: str
+) -> None:
+    [one] = [one for one in statements(template, role) if action in listed(one["Action"])]
+    assert one["Condition"] == {"StringEquals": {key: {"Ref": "AWS::StackName"}}}
+    environment = template["Resources"]["HeadJob"]["Properties"]["ContainerProperties"]["Environment"]
+    [tags] = [one["Value"] for one in environment if one["Name"] == "METAFLOW_BATCH_DEFAULT_TAGS"]
+    assert json.loads(tags["Fn::Sub"]) == {"ebbflow-stack": "${AWS::StackName}"}, "what the jobs are tagged with"
+
+
+def test_jobs_go_to_the_queues_of_this_stack_alone(template: dict[str, Any]) -> None:
+    """By reference: a pattern of the stack's name would match the queues of a stack whose name begins with it."""
+    [one] = [one for one in statements(template, "HeadRole") if "batch:SubmitJob" in listed(one["Action"])]
+    definition, *queues = one["Resource"]
+    assert definition["Fn::Sub"].endswith(":job-definition/metaflow_*"), (
+        "the name that Metaflow gives to all of its own"
+    )
+    named = [queue["Fn::If"][1]["Ref"] if "Fn::If" in queue else queue["Ref"] for queue in queues]
+    there = {name for name, one in template["Resources"].items() if one["Type"] == "AWS::Batch::JobQueue"}
+    assert set(named) == there and len(named) == len(there)
+
+
+def test_jobs_can_neither_delete_old_versions_nor_the_rule_that_keeps_them(template: dict[str, Any]) -> None:
+    for role in ("JobRole", "HeadRole"):
+        assert not {one for one in actions(template, role) if "Version" in one or one.startswith("s3:PutBucket")}
+    [policy] = [one for one in template["Resources"].values() if one["Type"] == "AWS::S3::BucketPolicy"]
+    [keep] = [one for one in policy["Properties"]["PolicyDocument"]["Statement"] if one["Sid"] == "KeepVersions"]
+    denied = {"s3:DeleteObjectVersion", "s3:PutBucketVersioning", "s3:PutLifecycleConfiguration", "s3:*BucketPolicy"}
+    assert keep["Effect"] == "Deny" and set(keep["Action"]) == denied

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def test_bucket_roles_and_head_job_are_there_and_name_each_other(applied: Path) 
     assert environment["EBBFLOW__STORE"] == outputs["Store"] == f"s3://{outputs['BucketName']}/ebbflow"
     assert environment["METAFLOW_BATCH_JOB_QUEUE"] == outputs["LightQueueName"] == "ebbflow-light"
     assert head["containerProperties"]["image"] == outputs["Image"]
-    lines = [line.removeprefix("export ").partition("=") for line in applied.read_text().splitlines()]
+    lines = [shlex.split(line)[1].partition("=") for line in applied.read_text().splitlines()]
     settings = {name: value for name, _, value in lines}
     assert all(settings.values()) and settings == {name: environment[name] for name in settings}, "as the head job has"
     assert (settings["METAFLOW_DEFAULT_METADATA"], settings["METAFLOW_SERVICE_URL"]) == ("service", SERVICE)

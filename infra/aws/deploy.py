@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import sys
@@ -111,7 +112,7 @@ def _apply(
 ) -> None:
     state = stack.state(patience)
     state = stack.apply(body, _with_found(given, state, client.meta.region_name), state, patience)
-    settings = _settings(state, client.meta.region_name)
+    settings = _settings(options.stack, state, client.meta.region_name)
     print(f"stack {options.stack}: {state.status}\nthe machine that launches runs needs:")
     print(textwrap.indent(settings, "    "), end="")
     if options.env is not None:
@@ -132,7 +133,7 @@ def _table(changes: Sequence[Change]) -> str:
     return "\n".join(rows)
 
 
-def _settings(state: StackState, region: str) -> str:
+def _settings(stack: str, state: StackState, region: str) -> str:
     """Lines for a shell; nothing of them is secret. Who launches runs has rights of their own."""
     outputs = state.outputs
     exports = {
@@ -144,6 +145,8 @@ def _settings(state: StackState, region: str) -> str:
         "METAFLOW_BATCH_CONTAINER_IMAGE": outputs.get("Image", ""),
         "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": outputs.get("JobRoleArn", ""),
         "METAFLOW_BATCH_EMIT_TAGS": "true",  # flow, run and step of each job, for cost allocation
+        # The roles of the stack may end jobs that have this tag, and no others.
+        "METAFLOW_BATCH_DEFAULT_TAGS": json.dumps({"ebbflow-stack": stack}),
     }
     if service := state.parameters.get("MetadataServiceUrl"):
         exports |= {"METAFLOW_DEFAULT_METADATA": "service", "METAFLOW_SERVICE_URL": service}
