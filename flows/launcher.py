@@ -6,6 +6,7 @@ Metaflow turns every failure into exit code 1, so the launching process maps the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import json
 import os
@@ -17,21 +18,28 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from flows import remote
 from flows.job import PROJECT_ROOT, RUNS, Job, local_folder, mark_latest
 from infra.config.schema import RunConfig
-from infra.errors import InfraError
+from infra.errors import InfraError, JobIsRunning
 from infra.foreign_text import guard_terminal
 from infra.known_jobs import METAFLOW_FOLDER, records_root
+from infra.launchers import Claim, check_inherited_claim, claim_job, claim_of_parent
+from infra.layout import job_prefix
 from infra.outcome import Outcome
-from infra.process import children, die_with_parent
+from infra.process import children, die_with_parent, end_with_descendants, survive_lost_readers
+from infra.store import Store
 
 # Options with a value that the flow adds to Metaflow's `run`.
 RUN_OPTIONS = frozenset({"--config", "--set", "--job", "--rehearse", "--certify"})
 _RUN_ID_PREFIX = "ebbflow-run-id-"
 _PARENT_VARIABLE = "EBBFLOW_PARENT_PID"
 _DRAIN_SECONDS = 60.0
+_RUN_ID_SECONDS = 0.2
+_TAKE_OVER = "--take-over"
+_ASKED = "asked to leave: waiting for the last save (Ctrl-C again to leave at once)"
 _REPORT_REQUEST_SECONDS = 10.0  # who waits for the report of a run that has died should soon know that there is none
 # Metaflow's commands, to tell them from the values of the options that may stand before them.
 _COMMANDS = frozenset({
@@ -40,20 +48,135 @@ _COMMANDS = frozenset({
 })  # fmt: skip
 
 
+class _Launch:
+    """This process as the job's launcher: its claim on the job, and its answer to SIGTERM, SIGHUP and Ctrl-C.
+
+    Before Metaflow starts they end the process. While Metaflow runs, the tasks save and leave. While the report is
+    written they wait for it.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False  # to leave, while Metaflow ran
+        self.claim: Claim | None = None
+        self._doing = "prepare"
+        self._hurried = False
+        self._interrupts = 0  # Ctrl-C while the report is written
+        self._take_over = False
+        self._unnamed: RunConfig | None = None  # of a job that Metaflow names by its run
+        self._ended = threading.Event()
+
+    @property
+    def fenced(self) -> bool:
+        """Whether another launcher has taken the job over."""
+        return self.claim is not None and self.claim.fenced_by is not None
+
+    def listen(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+                signal.signal(number, self._leave)
+
+    def read_take_over(self, words: list[str]) -> list[str]:
+        """The words of the command line without --take-over, which Metaflow does not know."""
+        self._take_over = _TAKE_OVER in words
+        return [word for word in words if word != _TAKE_OVER]
+
+    def claim_job(self, job: str, config: RunConfig, command: str) -> None:
+        """Claim a job that has a name. Exits with 3 where another launcher runs it."""
+        if not job:
+            self._unnamed = config
+            return
+        try:
+            store = Store.open(config.store, request_timeout_seconds=_REPORT_REQUEST_SECONDS).sub(job_prefix(job))
+            if inherited := claim_of_parent():
+                check_inherited_claim(store, job, inherited)
+            else:
+                self.claim = claim_job(store, job, command, take_over=self._take_over, on_fenced=_tell_main_thread)
+        except JobIsRunning as error:
+            print(error, file=sys.stderr)
+            sys.exit(error.outcome.exit_code)
+        except InfraError as error:
+            print(f"job {job} is not protected from a second launcher: {error}", file=sys.stderr)
+
+    def run(self, flow_class: type, run_id_file: Path) -> int:
+        """Metaflow's exit code, or 75 when asked to leave."""
+        if self._unnamed is not None and claim_of_parent() is None:
+            threading.Thread(target=self._claim_by_run, args=(run_id_file,), daemon=True).start()
+        try:
+            self._doing = "run"
+            code = _metaflow(flow_class)
+            self._doing = "report"
+        except KeyboardInterrupt:  # between two of these lines
+            self._doing = "report"
+            code = Outcome.INTERRUPTED.exit_code
+        return Outcome.INTERRUPTED.exit_code if self.asked else code
+
+    def release(self) -> None:
+        self._ended.set()
+        if self.claim is not None:
+            self.claim.release()
+
+    def _claim_by_run(self, run_id_file: Path) -> None:
+        """Claim a job without a name once Metaflow has numbered its run; no other launcher can have it yet."""
+        assert self._unnamed is not None
+        while not self._ended.wait(_RUN_ID_SECONDS):
+            if run_id_file.is_file() and (run := run_id_file.read_text().strip()):
+                with contextlib.suppress(InfraError):
+                    store = Store.open(self._unnamed.store, request_timeout_seconds=_REPORT_REQUEST_SECONDS)
+                    self.claim = claim_job(store.sub(job_prefix(run)), run, "run", on_fenced=_tell_main_thread)
+                return
+
+    def _leave(self, number: int, frame: object) -> None:
+        if self._doing == "prepare":
+            self._leave_at_once(self._why_leaving() or "interrupted")
+        if self._doing == "report":
+            self._interrupts += number == signal.SIGINT
+            if self._interrupts > 1:
+                self._leave_at_once("interrupted: the report is left unwritten")
+            if self._interrupts == 1:
+                _complain("the report is being written (Ctrl-C again to leave without it)")
+            return
+        if self.asked:
+            self._hurried = self._hurried or number == signal.SIGINT
+            return
+        self.asked = True
+        _complain(self._why_leaving() or _ASKED)
+        for child in children(os.getpid()):
+            os.kill(child, signal.SIGTERM)
+        limit = time.monotonic() + _DRAIN_SECONDS
+        while children(os.getpid()) and time.monotonic() < limit and not self._hurried:
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    def _why_leaving(self) -> str:
+        by = None if self.claim is None else self.claim.fenced_by
+        return "" if by is None else f"job taken over by {by.describe()}: this run saves and ends (exit code 75)"
+
+    def _leave_at_once(self, words: str) -> NoReturn:
+        _complain(words)
+        self.release()
+        os._exit(Outcome.INTERRUPTED.exit_code)
+
+
+_launch = _Launch()
+
+
 def prepare(module_name: str) -> None:
     """Set the environment that Metaflow reads at import; for `run`, replace the user's options by the checked job.
 
-    Exits with 2 for a bad configuration and with 3 when a quick check forbids the run, also one that is resumed, before
-    anything is written.
+    Exits with 2 for a bad configuration and with 3 when a quick check forbids the run, also one that is resumed, or
+    when another launcher runs the job, before anything but its claim is written.
     Does nothing when the flow file is imported and not run.
     """
     if module_name != "__main__":
         return
-    sys.argv[1:] = words_in_order(sys.argv[1:])
+    sys.argv[1:] = words_in_order(_launch.read_take_over(sys.argv[1:]))
     at = _command_index(sys.argv)
+    if _is_launch(at):
+        survive_lost_readers()
     guard_terminal(keep_colours=at is None or "step" not in sys.argv[at : at + 2])
     if at is not None and sys.argv[at] == "step":
         _tie_to_parent(signal.SIGKILL)
+        _leave_signals_to_launcher()
     elif at is not None and sys.argv[at + 1 : at + 2] == ["step"]:  # batch step: it ends its job before it goes
         _tie_to_parent(signal.SIGTERM)
     _set_environment()
@@ -62,15 +185,18 @@ def prepare(module_name: str) -> None:
     if not _is_launch(at):
         _join_in(sys.argv[at:] if at is not None else [])
         return
+    _launch.listen()
     if sys.argv[at] == "run":
-        from flows.options import checked_options
+        from flows.options import checked_options, job_and_config
 
         sys.argv[at + 1 :] = checked_options(sys.argv[at + 1 :])
+        _launch.claim_job(*job_and_config(sys.argv[at + 1 :]), "run")
     else:
         from flows.resuming import check_resume, refuse_settings
 
         refuse_settings(sys.argv[at + 1 :])
-        check_resume(sys.argv)
+        if (known := check_resume(sys.argv)) is not None:
+            _launch.claim_job(*known, "resume")
     if _run_id_file(sys.argv[at + 1 :]) is None:
         descriptor, path = tempfile.mkstemp(prefix=_RUN_ID_PREFIX)
         os.close(descriptor)
@@ -83,17 +209,51 @@ def run(flow_class: type) -> None:
     if not _is_launch(at):
         flow_class()
         return
+    from flows.metaflow_fixes import drop_interrupt_advice, keep_terminal_from_tasks
+
     started = time.time()
     os.environ[_PARENT_VARIABLE] = str(os.getpid())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _drain)
+    drop_interrupt_advice()
+    keep_terminal_from_tasks()
+    _launch.listen()
     _watch_tasks()
-    code = _metaflow(flow_class)
-    run_id = _read_run_id(Path(_run_id_file(sys.argv[at + 1 :]) or ""))
-    job = _job_of(flow_class.__name__, run_id) if run_id else None
-    if job is None:
-        sys.exit(code)  # Metaflow itself refused, and has said why
-    sys.exit(_tell(job, code, started))
+    run_id_file = Path(_run_id_file(sys.argv[at + 1 :]) or "")
+    origin = remote.values_of(sys.argv, "--origin-run-id")
+    unknown = sys.argv[at] == "resume" and origin and _launch.claim is None and claim_of_parent() is None
+    if unknown and (job := _job_of(flow_class.__name__, origin[-1], without="no claim on the job")):
+        _launch.claim_job(job.name, job.config, "resume")
+    code = _launch.run(flow_class, run_id_file)
+    try:
+        run_id = _read_run_id(run_id_file)
+        job = None if _launch.fenced or not run_id else _job_of(flow_class.__name__, run_id)
+        if job is not None:
+            code = _tell(job, code, started, asked=_launch.asked)
+        elif _launch.asked and not _launch.fenced:
+            _complain("interrupted before anything was recorded")
+    finally:  # without a job Metaflow itself refused, and has said why
+        _launch.release()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # while the interpreter ends, they would have their default effect
+    sys.exit(code)
+
+
+def _tell_main_thread() -> None:
+    """Signals are handled there, also while it waits inside Metaflow."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _leave_signals_to_launcher() -> None:
+    """A terminal's signals come to all of its processes; the launcher passes them on as SIGTERM."""
+    if os.environ.get(_PARENT_VARIABLE):
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, end_with_descendants)
+
+
+def _complain(text: str) -> None:
+    """Past Python's buffers, which a signal handler may have interrupted."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
 
 
 def _watch_tasks() -> None:
@@ -202,18 +362,6 @@ def _run_id_file(options: list[str]) -> str | None:
     return parser.parse_known_args(options)[0].run_id_file
 
 
-def _drain(number: int, frame: object) -> None:
-    """SIGTERM and Ctrl-C: let the tasks save and leave, then end as Metaflow ends when interrupted."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
-    print("asked to leave: waiting for the last save (Ctrl-C again to leave at once)", file=sys.stderr, flush=True)
-    for child in children(os.getpid()):
-        os.kill(child, signal.SIGTERM)
-    limit = time.monotonic() + _DRAIN_SECONDS
-    while children(os.getpid()) and time.monotonic() < limit:
-        time.sleep(0.05)
-    raise KeyboardInterrupt
-
-
 def _metaflow(flow_class: type) -> int:
     try:
         flow_class()
@@ -232,8 +380,8 @@ def _read_run_id(file: Path) -> str:
     return run_id
 
 
-def _job_of(flow_name: str, run_id: str) -> Job | None:
-    """The job that this run belonged to, from the artifacts of its start step."""
+def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job | None:
+    """The job that this run belonged to, from the artifacts of its start step. without: what there is without it."""
     from metaflow import Run, namespace
 
     namespace(None)
@@ -242,7 +390,7 @@ def _job_of(flow_name: str, run_id: str) -> Job | None:
         config = RunConfig.model_validate_json(json.dumps(data.settings["config"]))
         return Job(name=data.job, run=run_id, config=config, request_seconds=_REPORT_REQUEST_SECONDS)
     except Exception as error:  # the client raises many kinds; without a start step there is nothing to tell
-        print(f"no report: the run's start step cannot be read: {error}", file=sys.stderr)
+        print(f"{without}: the run's start step cannot be read: {error}", file=sys.stderr)
         return None
 
 
@@ -252,8 +400,11 @@ def _this_python() -> str:
     return str(path.relative_to(PROJECT_ROOT) if path.is_relative_to(PROJECT_ROOT) else path)
 
 
-def _tell(job: Job, code: int, started: float) -> int:
-    """Print the report, which is rebuilt from the event log when the run died before writing it."""
+def _tell(job: Job, code: int, started: float, *, asked: bool) -> int:
+    """Print the report, which is rebuilt from the event log when the run died before writing it.
+
+    asked: the run was asked to leave, which is what its exit code says, whatever an earlier run left on record.
+    """
     from cost.errors import CostError, ReportError
     from cost.report.render_text import render
     from cost.report.report import RunReport
@@ -266,8 +417,11 @@ def _tell(job: Job, code: int, started: float) -> int:
         if not _is_new(path, started):
             write_report(job)
     except (InfraError, CostError) as error:
+        if asked and isinstance(error, ReportError):
+            _complain("interrupted before anything was recorded")
+            return code
         # That nothing was recorded yet says nothing of why the run ended, which Metaflow does.
-        code = code if code and isinstance(error, ReportError) else error.outcome.exit_code or code
+        code = code if asked or (code and isinstance(error, ReportError)) else error.outcome.exit_code or code
         if not _is_new(path, started):
             print(f"no report: {error}", file=sys.stderr)
             return code
@@ -275,6 +429,8 @@ def _tell(job: Job, code: int, started: float) -> int:
     report = RunReport.from_json(json.loads(path.read_text()))
     print(render(report, python=_this_python()))
     print(f"\nreport: {RUNS / job.name / 'report.html'}")
+    if asked:
+        return code
     refused = report.events.get("refused") or {}
     if refused.get("run") == job.run:  # a completed job stays so, and this run did nothing
         return Outcome(refused["outcome"]).exit_code

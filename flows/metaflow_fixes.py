@@ -17,9 +17,11 @@ it is not there yet, a gang that did its work would count as failed, and be star
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
+import subprocess
 import sys
 import time
 import urllib.request
@@ -37,6 +39,7 @@ _NODE = "$AWS_BATCH_JOB_NODE_INDEX"
 _MAPPERS_SECONDS = 600.0
 _LOOK_SECONDS = 2.0
 _PING_SECONDS = 4.0
+_ADVICE = "avoid pressing Ctrl+C"
 
 FIXES = ("#2564 command of other nodes", "#2557 reason of a failure", "end of other nodes", "cards")
 
@@ -112,6 +115,42 @@ CHECKS = [
         run=check,
     )
 ]
+
+
+def drop_interrupt_advice() -> None:
+    """In the launcher: leave out Metaflow's line that asks not to press Ctrl-C again, which a user here may do.
+
+    A release without this private attribute keeps its line.
+    """
+    from metaflow.runtime import NativeRuntime
+
+    begin = NativeRuntime.__init__
+
+    def begin_without_advice(self: Any, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        log = getattr(self, "_logger", None)
+        if log is not None:
+            self._logger = lambda text="", *more, **how: None if _ADVICE in str(text) else log(text, *more, **how)
+
+    NativeRuntime.__init__ = begin_without_advice
+
+
+def keep_terminal_from_tasks() -> None:
+    """In the launcher: start each task in a process group of its own, which a terminal's Ctrl-C does not reach.
+
+    The launcher hands it on as SIGTERM. A task that has only just started would else end in a traceback. A release
+    without this private attribute starts them as before.
+    """
+    from metaflow import runtime
+
+    class Apart:
+        Popen = staticmethod(functools.partial(subprocess.Popen, process_group=0))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(subprocess, name)
+
+    if getattr(runtime, "subprocess", None) is subprocess:
+        runtime.subprocess = Apart()
 
 
 def mend_submitter() -> None:

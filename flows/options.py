@@ -88,6 +88,12 @@ def give_permits(known: argparse.Namespace, job: str, store: str) -> None:
         permit(Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)), *asked)
 
 
+def job_and_config(words: list[str]) -> tuple[str, RunConfig]:
+    """Job name ("" where none was given) and configuration in the words that `checked_options` returned."""
+    values = dict(zip(words[0:6:2], words[1:6:2], strict=True))
+    return values["--job"], RunConfig.model_validate_json(json.dumps(json.loads(values["--config"])["config"]))
+
+
 def _loaded(known: argparse.Namespace, backend: str | None) -> LoadedConfig:
     """The configuration, its plan made for where --with sends the run: of another backend it would offer what that one
     cannot run, such as several nodes on Spot. Raises ConfigError.

@@ -24,8 +24,10 @@ _REQUEST_SECONDS = 10.0
 _MOST_ASKED = 8
 
 
-def check_resume(words: list[str]) -> None:
+def check_resume(words: list[str]) -> tuple[str, RunConfig] | None:
     """Make Metaflow's settings from those of the job, and hold these against the quick checks that `run` makes.
+
+    Returns the job's name and configuration, None where this machine does not know the job.
 
     words: the command line, from which the options that are Ebbflow's own are taken. Exits with 3 where one of them
     forbids the run. Of a job that this machine does not know, or whose store does not tell, nothing is checked; that is
@@ -39,7 +41,7 @@ def check_resume(words: list[str]) -> None:
         if permits_asked(known):
             print("resume: the job is unknown here, so nothing of it is given up; fix: run --job NAME", file=sys.stderr)
             sys.exit(Outcome.CONFIG.exit_code)
-        return
+        return None
     name, path, config = found
     if said := refused_at_once(config, path, job=name, words=words):
         print(said, file=sys.stderr)
@@ -49,6 +51,7 @@ def check_resume(words: list[str]) -> None:
     except InfraError as error:
         print(f"resume: {error}", file=sys.stderr)
         sys.exit(error.outcome.exit_code)
+    return name, config
 
 
 def refuse_settings(options: Sequence[str]) -> None:

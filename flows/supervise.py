@@ -19,6 +19,9 @@ if __name__ == "__main__":
     from infra.program import begin_program
 
     begin_program()
+    from infra.process import exit_when_interrupted
+
+    exit_when_interrupted()
     from flows.supervising.command import main
 
     sys.exit(main(sys.argv[1:]))

@@ -21,6 +21,9 @@ from infra.program import begin_program
 
 if __name__ == "__main__":
     begin_program()
+    from infra.process import exit_when_interrupted
+
+    exit_when_interrupted()  # until the launcher answers signals itself, which takes a second of imports
 
 from flows import launcher
 

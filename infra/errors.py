@@ -17,6 +17,12 @@ class LayoutError(InfraError):
     outcome = Outcome.CONFIG
 
 
+class JobIsRunning(InfraError):
+    """Another launcher runs the job, or has taken it over. Nothing was changed."""
+
+    outcome = Outcome.PREFLIGHT
+
+
 class StoreError(InfraError):
     """The object store did not do what was asked, within its deadline. Names store, key, operation and cause."""
 

@@ -12,6 +12,7 @@
                    permits/<what>/<generation>.json           what a person has allowed a start to give up
                    orders/<run>-<step>-<task>-<attempt>.json  what an attempt is told that runs on another machine
                    secrets/<run>-<attempt>    by which a start's agents know each other; deleted after the roll-call
+                   launchers/<number>.json    claims on the job, one for each launcher; the highest number holds it
                    clock/<random>             put to learn the store's time, and deleted at once
                    plan.json                  the newest plan with all pools
                    report.json  report.html  metrics.prom
@@ -30,6 +31,7 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # runs/<job> stands beside these on the launching machine.
 _TAKEN = frozenset({"jobs", "tokens", "workloads", "experience", "latest"})
 EXPERIENCE_PREFIX = "experience/"
+LAUNCHERS_PREFIX = "launchers/"
 PLAN_KEY = "plan.json"
 # What the lifecycle rule of infra/aws/template.yaml knows tombstones by: jobs that never run again do not drop theirs.
 TOMBSTONE_TAGS = {"ebbflow": "tombstone"}
@@ -156,6 +158,11 @@ def tombstone_key(sha256: str) -> str:
 def pin_key(sha256: str) -> str:
     """While it stands, the commit with this manifest is not deleted."""
     return f"pins/{sha256}.json"
+
+
+def launcher_key(number: int) -> str:
+    """One launcher's claim on the job (`infra.launchers`)."""
+    return f"{LAUNCHERS_PREFIX}{number:06d}.json"
 
 
 def clock_key(name: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import io
 import os
 import signal
 import sys
@@ -11,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from infra.outcome import Outcome
 
@@ -152,6 +155,76 @@ class StoppedProcesses:
         stopped = [pid for pid in pids if process_state(pid) == "T"]
         self._since = {pid: self._since.get(pid, awake) for pid in stopped}
         return {pid: awake - since for pid, since in self._since.items() if awake - since > self._limit}
+
+
+def exit_when_interrupted() -> None:
+    """From now on Ctrl-C ends this process with one line and exit code 75, as SIGTERM and a closed terminal do.
+
+    What it has started is killed. Where Ctrl-C or SIGHUP is ignored (a job in the background, nohup) it stays so.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, b"interrupted\n")
+        _end_descendants()
+        os._exit(Outcome.INTERRUPTED.exit_code)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)
+
+
+def end_with_descendants(number: int, frame: object) -> None:
+    """A signal handler: kill everything that this process has started, then exit at once, without a traceback.
+
+    The exit code is that of a shell whose command died of the signal.
+    """
+    _end_descendants()
+    os._exit(128 + number)
+
+
+def _end_descendants() -> None:
+    parents = {stat.pid: stat.parent for stat in all_processes()}
+    below = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    for pid in below - {os.getpid()}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def survive_lost_readers() -> None:
+    """From now on a reader of stdout or stderr that is gone (`| head`, a closed terminal) costs the output alone.
+
+    Python would raise BrokenPipeError at the next line, in the middle of the work.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            descriptor = stream.fileno()
+            stream.flush()
+        except (AttributeError, OSError, ValueError):  # closed, or none at all
+            continue
+        raw = io.BufferedWriter(_LastingOutput(descriptor, "wb", closefd=False))
+        lasting = io.TextIOWrapper(
+            raw, encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering
+        )
+        setattr(sys, name, lasting)
+
+
+class _LastingOutput(io.FileIO):
+    """A descriptor that becomes /dev/null once its reader is gone."""
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.fileno())
+            os.close(nothing)
+            return len(data)
 
 
 def reader_has_left() -> int:

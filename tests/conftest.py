@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,12 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 settings.register_profile("ebbflow", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("ebbflow")
+
+# The suite may run under nohup (SIGHUP ignored) or in the background of a shell (SIGINT ignored), which every process
+# that a test starts would inherit.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -103,14 +103,20 @@ def test_everything_killed_then_resumed(quiet: FlowRun, tmp_path: Path) -> None:
     assert run.report["paid_rank_seconds"] > second  # the killed run's time is in the bill
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_asked_to_leave_then_resumed_by_the_printed_line(number: int, quiet: FlowRun, tmp_path: Path) -> None:
+    """Asked again and again until it is gone, also while the report is written."""
     runner = FlowRunner(tmp_path)
     process = runner.start("run", *runner.options())
     wait_until("a commit", lambda: any(event["name"] == "commit" for event in runner.events()))
     process.send_signal(number)
+    limit = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < limit:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
     left = runner.finish(process, timeout=60)
     assert left.exit_code == 75, left.output
+    assert "Traceback" not in left.output and "avoid pressing" not in left.output
     assert left.report["outcome"] == "interrupted" and left.report["redone_steps"] == 0
     assert not processes_with(str(tmp_path))
 
@@ -123,11 +129,29 @@ def test_asked_to_leave_then_resumed_by_the_printed_line(number: int, quiet: Flo
     assert_ledger_adds_up(run.report)
 
 
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, "preflight"), (signal.SIGHUP, "prepare")])
+def test_interrupted_before_training(number: int, step: str, tmp_path: Path) -> None:
+    """A terminal's signal comes to every process of its group."""
+    runner = FlowRunner(tmp_path)
+    process = runner.start("run", *runner.options())
+    wait_until(f"the step {step}", lambda: re.search(rf"{step}/\d+ \(pid", runner.log.read_text()))
+    os.killpg(process.pid, number)
+    run = runner.finish(process, timeout=60)
+    assert run.exit_code == 75, run.output
+    assert "Traceback" not in run.output and "avoid pressing" not in run.output
+    assert "interrupted" in run.output
+    assert not processes_with(str(tmp_path))
+
+
 def test_a_launcher_killed_alone_takes_everything_along(tmp_path: Path) -> None:
-    """Even when it dies while a task has only just been started."""
+    """Even when it dies while a task has only just been started. Until then no other launcher gets the job."""
     runner = FlowRunner(tmp_path)
     process = runner.start("run", *runner.options())
     wait_until("the train task", lambda: re.search(r"train/\d+ \(pid", runner.log.read_text()))
+    second = runner.run("resume")
+    assert second.exit_code == 3, second.output
+    assert re.search(rf"job \d+ is running: `run` of .* \(pid {process.pid}\), since .* --take-over", second.output)
+    assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     killed_at = time.monotonic()

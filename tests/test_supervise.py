@@ -47,7 +47,7 @@ def told(run: FlowRun) -> list[str]:
 
 @dataclass(frozen=True)
 class Story:
-    """A job whose launcher is killed, whose supervisor is then asked to leave, and that another supervisor completes.
+    """A job whose launcher is killed, and that another supervisor then takes over from the first and completes.
     quiet: the same job without all that."""
 
     runner: Supervised
@@ -65,10 +65,13 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     [launcher] = runner.launchers()
     os.kill(launcher, signal.SIGKILL)
     runner.await_commit(2)
-    first.send_signal(signal.SIGTERM)
+    log = runner.log
+    second = runner.start(*runner.words("--take-over"))
+    second_log, runner.log = runner.log, log
     left = runner.finish(first)
+    runner.log = second_log
+    run = runner.finish(second)
     survivors = processes_with(str(runner.folder))
-    run = runner.run(*runner.words())
 
     quiet = FlowRunner(tmp_path_factory.mktemp("quiet"))
     return Story(runner, left, survivors, run, quiet.run("run", *quiet.options(cluster__nodes=1)))
@@ -83,16 +86,18 @@ def test_what_was_killed_and_left_is_gone_on_with_bit_for_bit(story: Story) -> N
     assert run.report["loss_curve"] == quiet.report["loss_curve"]
     assert_ledger_adds_up(run.report)
     first, *_, last = told(run)
-    assert "goes on, 2 runs so far; it has cost $0.00" in first
+    assert "goes on, 1 run so far; it has cost $0.00" in first
+    assert any(line.startswith("job laptop: taking over from `supervise` of ") for line in told(run))
     assert last.startswith("completed after 3 runs, 2 interruptions, 0 failures, ") and "simulated price" in last
 
 
-def test_asked_to_leave_it_saves_and_ends_with_75(story: Story) -> None:
+def test_whose_job_is_taken_over_saves_and_ends_with_75(story: Story) -> None:
     assert story.left.exit_code == 75, story.left.output
     assert "interrupted (exit code -9), 1 run, 1 interruption, 0 failures" in story.left.output
     assert story.left.report["outcome"] == "interrupted"
     assert story.left.report["events"]["generations"][-1]["ended"] == "interrupted"
-    assert told(story.left)[-1].startswith("asked to leave; it has cost $")
+    assert re.fullmatch(r"job taken over by `supervise` of .*; it has cost \$.*", told(story.left)[-1])
+    assert "Traceback" not in story.left.output
     assert not story.survivors
 
 

@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import re
+import signal
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,14 +20,17 @@ import torch.distributed as dist
 from infra.config.load import load_config
 from infra.config.schema import RunConfig
 from infra.config.sources import values_with_sources
+from infra.errors import JobIsRunning, StoreError
 from infra.event_log import EventLog
 from infra.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
+from infra.launchers import Claim, claim_job
 from infra.layout import check_job_name, job_prefix
+from infra.outcome import Outcome
 from infra.store import Store
 from training.checkpoint.lineage import CANDIDATES, Opening, open_generation, reachable_commits
 from training.checkpoint.rollback import PERMITS, check_rollback, newest_generation_known, permit
 from training.errors import RendezvousError
-from training.gang import Gang
+from training.gang import Gang, leave
 from training.guards.overrides import read_overrides, rewind_parent
 from training.launch.spec import WorkerSpec
 from training.workloads.examine import PREPARE_SECONDS
@@ -36,17 +41,21 @@ PROJECT_ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_RUN_ID = 80
 _NAME_KEY = "ebbflow/job"
 
+_claim: Claim | None = None  # rank 0's hold on the job
+
 
 @dataclass(frozen=True)
 class Request:
     """What the command line asks for. sources: of every value of the configuration; path: its file. permits: what a
-    start may give up (`training.checkpoint.rollback`)."""
+    start may give up (`training.checkpoint.rollback`). take_over: the job from a launcher that runs it.
+    """
 
     config: RunConfig
     job: str
     sources: dict[str, str]
     path: str
     permits: tuple[str, ...] = ()
+    take_over: bool = False
 
 
 def parse_arguments(arguments: list[str]) -> Request:
@@ -64,24 +73,63 @@ def parse_arguments(arguments: list[str]) -> Request:
     parser.add_argument(
         "--accept-rollback", action="store_true", help="go on where the store has older commits than the job's events"
     )
+    parser.add_argument(
+        "--take-over", action="store_true", help="end the launcher that runs the job now, and go on from its last save"
+    )
     given = parser.parse_args(arguments)
     loaded = load_config(given.config, given.set, project_root=PROJECT_ROOT)
     job = check_job_name(given.job) if given.job else ""
     permits = tuple(what for option, what in PERMITS.items() if getattr(given, option))
-    return Request(loaded.config, job, sources=loaded.sources, path=given.config, permits=permits)
+    return Request(loaded.config, job, loaded.sources, path=given.config, permits=permits, take_over=given.take_over)
 
 
 def share_spec(request: Request, gang: Gang) -> WorkerSpec:
-    """Rank 0 prepares the data and opens the generation; the others hear of it. Collective."""
+    """Rank 0 claims the job, prepares the data and opens the generation; the others hear of it. Collective.
+
+    Where another launcher runs the job, rank 0 says so and every rank exits with 3.
+    """
     if gang.alone:
-        return _make_spec(request)
+        return _spec_or_refusal(request) or leave(Outcome.PREFLIGHT.exit_code)
     # The others wait for rank 0's data in a group of its own: the gang's has the deadline of a step.
     waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARE_SECONDS))
-    texts = [_make_spec(request).to_json() if gang.rank == 0 else ""]
+    made = _spec_or_refusal(request) if gang.rank == 0 else None
+    texts = ["" if made is None else made.to_json()]
     dist.broadcast_object_list(texts, src=0, group=waiting)
     dist.destroy_process_group(waiting)
+    if not texts[0]:
+        leave(Outcome.PREFLIGHT.exit_code)
     spec = WorkerSpec.from_json(texts[0])
     return replace(spec, node=gang.rank // spec.colocated_ranks)
+
+
+def release_job() -> None:
+    """Let the next launcher have the job at once. Does nothing in a process that holds none."""
+    if _claim is not None:
+        _claim.release()
+
+
+def _spec_or_refusal(request: Request) -> WorkerSpec | None:
+    """None where another launcher runs the job, which is said."""
+    try:
+        return _make_spec(request)
+    except JobIsRunning as error:
+        print(error, file=sys.stderr)
+        return None
+
+
+def _claim_job(job_store: Store, job: str, *, take_over: bool) -> None:
+    """Claim the job, and from then on leave like after SIGTERM when another launcher takes it over."""
+    global _claim
+
+    def leave_to_successor() -> None:
+        by = _claim.fenced_by if _claim is not None else None
+        print(f"job taken over by {by.describe() if by else 'another launcher'}: saving and leaving", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        _claim = claim_job(job_store, job, "torchrun", take_over=take_over, on_fenced=leave_to_successor)
+    except StoreError as error:
+        print(f"job {job} is not protected from a second launcher: {error}", file=sys.stderr)
 
 
 def _make_spec(request: Request) -> WorkerSpec:
@@ -90,6 +138,8 @@ def _make_spec(request: Request) -> WorkerSpec:
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     store = Store.open(config.store)
     job_store = store.sub(job_prefix(job))
+    # A restart by torchrun repeats the words: a job that was taken over meanwhile is not taken back.
+    _claim_job(job_store, job, take_over=request.take_over and attempt == 0)
     context = workload_context(config, Gang(), store=store)
     prepared = prepare_data(config, context)
     if config.workload is not None:  # one sample on the CPU first: what is wrong with it should not cost a gang

@@ -32,7 +32,7 @@ from training.launch.spec import WorkerSpec
 from training.launch.watch.observed import Observed
 from training.metrics import live_metrics
 from training.position import Ending
-from training.standalone import Request, parse_arguments, share_spec
+from training.standalone import Request, parse_arguments, release_job, share_spec
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -58,6 +58,7 @@ def main(arguments: list[str]) -> NoReturn:
         code = _exit_code(error, alone=spec is None)
     else:
         code = ending.outcome.exit_code if ending.outcome is Outcome.INTERRUPTED else 0
+    release_job()
     leave(code)
 
 

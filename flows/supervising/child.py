@@ -34,15 +34,17 @@ class Child:
         self._left = threading.Event()
         self._limit: float | None = None
         self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), False
+        self.environment: dict[str, str] = {}  # of the commands, besides this process's own
 
     @property
     def asked_to_leave(self) -> bool:
         return self._left.is_set()
 
     def listen(self) -> None:
-        """From now on SIGTERM and Ctrl-C are the child's too."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._leave)
+        """From now on SIGTERM, SIGHUP and Ctrl-C are the child's too."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+                signal.signal(number, self._leave)
 
     def run(self, command: Sequence[str]) -> int:
         """The exit code, negative for a signal; interrupted (75) without a start when already asked to leave."""
@@ -50,7 +52,7 @@ class Child:
             return Outcome.INTERRUPTED.exit_code
         tied = [sys.executable, __file__, str(os.getpid()), *command]
         # A group of its own: Ctrl-C of the terminal comes once, from here, and not twice.
-        self._process = subprocess.Popen(tied, start_new_session=True)
+        self._process = subprocess.Popen(tied, env={**os.environ, **self.environment}, start_new_session=True)
         self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), False
         if self.asked_to_leave:  # between the two
             self._tell(signal.SIGTERM)
@@ -85,7 +87,8 @@ class Child:
         again = self.asked_to_leave
         self._left.set()
         self._limit = self._limit or time.monotonic() + LEAVE_SECONDS
-        self._tell(signal.SIGINT if again else signal.SIGTERM)  # the second time it leaves without its last save
+        hurried = again and number == signal.SIGINT  # a second Ctrl-C does not wait for the last save
+        self._tell(signal.SIGINT if hurried else signal.SIGTERM)
 
     def _tell(self, number: int) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -11,10 +11,12 @@ from infra.config import ConfigError
 from infra.errors import InfraError
 from infra.foreign_text import guard_terminal
 from infra.outcome import Outcome
+from infra.process import survive_lost_readers
 
 
 def main(arguments: list[str]) -> int:
     """Supervise one job; the exit code says how it ended."""
+    survive_lost_readers()
     guard_terminal()
     try:
         options = read_options(arguments, project_root=PROJECT_ROOT)

@@ -23,7 +23,8 @@ WAIT_HOURS = 24.0
 class Options:
     """job: the name that every run gets. words: options of `run`, --config and --job included. max_failures: in a row
     without a new commit. pause_seconds: after the first run that gained nothing. capacity_pause_seconds: before asking
-    again for capacity that was not there. wait_hours: the longest wait for capacity or for the store.
+    again for capacity that was not there. wait_hours: the longest wait for capacity or for the store. take_over: the
+    job from a launcher that runs it.
     """
 
     job: str
@@ -33,6 +34,7 @@ class Options:
     pause_seconds: float = PAUSE_SECONDS
     capacity_pause_seconds: float = CAPACITY_PAUSE_SECONDS
     wait_hours: float = WAIT_HOURS
+    take_over: bool = False
 
 
 def read_options(arguments: list[str], *, project_root: Path) -> Options:
@@ -58,6 +60,7 @@ def read_options(arguments: list[str], *, project_root: Path) -> Options:
         pause_seconds=known.pause_seconds,
         capacity_pause_seconds=known.capacity_pause_seconds,
         wait_hours=known.wait_hours,
+        take_over=known.take_over,
     )
 
 
@@ -95,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=WAIT_HOURS,
         help="the longest wait for capacity, or for a store that does not answer (%(default)s)",
+    )
+    parser.add_argument(
+        "--take-over", action="store_true", help="end the launcher that runs the job now, and go on from its last save"
     )
     return parser
 

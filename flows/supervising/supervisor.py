@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,8 +24,9 @@ from flows.supervising.verdict import (
     pause_seconds,
     waited_seconds,
 )
-from infra.errors import StoreAway
+from infra.errors import StoreAway, StoreError
 from infra.events import OUTCOME, SUPERVISED
+from infra.launchers import CLAIM_VARIABLE, Claim, claim_job
 from infra.outcome import Outcome
 
 _FLOW = Path(__file__).resolve().parents[1] / "train_flow.py"
@@ -45,10 +48,21 @@ class Supervisor:
         self._job = Job(name=options.job, run="", config=options.config, request_seconds=_REQUEST_SECONDS)
         self._runs = 0
         self._unwritten: list[Spell] = []
+        self._claim: Claim | None = None
 
     def supervise(self) -> int:
-        """The exit code of the job: that of its last run, or what the supervisor itself ended it with."""
+        """The exit code of the job: that of its last run, or what the supervisor itself ended it with.
+
+        Raises JobIsRunning where another launcher runs the job; StoreError.
+        """
         self._child.listen()
+        try:
+            return self._supervise()
+        finally:
+            if self._claim is not None:
+                self._claim.release()
+
+    def _supervise(self) -> int:
         before = self._read()
         if before is None:
             return self._gave_up()
@@ -56,6 +70,7 @@ class Supervisor:
         if before.finished:
             self._say(f"job {self._options.job} is complete already, and {before.cost()}; another --job begins anew")
             return 0
+        self._claim_job()
         while True:
             started = time.monotonic()
             self._runs += 1
@@ -71,6 +86,22 @@ class Supervisor:
             self._pause(verdict, code, before)
             if self._child.asked_to_leave:
                 return self._leave(before)
+
+    def _claim_job(self) -> None:
+        """For this supervisor and all its runs, which have no claim of their own."""
+        options = self._options
+        try:
+            self._claim = claim_job(
+                self._job.store,
+                options.job,
+                "supervise",
+                take_over=options.take_over,
+                on_fenced=lambda: os.kill(os.getpid(), signal.SIGTERM),
+                say=self._say,
+            )
+            self._child.environment[CLAIM_VARIABLE] = self._claim.launcher.id
+        except StoreError as error:
+            self._say(f"job {options.job} is not protected from a second launcher: {error}")
 
     def _welcome(self, record: Record) -> None:
         spells = f", {_counted(len(record.spells), 'run')} so far" if record.spells else ""
@@ -158,7 +189,10 @@ class Supervisor:
         self._child.pause(seconds)
 
     def _leave(self, record: Record) -> int:
-        self._say(f"asked to leave; {record.cost()}; the same command goes on with it")
+        if self._claim is not None and self._claim.fenced_by is not None:
+            self._say(f"job taken over by {self._claim.fenced_by.describe()}; {record.cost()}")
+        else:
+            self._say(f"asked to leave; {record.cost()}; the same command goes on with it")
         return Outcome.INTERRUPTED.exit_code
 
     def _tally(self, record: Record) -> str:

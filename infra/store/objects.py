@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import obstore
+from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 from obstore.store import LocalStore
 
 from infra.errors import ObjectNotFound, StoreError, StoreMisconfigured
@@ -78,6 +79,30 @@ class Store:
             obstore.put(self._backend, self._full(key), memoryview(data).cast("B"), tags=dict(tags) if tags else None)
             if self._root is not None:
                 sync_file(self._root / self._full(key), self._root)
+
+    def create(self, key: str, data: Buffer) -> bool:
+        """Write an object only if there is none under the key, and make it durable. False: there is one already.
+
+        A bucket's service decides between two writers (If-None-Match). One that does not know the condition is asked
+        before instead. There, and in services that check it before they write (OpenStack Swift), two writers at the
+        same moment may both succeed, and the later one's content stays.
+        """
+        try:
+            with self._translated("put", key):
+                obstore.put(self._backend, self._full(key), memoryview(data).cast("B"), mode="create")
+        except StoreError as error:
+            if isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
+                return self.get(key) == bytes(data)  # a retry whose first try arrived finds its own object
+            if not _is_condition_unsupported(error.__cause__):
+                raise
+            if self.head(key) is not None:
+                return False
+            self.put(key, data)
+            return True
+        if self._root is not None:
+            with self._translated("put", key):
+                sync_file(self._root / self._full(key), self._root)
+        return True
 
     def get(self, key: str) -> bytes:
         """The whole object. Raises ObjectNotFound or StoreError."""
@@ -161,3 +186,8 @@ class Store:
 
 def _key(meta: ObjectMeta) -> str:
     return meta.key
+
+
+def _is_condition_unsupported(cause: BaseException | None) -> bool:
+    """Whether a bucket's service refused a request for its If-None-Match, as some that are not Amazon's do."""
+    return isinstance(cause, NotSupportedError) or "501" in str(cause) or "NotImplemented" in str(cause)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from infra.errors import ObjectNotFound
 from infra.layout import data_prefix
 from infra.store import ObjectMeta, Store
+from infra.store.clock import StoreClock
 from training.checkpoint.generations import newest_number
 from training.checkpoint.lineage import CommitRef, Traced, trace_lineage
 from training.checkpoint.manifest import Manifest, Save
-from training.checkpoint.retention.clock import StoreClock
 from training.checkpoint.retention.deletion import delete_commit, finish_deletions, superseded
 from training.checkpoint.retention.orphans import find_orphans, sweep_orphans
 from training.checkpoint.retention.policy import Kept, RetentionPolicy, choose, metric_of, with_room

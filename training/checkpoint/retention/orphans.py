@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from infra.layout import parse_commit_key
 from infra.store import ObjectMeta, Store
-from training.checkpoint.retention.clock import StoreClock
+from infra.store.clock import StoreClock
 from training.checkpoint.retention.deletion import delete_all
 
 

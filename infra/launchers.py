@@ -1,0 +1,330 @@
+"""Claims on a job: each launcher (`run`, `resume`, `supervise`, torchrun) writes one, so that no two run the same job.
+
+A claim is the object launchers/<number>.json in the job's part of the store. It is created only where no object of that
+number exists, so of two launchers that start together one succeeds. The highest number holds the job. Its launcher
+renews the claim while it lives, and marks it as released when it ends. Taking over means creating the next number:
+the former launcher looks for that number, and leaves when it exists.
+
+A claim without renewal for 60 s is stale, and the next launcher takes the job without a question. So it does at once
+where the claim's process was on this machine and is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from infra.errors import InfraError, JobIsRunning, ObjectNotFound, StoreError
+from infra.layout import LAUNCHERS_PREFIX, launcher_key
+from infra.process import process_stat
+from infra.store import Store
+from infra.store.clock import StoreClock
+
+# The id of the claim under which a process runs the flow: the supervisor's runs have none of their own.
+CLAIM_VARIABLE = "EBBFLOW_LAUNCHER"
+STALE_SECONDS = 60.0
+HAND_OVER_SECONDS = 90.0  # a launcher that leaves waits 60 s for the last save
+# Each put and each request to a bucket is paid for: 360 puts and 1,200 HEADs an hour cost $0.002.
+_RENEW_SECONDS = {"folder": 2.0, "bucket": 10.0}
+_LOOK_SECONDS = {"folder": 0.5, "bucket": 3.0}
+_WATCH_SECONDS = 0.5
+_LONGEST_READ = 200  # claims that are tried for a free number before something else must be wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """A claim's content.
+
+    since_utc: Unix time by the launcher's clock. renewals: grows while the launcher lives. released: it has ended.
+    boot_id, pid_namespace, started_ticks: with pid they name one process for good.
+    """
+
+    number: int
+    id: str
+    command: str
+    host: str
+    user: str
+    pid: int
+    since_utc: float
+    renewals: int = 0
+    released: bool = False
+    boot_id: str = ""
+    pid_namespace: str = ""
+    started_ticks: int = 0
+
+    def to_json(self) -> bytes:
+        return json.dumps({"schema": 1, **asdict(self)}, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Launcher:
+        """Raises StoreError for anything that is no claim."""
+        try:
+            document = json.loads(content)
+            return cls(**{field.name: document[field.name] for field in fields(cls) if field.name in document})
+        except (ValueError, TypeError, KeyError) as error:
+            raise StoreError(f"not a launcher's claim: {error!r}") from error
+
+    @property
+    def since(self) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_utc))
+
+    def describe(self) -> str:
+        """Such as "`run` of ann on host node-7 (pid 4711), since 2026-11-22 20:51:03 UTC"."""
+        return f"`{self.command}` of {self.user} on host {self.host} (pid {self.pid}), since {self.since}"
+
+    @property
+    def was_here(self) -> bool:
+        """Whether its process belongs to this machine's present boot, and to the same PID namespace."""
+        return bool(self.boot_id) and (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
+
+    @property
+    def is_alive_here(self) -> bool:
+        stat = process_stat(self.pid) if self.was_here else None
+        return stat is not None and stat.state not in ("Z", "X") and stat.started_ticks == self.started_ticks
+
+
+@dataclass(frozen=True)
+class RunningLauncher:
+    """The launcher that holds the job now. heartbeat_age_seconds: since its last renewal, by the store's clock."""
+
+    launcher: Launcher
+    heartbeat_age_seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        launcher = self.launcher
+        return {
+            "since_utc": launcher.since_utc,
+            "host": launcher.host,
+            "user": launcher.user,
+            "pid": launcher.pid,
+            "command": launcher.command,
+            "heartbeat_age_seconds": round(self.heartbeat_age_seconds, 1),
+        }
+
+
+def running_launcher(job_store: Store) -> RunningLauncher | None:
+    """The launcher whose claim is fresh by the store's clock, None without one. Raises StoreError."""
+    newest = _newest(job_store)
+    if newest is None or newest[0].released:
+        return None
+    launcher, modified = newest
+    if launcher.was_here and not launcher.is_alive_here:
+        return None
+    # Where the store takes no object to learn its time from (read-only), this machine's clock must do.
+    now = StoreClock().now(job_store, newest=time.time())
+    age = max(0.0, now - modified)
+    return RunningLauncher(launcher, age) if age <= STALE_SECONDS else None
+
+
+class Claim:
+    """This process's hold on a job, renewed by a thread until `release`.
+
+    fenced_by: the launcher that has taken the job over, None while this one holds it.
+    """
+
+    def __init__(self, job_store: Store, launcher: Launcher, on_fenced: Callable[[], None]) -> None:
+        self.launcher = launcher
+        self.fenced_by: Launcher | None = None
+        self._store, self._on_fenced = job_store, on_fenced
+        self._ended = threading.Event()
+        kind = "bucket" if job_store.local_path("") is None else "folder"
+        self._renew_seconds, self._look_seconds = _RENEW_SECONDS[kind], _LOOK_SECONDS[kind]
+        self._writing = threading.Lock()
+        self._thread = threading.Thread(target=self._keep, name="launcher-claim", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Mark the claim as released, so that the next launcher need not wait. Never raises: a stale one does too."""
+        self._ended.set()
+        with contextlib.suppress(StoreError):
+            self._put(replace(self.launcher, released=True))
+
+    def _keep(self) -> None:
+        # The first renewal comes early: it finds out whether another launcher wrote the same number at the same moment.
+        renewed = time.monotonic() - self._renew_seconds
+        while not self._ended.wait(self._look_seconds):
+            try:
+                if (other := self._successor()) is not None:
+                    self.fenced_by = other
+                    self._on_fenced()
+                    return
+                if time.monotonic() - renewed >= self._renew_seconds:
+                    self._renew()
+                    renewed = time.monotonic()
+            except InfraError:
+                continue  # the store is away: the claim grows stale, and is renewed once the store is back
+
+    def _successor(self) -> Launcher | None:
+        if self._store.head(launcher_key(self.launcher.number + 1)) is None:
+            return None
+        newest = _newest(self._store)
+        return None if newest is None else newest[0]
+
+    def _renew(self) -> None:
+        """In a store that ignores the condition of `create`, another launcher may have written the same number."""
+        written = _read(self._store, self.launcher.number)
+        if written is not None and written.id != self.launcher.id:
+            self.fenced_by = written
+            self._ended.set()
+            self._on_fenced()
+            return
+        self.launcher = replace(self.launcher, renewals=self.launcher.renewals + 1)
+        with self._writing:
+            if not self._ended.is_set():
+                self._store.put(launcher_key(self.launcher.number), self.launcher.to_json())
+
+    def _put(self, launcher: Launcher) -> None:
+        with self._writing:
+            written = _read(self._store, launcher.number)
+            if written is None or written.id == launcher.id:
+                self._store.put(launcher_key(launcher.number), launcher.to_json())
+
+
+def claim_job(
+    job_store: Store,
+    job: str,
+    command: str,
+    *,
+    take_over: bool = False,
+    on_fenced: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda text: print(text, flush=True),
+) -> Claim:
+    """Claim the job for this process.
+
+    A claim of another machine that was renewed within 60 s is watched until it is renewed again (then the job runs)
+    or is stale (then it is taken). on_fenced: called in a thread of its own when another launcher takes the job over.
+
+    Args:
+        take_over: take the job from a launcher that lives, and wait at most 90 s until that one has saved and left.
+
+    Raises: JobIsRunning where another launcher runs the job; StoreError.
+    """
+    for _ in range(_LONGEST_READ):
+        newest = _newest(job_store)
+        holder = None if newest is None else _living(job_store, job, *newest, watch=not take_over, say=say)
+        if holder is not None and not take_over:
+            raise JobIsRunning(
+                f"job {job} is running: {holder.describe()}; to end that run and go on here, add --take-over"
+            )
+        launcher = _new_launcher(1 if newest is None else newest[0].number + 1, command)
+        if not job_store.create(launcher_key(launcher.number), launcher.to_json()):
+            continue  # another launcher was faster: judge its claim
+        claim = Claim(job_store, launcher, on_fenced)
+        if holder is not None:
+            _wait_for_leaving(job_store, job, holder, say)
+        return claim
+    raise StoreError(f"{job_store.uri}/{LAUNCHERS_PREFIX}: no number was free in {_LONGEST_READ} tries")
+
+
+def check_inherited_claim(job_store: Store, job: str, claim_id: str) -> None:
+    """Raise JobIsRunning where the claim of the process that started this one no longer holds the job."""
+    newest = _newest(job_store)
+    if newest is not None and newest[0].id != claim_id:
+        raise JobIsRunning(f"job {job} was taken over: {newest[0].describe()}")
+
+
+def claim_of_parent() -> str | None:
+    """The id of the claim that this process runs under, None where it needs one of its own."""
+    return os.environ.get(CLAIM_VARIABLE) or None
+
+
+def _living(
+    job_store: Store,
+    job: str,
+    launcher: Launcher,
+    modified: float,
+    *,
+    watch: bool,
+    say: Callable[[str], None],
+) -> Launcher | None:
+    """The launcher when it lives, None when its claim is free. watch: wait for a sign of life where there is doubt."""
+    if launcher.released or (launcher.was_here and not launcher.is_alive_here):
+        return None
+    age = max(0.0, StoreClock().now(job_store, newest=modified) - modified)
+    if age > STALE_SECONDS:
+        return None
+    if launcher.is_alive_here or not watch:
+        return launcher
+    left = STALE_SECONDS - age
+    say(f"job {job}: claimed by {launcher.describe()}; waiting up to {left:.0f} s for a sign of life")
+    limit = time.monotonic() + left
+    while time.monotonic() < limit:
+        time.sleep(_WATCH_SECONDS)
+        seen = _newest(job_store)
+        if seen is None or seen[0].released:
+            return None
+        if (seen[0].id, seen[0].renewals) != (launcher.id, launcher.renewals):
+            return seen[0]
+    return None
+
+
+def _wait_for_leaving(job_store: Store, job: str, former: Launcher, say: Callable[[str], None]) -> None:
+    say(f"job {job}: taking over from {former.describe()}; waiting up to {HAND_OVER_SECONDS:.0f} s for its last save")
+    limit = time.monotonic() + HAND_OVER_SECONDS
+    while time.monotonic() < limit:
+        written = _read(job_store, former.number)
+        if written is None or written.released or (former.was_here and not former.is_alive_here):
+            return
+        time.sleep(_WATCH_SECONDS)
+    say(f"job {job}: {former.describe()} did not leave within {HAND_OVER_SECONDS:.0f} s; going on from the last commit")
+
+
+def _newest(job_store: Store) -> tuple[Launcher, float] | None:
+    """The claim with the highest number, and when it was last written by the store's clock."""
+    listed = job_store.list(LAUNCHERS_PREFIX)
+    for meta in reversed(listed):
+        name = meta.key.rpartition("/")[2].removesuffix(".json")
+        if name.isdigit() and (found := _read(job_store, int(name))) is not None:
+            return found, meta.modified
+    return None
+
+
+def _read(job_store: Store, number: int) -> Launcher | None:
+    try:
+        return replace(Launcher.from_json(job_store.get(launcher_key(number))), number=number)
+    except ObjectNotFound:
+        return None
+
+
+def _new_launcher(number: int, command: str) -> Launcher:
+    stat = process_stat(os.getpid())
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user need not have a name
+        user = str(os.getuid())
+    return Launcher(
+        number=number,
+        id=secrets.token_hex(8),
+        command=command,
+        host=socket.gethostname(),
+        user=user,
+        pid=os.getpid(),
+        since_utc=time.time(),
+        boot_id=_boot_id(),
+        pid_namespace=_pid_namespace(),
+        started_ticks=0 if stat is None else stat.started_ticks,
+    )
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

@@ -1,0 +1,178 @@
+"""Claims on a job: of two launchers one runs it, the other is refused, waits for a dead one, or takes over."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra import launchers
+from infra.errors import JobIsRunning
+from infra.launchers import Claim, Launcher, check_inherited_claim, claim_job, running_launcher
+from infra.layout import launcher_key
+from infra.store import Store
+from tests.support.flow import wait_until
+from tests.support.swift import Swift
+
+WAIT_SECONDS = 60.0
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    if request.param == "folder":
+        return Store.open(str(tmp_path / "store"))
+    swift: Swift = request.getfixturevalue("swift")
+    for name, value in swift.environment().items():
+        monkeypatch.setenv(name, value)
+    return Store.open(f"s3://{swift.new_bucket()}/jobs/mine")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Store:
+    return Store.open(str(tmp_path / "store"))
+
+
+def elsewhere(store: Store, number: int = 1, **changes: object) -> Launcher:
+    """A claim that a launcher on another machine has left."""
+    given = {"id": "other", "command": "run", "host": "node-7", "user": "ann", "pid": 4711, "since_utc": 0.0}
+    launcher = Launcher(number=number, **{**given, **changes})
+    store.put(launcher_key(number), launcher.to_json())
+    return launcher
+
+
+def age(store: Store, number: int, seconds: float) -> None:
+    path = store.local_path(launcher_key(number))
+    assert path is not None
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_an_object_is_created_once(store: Store) -> None:
+    assert store.create("a/one", b"first")
+    assert not store.create("a/one", b"second")
+    assert store.create("a/one", b"first"), "the retry of a put whose answer was lost"
+    assert store.get("a/one") == b"first"
+
+
+def test_of_several_writers_at_the_same_moment_one_creates_the_object(folder: Store) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda number: folder.create("a/one", b"by %d" % number), range(4)))
+    assert sorted(found) == [False, False, False, True]
+    assert folder.get("a/one") == b"by %d" % found.index(True)
+
+
+def test_a_second_launcher_is_refused_and_told_how_to_take_over(store: Store) -> None:
+    claim = claim_job(store, "mine", "run")
+    with pytest.raises(JobIsRunning) as refused:
+        claim_job(store, "mine", "resume")
+    said = str(refused.value)
+    assert said.startswith("job mine is running: `run` of ") and "\n" not in said
+    assert f"on host {socket.gethostname()} (pid {os.getpid()}), since 20" in said
+    assert said.endswith("to end that run and go on here, add --take-over")
+    assert refused.value.outcome.exit_code == 3
+    found = running_launcher(store)
+    assert found is not None and found.launcher.id == claim.launcher.id
+    claim.release()
+    assert running_launcher(store) is None
+    again = claim_job(store, "mine", "resume")
+    assert again.launcher.number == 2
+    again.release()
+
+
+def test_a_former_launcher_is_fenced_and_waited_for(store: Store) -> None:
+    fenced = threading.Event()
+    former = claim_job(store, "mine", "run", on_fenced=fenced.set)
+    said: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(claim_job, store, "mine", "resume", take_over=True, say=said.append)
+        assert fenced.wait(WAIT_SECONDS)
+        assert former.fenced_by is not None and former.fenced_by.command == "resume"
+        assert not taking.done(), "the former launcher saves, and has not released the job"
+        former.release()
+        successor: Claim = taking.result(WAIT_SECONDS)
+    assert "taking over from `run` of " in said[0] and len(said) == 1
+    assert former.fenced_by.id == successor.launcher.id and successor.fenced_by is None
+    with pytest.raises(JobIsRunning, match="job mine was taken over: `resume`"):
+        check_inherited_claim(store, "mine", former.launcher.id)
+    check_inherited_claim(store, "mine", successor.launcher.id)
+    successor.release()
+
+
+def test_a_process_of_this_machine_that_is_gone_holds_nothing(folder: Store) -> None:
+    left = "import sys; from infra.store import Store; from infra.launchers import claim_job;"
+    left += "claim_job(Store.open(sys.argv[1]), 'mine', 'run'); import os; os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", left, folder.uri], cwd=Path(__file__).parents[1]).returncode == 9
+    assert running_launcher(folder) is None
+    claim = claim_job(folder, "mine", "run", say=pytest.fail)
+    assert claim.launcher.number == 2
+    claim.release()
+
+
+def test_a_claim_of_another_machine_is_watched_for_a_sign_of_life(folder: Store) -> None:
+    other, said = elsewhere(folder), []
+
+    def renew(text: str) -> None:
+        said.append(text)
+        threading.Timer(0.2, lambda: elsewhere(folder, renewals=other.renewals + 1)).start()
+
+    with pytest.raises(JobIsRunning, match=r"`run` of ann on host node-7 \(pid 4711\), since 1970-01-01 00:00:00 UTC"):
+        claim_job(folder, "mine", "run", say=renew)
+    assert len(said) == 1 and said[0].endswith("for a sign of life")
+
+
+def test_a_claim_without_a_sign_of_life_is_taken(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere(folder)
+    age(folder, 1, launchers.STALE_SECONDS + 1)
+    claim = claim_job(folder, "mine", "run", say=pytest.fail)  # stale: without a word
+    claim.release()
+    elsewhere(folder, number=3)
+    monkeypatch.setattr(launchers, "STALE_SECONDS", 1.0)
+    said: list[str] = []
+    claim = claim_job(folder, "mine", "run", say=said.append)
+    assert claim.launcher.number == 4 and len(said) == 1
+    claim.release()
+
+
+def test_of_several_launchers_at_the_same_moment_one_gets_the_job(folder: Store) -> None:
+    elsewhere(folder, released=True)
+    found: list[Claim] = []
+
+    def try_it(_: int) -> str:
+        try:
+            found.append(claim_job(folder, "mine", "run"))
+        except JobIsRunning:
+            return "refused"
+        return "claimed"
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sorted(pool.map(try_it, range(6))) == ["claimed", *["refused"] * 5]
+    found[0].release()
+
+
+def test_a_live_claim_is_renewed_and_judged_by_the_stores_clock(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = claim_job(folder, "mine", "run")
+    wait_until("a renewal", lambda: claim.launcher.renewals > 0, timeout=WAIT_SECONDS)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 86400)
+    assert running_launcher(folder) is not None
+    monkeypatch.setattr(time, "time", lambda: real() + 86400)
+    found = running_launcher(folder)
+    assert found is not None and found.heartbeat_age_seconds < launchers.STALE_SECONDS
+    claim.release()
+
+
+def test_a_store_that_ignores_the_condition_still_fences_one_of_two(folder: Store) -> None:
+    fenced = threading.Event()
+    claim = claim_job(folder, "mine", "run", on_fenced=fenced.set)
+    folder.put(launcher_key(1), replace(claim.launcher, id="other", command="resume").to_json())
+    assert fenced.wait(WAIT_SECONDS)
+    assert claim.fenced_by is not None and claim.fenced_by.id == "other"
+    claim.release()
+    assert running_launcher(folder) is not None, "the other one's claim is left as it is"
