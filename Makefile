@@ -2,12 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Its tools have many requirements of their own, which must not meet those of the project.
+AUDIT := .venv-audit
 ARGS ?=
 # Tests run side by side, each file in one process. More need more cores: a flow test is several processes itself.
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint bench soak soak-batch batch-demo metaflow-releases clean
+.PHONY: help run test lint bench soak soak-batch batch-demo metaflow-releases audit clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
@@ -37,8 +39,13 @@ metaflow-releases: $(VENV)/dev.stamp  ## the flow here and in a local AWS Batch 
 batch-demo: $(VENV)/dev.stamp  ## a run on a local AWS Batch, its Spot machine taken away on the way (ARGS="--with cloud")
 	$(BIN)/python -m tests.support.batch.demo $(ARGS)
 
+audit: $(AUDIT)/audit.stamp $(VENV)/run.stamp  ## compare packages with published advisories, and the AWS template and manifests with checkov's rules
+	$(AUDIT)/bin/checkov --directory infra --framework cloudformation kubernetes --compact --quiet
+	$(AUDIT)/bin/checkov --file infra/docker/Dockerfile --framework dockerfile --skip-check CKV_DOCKER_2,CKV_DOCKER_7 --compact --quiet
+	$(AUDIT)/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AUDIT) .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.11 ...")'
@@ -55,4 +62,9 @@ $(VENV)/run.stamp: $(VENV)/bin/python requirements.txt | $(VENV)/project.stamp
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+$(AUDIT)/audit.stamp:
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check checkov~=3.3 pip-audit~=2.10
 	@touch $@

@@ -99,16 +99,40 @@ def test_training_pods_ask_the_api_for_nothing_and_the_head_for_what_metaflow_ca
 
 
 def test_tasks_reach_the_metadata_service_that_the_supervisor_names() -> None:
-    [policy] = of_kind("NetworkPolicy")
+    policies = of_kind("NetworkPolicy")
+    assert [one["metadata"]["name"] for one in policies] == ["ebbflow-training", "ebbflow-head"]
     [supervisor] = [one for one in of_kind("Job") if one["metadata"]["name"] == "ebbflow-supervisor"]
     [container] = supervisor["spec"]["template"]["spec"]["containers"]
     [url] = [one["value"] for one in container["env"] if one["name"] == "METAFLOW_SERVICE_URL"]
     address = urlsplit(url)
     namespace = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": address.hostname.split(".")[1]}}}
     ports = {"protocol": "TCP", "port": address.port}
-    assert [rule for rule in policy["spec"]["egress"] if namespace in rule["to"] and ports in rule["ports"]]
+    for policy in policies:
+        assert [rule for rule in policy["spec"]["egress"] if namespace in rule["to"] and ports in rule["ports"]]
     command = container["command"]
     assert command[command.index("--set") + 1] == "cluster.backend=kubernetes", "the file names another"
+
+
+def test_the_supervisor_has_no_rights_on_its_node_and_nothing_reaches_it() -> None:
+    [supervisor] = of_kind("Job")
+    pod = supervisor["spec"]["template"]
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    user = pod["spec"]["securityContext"]["runAsUser"]
+    assert f"--uid {user} ebbflow" in (ROOT / "infra" / "docker" / "Dockerfile").read_text(), "the image's own user"
+    [container] = pod["spec"]["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    writable = {mount["mountPath"] for mount in container["volumeMounts"]}
+    environment = {one["name"]: one["value"] for one in container["env"]}
+    for name in ("HOME", "EBBFLOW_RUNS", "METAFLOW_DATASTORE_SYSROOT_LOCAL"):
+        assert any(Path(environment[name]).is_relative_to(folder) for folder in writable), name
+    [policy] = [one for one in of_kind("NetworkPolicy") if one["metadata"]["name"] == "ebbflow-head"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert "Ingress" in policy["spec"]["policyTypes"] and "ingress" not in policy["spec"]
 
 
 def test_the_zone_is_selected_by_its_id_or_by_its_name_and_only_where_it_is_known() -> None:
