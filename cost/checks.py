@@ -28,7 +28,7 @@ _MEASURED_LATER = "the model is a workload's own: it is measured by the plan, wh
 
 
 def check_planned_memory(context: PreflightContext) -> Finding:
-    """The model fits a GPU of some pool that the configuration allows, and its batch divides there."""
+    """The model fits the GPUs and main memory of some pool that the configuration allows; its batch divides there."""
     plan = _plan(context)
     if isinstance(plan, Finding):
         return plan

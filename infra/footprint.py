@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infra.config.schema import RunConfig
-from infra.model_shape import ModelShape, causal_lm_shape
+from infra.model_shape import BLOCK_FLOATS, NORM_FLOATS, STREAM_FLOATS, ModelShape, causal_lm_shape
 
 FLOAT32_BYTES = 4
 BFLOAT16_BYTES = 2
@@ -18,9 +18,14 @@ GRADIENT_BYTES_PER_PARAMETER = 4
 STAGING_SLABS = 2
 # A rank before its model: Python, torch, gloo and their buffers. Importing torch 2.13 alone measured 0.21 GiB.
 PROCESS_BYTES = 1 << 29
-# What of a unit's activations is kept until backward: of the about 18·d floats of a transformer block and token
-# (`infra.model_shape`) its input, d; selectively also the outputs of its matrix products and attention, 10·d more.
-_KEPT_SHARE = {"none": 1.0, "selective": 11 / 18, "full": 1 / 18}
+# Shares of a block's activations (`infra.model_shape`) that recomputation keeps until backward: its input, and
+# selectively the outputs of its matrix products and attention as well: 3 + 1 + 1 + 4 + 1 widths.
+_KEPT_FLOATS = {"none": BLOCK_FLOATS, "selective": 11, "full": 1}
+# Main memory of processes, in bytes. A rank with CUDA maps its libraries and keeps pinned buffers (estimated; not
+# measured on a GPU). An uploader imports no torch; an agent and its standby are one process without and one with torch.
+CUDA_PROCESS_BYTES = 2 << 30
+UPLOADER_BYTES = 1 << 27
+NODE_PROCESSES_BYTES = 3 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +87,105 @@ def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
     return compute_bytes * (shape.parameters + shape.largest_unit_parameters) + waiting_bytes
 
 
-def kept_activations_share(config: RunConfig, units: int) -> float:
-    """Share of all activations that lives at the peak of backward: what is kept, and one unit computed again."""
-    kept = _KEPT_SHARE[config.parallel.recompute]
-    return kept + (1 - kept) / units
+@dataclass(frozen=True, kw_only=True)
+class RankBytes:
+    """Bytes of tensors that one rank holds at the peak of a step, by what they are.
+
+    unsharded: parameters that a sharded mode gathers and gradients that it has not reduced; buckets and copies of ddp.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    unsharded: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+def rank_bytes(
+    config: RunConfig,
+    shape: ModelShape,
+    *,
+    ranks: int,
+    samples: int,
+    ranks_per_node: int | None = None,
+    fused_norms: bool = True,
+) -> RankBytes:
+    """Bytes of one rank's tensors at the peak of a step.
+
+    Three moments can be the peak: the loss (all activations and the logits), the backward pass of the last block (all
+    activations but no logits), and its end (all gradients, one block's activations). Between them one kind shrinks as
+    the other grows, both evenly. State is float32: parameters 4 bytes, gradients 4, AdamW's moments 8 per parameter.
+
+    Args:
+        ranks: of the gang. samples: per rank and micro-batch. ranks_per_node: what hsdp shards over where no
+            parallel.shard_size says so; None: all ranks. fused_norms: whether a norm is one kernel, as on CUDA.
+    """
+    mode, several = config.parallel.mode, config.training.gradient_accumulation_steps > 1
+    state = -(-shape.parameters // min(ranks, shard_ranks(config, ranks, ranks_per_node)))
+    if config.fsdp.cpu_offload and mode != "ddp":
+        state = 0
+    gradients = FLOAT32_BYTES * state
+    buckets = mode == "ddp" and ranks > 1
+    early = gradients if buckets or several else 0  # there before backward ends
+    unsharded = gathered_bytes(config, shape, ranks)
+    if mode == "ddp":
+        # With gradient_as_bucket_view gradients are views of the buckets that are all-reduced.
+        apart = buckets and not config.ddp.gradient_as_bucket_view
+        copies = BFLOAT16_BYTES if config.fsdp.use_mixed_precision else 0
+        unsharded = (FLOAT32_BYTES * apart + copies) * shape.parameters
+    whole = _activation_bytes(config, shape, fused_norms=fused_norms)
+    backward = shape.backward_bytes_per_sample * (1.0 if mode == "ddp" else _compute_share(config))
+    blocks = max(1, shape.units - 2) if shape.kind == "computed" else shape.units
+    kept, one = whole * _KEPT_FLOATS[config.parallel.recompute] / BLOCK_FLOATS, whole / blocks
+    again = one - kept / blocks  # of the block that is computed again
+    if config.parallel.recompute != "none":
+        kept += one * STREAM_FLOATS / BLOCK_FLOATS  # the head's input, and that of the block computed again
+    logits = shape.logits_bytes_per_sample
+    if config.parallel.recompute == "selective" and logits:
+        logits += int(logits / 3 * _compute_share(config))  # the output of the head's product is kept besides
+    moments = [
+        (early, samples * kept, float(samples * logits)),
+        (early, samples * (kept + again + backward), 0.0),
+        (gradients, samples * (one + backward), 0.0),
+    ]
+    if shape.kind == "measured":  # its activations hold the loss, and no part of backward is known by itself
+        moments = [(gradients, samples * (kept + again), float(samples * logits))]
+    held, activations, logits_held = max(moments, key=sum)
+    return RankBytes(
+        parameters=FLOAT32_BYTES * state,
+        gradients=held,
+        optimizer=2 * FLOAT32_BYTES * state,
+        unsharded=unsharded,
+        activations=int(activations),
+        logits=int(logits_held),
+    )
+
+
+def _compute_share(config: RunConfig) -> float:
+    """Of float32's bytes that a tensor takes in the precision that units compute in."""
+    return BFLOAT16_BYTES / FLOAT32_BYTES if config.fsdp.use_mixed_precision else 1.0
+
+
+def _activation_bytes(config: RunConfig, shape: ModelShape, *, fused_norms: bool) -> float:
+    """Per sample, of the whole model without recomputation.
+
+    FSDP2 computes all of a unit in bfloat16. Under autocast (ddp) the residual stream stays float32. A norm of several
+    kernels keeps its normalised input besides, and with bfloat16 a float32 copy of its input.
+    """
+    mixed = config.fsdp.use_mixed_precision
+    narrow = BFLOAT16_BYTES if mixed else FLOAT32_BYTES
+    stream = FLOAT32_BYTES if config.parallel.mode == "ddp" else narrow
+    block = narrow * (BLOCK_FLOATS - STREAM_FLOATS) + stream * STREAM_FLOATS
+    if not fused_norms:
+        block += stream * NORM_FLOATS + (FLOAT32_BYTES - stream) * STREAM_FLOATS
+    if shape.kind == "measured":
+        return shape.activation_bytes_per_sample * narrow / FLOAT32_BYTES
+    return shape.activation_bytes_per_sample * block / (FLOAT32_BYTES * BLOCK_FLOATS)
 
 
 def commit_bytes(config: RunConfig) -> int:
@@ -101,13 +201,33 @@ def staging_bytes(config: RunConfig) -> int:
 def host_memory_bytes(config: RunConfig, gang: Gang) -> int:
     """Main memory of a gang that trains on the CPUs of one machine, at the peak of a step."""
     shape = causal_lm_shape(config.model)
-    copies = max(1, gang.ranks // shard_ranks(config, gang.ranks, gang.processes_per_node))
-    state = copies * (COMMIT_BYTES_PER_PARAMETER + GRADIENT_BYTES_PER_PARAMETER) * shape.parameters
-    gathered = gang.ranks * gathered_bytes(config, shape, gang.ranks)
-    at_once = -(-config.training.batch_size // config.training.gradient_accumulation_steps)
-    activations = shape.activation_bytes_per_sample * kept_activations_share(config, shape.units)
-    samples = at_once * (activations + shape.logits_bytes_per_sample)
-    return int(gang.ranks * PROCESS_BYTES + state + gathered + samples + staging_bytes(config))
+    parts = gang.ranks * config.training.gradient_accumulation_steps
+    here = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"cpu_offload": False})})
+    each = rank_bytes(
+        here,
+        shape,
+        ranks=gang.ranks,
+        samples=-(-config.training.batch_size // parts),
+        ranks_per_node=gang.processes_per_node,
+        fused_norms=False,
+    )
+    return int(gang.ranks * (PROCESS_BYTES + each.total) + staging_bytes(config))
+
+
+def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: Gang) -> int:
+    """Main memory of one node of a gang that trains on GPUs: processes, staging buffers, and what is offloaded.
+
+    Each rank keeps STAGING_SLABS buffers for its share of a commit, page-locked. The built-in data pipeline maps its
+    tokens and has no worker processes; those of a workload of one's own are not known.
+    """
+    here = gang.processes_per_node
+    staged = STAGING_SLABS * COMMIT_BYTES_PER_PARAMETER * shape.parameters * here // gang.ranks
+    processes = NODE_PROCESSES_BYTES + here * (CUDA_PROCESS_BYTES + UPLOADER_BYTES)
+    offloaded = 0
+    if config.fsdp.cpu_offload and config.parallel.mode != "ddp":
+        shard = min(gang.ranks, shard_ranks(config, gang.ranks, here))
+        offloaded = (COMMIT_BYTES_PER_PARAMETER + GRADIENT_BYTES_PER_PARAMETER) * shape.parameters * here // shard
+    return processes + staged + offloaded
 
 
 def open_files_per_rank(gang: Gang) -> int:

@@ -10,13 +10,18 @@ from typing import Any
 
 from infra.config.schema import ModelConfig
 
+BLOCK_FLOATS = 16  # of activations that a block keeps per token and unit of width: see `causal_lm_shape`
+STREAM_FLOATS = 2  # of them the residual stream: the inputs of both norms
+NORM_FLOATS = 2  # more where a norm is not one kernel, as on CPUs: each keeps its normalised input as well
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """parameters: count of all; largest_unit_parameters: of the largest unit that FSDP gathers at once.
 
     activation_bytes_per_sample: kept for backward, one sequence, float32.
-    logits_bytes_per_sample: logits and their gradient, float32.
+    logits_bytes_per_sample: at their peak, float32: log-probabilities, their gradient and that of the logits.
+    backward_bytes_per_sample: gradients of activations inside one unit, float32; 0: part of the others, or unknown.
     flops_per_sample: forward and backward of one sequence (multiply and add counted as two).
     tokens_per_sample: sequence length; of a workload of one's own the weight of a sample, in `weight_unit`.
     units: what is sharded and started as one; the built-in model's are its blocks, embeddings and head.
@@ -30,6 +35,7 @@ class ModelShape:
     flops_per_sample: float
     tokens_per_sample: float
     units: int
+    backward_bytes_per_sample: int = 0
     weight_unit: str = "tokens"
     kind: str = "computed"
 
@@ -45,9 +51,11 @@ def causal_lm_shape(model: ModelConfig) -> ModelShape:
     """The shape of `training.workloads.language_model.CausalLM`.
 
     Flops: 6 per matmul parameter and token, plus 12·L·T·d per token for attention scores and values
-    (Chowdhery et al. 2022, PaLM, appendix B). Activations per block and token, float32, without recomputation:
-    norms, qkv, attention output, projection, the 4·d MLP hidden layer before and after its activation (about 18·d
-    floats), plus the attention matrix 2·heads·T floats where it is materialised.
+    (Chowdhery et al. 2022, PaLM, appendix B). Activations per block and token in floats, as autograd keeps them without
+    recomputation: for each of two norms its input and output (2·d), qkv 3·d, attention output d, the MLP's hidden layer
+    before and after its activation (4·d each): 16·d. `scaled_dot_product_attention` keeps one float per head (its
+    log-sum-exp) and makes no matrix of length × length. Fused norms are assumed, as CUDA has them (`NORM_FLOATS`).
+    Backward holds the gradient of the residual stream and of the MLP's hidden layer: 5·d, and 6·d with temporaries.
     """
     d, layers, heads = model.hidden_size, model.num_layers, model.num_heads
     length, vocab = model.sequence_length, model.vocab_size
@@ -56,13 +64,14 @@ def causal_lm_shape(model: ModelConfig) -> ModelShape:
     head = vocab * d
     parameters = layers * block + embeddings + d + head
     matmul_parameters = layers * 12 * d * d + head
-    per_token = layers * (18 * d + 2 * heads * length) + 4 * d
+    per_token = layers * (BLOCK_FLOATS * d + heads + 2) + 3 * d
     return ModelShape(
         parameters=parameters,
         largest_unit_parameters=max(block, embeddings, head + d),  # the last norm travels with the head
         activation_bytes_per_sample=4 * length * per_token,
-        logits_bytes_per_sample=2 * 4 * length * vocab,
+        logits_bytes_per_sample=3 * 4 * length * vocab,
         flops_per_sample=float(length) * (6.0 * matmul_parameters + 12.0 * layers * length * d),
         tokens_per_sample=length,
         units=layers + 2,
+        backward_bytes_per_sample=4 * length * 6 * d,
     )

@@ -1,59 +1,141 @@
-"""The memory estimate against torch's own accounting: a step of the real model on fake tensors, tracked by kind."""
+"""The memory estimate against torch's own accounting: steps of the real model on fake tensors, tracked by kind.
+
+Nothing is allocated, so that models and lengths of any size take seconds. CUDA's fused norm
+is stood in for by a function that keeps what that kernel keeps, and the norms of CPUs are tracked as they are.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import cross_entropy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cost.plan.fit import memory_fit
 from infra.config.schema import RunConfig
+from infra.footprint import rank_bytes
+from infra.model_shape import causal_lm_shape
+from training.gang import Gang
+from training.parallel import spread
 from training.workloads.language_model import CausalLM
 
-MODELS = {
-    "narrow": {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "sequence_length": 128},
-    "wide": {"hidden_size": 512, "num_layers": 3, "num_heads": 8, "sequence_length": 512},
+_RANKS = 8
+# (width, blocks, heads, length, vocabulary), samples per rank and micro-batch, and what differs from the defaults.
+CASES: dict[str, tuple[tuple[int, int, int, int, int], int, dict[str, Any]]] = {
+    "narrow": ((128, 2, 4, 128, 256), 16, {}),
+    "wide": ((512, 3, 8, 512, 256), 16, {}),
+    "few samples": ((1024, 2, 16, 512, 256), 4, {}),
+    "many words": ((512, 2, 8, 1024, 32768), 4, {}),
+    "length 2048": ((768, 4, 12, 2048, 8192), 4, {}),
+    "length 8192": ((512, 4, 4, 8192, 1024), 2, {}),
+    "length 8192, many heads": ((512, 4, 16, 8192, 256), 1, {}),
+    "micro-batches": ((512, 4, 8, 512, 4096), 4, {"training": {"gradient_accumulation_steps": 2}}),
+    "full": ((512, 4, 8, 2048, 1024), 4, {"parallel": {"recompute": "full"}}),
+    "full, length 8192": ((512, 4, 4, 8192, 16384), 2, {"parallel": {"recompute": "full"}}),
+    "selective": ((512, 4, 8, 2048, 1024), 4, {"parallel": {"recompute": "selective"}}),
+    "sharded": ((1024, 6, 8, 2048, 8192), 2, {"fsdp": {"use_mixed_precision": True}}),
+    "sharded, length 8192": ((1024, 4, 8, 8192, 4096), 1, {"fsdp": {"use_mixed_precision": True}}),
+    "sharded, full": (
+        (1024, 6, 8, 8192, 1024),
+        2,
+        {"fsdp": {"use_mixed_precision": True}, "parallel": {"recompute": "full"}},
+    ),
 }
 
 
-def tracked(config: RunConfig) -> dict[str, int]:
-    """Bytes by kind at the peak of an optimizer step, as torch counts them; nothing is allocated."""
-    with FakeTensorMode():
+class _FusedNorm(torch.autograd.Function):
+    """What CUDA's `_fused_rms_norm` keeps for backward: its input, weight, and one float32 per row."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
+        context.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = context.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    """Eight ranks whose collectives do nothing, of which this process is the first."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=_RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def fused_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: _FusedNorm.apply(x, self.weight))
+
+
+def configured(name: str) -> tuple[RunConfig, int]:
+    (hidden, layers, heads, length, vocabulary), samples, sections = CASES[name]
+    world_size = _RANKS if "sharded" in name else 1
+    parts = sections.get("training", {}).get("gradient_accumulation_steps", 1)
+    sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads}
+    model = {**sizes, "sequence_length": length, "vocab_size": vocabulary}
+    training = {**sections.get("training", {}), "batch_size": samples * world_size * parts}
+    return RunConfig.model_validate({**sections, "model": model, "training": training}), samples
+
+
+def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str, int]:
+    """Bytes by kind at the peak of an optimizer step, as torch counts them."""
+    gang = Gang(rank=0, world_size=world_size, ranks_per_node=world_size)
+    mesh = spread.make_mesh(gang, shard=world_size) if world_size > 1 else None
+    with warnings.catch_warnings(), FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
         model = CausalLM(config.model)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        tracker = MemTracker()
-        tracker.track_external(model, optimizer)
+        units = [model.embeddings, *model.blocks, model.head]
+        spread.recompute_units(units, config.parallel.recompute)
+        if world_size > 1:
+            patch.setattr(spread, "make_mesh", lambda gang, shard: mesh)
+            spread.shard_model(model, units, config.fsdp, gang, size=world_size, keep_gathered=False)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)  # the trackers miscount the fused one
+        tracker = FSDPMemTracker(model, optimizer) if world_size > 1 else MemTracker()
+        tracker.track_inputs(()) if world_size > 1 else tracker.track_external(model, optimizer)
         with tracker:
             for _ in range(2):  # the second step has the optimizer's state from its beginning
-                shape = (config.training.batch_size, config.model.sequence_length)
-                tokens = torch.randint(0, config.model.vocab_size, shape)
-                logits = model(tokens).flatten(0, 1)
-                cross_entropy(logits, tokens.flatten(), reduction="sum").backward()
+                for _ in range(config.training.gradient_accumulation_steps):
+                    tokens = torch.randint(0, config.model.vocab_size, (samples, config.model.sequence_length))
+                    logits = model(tokens).flatten(0, 1).float()
+                    loss = cross_entropy(logits, tokens.flatten(), reduction="sum")
+                    del logits
+                    loss.backward()
+                    tracker.reset_mod_stats()
                 optimizer.step()
                 optimizer.zero_grad()
-                tracker.reset_mod_stats()
         (peak,) = tracker.get_tracker_snapshot("peak").values()
     return {str(kind).rpartition(".")[2]: size for kind, size in peak.items()}
 
 
-@pytest.mark.parametrize("batch_size", [4, 16])
-@pytest.mark.parametrize("name", MODELS)
-def test_state_is_exact_and_the_peak_is_never_underestimated(name: str, batch_size: int):
-    config = RunConfig.model_validate({"model": MODELS[name], "training": {"batch_size": batch_size}})
-    fit, peak = memory_fit(config, 1), tracked(config)
-    assert fit.parameters == peak["PARAM"]
-    assert fit.optimizer == pytest.approx(peak["OPT"], rel=1e-3), "torch adds a step counter to each parameter"
-    step = fit.total - fit.allowance
-    assert peak["Total"] <= step, "the allowance is for what torch does not see: context, workspaces, fragmentation"
-    assert step <= 1.9 * peak["Total"], "gradients and activations are at their most at different moments"
+@pytest.mark.usefixtures("fused_norms")
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_is_the_peak_and_at_most_a_quarter_more(name: str) -> None:
+    config, samples = configured(name)
+    world_size = _RANKS if "sharded" in name else 1
+    fit, peak = memory_fit(config, world_size), tracked(config, samples, world_size=world_size)
+    if world_size == 1:
+        assert fit.parameters == peak["PARAM"]
+        assert fit.optimizer == pytest.approx(peak["OPT"], rel=1e-3), "torch adds a step counter to each parameter"
+    step = fit.total - fit.allowance  # the allowance is for what torch does not see: context, fragmentation
+    assert 1.0 <= step / peak["Total"] <= 1.25, (step / peak["Total"], fit.to_json(), peak)
 
 
-def test_activations_grow_with_the_batch_as_torch_says():
-    small, large = (
-        RunConfig.model_validate({"model": MODELS["wide"], "training": {"batch_size": size}}) for size in (4, 16)
-    )
-    mine = memory_fit(large, 1).activations - memory_fit(small, 1).activations
-    theirs = tracked(large)["ACT"] - tracked(small)["ACT"]
-    assert theirs <= mine <= 2 * theirs
+@pytest.mark.parametrize("name", ["wide", "length 8192", "full", "sharded"])
+def test_on_a_cpu_norms_keep_more(name: str) -> None:
+    config, samples = configured(name)
+    ranks = _RANKS if "sharded" in name else 1
+    found = rank_bytes(config, causal_lm_shape(config.model), ranks=ranks, samples=samples, fused_norms=False)
+    ratio = found.total / tracked(config, samples, world_size=ranks)["Total"]
+    assert 1.0 <= ratio <= 1.25, ratio

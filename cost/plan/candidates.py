@@ -22,7 +22,7 @@ from cost.plan.expect import (
     machine_failures_per_hour,
     save_seconds,
 )
-from cost.plan.fit import batch_arithmetic, gib, memory_fit, micro_batch
+from cost.plan.fit import batch_arithmetic, gib, memory_fit, micro_batch, why_host_too_small
 from cost.plan.outlook import reclaim_prior
 from cost.plan.pools import FROM_THE_START, Candidate, Pool, Progress, Rejection, without_queue
 from cost.plan.throughput import known_throughput, speed_fingerprint
@@ -219,7 +219,14 @@ def _does_not_fit(config: RunConfig, shape: ModelShape, pool: Pool, kind: Instan
         return "shards do not divide", f"{pool.ranks} ranks are no multiple of parallel.shard_size {shard}"
     fit = memory_fit(config, pool.ranks, shape, ranks_per_node=pool.processes_per_node)
     if fit.total <= kind.gpu_memory_bytes:
-        return None
+        host = why_host_too_small(
+            config,
+            shape,
+            nodes=pool.nodes,
+            ranks_per_node=pool.processes_per_node,
+            ram_bytes=int(kind.ram_gib * 2**30),
+        )
+        return None if host is None else ("does not fit", *host)
     reason = f"needs {fit.render()}; {kind.gpu.name} has {gib(kind.gpu_memory_bytes)}"
     return "does not fit", reason, fit.total / kind.gpu_memory_bytes
 

@@ -1,15 +1,15 @@
-"""Does a model fit a GPU? A sum of named parts, in bytes, so that a refusal can show its arithmetic.
+"""Does a model fit a GPU and its host? Sums of named parts, in bytes, so that a refusal can show its arithmetic.
 
-All of it is estimated. What each part stands on:
+All of it is estimated. What each part stands on (`infra.footprint.rank_bytes` has the moments of a step):
 - parameters: float32, also under mixed precision, where the float32 shards are themselves the master weights and
   bfloat16 exists only in gathered units (FSDP2's MixedPrecisionPolicy) or autocast copies (DDP).
-- optimizer: AdamW's two float32 moments.
+- optimizer: AdamW's two float32 moments. gradients: float32, as many as there are at the peak.
 - parameters, gradients and optimizer are divided by the ranks that share one copy: all with fsdp2, those of a shard or
   node with hsdp; with `fsdp.cpu_offload` they are in host memory instead.
 - unsharded: what FSDP2 and HSDP gather, and gradients that they have not reduced (`infra.footprint.gathered_bytes`).
-  DDP: its all-reduce buckets (float32), plus autocast's bfloat16 copies under mixed precision.
-- activations, logits: `infra.model_shape`, per sample. Of activations `parallel.recompute` keeps a share.
-  Loss and logits stay float32.
+  DDP: autocast's bfloat16 copies, and buckets where gradients are no views of them.
+- activations, logits: `infra.model_shape`, per sample. Attention is fused and keeps no matrix of length × length. Of
+  activations `parallel.recompute` keeps a share. Loss and log-probabilities stay float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from infra.config.schema import RunConfig
-from infra.footprint import BFLOAT16_BYTES, FLOAT32_BYTES, gathered_bytes, kept_activations_share, shard_ranks
+from infra.footprint import Gang, gpu_host_bytes, rank_bytes
 from infra.model_shape import ModelShape, causal_lm_shape
 
 GIB = 2**30
@@ -26,6 +26,8 @@ GIB = 2**30
 CONTEXT_BYTES = GIB * 5 // 4
 # The caching allocator rounds blocks up and splits them; a tenth on top of the tensors is a customary margin.
 FRAGMENTATION_SHARE = 0.10
+# Of a host's installed memory the kernel, the platform and the container agent keep some: `cost.capacity.placement`.
+HOST_SHARE = 0.925
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,21 +80,22 @@ def memory_fit(
     if samples is None:
         raise ValueError(batch_arithmetic(config, world_size))
     shape = shape or causal_lm_shape(config.model)
-    mixed = config.fsdp.use_mixed_precision
-    compute_bytes = BFLOAT16_BYTES if mixed else FLOAT32_BYTES
-    per_rank = -(-shape.parameters // min(world_size, shard_ranks(config, world_size, ranks_per_node)))
-    if config.fsdp.cpu_offload and config.parallel.mode != "ddp":
-        per_rank = 0
-    kept = kept_activations_share(config, shape.units)
-    parts = {
-        "parameters": FLOAT32_BYTES * per_rank,
-        "gradients": FLOAT32_BYTES * per_rank,
-        "optimizer": 2 * FLOAT32_BYTES * per_rank,
-        "unsharded": _unsharded(config, shape, world_size),
-        "activations": int(kept * shape.activation_bytes_per_sample * samples * compute_bytes / FLOAT32_BYTES),
-        "logits": shape.logits_bytes_per_sample * samples,
-    }
-    return Fit(**parts, allowance=CONTEXT_BYTES + int(FRAGMENTATION_SHARE * sum(parts.values())))
+    found = rank_bytes(config, shape, ranks=world_size, samples=samples, ranks_per_node=ranks_per_node)
+    return Fit(**asdict(found), allowance=CONTEXT_BYTES + int(FRAGMENTATION_SHARE * found.total))
+
+
+def why_host_too_small(
+    config: RunConfig, shape: ModelShape, *, nodes: int, ranks_per_node: int, ram_bytes: int
+) -> tuple[str, float] | None:
+    """(reason, needed ÷ usable) where a node's main memory does not hold its part of the gang; None where it does."""
+    needed = gpu_host_bytes(config, shape, Gang(nodes=nodes, processes_per_node=ranks_per_node))
+    usable = int(HOST_SHARE * ram_bytes)
+    if needed <= usable:
+        return None
+    return (
+        f"needs {gib(needed)} of main memory per node (processes, staging buffers, offloaded state); {gib(usable)} of "
+        f"{gib(ram_bytes)} are usable"
+    ), needed / usable
 
 
 def batch_arithmetic(config: RunConfig, world_size: int) -> str:
@@ -103,11 +106,3 @@ def batch_arithmetic(config: RunConfig, world_size: int) -> str:
         f"batch_size {size} is no multiple of {world_size} ranks × {accumulation} accumulation = {parts}: "
         f"{size} = {size // parts} × {parts} + {size % parts}"
     )
-
-
-def _unsharded(config: RunConfig, shape: ModelShape, world_size: int) -> int:
-    if config.parallel.mode != "ddp":
-        return gathered_bytes(config, shape, world_size)
-    buckets = FLOAT32_BYTES if world_size > 1 else 0
-    copies = BFLOAT16_BYTES if config.fsdp.use_mixed_precision else 0
-    return (buckets + copies) * shape.parameters
