@@ -15,7 +15,7 @@ from cost.report.render_html import render as render_html
 from cost.report.report import RunReport, build_report
 from flows.job import PROJECT_ROOT, RUNS, Job, write_whole
 from infra.errors import InfraError
-from infra.events import NODE_STARTED, PLAN, PRICES, Event, read_events
+from infra.events import NODE_STARTED, PLAN, PRICES, Event, read_events, read_log
 from infra.metrics.job import job_page
 
 _COMPARED_JOBS = 8
@@ -56,8 +56,9 @@ def write_report(job: Job) -> RunReport:
 
     settle_all(job)
     record_prices(job)
-    events = read_events(job.store)
-    report = build_report(events)
+    content = read_log(job.store)
+    events = content.events
+    report = build_report(events, damage=content.damage)
     files = {
         "report.json": json.dumps(report.to_json(), indent=1, allow_nan=False).encode(),
         "report.html": render_html(report).encode(errors="backslashreplace"),

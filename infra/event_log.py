@@ -11,6 +11,7 @@ from typing import Any
 from infra.errors import StoreError
 from infra.events import STAGED, Event, Origin
 from infra.layout import event_key
+from infra.segments import seal_segment
 from infra.store import Store
 
 _LOCAL_FLUSH_SECONDS = 2.0
@@ -40,6 +41,7 @@ class EventLog:
         self._emitted = self._durable = self._wanted = 0  # events since the start; wanted: to be durable at once
         self._error: BaseException | None = None  # why the last put failed
         self._closed = self._given_up = False
+        self._complete = False  # the segment that is sealed as the last one is durable
         self._segment = 0
         self._writer = secrets.token_hex(3)  # two processes never share a segment, across attempts and resumes
         self._thread = threading.Thread(target=self._put_forever, name="events", daemon=True)
@@ -126,7 +128,7 @@ class EventLog:
         pause = _FIRST_PAUSE_SECONDS
         while (batch := self._next_batch()) is not None:
             try:
-                self._put(batch)
+                self._put(*batch)
                 pause = _FIRST_PAUSE_SECONDS
             except BaseException as error:  # whatever it was, the lines are still there and the next try may do
                 with self._changed:
@@ -134,24 +136,26 @@ class EventLog:
                     self._changed.wait_for(lambda: self._given_up, pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _next_batch(self) -> list[str] | None:
-        """What to put next, after waiting until it is time to; None when the log is closed and all is done."""
+    def _next_batch(self) -> tuple[list[str], bool] | None:
+        """Lines to put next, after waiting until it is time to, and whether they are the last; None: all is done."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._wanted > self._durable, self._flush_seconds)
-            done = self._given_up or (self._closed and not self._lines)
-            return None if done else list(self._lines)
+            silent = self._closed and not self._lines and self._segment == 0
+            done = self._given_up or self._complete or silent
+            return None if done else (list(self._lines), self._closed)
 
-    def _put(self, batch: list[str]) -> None:
+    def _put(self, batch: list[str], last: bool) -> None:
         """A put that failed may have arrived all the same: the next try writes the same key, so nothing is doubled."""
-        if not batch:
+        if not batch and not last:
             return
         segment = f"{self._segment:06d}.{self._writer}"
         key = event_key(self.origin.generation, self.origin.node, self.origin.writer, segment)
-        self._store.put(key, ("\n".join(batch) + "\n").encode())
+        self._store.put(key, seal_segment(key, batch, last=last))
         with self._changed:
             self._segment += 1
             del self._lines[: len(batch)]
             self._durable += len(batch)
+            self._complete = last
             self._error = None
             self._changed.notify_all()
 

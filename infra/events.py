@@ -2,23 +2,29 @@
 
     event = {v, t_wall, t_mono, job, run, attempt, generation, node, rank, step, name, data}
 
-Object stores cannot append, so each process writes segments of its own. Names are free; the ones that the ledger reads
-are constants here, with the data they carry.
+Object stores cannot append, so each process writes segments of its own (`infra.segments`). Names are free; the ones
+that the ledger reads are constants here, with the data they carry. `_DATA` has the types of that data: an event that
+does not fit is damage, as is a line whose checksum does not match, and `read_log` names both.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from typing import Any
 
-from infra.segments import read_segments
+from infra.ledger_classes import LedgerClass
+from infra.outcome import Outcome
+from infra.segments import Damage, Line, Unsealed, read_segments, unseal
 from infra.store import Store
 
-VERSION = 1
+VERSION = 2  # of a line: 1 in segments without a seal
 
 # Written by the lead agent. started: parent (commit key or null), parent_step, nodes, processes_per_node.
 # ended: reason (an EndReason, or the Outcome of a planned end), culprit (text), user_code (bool).
@@ -120,6 +126,120 @@ class GuardAction(StrEnum):
     DIVERGED = "diverged"
 
 
+def _is_dollars(value: Any) -> bool:
+    """Whether it is a number or a numeral of at least 0."""
+    try:
+        usd = Decimal(str(value))
+    except InvalidOperation:
+        return False
+    return not isinstance(value, bool) and usd.is_finite() and usd >= 0
+
+
+_SECONDS = {LedgerClass: float}
+_POOL = {"instance_type!": str, "market!": str, "region": str, "zone": str}
+_CHOSEN = _POOL | {
+    "nodes": int,
+    "usd_per_hour!": _is_dollars,
+    "quoted_usd_per_hour": _is_dollars,
+    "on_demand_usd_per_hour": _is_dollars,
+    "price_kind": str,
+    "expected_hours": float,
+    "expected_usd": float,
+    "compute_usd": float,
+    "tokens_per_second": float,
+    "mfu": float,
+    "interruptions": float,
+}
+# The types of each event's data, as far as a reader depends on them. A key that ends with "!" must be there; the others
+# may be absent or null. float: a finite number; [shape]: a list; {type: shape}: a mapping with keys of that type.
+_DATA: dict[str, dict[str, Any]] = {
+    GENERATION_STARTED: {"parent": str, "parent_step": int, "nodes": int, "processes_per_node": int},
+    GENERATION_ENDED: {"reason": str, "culprit": str, "user_code": bool, "fingerprint": str},
+    NODE_STARTED: {
+        "ranks": [int],
+        "host": str,
+        "uptime_seconds": float,
+        **dict.fromkeys(("instance_id", "instance_type", "zone", "zone_id", "region", "market", "batch_job_id"), str),
+    },
+    NODE_HEARTBEAT: {"seconds": float},
+    NODE_ENDED: {"seconds": float, "reason": str},
+    PHASE: {"class!": LedgerClass, "seconds!": float},
+    STEP: {
+        "seconds": _SECONDS,
+        "skipped": str,
+        **dict.fromkeys(("loss", "tokens", "learning_rate", "gradient_norm", "flops", "slowest_ratio"), float),
+    },
+    STAGED: {"bytes": int},
+    COMMIT: {"key": str, "bytes": int, "seconds": float, "stall_seconds": float},
+    COMMIT_SKIPPED: {"reason": str},
+    COMMIT_FAILED: {"message": str},
+    INTERVAL: {"seconds": float, "predicted_loss": float},
+    RESTORE: {"key": str, "seconds": float, "rejected": [dict]},
+    ROLLBACK: {"key": str, "found_key": str, "found_step": int},
+    INITIAL_WEIGHTS: {"tensors": int, "seconds": float, "files": [dict]},
+    PEAK: {"flops_per_second": float, "dtype": str},
+    EVALUATION: {"metrics": {str: object}},
+    NOTICE: {"source": str, "action": str, "does": str, "seconds_left": float},
+    NOTICE_SOURCES: {"watched": [str], "absent": dict, "problem": str},
+    GUARD: {"action": GuardAction, "reason": str, "rank": int, "share": float},
+    CERTIFICATE: {"holds": bool, "interruptions": list, "steps": int},
+    FAULT_INJECTED: {"kind": str, "target": str},
+    FAULT_DETECTED: {"culprit": str, "reason": str},
+    CONFIGURED: {"settings!": [{"key!": str, "source": str}]},
+    PREFLIGHT: {"results": [dict], "sent_away": bool},
+    PREPARED: {"weight_unit": str},
+    PLAN: {
+        "chosen": _CHOSEN,
+        "simulated": bool,
+        "refusal": {"outcome!": Outcome, "message!": str},
+        "on_demand": {str: (_is_dollars, None)},
+        "ranked": [dict],
+        "rejected": (list, dict),
+        "counts": {str: int},
+        "budget_usd": float,
+        "deadline_hours": float,
+        "started_utc": float,
+    },
+    PLACED: {"placement": dict, "after_generation": int},
+    BATCH_SUBMITTED: {"job_id": str},
+    BATCH_ATTEMPT: {
+        "job_id!": str,
+        "cause": str,
+        "nodes": int,
+        "processes_per_node": int,
+        "node_times": [[(float, None)]],
+        **dict.fromkeys(("created_utc", "started_utc", "stopped_utc"), float),
+    },
+    BUDGET: {"threshold!": float, "spent_usd": float, "budget_usd": float, "reserve_usd": float},
+    PRICES: {"pools": [_POOL | {"kind": str, "changes!": [[(float, _is_dollars)]]}]},
+    OUTCOME: {"outcome!": Outcome, "weights_sha256": str, "message": str},
+    SUPERVISED: {"verdict": object, "exit_code": int, "seconds": float},
+}
+_FIELDS = {
+    "name!": str,
+    "job!": str,
+    "run!": str,
+    "attempt!": int,
+    "generation!": int,
+    "node!": int,
+    "rank!": int,
+    "step": int,
+    "t_wall!": float,
+    "t_mono!": float,
+    "data": dict,
+    "v": int,
+}
+_LARGEST_FLOAT, _LARGEST_INT = 1e30, 2**63
+_LARGEST_SECONDS = 1e11  # some thousand years: beyond it a time or a duration is damage
+# Ends after which every process of a generation has closed its log.
+_CLOSED_BY = frozenset({Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE})
+_HEARD_SECONDS = 30.0  # a rank that says nothing for so long while another reports steps has lost its events
+_UNCLOSED_SECONDS = 60.0  # a step of the flow that wrote its last event so long ago has closed its log
+_MOST_NODES = 100_000
+# Steps that every job of the flow took before its first generation.
+_FLOW_STEPS = frozenset(f"events/000000/0-{step}" for step in ("preflight", "plan", "prepare"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """One line of the log. t_wall: Unix time; t_mono: monotonic clock of the writing machine; rank -1: no rank."""
@@ -166,18 +286,175 @@ class Origin:
         return self.rank if self.rank >= 0 else self.process
 
 
+@dataclass(frozen=True, kw_only=True)
+class LogContent:
+    """All events of a job, by wall time, and the parts of its log that are damaged or missing."""
+
+    events: list[Event]
+    damage: tuple[Damage, ...]
+
+
+_warned: set[str] = set()
+
+
 def read_events(job_store: Store) -> list[Event]:
-    """All events of a job, by wall time. A torn last line, which a local crash can leave, is passed over."""
-    events = [event for segment in read_segments(job_store) for event in _parse(segment)]
-    return sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    """All events of a job, by wall time. Raises StoreError.
+
+    Damage is one line on stderr, once for each job; `read_log` returns it.
+    """
+    content = read_log(job_store)
+    if content.damage and job_store.uri not in _warned:
+        _warned.add(job_store.uri)
+        more = f" (and {len(content.damage) - 1} more)" if len(content.damage) > 1 else ""
+        text = f"events: WARNING: damaged log {job_store.uri}: {content.damage[0].text}{more}; see the job's report"
+        print(text, file=sys.stderr, flush=True)
+    return content.events
 
 
-def _parse(segment: bytes) -> Iterable[Event]:
-    for line in segment.splitlines():
-        try:
-            yield Event.from_json(line)
-        except (ValueError, TypeError):
+def read_log(job_store: Store) -> LogContent:
+    """All events of a job and the damage of its log. Raises StoreError where the store does not answer."""
+    unsealed = unseal(read_segments(job_store))
+    events: list[Event] = []
+    damage = list(unsealed.damage)
+    newest: dict[str, float] = {}  # Unix time, by segment
+    unverified: dict[str, int] = defaultdict(int)
+    for line in unsealed.lines:
+        event, problem = _parse(line)
+        if event is None:
+            damage.append(Damage(line.segment, problem, line.number))
             continue
+        events.append(event)
+        newest[line.segment] = max(newest.get(line.segment, event.t_wall), event.t_wall)
+        unverified[line.segment] += not line.sealed and event.v > 1
+    named = {one.segment for one in damage}
+    for segment, count in unverified.items():
+        if count and segment not in named:
+            damage.append(Damage(segment, f"no seal, the segment is cut off; its {count} events cannot be verified"))
+    events.sort(key=lambda event: (event.t_wall, event.t_mono))
+    damage += _missing_writers(unsealed, events, newest)
+    return LogContent(events=events, damage=tuple(damage))
+
+
+def _parse(line: Line) -> tuple[Event | None, str]:
+    """The event, or why there is none."""
+    try:
+        fields = json.loads(line.content, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None, "not JSON; the event is left out"
+    if not isinstance(fields, dict):
+        return None, "not an event; the line is left out"
+    problem = _mismatch(fields, _FIELDS, "") or _mismatch(
+        fields.get("data", {}), _DATA.get(fields["name"], {}), "data."
+    )
+    if not problem and max(abs(fields["t_wall"]), abs(fields["t_mono"])) > _LARGEST_SECONDS:
+        problem = "its time is out of range"
+    try:
+        return (None, f"{problem}; the event is left out") if problem else (Event(**fields), "")
+    except TypeError as error:  # a field that this version does not know
+        return None, f"{error}; the event is left out"
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _mismatch(value: Any, shape: Any, path: str) -> str:
+    """Where a value does not have the shape; empty: it has. path: with its trailing dot."""
+    here = path.removesuffix(".")
+    if isinstance(shape, tuple):
+        return "" if any(not _mismatch(value, one, path) for one in shape) else _is_wrong(here, value)
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            return _is_wrong(here, value)
+        found = (_mismatch(item, shape[0], f"{here}[{index}].") for index, item in enumerate(value))
+        return next(filter(None, found), "")
+    if isinstance(shape, dict):
+        return next(_mismatches(value, shape, path), "") if isinstance(value, dict) else _is_wrong(here, value)
+    return "" if _fits(value, shape) else _is_wrong(here, value)
+
+
+def _mismatches(value: dict[str, Any], shape: Mapping[Any, Any], path: str) -> Iterator[str]:
+    for key, inner in shape.items():
+        if isinstance(key, type):
+            pairs = [*((f"{path}{name} (key)", name, key) for name in value)]
+            pairs += [(f"{path}{name}", item, inner) for name, item in value.items()]
+            yield from filter(None, (_mismatch(item, one, f"{where}.") for where, item, one in pairs))
+            continue
+        name, required = key.removesuffix("!"), key.endswith("!")
+        if value.get(name) is None:
+            if required:
+                yield f"{path}{name} is missing"
+        elif problem := _mismatch(value[name], inner, f"{path}{name}."):
+            yield problem
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    if shape is None or shape is object:
+        return shape is object or value is None
+    if shape is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and abs(value) <= _LARGEST_FLOAT  # never true of NaN
+    if shape is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_INT
+    if isinstance(shape, type) and issubclass(shape, StrEnum):
+        return isinstance(value, str) and value in list(shape)
+    return isinstance(value, shape) if isinstance(shape, type) else shape(value)
+
+
+def _is_wrong(path: str, value: Any) -> str:
+    text = repr(value)
+    return f"{path} is {text if len(text) <= 40 else f'{text[:39]}…'}"
+
+
+def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mapping[str, float]) -> Iterator[Damage]:
+    """Processes that must have written and left nothing, or whose log must have been closed and was not."""
+    prefixes = {prefix for prefix, _ in unsealed.writers}
+    closed_by_plan = {
+        event.generation
+        for event in events
+        if event.name == GENERATION_ENDED and event.data.get("reason") in _CLOSED_BY
+    }
+    ended_nodes = {(event.generation, event.node) for event in events if event.name == NODE_ENDED}
+    for prefix in sorted(_expected_writers(events, closed_by_plan, prefixes) - prefixes):
+        yield Damage(prefix, "nothing is there of this process, which must have written; its time is not known")
+    latest = max((event.t_wall for event in events), default=0.0)
+    for prefix, token in sorted(unsealed.open_writers):
+        folder, _, process = prefix.removeprefix("events/").partition("/")
+        node, _, name = process.partition("-")
+        last = max((at for key, at in newest.items() if key.startswith(f"{prefix}-") and token in key), default=latest)
+        if name == "agent":
+            must = int(folder) in closed_by_plan and node.isdecimal() and (int(folder), int(node)) not in ended_nodes
+        elif name.isdecimal():
+            must = int(folder) in closed_by_plan
+        else:  # a step of the flow; a submitter keeps its log open for as long as its job waits
+            must = not name.startswith("submit") and last < latest - _UNCLOSED_SECONDS
+        if must:
+            yield Damage(prefix, f"log {token} has no end: its last events are lost, or its process was killed")
+
+
+def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: set[str]) -> set[str]:
+    """Key prefixes of the agents, ranks and steps of the flow of which there must be events; none in an old log."""
+    if all(event.v == 1 for event in events):
+        return set()
+    spans: dict[int, tuple[float, float]] = {}  # of the ranks' events, by generation
+    found: set[str] = set()
+    watched = any(event.name == PLAN for event in events) or any(prefix.endswith("-agent") for prefix in heard)
+    for event in events:
+        if event.rank >= 0:
+            first, last = spans.get(event.generation, (event.t_wall, event.t_wall))
+            spans[event.generation] = min(first, event.t_wall), max(last, event.t_wall)
+            if watched:
+                found.add(f"events/{event.generation:06d}/{event.node}-agent")
+    for event in events:
+        folder = f"events/{event.generation:06d}"
+        first, last = spans.get(event.generation, (0.0, 0.0))
+        if event.name == GENERATION_STARTED and event.generation in closed_by_plan:
+            found |= {f"{folder}/{node}-agent" for node in range(min(event.data.get("nodes") or 0, _MOST_NODES))}
+        if event.name == NODE_STARTED and (event.generation in closed_by_plan or last - first > _HEARD_SECONDS):
+            found |= {f"{folder}/{event.node}-{rank}" for rank in event.data.get("ranks") or []}
+    if any(prefix.endswith("-agent") for prefix in heard) and not heard.isdisjoint(_FLOW_STEPS):
+        found |= _FLOW_STEPS
+    return found
 
 
 def _finite(value: Any) -> Any:

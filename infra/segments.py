@@ -1,4 +1,12 @@
-"""Reading all segments of a job's events, from stores whose listings may be late too.
+"""Segments of the event log: how they are sealed, and how all of a job's are read, from listings that may lag.
+
+A segment is an object of event lines and, as its last line, a seal:
+
+    {"seal":2,"segment":KEY,"checksums":[CRC-32 of each event line],"last":BOOL,"checksum":CRC-32 of the seal}
+
+The seal names its own segment, so that a copied, joined, emptied or truncated one is noticed; segments of a writer are
+numbered, so that a lost one is; `last` marks the final one. Segments of version 1 have no seal and are read as they
+are.
 
 S3 lists what was put at once. Others (OpenStack Swift) may omit an object for a while, though it can be read by its
 name. Names are numbered, so that the next of each writer can be asked for; and a generation that has ended says who
@@ -8,32 +16,127 @@ must have written.
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterable
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from infra.errors import ObjectNotFound
+from infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden
 from infra.store import Store
 
 _READERS = 16
 _PATIENCE_SECONDS = 2.0  # for writers of whom nothing is listed at all; most often they died before they wrote
 _PAUSE_SECONDS = 0.25
 _NAME = re.compile(r"(events/\d+/.+)-(\d{6})\.(\w+)\.jsonl")
+_SEAL_VERSION = 2
+_SEAL_START = b'{"seal":'
+_MOST_NODES = 100_000  # of a generation: a larger number is damage, and no reason to expect as many writers
 
 
-def read_segments(job_store: Store) -> list[bytes]:
-    """The content of every segment, in no order. Raises StoreError."""
-    found: dict[str, bytes] = {}
+@dataclass(frozen=True)
+class Damage:
+    """A part of the event log that cannot be used. line: counted from 1; 0: the segment as a whole."""
+
+    segment: str
+    what: str
+    line: int = 0
+
+    @property
+    def text(self) -> str:
+        return f"{self.segment}{f' line {self.line}' if self.line else ''}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One event line. sealed: its checksum is that of the segment's seal."""
+
+    segment: str
+    number: int
+    content: bytes
+    sealed: bool
+
+
+@dataclass(kw_only=True)
+class Segments:
+    """What the store gave. contents: by key; unreadable: keys that are listed and cannot be read."""
+
+    contents: dict[str, bytes] = field(default_factory=dict)
+    damage: list[Damage] = field(default_factory=list)
+    unreadable: set[str] = field(default_factory=set)
+
+    def lose(self, key: str, what: str) -> None:
+        self.unreadable.add(key)
+        self.damage.append(Damage(key, what))
+
+
+@dataclass(kw_only=True)
+class Unsealed:
+    """All event lines of a log with what is damaged.
+
+    writers: (prefix, token) of their keys. open_writers: those that seal their segments and whose newest one is not
+    marked `last`: they are still writing, were killed, or lost their end.
+    """
+
+    lines: list[Line]
+    damage: list[Damage]
+    writers: set[tuple[str, str]]
+    open_writers: set[tuple[str, str]]
+
+
+def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
+    """The content of a segment. last: the writer has closed its log, so that no segment follows."""
+    encoded = [line.encode() for line in lines]
+    seal = {
+        "seal": _SEAL_VERSION,
+        "segment": key,
+        "checksums": [_checksum(line) for line in encoded],
+        "last": last,
+    }
+    body = json.dumps(seal, separators=(",", ":")).encode()
+    sealed = body[:-1] + f',"checksum":"{_checksum(body)}"}}'.encode()
+    return b"\n".join([*encoded, sealed]) + b"\n"
+
+
+def unseal(segments: Segments) -> Unsealed:
+    """Check every segment against its seal and every writer's numbers for gaps."""
+    own: list[Line] = []
+    foreign: list[Line] = []
+    damage = list(segments.damage)
+    last: dict[str, bool] = {}  # of sealed segments, by key
+    for key in sorted(segments.contents):
+        _unseal_one(key, segments.contents[key], own, foreign, damage, last)
+    lines = _once([*own, *foreign], damage)  # a copy whose original is lost still counts
+    writers: dict[tuple[str, str], set[int]] = defaultdict(set)
+    still_open: set[tuple[str, str]] = set()
+    for key in [*segments.contents, *segments.unreadable]:
+        if match := _NAME.fullmatch(key):
+            writers[match[1], match[3]].add(int(match[2]))
+    for writer, numbers in sorted(writers.items()):
+        for number in sorted(set(range(max(numbers))) - numbers)[:1000]:
+            damage.append(Damage(_key_of(writer, number), "the segment is missing, and its events with it"))
+        sealed = any(_key_of(writer, number) in last for number in numbers)
+        if sealed and not last.get(_key_of(writer, max(numbers))):
+            still_open.add(writer)
+    return Unsealed(lines=lines, damage=damage, writers=set(writers), open_writers=still_open)
+
+
+def read_segments(job_store: Store) -> Segments:
+    """Every segment. One that cannot be read is damage. Raises StoreError where the store itself does not answer."""
+    found = Segments()
     with ThreadPoolExecutor(_READERS, thread_name_prefix="events") as pool:
         _read_listed(job_store, pool, found)
-        if job_store.local_path("events") is not None:
-            return list(found.values())
         _read_next(job_store, pool, found)
+        if job_store.local_path("events") is not None:
+            return found
         limit = time.monotonic() + _PATIENCE_SECONDS
-        while (silent := _silent_writers(found)) and time.monotonic() < limit:
+        while (silent := _silent_writers(found.contents)) and time.monotonic() < limit:
             time.sleep(_PAUSE_SECONDS)
             _read_listed(job_store, pool, found)
             _read_next(job_store, pool, found)
@@ -41,35 +144,206 @@ def read_segments(job_store: Store) -> list[bytes]:
     if planned:
         text = ", ".join(sorted(planned)[:5])
         print(f"events: WARNING: nothing is listed of {text}; figures may be too low", file=sys.stderr, flush=True)
-    return list(found.values())
+    return found
 
 
-def _read_listed(job_store: Store, pool: ThreadPoolExecutor, found: dict[str, bytes]) -> None:
-    keys = [meta.key for meta in job_store.list("events") if meta.key not in found]
-    found.update(zip(keys, pool.map(job_store.get, keys), strict=True))
+def _checksum(content: bytes) -> str:
+    return f"{zlib.crc32(content):08x}"
 
 
-def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: dict[str, bytes]) -> None:
-    """Of each writer: what the listing left out in between, and what came after the last it showed."""
+def _key_of(writer: tuple[str, str], number: int) -> str:
+    return f"{writer[0]}-{number:06d}.{writer[1]}.jsonl"
+
+
+def _unseal_one(
+    key: str, content: bytes, own: list[Line], foreign: list[Line], damage: list[Damage], last: dict[str, bool]
+) -> None:
+    """Add the segment's event lines to `own`, or to `foreign` where their seal names another segment."""
+    numbered = list(enumerate(content.split(b"\n"), start=1))
+    if numbered[-1][1] == b"":
+        numbered.pop()
+    if not numbered:
+        damage.append(Damage(key, "the segment is empty"))
+    pending: list[tuple[int, bytes]] = []
+    seals = 0
+    for number, line in numbered:
+        if not line.startswith(_SEAL_START):
+            pending.append((number, line))
+            continue
+        seals += 1
+        seal = _read_seal(line)
+        if seal is None:
+            damage.append(Damage(key, f"the seal is damaged; {_events(len(pending))} cannot be verified", number))
+            own += [Line(key, at, event, False) for at, event in pending]
+        else:
+            name, checksums, is_last = seal
+            good, bad = _verify(pending, checksums)
+            damage += [Damage(key, f"the checksum does not match; {_hint(event)} is left out", at) for at, event in bad]
+            missing = len(checksums) - len(good) - len(bad)
+            if missing > 0:
+                damage.append(Damage(key, f"{missing} of its {_events(len(checksums))} are missing"))
+            if name == key:
+                own += [Line(key, at, event, True) for at, event in good]
+                last[key] = is_last
+            else:
+                damage.append(Damage(key, f"holds {_events(len(good))} of another segment, {name}", number))
+                foreign += [Line(key, at, event, True) for at, event in good]
+        pending = []
+    if seals and pending:
+        damage.append(Damage(key, f"{_events(len(pending))} after the seal cannot be verified", pending[0][0]))
+        foreign += [Line(key, at, event, False) for at, event in pending]
+    else:
+        own += [Line(key, at, event, False) for at, event in pending]
+    if seals and key not in last and not any(one.segment == key and "seal is damaged" in one.what for one in damage):
+        damage.append(Damage(key, "its own seal is missing"))
+
+
+def _once(lines: Sequence[Line], damage: list[Damage]) -> list[Line]:
+    """Each event once: equal lines of two segments are copies, since no two events of a process have the same times."""
+    first: dict[bytes, str] = {}
+    copies: Counter[tuple[str, str]] = Counter()
+    found = []
+    for line in lines:
+        original = first.setdefault(line.content, line.segment)
+        if original == line.segment:
+            found.append(line)
+        else:
+            copies[line.segment, original] += 1
+    for (segment, original), count in copies.items():
+        damage.append(Damage(segment, f"holds {_events(count)} that {original} has as well; counted once"))
+    return found
+
+
+def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
+    """(segment, checksums, last); None where the seal does not match its own checksum."""
+    body, mark, checksum = line.rpartition(b',"checksum":')
+    if not mark or checksum != f'"{_checksum(body + b"}")}"}}'.encode():
+        return None
+    try:
+        seal = json.loads(line)
+        return str(seal["segment"]), [str(one) for one in seal["checksums"]], bool(seal["last"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _verify(
+    pending: list[tuple[int, bytes]], checksums: list[str]
+) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
+    """(sealed lines, other lines): by checksum and not by position, since a damaged line end shifts all that follow."""
+    left = Counter(checksums)
+    good, bad = [], []
+    for number, line in pending:
+        checksum = _checksum(line)
+        fits = left[checksum] > 0
+        left[checksum] -= fits
+        (good if fits else bad).append((number, line))
+    return good, bad
+
+
+def _events(count: int) -> str:
+    return f"{count} event{'' if count == 1 else 's'}"
+
+
+def _hint(line: bytes) -> str:
+    """The kind of event that a damaged line seems to hold."""
+    name = re.search(rb'"name":"([a-z0-9_]{1,40})"', line)
+    rank = re.search(rb'"rank":(-?\d{1,6})\b', line)
+    step = re.search(rb'"step":(\d{1,12})\b', line)
+    parts = [f"rank {int(rank[1])}"] if rank and int(rank[1]) >= 0 else []
+    parts += [f"step {int(step[1])}"] if step else []
+    kind = f"an event that seems to be {name[1].decode()!r}" if name else "an event"
+    return f"{kind} ({', '.join(parts)})" if parts else kind
+
+
+def _read_listed(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
+    folder = job_store.local_path("events")
+    listed = [meta.key for meta in job_store.list("events")] if folder is None else _list_folder(folder, found)
+    keys = [key for key in listed if key not in found.contents and key not in found.unreadable]
+    for key, content in zip(keys, pool.map(lambda key: _get(job_store, key), keys), strict=True):
+        if isinstance(content, bytes):
+            found.contents[key] = content
+        else:
+            found.lose(key, f"the segment cannot be read: {content}")
+
+
+def _get(job_store: Store, key: str) -> bytes | str:
+    """The content, or why this one object cannot be read. Raises StoreError where that is so of the whole store."""
+    try:
+        return job_store.get(key)
+    except StoreAway:
+        raise
+    except StoreError as error:
+        if isinstance(error, StoreForbidden) and job_store.local_path(key) is None:
+            raise  # credentials, and not this object
+        return " ".join(str(error).split())
+
+
+def _list_folder(folder: Path, found: Segments) -> list[str]:
+    """Keys of the segments in a folder. An entry that is no regular file is damage: opening a pipe would hang."""
+    keys = []
+    for name, path in _entries(folder, "events", found):
+        if not path.is_dir():
+            continue
+        for inner, entry in _entries(path, f"events/{name}", found):
+            key = f"events/{name}/{inner}"
+            if not inner.endswith(".jsonl") or key in found.contents or key in found.unreadable:
+                continue
+            try:
+                mode = entry.stat().st_mode
+            except OSError as error:
+                found.lose(key, f"the segment cannot be read: {error.strerror}")
+                continue
+            if stat.S_ISREG(mode) and key.isascii():
+                keys.append(key)
+            else:
+                found.lose(key, f"not a segment but {_kind(mode)}")
+    return sorted(keys)
+
+
+def _entries(folder: Path, key: str, found: Segments) -> list[tuple[str, Path]]:
+    """(name, path) of a folder's entries; a name that is not UTF-8 with its odd bytes escaped."""
+    try:
+        names = os.listdir(os.fsencode(folder))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        if key not in found.unreadable:
+            found.lose(key, f"the folder cannot be read: {error.strerror}")
+        return []
+    return [(name.decode(errors="backslashreplace"), folder / os.fsdecode(name)) for name in sorted(names)]
+
+
+def _kind(mode: int) -> str:
+    kinds = {"a directory": stat.S_ISDIR, "a socket": stat.S_ISSOCK, "a pipe": stat.S_ISFIFO}
+    return next((kind for kind, test in kinds.items() if test(mode)), "a file of another kind or name")
+
+
+def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
+    """Of each writer: what the listing left out in between and, in a remote store, what came after the last it showed.
+
+    A folder's listing is not atomic either, so that a segment put meanwhile may be missing from it.
+    """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
-    for key in found:
+    for key in [*found.contents, *found.unreadable]:
         if match := _NAME.fullmatch(key):
             numbers[match[1], match[3]].add(int(match[2]))
+    local = job_store.local_path("events") is not None
 
     def more(writer: tuple[str, str]) -> dict[str, bytes]:
         known, answers, number = numbers[writer], {}, 0
-        while True:
+        while not (local and number > max(known)):
             if number not in known:
-                key = f"{writer[0]}-{number:06d}.{writer[1]}.jsonl"
+                key = _key_of(writer, number)
                 try:
                     answers[key] = job_store.get(key)
                 except ObjectNotFound:
                     if number > max(known):
                         return answers
             number += 1
+        return answers
 
     for answers in pool.map(more, list(numbers)):
-        found.update(answers)
+        found.contents.update(answers)
 
 
 def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
@@ -78,14 +352,18 @@ def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
     ended: dict[int, bool] = {}
     expected: dict[int, set[str]] = defaultdict(set)
     for event in _gang_events(found.values()):
-        number, data = event["generation"], event["data"]
-        folder = f"events/{number:06d}"
-        if event["name"] == "generation_started":
-            expected[number] |= {f"{folder}/{node}-agent" for node in range(data["nodes"])}
-        elif event["name"] == "node_started":
-            expected[number] |= {f"{folder}/{event['node']}-{rank}" for rank in data["ranks"]}
-        else:
-            ended[number] = not data.get("culprit")
+        try:
+            number, data = int(event["generation"]), event["data"]
+            folder = f"events/{number:06d}"
+            if event["name"] == "generation_started":
+                nodes = range(min(int(data["nodes"]), _MOST_NODES))
+                expected[number] |= {f"{folder}/{node}-agent" for node in nodes}
+            elif event["name"] == "node_started":
+                expected[number] |= {f"{folder}/{event['node']}-{rank}" for rank in data["ranks"]}
+            else:
+                ended[number] = not data.get("culprit")
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue  # a damaged line: the report names it
     return {writer: ended[number] for number in ended for writer in expected[number] - heard}
 
 

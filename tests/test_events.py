@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,11 +15,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import infra.events
+from cost.__main__ import main as cost_main
+from cost.jobs.load import read_job_log
+from cost.report.report import build_report
 from infra.errors import StoreError
 from infra.event_log import EventLog
-from infra.events import EndReason, Event, Origin, read_events
+from infra.events import EndReason, Event, Origin, read_events, read_log
+from infra.layout import event_key
 from infra.outcome import Outcome
 from infra.store import Store
+from tests.support.timelines import event as made_event
+from tests.test_report import interrupted_job
 
 ORIGIN = Origin(job="test", generation=1, rank=0)
 NEVER = 3600.0
@@ -68,7 +78,8 @@ def test_what_is_written_is_strict_json_and_a_foreign_object_is_refused_at_once(
         raise AssertionError(f"{word} is no JSON")
 
     lines = [line for path in tmp_path.rglob("*.jsonl") for line in path.read_text().splitlines()]
-    data = [json.loads(line, parse_constant=refuse)["data"] for line in lines]
+    found = [json.loads(line, parse_constant=refuse) for line in lines]
+    data = [line["data"] for line in found if "seal" not in line]
     assert data == [{"loss": None, "norms": [1.0, None], "nested": {"x": [None, 2]}}, {"loss": 1.5}]
 
 
@@ -129,7 +140,7 @@ def test_a_remote_store_is_put_to_less_often(tmp_path: Path, monkeypatch: pytest
     assert stores[1].puts == 0
     for log in logs:
         log.close()
-    assert [store.puts for store in stores] == [1, 1]
+    assert [store.puts for store in stores] == [2, 1], "the local one once more, to mark its end"
 
 
 def test_reading_keeps_the_order_of_time_and_does_not_go_one_by_one(tmp_path: Path) -> None:
@@ -169,3 +180,183 @@ def test_what_came_before_a_save_is_put_with_it(tmp_path: Path) -> None:
         while names(tmp_path) != ["step", "staged"]:
             assert time.monotonic() < limit, "not put although nobody waits for more"
             time.sleep(0.01)
+
+
+def sealed_job(folder: Path) -> None:
+    """A job of two generations as its agents, ranks and flow steps seal it, a few events to a segment; its report."""
+    store = Store.open(str(folder))
+    writers: dict[Origin, EventLog] = {}
+    steps = {"preflight": "preflight", "plan": "plan", "prepared": "prepare"}
+    for number, one in enumerate(interrupted_job()):
+        process = "agent" if one.generation else steps[one.name]
+        where = {"job": one.job, "run": one.run, "attempt": one.attempt, "generation": one.generation}
+        origin = Origin(**where, node=one.node, rank=one.rank, process=process)
+        log = writers.setdefault(origin, EventLog(store, origin, flush_seconds=NEVER))
+        log.emit(one.name, step=one.step, at=(one.t_wall, one.t_mono), **one.data)
+        if number % 5 == 0:
+            log.flush()
+    for log in writers.values():
+        log.close()
+    report = build_report(read_log(store).events)
+    store.put("report.json", json.dumps(report.to_json(), allow_nan=False).encode())
+
+
+def folded(folder: Path) -> tuple[str, list[str]]:
+    """What the ledger, the figures and the money come to, and the damage that is reported."""
+    content = read_job_log(str(folder))
+    if content.damage:
+        return "", [one.text for one in content.damage]
+    report = build_report(content.events).to_json()
+    return json.dumps({**report, "events": None}), []
+
+
+def test_no_single_bit_flip_changes_the_ledger_in_silence(tmp_path: Path) -> None:
+    sealed_job(tmp_path)
+    sound, damage = folded(tmp_path)
+    assert damage == []
+    files = sorted(tmp_path.rglob("events/**/*.jsonl"))
+    contents = [path.read_bytes() for path in files]
+    chance, said = random.Random(20261122), 0
+    for _ in range(250):
+        (path, content), *_ = chance.choices(list(zip(files, contents, strict=True)), [len(one) for one in contents])
+        flipped = bytearray(content)
+        flipped[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        path.write_bytes(flipped)
+        found, damage = folded(tmp_path)
+        assert damage or found == sound, path
+        assert all(path.name in text or "report.json" in text or "events/" in text for text in damage)
+        said += bool(damage)
+        path.write_bytes(content)
+    assert said == 250, "each byte is under a checksum"
+
+
+def replaced_by(kind: str) -> Callable[[Path, Path], None]:
+    def make(path: Path, other: Path) -> None:
+        content = path.read_bytes()
+        path.unlink()
+        if kind == "directory":
+            path.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            with socket.socket(socket.AF_UNIX) as listening:
+                here = os.getcwd()
+                os.chdir(path.parent)  # a socket's path must be short
+                listening.bind(path.name)
+                os.chdir(here)
+        elif kind == "loop":
+            path.symlink_to(path.name)
+        elif kind == "emptied":
+            path.write_bytes(b"")
+        elif kind == "truncated":
+            path.write_bytes(content[: len(content) // 2])
+        elif kind == "without its seal":
+            path.write_bytes(b"\n".join(content.split(b"\n")[:-2]) + b"\n")
+        elif kind == "overwritten":
+            path.write_bytes(other.read_bytes())
+        elif kind == "joined":
+            path.write_bytes(content + other.read_bytes())
+        elif kind == "copied":
+            path.write_bytes(content)
+            path.with_name(path.name.replace("-0000", "-0001")).write_bytes(content)
+
+    return make
+
+
+KINDS = ["lost", "emptied", "truncated", "without its seal", "overwritten", "joined", "copied"]
+ENTRIES = ["directory", "pipe", "socket", "loop"]
+
+
+@pytest.mark.parametrize("kind", KINDS + ENTRIES)
+def test_a_segment_that_is_not_what_was_written_is_said(tmp_path: Path, kind: str) -> None:
+    sealed_job(tmp_path / "sound")
+    sound, _ = folded(tmp_path / "sound")
+    files = sorted((tmp_path / "sound").rglob("events/**/*.jsonl"))
+    for number, path in enumerate(files):
+        folder = tmp_path / str(number)
+        for one in [*files, tmp_path / "sound/report.json"]:
+            place = folder / one.relative_to(tmp_path / "sound")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(one.read_bytes())
+        victim = folder / path.relative_to(tmp_path / "sound")
+        replaced_by(kind)(victim, files[number - 1])
+        found, damage = folded(folder)
+        writer = victim.name[: victim.name.index("-0000")]
+        named = any(writer in text or "report.json" in text for text in damage)
+        assert named or (kind == "lost" and found == sound), (path.name, damage)
+
+
+def test_the_command_says_the_damage_and_reports_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    sealed_job(tmp_path)
+    path = next(tmp_path.rglob("events/000001/0-0-*.jsonl"))
+    path.unlink()
+    path.mkdir()
+    assert cost_main(["report", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "DAMAGED: the event log is damaged in" in said
+    assert f"events/000001/{path.name}: not a segment but a directory" in said
+    assert cost_main(["report", str(tmp_path), "--json"]) == 0
+    damage = json.loads(capsys.readouterr().out)["events"]["damage"]
+    assert {"segment", "line", "what"} == set(damage[0])
+
+
+WRONG = [
+    ("step", {"seconds": {"useful_step": "2"}}, "data.seconds.useful_step is '2'"),
+    ("step", {"seconds": {"coffee": 2.0}}, "data.seconds.coffee (key) is 'coffee'"),
+    ("phase", {"class": "startup"}, "data.seconds is missing"),
+    ("generation_started", {"nodes": "two"}, "data.nodes is 'two'"),
+    ("node_started", {"ranks": [0, "1"]}, "data.ranks[1] is '1'"),
+    ("plan", {"chosen": {"instance_type": "g5.xlarge", "market": "spot", "usd_per_hour": "free"}}, "usd_per_hour"),
+    ("prices", {"pools": [{"instance_type": "a", "market": "spot", "changes": [[1, "x"]]}]}, "changes[0][1] is 'x'"),
+    ("outcome", {"outcome": "fine"}, "data.outcome is 'fine'"),
+    ("configured", {"settings": "none"}, "data.settings is 'none'"),
+    ("batch_attempt", {"job_id": "j", "nodes": None, "node_times": 3}, "data.node_times is 3"),
+    ("budget", {}, "data.threshold is missing"),
+    ("node_ended", {"seconds": True}, "data.seconds is True"),
+    ("node_ended", {"seconds": 1e300}, "data.seconds is 1e+300"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "said"), WRONG, ids=lambda value: str(value)[:30])
+def test_a_value_of_the_wrong_type_is_damage_and_no_traceback(
+    tmp_path: Path, name: str, data: dict, said: str, capsys: pytest.CaptureFixture
+) -> None:
+    """In a sealed segment, as another program may write it, and in one of version 1."""
+    store = Store.open(str(tmp_path))
+    with EventLog(store, Origin(job="demo", generation=1, process="agent")) as log:
+        log.emit(name, **data)
+        log.emit("node_heartbeat", seconds=1.0)
+    old = json.dumps({**made_event(name, 1.0, generation=1, **data).__dict__, "v": 1})
+    store.put(event_key(1, 1, "agent", "000000.a"), f"{old}\n".encode())
+    content = read_log(store)
+    assert [event.name for event in content.events] == ["node_heartbeat"]
+    assert [said in one.what for one in content.damage] == [True, True], content.damage
+    assert cost_main(["report", str(tmp_path)]) == 0
+    assert "DAMAGED: the event log is damaged in 2 places" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "null", '"x"', "[" * 100_000, '{"name": 1}', '{"t_wall": NaN}', "\\ud800", '{"name": "x", "job": 1}']
+)
+def test_a_line_that_is_no_event_is_damage(tmp_path: Path, line: str) -> None:
+    store = Store.open(str(tmp_path))
+    store.put(event_key(1, 0, "agent", "000000.a"), f"{line}\n".encode())
+    content = read_log(store)
+    assert content.events == [] and len(content.damage) == 1
+
+
+def test_segments_of_version_1_are_read_as_they_are(tmp_path: Path) -> None:
+    store = Store.open(str(tmp_path))
+    lines = [json.dumps({**one.__dict__, "v": 1}) for one in interrupted_job()]
+    for number in range(3):
+        content = "\n".join(lines[number::3]) + "\n"
+        store.put(event_key(1, 0, "test", f"{number:06d}.a"), content.encode())
+    content = read_log(store)
+    assert (len(content.events), content.damage) == (len(lines), ())
+    (tmp_path / event_key(1, 0, "test", "000001.a")).unlink()
+    assert [one.segment for one in read_log(store).damage] == [event_key(1, 0, "test", "000001.a")]
+
+
+def test_the_types_of_every_event_are_declared() -> None:
+    ours = {value for name, value in vars(infra.events).items() if name.isupper() and isinstance(value, str)}
+    assert ours == set(infra.events._DATA)

@@ -57,6 +57,7 @@ def test_the_ledger_of_the_default_job_adds_up(default: tuple[FlowRunner, FlowRu
     unattributed = sum(line["rank_seconds"] for line in lines if line["class"] == "unattributed")
     assert unattributed <= 0.01 * report["paid_rank_seconds"]
     assert all(line["kind"] for line in lines)
+    assert report["events"]["damage"] == [], "every event fits its declared types, and every log was closed"
 
 
 def test_metrics_and_logs_of_the_default_job_are_beside_its_report(default: tuple[FlowRunner, FlowRun]) -> None:

@@ -121,7 +121,8 @@ def test_prices_are_recorded_of_the_types_that_machines_turned_out_to_be(tmp_pat
     path.write_text(json.dumps([{**place, "InstanceType": kind, "SpotPrice": "1.0"} for kind in types]))
     job = Job(name="demo", run="1", config=RunConfig(store=str(tmp_path), cost=CostConfig(prices=str(path))))
     with EventLog(job.store, Origin(job="demo", run="1", process="plan")) as log:
-        log.emit(PLAN, made_utc=1_760_000_000.0, chosen={"instance_type": "g5.xlarge"}, simulated=False)
+        chosen = {"instance_type": "g5.xlarge", "market": "spot", "usd_per_hour": 1.0}
+        log.emit(PLAN, made_utc=1_760_000_000.0, chosen=chosen, simulated=False)
         log.emit(NODE_STARTED, instance_type="g6.xlarge", ranks=[0])
     reporting.record_prices(job)
     [told] = [one for one in read_events(job.store) if one.name == PRICES]

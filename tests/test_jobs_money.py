@@ -215,7 +215,8 @@ def test_changes_are_recorded_of_every_type_that_a_plan_chose(tmp_path: Path) ->
     config = RunConfig(store=str(tmp_path), cost=CostConfig(prices=str(path)))
     job = Job(name="demo", run="1", config=config)
     with EventLog(job.store, Origin(job="demo", run="1", process="plan")) as log:
-        for chosen in (None, {"instance_type": "g5.xlarge"}, {"instance_type": "g6.xlarge"}):
+        for kind in (None, "g5.xlarge", "g6.xlarge"):
+            chosen = None if kind is None else {"instance_type": kind, "market": "spot", "usd_per_hour": 1.0}
             log.emit(PLAN, made_utc=WALL - 366 * 86400, chosen=chosen)
     record_prices(job)
     [told] = [one for one in read_events(job.store) if one.name == PRICES]

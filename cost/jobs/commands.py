@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cost.errors import CostError, ReportError
-from cost.jobs.load import known_job_names, read_job
+from cost.jobs.load import known_job_names, read_job_log
 from cost.report.figures import number, percent, plain, pool_text, usd, usd_decimals
 from cost.report.report import RunReport, build_report
 from infra.errors import InfraError
@@ -79,7 +79,17 @@ def render_table(reports: Sequence[RunReport]) -> str:
         for row in table
     ]
     lines.insert(1, "─" * len(lines[0]))
-    return "\n".join([*lines, kinds_text(reports)])
+    return "\n".join([*lines, kinds_text(reports), *_damaged(reports)])
+
+
+def _damaged(reports: Sequence[RunReport]) -> list[str]:
+    """Jobs whose figures are folded from a damaged event log."""
+    places = [(plain(report.job), len(report.events.get("damage") or [])) for report in reports]
+    return [
+        f"{job}: the event log is damaged in {found} places: python -m cost report {job}"
+        for job, found in places
+        if found
+    ]
 
 
 def kinds_text(reports: Sequence[RunReport]) -> str:
@@ -156,7 +166,8 @@ def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunR
     found = []
     for job in jobs:
         try:
-            found.append(build_report(read_job(job, store)))
+            content = read_job_log(job, store)
+            found.append(build_report(content.events, damage=content.damage))
         except (CostError, InfraError) as error:
             if all_must:
                 raise

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cost.errors import ReportError
 from cost.report.report import RunReport, build_report
-from infra.errors import ObjectNotFound
-from infra.events import Event, read_events
+from infra.errors import ObjectNotFound, StoreError
+from infra.events import Event, LogContent, read_events, read_log
 from infra.known_jobs import known_job, runs_folder
 from infra.layout import job_prefix
+from infra.segments import Damage
 from infra.store import Store
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
+_NAME = "report.json"
 _REQUEST_SECONDS = 10.0
 
 
@@ -50,14 +55,37 @@ def read_job(job: str, store: str | None = None) -> list[Event]:
     return events
 
 
+def read_job_log(job: str, store: str | None = None) -> LogContent:
+    """The same with what is damaged in the job's log, for a report. Raises as `read_job`."""
+    uri = job_uri(job, store)
+    store_of_job = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
+    content = read_log(store_of_job)
+    if not content.events:
+        damage = "".join(f"\n  damage: {one.text}" for one in content.damage[:10])
+        raise ReportError(f"no events of job {job!r} in {uri}{damage}")
+    return replace(content, damage=(*content.damage, *_lost_since_report(store_of_job, content.events)))
+
+
+def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage]:
+    """Events that the job's own report counted and that are no longer there: of a process whose log is lost whole."""
+    try:
+        counted = json.loads(job_store.get(_NAME))["events"]["counts"]
+        known = {str(name): int(count) for name, count in counted.items()}
+    except (StoreError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # the job has no report yet
+    left = Counter(event.name for event in events)
+    return [
+        Damage(_NAME, f"counted {count:,} {name!r} events, of which {left[name]:,} are left")
+        for name, count in known.items()
+        if left[name] < count
+    ]
+
+
 def known_job_names(root: Path | None = None) -> list[str]:
     """Jobs that this machine knows, the one that was last written to last; `latest` is not counted again."""
     folder = runs_folder(PROJECT_ROOT) if root is None else root
     found = [path for path in folder.glob("*") if path.name != "latest" and known_job(path) is not None]
     return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
-
-
-_NAME = "report.json"
 
 
 def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> RunReport:
@@ -76,7 +104,8 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
             return _parse(Store.open(place, request_timeout_seconds=_REQUEST_SECONDS).get(_NAME), f"{place}/{_NAME}")
         except ObjectNotFound:
             pass  # the job died before its report, or is still going on
-    return build_report(read_job(uri, store))
+    content = read_job_log(uri, store)
+    return build_report(content.events, damage=content.damage)
 
 
 def _parse(content: bytes, where: str) -> RunReport:

@@ -25,6 +25,8 @@ from cost.report.report import RunReport
 from infra.config.sources import DEFAULT, value_text
 from infra.ledger_classes import LedgerClass
 
+_DAMAGE_SHOWN = 10
+
 
 def ledger_rows(report: RunReport) -> list[tuple[str, str, str, str, str]]:
     """(class, rank-seconds, share of the paid time, dollars, kind) of each line, and of the total as the last row.
@@ -226,6 +228,7 @@ def trust_lines(report: RunReport) -> list[str]:
     rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]
     exact = "" if _nothing_paid(report) else "exact at that price, "
     lines = [
+        *damage_lines(report),
         "measured: losses, steps, speed and all time that agents and ranks recorded",
         f"dollars: {_price_in_full(report)}; {exact}no invoice (taxes, credits, storage, transfer left out)",
     ]
@@ -261,6 +264,21 @@ def trust_lines(report: RunReport) -> list[str]:
             "savings: the useful work alone (completed steps that are in the final weights) at the on-demand price, "
             "less the total: start-up, saves and redone work count against"
         )
+    return lines
+
+
+def damage_lines(report: RunReport) -> list[str]:
+    """What is damaged or missing in the event log, the first places by name. Empty for a sound log."""
+    damage = report.events.get("damage") or []  # reports of before it was recorded have none
+    if not damage:
+        return []
+    places = count(len(damage), "place")
+    lines = [f"DAMAGED: the event log is damaged in {places}; time, dollars and losses are folded from what is left"]
+    for one in damage[:_DAMAGE_SHOWN]:
+        line = f" line {one['line']}" if one.get("line") else ""
+        lines.append(f"damaged: {plain(one['segment'])}{line}: {plain(one['what'])}")
+    if len(damage) > _DAMAGE_SHOWN:
+        lines.append(f"damaged: {len(damage) - _DAMAGE_SHOWN:,} more places are in report.json (events.damage)")
     return lines
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from cost.errors import ReportError
+from cost.errors import LedgerError, ReportError
 from cost.ledger.generations import Generation, final_outcome, read_generations, refused_after
 from cost.ledger.ledger import Ledger, LedgerLine, fold
 from cost.ledger.timeline import MICRO
@@ -23,6 +23,7 @@ from cost.report.money_figures import money_figures
 from infra.events import CERTIFICATE, CONFIGURED, PLAN, PREFLIGHT, STEP, Event
 from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
+from infra.segments import Damage
 
 SCHEMA = 1
 
@@ -36,10 +37,11 @@ class RunReport:
     last execution, None where the loss was not finite. savings_usd: the useful step time alone at the
     on-demand price, less the total; negative when everything else cost more than the market saved; None without a
     price. plan: what was expected; actual: what came of it.
-    events: counts by name, failures (first one first), notable events, generations (the step it went
-    on from, the last one it took, its paid rank-seconds, its end). configuration: each key with its value and its
-    source (default, file:line, environment or --set); empty where nobody recorded it. money: owner, project, forecast,
-    dollars by cause and hindsight (`cost.report.money_figures`); empty in reports written before there was one.
+    events: counts by name, failures (first one first), notable events, damage (parts of the event log that are lost),
+    generations (the step it went on from, the last one it took, its paid rank-seconds, its end). configuration: each
+    key with its value and its source (default, file:line, environment or --set); empty where nobody recorded it. money:
+    owner, project, forecast, dollars by cause and hindsight (`cost.report.money_figures`); empty in reports written
+    before there was one.
     """
 
     job: str
@@ -111,10 +113,11 @@ class RunReport:
         )
 
 
-def build_report(events: Sequence[Event], *, running: bool = False) -> RunReport:
+def build_report(events: Sequence[Event], *, running: bool = False, damage: Sequence[Damage] = ()) -> RunReport:
     """The report of a job from its events, in any order.
 
-    running: the job is still going on. Raises ReportError without any event, LedgerError for contradictory ones.
+    running: the job is still going on. damage: of its log (`infra.events.read_log`), which the report names. Raises
+    ReportError without any event, LedgerError for contradictory ones.
     """
     if not events:
         raise ReportError("no events: nothing of this job was recorded")
@@ -123,7 +126,7 @@ def build_report(events: Sequence[Event], *, running: bool = False) -> RunReport
         done = final_outcome(ordered)
         ordered = [event for event in ordered if event.name != CONFIGURED or event.run == done.run]
     generations = read_generations(ordered, running=running)
-    ledger = fold(ordered, running=running)
+    ledger = _fold(ordered, running, damage)
     outcome_event = final_outcome(ordered)
     plan = next((event.data for event in reversed(ordered) if event.name == PLAN), None)
     unplanned = [generation for generation in generations.values() if generation.unplanned]
@@ -148,6 +151,7 @@ def build_report(events: Sequence[Event], *, running: bool = False) -> RunReport
             "notable": notable(ordered),
             "generations": _generation_lines(ordered, generations, ledger),
             "run": ordered[-1].run,
+            "damage": [{"segment": one.segment, "line": one.line, "what": one.what} for one in damage],
             "message": _message(ordered),
             "refused": _refused(ordered),
             "certificate": next((event.data for event in reversed(ordered) if event.name == CERTIFICATE), None),
@@ -155,6 +159,17 @@ def build_report(events: Sequence[Event], *, running: bool = False) -> RunReport
         configuration=next((event.data["settings"] for event in reversed(ordered) if event.name == CONFIGURED), []),
         money=money_figures(ordered, generations, ledger),
     )
+
+
+def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> Ledger:
+    """The ledger. A LedgerError names the damage of the log, which is the likely cause."""
+    try:
+        return fold(events, running=running)
+    except LedgerError as error:
+        if not damage:
+            raise
+        places = "".join(f"\n  damage: {one.text}" for one in damage[:10])
+        raise LedgerError(f"{error}\n  the event log is damaged in {len(damage)} places{places}") from error
 
 
 def loss_curve(events: Sequence[Event]) -> list[tuple[int, float | None]]:

@@ -103,6 +103,7 @@ class FlowRunner:
         events = []
         for path in sorted((self.runs / "latest" / "events").rglob("*.jsonl")):
             events += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        events = [event for event in events if "seal" not in event]
         return sorted(events, key=lambda event: event["t_wall"])
 
 
