@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from flows.supervising import child as child_module
 from flows.supervising.child import Child
 from infra.process import StoppedProcesses, children
 from tests.support.flow import wait_until
+from training.launch.own_node import LoopWatchdog
 
 TASK = "import json, subprocess, sys, time; [subprocess.Popen(one) for one in json.loads(sys.argv[1])]; time.sleep(600)"
 
@@ -78,6 +80,17 @@ def test_a_run_that_was_stopped_is_continued_once_and_then_killed(
     monkeypatch.setattr(child_module, "STOPPED_SECONDS", 0.5)
     program = f"import os, signal\nfor _ in range({stops}): os.kill(os.getpid(), signal.SIGSTOP)\nos._exit(7)"
     assert Child().run([sys.executable, "-c", program]) == code
+
+
+def test_an_agent_whose_loop_stands_still_is_ended_and_no_other_one() -> None:
+    turns, ended = itertools.count(), [threading.Event(), threading.Event()]
+    turning = LoopWatchdog(lambda: next(turns), 0.2, end=ended[0].set)
+    stuck = LoopWatchdog(lambda: 17, 0.2, end=ended[1].set)
+    assert ended[1].wait(60) and not ended[0].is_set()
+    closed = LoopWatchdog(lambda: 17, 60.0, end=ended[0].set)
+    for watchdog in (turning, stuck, closed):
+        watchdog.close()
+    assert not ended[0].is_set()
 
 
 def state(pid: int) -> str:

@@ -30,6 +30,7 @@ class NodeLog:
         self._log: EventLog | None = None
         self._machine: dict | None = None
         self._last_beat = 0.0
+        self.turns = 0  # of the agent's loop
         self._closing: list[threading.Thread] = []
 
     @property
@@ -68,6 +69,7 @@ class NodeLog:
 
     def beat(self, sample: Callable[[], dict] = dict) -> None:
         """sample: what is seen of the node besides, asked for when a heartbeat is due."""
+        self.turns += 1
         now = time.monotonic()
         if now - self._last_beat >= _BEAT_SECONDS:
             self._last_beat = now

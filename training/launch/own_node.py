@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +13,7 @@ from pathlib import Path
 from infra.config.schema import ClusterConfig, SurvivalConfig
 from infra.events import EndReason
 from infra.layout import job_prefix
+from infra.process import AwakeClock
 from infra.store import Store
 from training.launch.control import Order
 from training.launch.devices import NodeGpuCheck
@@ -25,7 +29,43 @@ from training.launch.standby import PROJECT_ROOT, Standby
 from training.launch.verdict import Start, Verdict
 from training.launch.watch import GpuCounters
 
+LOOP_SECONDS = 180.0  # that an agent's loop may stand still; all that it waits for ends sooner
 _JOIN_SECONDS = 5.0  # for a node that comes late to find the others, who wait for it as long as a start may take
+
+
+class LoopWatchdog:
+    """Kills this process when its agent's loop has not turned for `limit_seconds`: no other process may be left to
+    notice, and the launcher, or the scheduler, starts a killed task again. A thread of its own, until `close`.
+
+    Time in which the process did not run does not count. turns: how often the loop has turned so far.
+    """
+
+    def __init__(
+        self,
+        turns: Callable[[], int],
+        limit_seconds: float = LOOP_SECONDS,
+        *,
+        end: Callable[[], object] = lambda: os.kill(os.getpid(), signal.SIGKILL),
+    ) -> None:
+        self._turns, self._limit, self._end = turns, limit_seconds, end
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="loop watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        clock, seen, since = AwakeClock(longest_turn_seconds=2.0), -1, 0.0
+        while not self._done.wait(min(1.0, self._limit / 4)):
+            awake, turns = clock.tick(), self._turns()
+            if turns != seen:
+                seen, since = turns, awake
+            elif awake - since > self._limit:
+                say(f"this node's agent has stood still for {awake - since:.0f} s: it is killed, to be started again")
+                self._end()
+                return
 
 
 class OwnNode:
@@ -41,6 +81,7 @@ class OwnNode:
         self.host = socket.gethostname()
         self.log = NodeLog(self.job_store, self.host)
         self.drain = Drain(spec)
+        self._watchdog = LoopWatchdog(lambda: self.log.turns)
         self._gpus = GpuCounters()
         self._standby: Standby | None = None
         self._kept: Path | None = None  # folder of the first generation
@@ -98,6 +139,7 @@ class OwnNode:
         return Verdict(culprit=culprit, reason=EndReason.AGENT_STOPPED)
 
     def close(self) -> None:
+        self._watchdog.close()
         if self._standby is not None:
             self._standby.close()
         self._gpus.close()
