@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -68,8 +68,15 @@ class ProcessStat:
     pid: int
     state: str
     parent: int
+    group: int
     session: int
+    threads: int
     started_ticks: int
+
+    @property
+    def living(self) -> bool:
+        """A zombie with more than one thread has only lost its main thread."""
+        return self.state not in ("Z", "X") or self.threads > 1
 
 
 def process_stat(pid: int) -> ProcessStat | None:
@@ -77,7 +84,8 @@ def process_stat(pid: int) -> ProcessStat | None:
     try:
         # The second field is the command in parentheses, which may hold anything; count from its end.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return ProcessStat(pid, fields[0], int(fields[1]), int(fields[3]), int(fields[19]))
+        parent, group, session = (int(field) for field in fields[1:4])
+        return ProcessStat(pid, fields[0], parent, group, session, int(fields[17]), int(fields[19]))
     except (OSError, ValueError, IndexError):
         return None
 
@@ -89,8 +97,55 @@ def all_processes() -> Iterator[ProcessStat]:
     except OSError:
         return
     for number in numbers:
-        if (stat := process_stat(number)) is not None and stat.state not in ("Z", "X"):
+        if (stat := process_stat(number)) is not None and stat.living:
             yield stat
+
+
+def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[int] = ()) -> list[ProcessStat]:
+    """Living processes below `root`, which must be a subreaper, without those in `spare`, and without those in
+    `spare_trees` and all below them. An empty answer is confirmed by a look at all processes."""
+    found: list[ProcessStat] = []
+    ahead = [root]
+    while ahead:
+        for pid in _children_of_all_threads(ahead.pop()):
+            if pid in spare_trees or (stat := process_stat(pid)) is None:
+                continue
+            ahead.append(pid)
+            if pid not in spare and stat.living:
+                found.append(stat)
+    return found or _descendants_by_parent(root, spare, spare_trees)
+
+
+def _children_of_all_threads(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
+
+
+def _descendants_by_parent(root: int, spare: Collection[int], spare_trees: Collection[int]) -> list[ProcessStat]:
+    by_parent: dict[int, list[ProcessStat]] = {}
+    for stat in all_processes():
+        by_parent.setdefault(stat.parent, []).append(stat)
+    found: list[ProcessStat] = []
+    ahead = [root]
+    while ahead:
+        below = [stat for stat in by_parent.pop(ahead.pop(), []) if stat.pid not in spare_trees]
+        ahead += [stat.pid for stat in below]
+        found += [stat for stat in below if stat.pid not in spare]
+    return found
+
+
+def zombie_status(pid: int, parent: int) -> int | None:
+    """Exit status of a child of `parent` that has ended and was not waited for, negative for a signal's number."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] != "Z" or int(fields[1]) != parent or int(fields[17]) > 1:
+            return None
+        return os.waitstatus_to_exitcode(int(fields[49]))
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def children(pid: int) -> list[int]:

@@ -159,12 +159,14 @@ def test_a_frozen_coordinator_is_seen_by_the_others_which_leave(spec: GangSpec, 
 
 def test_what_is_frozen_does_not_outlive_its_agent(spec: GangSpec, tmp_path: Path) -> None:
     gang = start(spec, tmp_path / "gang")
-    [standby] = wait_until("what forks the ranks", lambda: children(gang.agents[1].pid), timeout=30)
+    [keeper] = wait_until("the keeper", lambda: children(gang.agents[1].pid), timeout=30)
+    [standby] = wait_until("what forks the ranks", lambda: children(keeper), timeout=30)
     [rank] = wait_until("rank 1", lambda: children(standby), timeout=60)
     for pid in (rank, standby):
         os.kill(pid, signal.SIGSTOP)
     gang.kill()
-    wait_until("the end of both", lambda: {process_state(rank), process_state(standby)} <= {"", "Z"}, timeout=3)
+    pids = (rank, standby, keeper)
+    wait_until("the end of all", lambda: {process_state(pid) for pid in pids} <= {"", "Z"}, timeout=30)
 
 
 def test_another_model_than_the_commits_is_refused_and_not_tried_again(spec: GangSpec, tmp_path: Path) -> None:

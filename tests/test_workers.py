@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from infra.config.schema import RunConfig
+from infra.keeper import Keeper, RemoteChild
 from infra.process import children, process_state
 from infra.store import Store
 from tests.support.flow import wait_until
@@ -21,8 +22,8 @@ from training.launch import workers as workers_module
 from training.launch.drain import Drain
 from training.launch.generation import NodeGeneration
 from training.launch.node_log import NodeLog
-from training.launch.spec import SPEC_VARIABLE, GangSpec, WorkerSpec
-from training.launch.standby import Forked, Standby
+from training.launch.spec import GangSpec, WorkerSpec
+from training.launch.standby import Standby
 from training.launch.verdict import Start, guilty
 from training.launch.watch import WorkerFailure
 from training.launch.workers import WorkerGroup
@@ -33,8 +34,8 @@ import os, subprocess, sys, time
 from infra.process import tie_forked_children
 tie_forked_children()
 sleep = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
-told, marked = sys.argv[1], dict(os.environ, EBBFLOW_SPEC=sys.argv[2])
-pids = [subprocess.Popen(sleep, env=marked, start_new_session=leaves).pid for leaves in (False, True)]
+told = sys.argv[1]
+pids = [subprocess.Popen(sleep, env={}, start_new_session=leaves).pid for leaves in (False, True)]
 if (forked := os.fork()) == 0:
     os.setsid()
     time.sleep(600)
@@ -92,14 +93,16 @@ def test_what_a_rank_has_started_does_not_outlive_it(
 ) -> None:
     told = tmp_path / "children"
 
-    def fork(name: str, log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        own = dict(environment)  # a rank that was forked does not show in /proc what it has in its environment
-        command = [sys.executable, "-c", STUCK_CHILDREN, str(told), own.pop(SPEC_VARIABLE)]
-        return subprocess.Popen(command, env=own, start_new_session=True)
+    keeper = Keeper(tmp_path / "keeper.log")
 
-    standby = SimpleNamespace(ready=True, lost=False, pid=os.getpid(), fork=fork)
+    def fork(name: str, log: Path, environment: dict[str, str]) -> RemoteChild:
+        with open(log, "ab") as output:
+            command = [sys.executable, "-c", STUCK_CHILDREN, str(told)]
+            return keeper.spawn(command, environment, *[output.fileno()] * 3)
+
+    standby = SimpleNamespace(ready=True, lost=False, pid=0, fork=fork)
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    group = WorkerGroup(range(1), 1, tmp_path, spec, ("127.0.0.1", 1), standby)
+    group = WorkerGroup(range(1), 1, tmp_path, spec, ("127.0.0.1", 1), standby, keeper)
     try:
         stuck = [int(pid) for pid in wait_until("its children", lambda: told.exists() and told.read_text().split(), 60)]
         assert len(stuck) == 3 and all(process_state(pid) in ("S", "R") for pid in stuck)
@@ -109,6 +112,7 @@ def test_what_a_rank_has_started_does_not_outlive_it(
     finally:
         bystander.kill()
         bystander.wait()
+        keeper.close()
 
 
 def test_a_frozen_standby_is_given_up_though_it_does_not_read_what_it_is_asked(
@@ -127,7 +131,7 @@ def test_a_number_that_is_somebody_elses_by_now_is_not_killed() -> None:
     """A standby reaps a rank before its agent hears of the end."""
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        Forked(bystander.pid, SimpleNamespace(pid=1, ended=lambda pid: None)).kill()
+        RemoteChild(bystander.pid, SimpleNamespace(pid=1, ended=lambda pid: None)).kill()
         with pytest.raises(subprocess.TimeoutExpired):
             bystander.wait(0.3)
     finally:

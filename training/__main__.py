@@ -47,10 +47,8 @@ def main(arguments: list[str]) -> None:
 def _tie_to_parent() -> None:
     """Before torch is imported, which takes seconds: a rank that is only starting must not outlive its agent either."""
     from infra.process import die_with_parent
-    from training.launch.spec import WorkerSpec
 
-    spec = WorkerSpec.from_environment()
-    die_with_parent(spec.agent_pid if spec else None)
+    die_with_parent()
 
 
 if __name__ == "__main__":

@@ -122,7 +122,8 @@ def _kill(gang: LocalGang, victim: str, after_seconds: float, chance: random.Ran
             return False
         time.sleep(0.02)
     agents = [agent.pid for agent in gang.agents if agent.poll() is None]
-    standbys = [child for agent in agents for child in children(agent)]
+    keepers = [child for agent in agents for child in children(agent)]
+    standbys = [child for keeper in keepers for child in children(keeper)]
     ranks = [child for standby in standbys for child in children(standby)]
     uploaders = [child for rank in ranks for child in children(rank)]
     candidates = {"rank": ranks, "uploader": uploaders, "agent": agents, "everything": agents}[victim]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from infra.config.schema import ClusterConfig, RunConfig
 from infra.errors import InfraError
+from infra.keeper import Keeper
 from infra.layout import generation_name
 from infra.store import Store
 from infra.terms import Terms
@@ -56,10 +57,10 @@ class NodeGeneration:
         self._cluster = ClusterConfig(**spec.config["cluster"])
         self.folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
 
-    def run(self, standby: Standby | None, kept: Path) -> Verdict:
+    def run(self, standby: Standby | None, kept: Path, keeper: Keeper | None = None) -> Verdict:
         """standby: forks the ranks, as soon as it can; without one, or when it is lost, they are started cold.
 
-        kept: the folder of the agent's first generation, for what need not be measured again.
+        kept: the folder of the agent's first generation, for what need not be measured again. keeper: starts and reaps.
         """
         if (verdict := self._await(standby)) is not None:
             return verdict
@@ -69,7 +70,7 @@ class NodeGeneration:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             spec = self._worker_spec(kept)
-            group = WorkerGroup(self._spec.ranks, self._spec.world_size, self.folder, spec, rendezvous, standby)
+            group = WorkerGroup(self._spec.ranks, self._spec.world_size, self.folder, spec, rendezvous, standby, keeper)
         except OSError as error:
             return self._not_started(RankNotStarted(f"its ranks cannot be started: {error}"))
         verdict = output = None

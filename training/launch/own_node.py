@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +14,7 @@ from pathlib import Path
 
 from infra.config.schema import ClusterConfig, SurvivalConfig
 from infra.events import EndReason
+from infra.keeper import Keeper
 from infra.layout import job_prefix
 from infra.process import AwakeClock
 from infra.store import Store
@@ -83,6 +86,7 @@ class OwnNode:
         self.drain = Drain(spec)
         self._watchdog = LoopWatchdog(lambda: self.log.turns)
         self._gpus = GpuCounters()
+        self._keeper: Keeper | None = None
         self._standby: Standby | None = None
         self._kept: Path | None = None  # folder of the first generation
         self._pushed: set[int] = set()  # numbers that this node has had: its metrics stand under each
@@ -115,14 +119,19 @@ class OwnNode:
 
     def run_ranks(self, spec: GangSpec, start: Start, peers: Peers) -> Verdict:
         self._pushed.add(spec.node)
+        if self._keeper is not None and self._keeper.lost:
+            say(f"node {spec.node}: the process that keeps the ranks was lost; another one takes its place")
+            self._keeper.close()
+            self._keeper = None
         if self._standby is not None and self._standby.lost:
             self._standby.close()
-            self._standby = self._new_standby()
+            self._standby = None
+        self._warm()
         generation = NodeGeneration(
             spec, start, peers, self.drain, self.log, self.job_store, gpus=self._gpus, gpu_check=self._gpu_check
         )
         self._kept = self._kept or generation.folder
-        return generation.run(self._standby, self._kept)
+        return generation.run(self._standby, self._kept, self._keeper)
 
     def in_place(self, nodes: list[int]) -> GangSpec:
         """This node's spec among the nodes that take part, which get their ranks in this order."""
@@ -142,18 +151,28 @@ class OwnNode:
         self._watchdog.close()
         if self._standby is not None:
             self._standby.close()
+        if self._keeper is not None:
+            self._keeper.close()
         self._gpus.close()
         self.drain.close()
         self._withdraw_metrics()
 
     def _warm(self) -> None:
+        if self._keeper is None and sys.platform.startswith("linux"):
+            with contextlib.suppress(OSError):  # no more processes or memory: ranks are this process's own children
+                folder = Path(self.spec.log_folder)
+                folder.mkdir(parents=True, exist_ok=True)
+                self._keeper = Keeper(folder / f"keeper-node-{self.spec.node}.log")
         if self._standby is None and SurvivalConfig(**self.spec.config.get("survival", {})).standby:
-            self._standby = self._new_standby()
+            with contextlib.suppress(OSError):  # ranks are started cold then, or say why they cannot be
+                self._standby = self._new_standby()
 
     def _new_standby(self) -> Standby:
         spec = self.spec
         here = spec.world_size if spec.main_address == "127.0.0.1" else spec.processes_per_node
-        return Standby(Path(spec.log_folder) / f"standby-node-{spec.node}.log", colocated_ranks=here)
+        return Standby(
+            Path(spec.log_folder) / f"standby-node-{spec.node}.log", colocated_ranks=here, keeper=self._keeper
+        )
 
     def _withdraw_metrics(self) -> None:
         """A pushed group never expires, and a rank that was killed cannot delete its own."""

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from infra.process import process_stat, process_state
+from infra.keeper import Keeper, RemoteChild
+from infra.process import process_state
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _FORK_DEADLINE_SECONDS = 10.0
@@ -26,7 +27,7 @@ STANDBY_VARIABLE = "EBBFLOW_STANDBY_OF"
 
 
 class Process(Protocol):
-    """What of a rank's process an agent needs: `subprocess.Popen`, or `Forked`."""
+    """What of a rank's process an agent needs: `subprocess.Popen`, or `RemoteChild`."""
 
     pid: int
     returncode: int | None
@@ -39,24 +40,29 @@ class Process(Protocol):
 
 class Standby:
     """The process that forks. log: what it has to say for itself, when it fails. colocated_ranks: that will share this
-    machine's cores. To be made in the main thread, which its life is tied to."""
+    machine's cores. keeper: starts it; without one it is this process's child, to be made in the main thread, which its
+    life is tied to then. Raises OSError."""
 
-    def __init__(self, log: Path, *, colocated_ranks: int) -> None:
+    def __init__(self, log: Path, *, colocated_ranks: int, keeper: Keeper | None = None) -> None:
         environment = dict(with_project_path(os.environ), PYTHONUNBUFFERED="1")
         environment["OMP_NUM_THREADS"] = str(threads_of(colocated_ranks))  # libraries read it when they are loaded
-        environment[STANDBY_VARIABLE] = str(os.getpid())
-        with open(log, "wb") as errors:
-            # A session of its own: a signal for the agent's whole group must not take the ranks' parent away.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "training", "--standby"],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-            )
-        for pipe in (self._process.stdin, self._process.stdout):
-            os.set_blocking(pipe.fileno(), False)
+        environment[STANDBY_VARIABLE] = str(os.getpid() if keeper is None else keeper.pid)
+        its_input, self._requests = os.pipe()
+        self._answers, its_output = os.pipe()
+        try:
+            with open(log, "wb") as errors:
+                command = [sys.executable, "-m", "training", "--standby"]
+                self._process = start_process(command, environment, (its_input, its_output, errors.fileno()), keeper)
+        except OSError:
+            os.close(self._requests)
+            os.close(self._answers)
+            raise
+        finally:
+            os.close(its_input)
+            os.close(its_output)
+        for pipe in (self._requests, self._answers):
+            os.set_blocking(pipe, False)
+        self._open = True
         self._heard = b""
         self._number = 0
         self._started: dict[int, int] = {}
@@ -75,7 +81,7 @@ class Standby:
         self._hear()
         return self.ready or self.lost
 
-    def fork(self, name: str, log: Path, environment: Mapping[str, str]) -> Forked | None:
+    def fork(self, name: str, log: Path, environment: Mapping[str, str]) -> RemoteChild | None:
         """A rank as a new process, or None when there is none to be had; this standby is of no use any more then."""
         self._number += 1
         request = {"start": self._number, "environment": dict(environment), "log": str(log), "name": name}
@@ -88,10 +94,10 @@ class Standby:
             if left <= 0:
                 self._lose()
                 break
-            select.select([self._process.stdout], [], [], left)
+            select.select([self._answers], [], [], left)
             self._hear()
         pid = self._started.pop(self._number, None)
-        return None if pid is None or self.lost else Forked(pid, self)
+        return None if pid is None or self.lost else RemoteChild(pid, self)
 
     def ended(self, pid: int) -> int | None:
         """Exit status of a rank that has ended, negative for a signal's number; None while it lives."""
@@ -101,13 +107,18 @@ class Standby:
     def close(self) -> None:
         """Gone when this returns, and every rank that is still there with it."""
         self._lose()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
+        if self._open:
+            self._open = False
+            os.close(self._requests)
+            os.close(self._answers)
+
+    def abandon(self, pid: int) -> None:
+        """Wait no more for a rank in uninterruptible sleep (state D); it ends by itself when it wakes."""
+        self._living.discard(pid)
 
     def _ask(self, request: bytes, limit: float) -> bool:
         """Whether it was taken in time: a frozen process reads nothing, and a pipe holds 64 KiB at most."""
-        pipe, unsent = self._process.stdin.fileno(), memoryview(request)
+        pipe, unsent = self._requests, memoryview(request)
         while unsent and (left := limit - time.monotonic()) > 0:
             select.select([], [pipe], [], left)
             try:
@@ -132,7 +143,7 @@ class Standby:
     def _hear(self) -> None:
         while not self.lost:
             try:
-                data = os.read(self._process.stdout.fileno(), 65536)
+                data = os.read(self._answers, 65536)
             except BlockingIOError:
                 return
             if not data:
@@ -154,53 +165,23 @@ class Standby:
             self._ended[message["ended"]] = message["status"]
 
 
-class Forked:
-    """A rank that a standby forked; it is the standby's child, which tells how it ended."""
-
-    def __init__(self, pid: int, parent: Standby) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._parent = parent
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._parent.ended(self.pid)
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is not None:
-            return
-        # Its parent waits for it before the news of its end is here: the number may be somebody else's by then.
-        stat = process_stat(self.pid)
-        if stat is None or stat.parent == self._parent.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self, timeout: float) -> int:
-        """Its exit status. A standby that does not tell of a killed rank is ended itself."""
-        limit = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > limit:
-                self._parent.close()
-            time.sleep(0.005)
-        return self.returncode
-
-
-def start_cold(log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_cold(log: Path, environment: Mapping[str, str], keeper: Keeper | None = None) -> Process:
     """A rank as an interpreter of its own."""
-    with open(log, "ab") as output:
-        # A session of its own: Ctrl-C reaches the agent alone, which then decides how its ranks end.
-        return subprocess.Popen(
-            [sys.executable, "-m", "training"],
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    command = [sys.executable, "-m", "training"]
+    with open(log, "ab") as output, open(os.devnull, "rb") as nothing:
+        return start_process(command, environment, (nothing.fileno(), output.fileno(), output.fileno()), keeper)
+
+
+def start_process(
+    command: list[str], environment: Mapping[str, str], streams: tuple[int, int, int], keeper: Keeper | None
+) -> Process:
+    """Start a program in a session of its own: signals for the agent's group do not reach it. Raises OSError."""
+    if keeper is not None and not keeper.lost:
+        return keeper.spawn(command, environment, *streams)
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(
+        command, env=dict(environment), stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+    )
 
 
 def threads_of(colocated_ranks: int) -> int:

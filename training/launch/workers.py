@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from infra.keeper import Keeper
 from infra.outcome import Outcome
 from infra.process import signal_name
 from training import errors
@@ -50,7 +51,7 @@ class Worker:
         start: Start,
         parents: Collection[int] = (),
     ) -> None:
-        """parents: who may start it besides this process: the standby."""
+        """parents: who may start it besides this process: the standby and the keeper."""
         self.rank = rank
         self.log_path = folder / f"rank-{rank}.log"
         self._result_path = folder / f"rank-{rank}.result.json"
@@ -69,7 +70,7 @@ class Worker:
         )
         self.log_path.write_bytes(b"")
         self.process = start(f"rank {rank}", self.log_path, own_environment)
-        self.session = Session(self.process.pid, spec_path, {os.getpid(), *parents})
+        self.session = Session(self.process.pid, {os.getpid(), *parents})
 
     @property
     def beat(self) -> Beat:
@@ -125,15 +126,17 @@ class WorkerGroup:
         spec: WorkerSpec,
         rendezvous: tuple[str, int],
         standby: Standby | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         environment = _environment(rendezvous, world_size, len(ranks), spec.colocated_ranks)
 
         def start(name: str, log: Path, environment: Mapping[str, str]) -> Process:
             forked = standby.fork(name, log, environment) if standby and standby.ready and not standby.lost else None
-            return forked or start_cold(log, environment)
+            return forked or start_cold(log, environment, keeper)
 
         self.workers: list[Worker] = []
-        parents = () if standby is None else (standby.pid,)
+        self._standby, self._keeper = standby, keeper
+        parents = {parent.pid for parent in (standby, keeper) if parent is not None}
         try:
             for local_rank, rank in enumerate(ranks):
                 self.workers.append(Worker(rank, local_rank, folder, spec, environment, start, parents))
@@ -162,7 +165,7 @@ class WorkerGroup:
             if worker.rank in culprits:
                 worker.process.kill()
         # A child holds copies of a rank's sockets: the others hear of its end only when both are gone.
-        end_left_behind(worker.session for worker in self.workers if worker.rank in culprits)
+        self._end_left_behind([worker for worker in self.workers if worker.rank in culprits])
         limit = time.monotonic() + grace_seconds
         while not self.all_exited() and time.monotonic() < limit:
             time.sleep(0.01)
@@ -172,8 +175,16 @@ class WorkerGroup:
         for worker in self.workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(limit - time.monotonic(), 0.0))
-        end_left_behind(worker.session for worker in self.workers)
+        self._end_left_behind(self.workers)
         return [worker.rank for worker in self.workers if worker.process.poll() is None]
+
+    def _end_left_behind(self, ended: Sequence[Worker]) -> None:
+        """What these ranks have started; with the last of them all that is below the keeper but the standby."""
+        if ended:
+            spare = () if self._standby is None else (self._standby.pid,)
+            others = [worker.process for worker in self.workers if worker not in ended]
+            living = [process.pid for process in others if process.poll() is None]
+            end_left_behind([worker.session for worker in ended], self._keeper, spare=spare, spare_trees=living)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -1,0 +1,419 @@
+"""A small process between an agent and all that it starts, which leaves nothing behind when the agent ends.
+
+The keeper is a subreaper (`PR_SET_CHILD_SUBREAPER`): whatever loses its parent below it becomes its child, daemons with
+a session and an environment of their own too. So all that a rank ever started is found by parentage alone. When the
+agent ends, however it ends, the keeper kills everything below it and exits.
+
+    agent → {"spawn": 7, "argv": […], "environment": {…}} and three file descriptors: stdin, stdout, stderr
+    agent ← {"spawned": 7, "pid": 4711}  {"refused": 7, "errno": 12}  {"ended": 4711, "status": -9}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from infra.process import (
+    ProcessStat,
+    descendants,
+    die_with_parent,
+    process_stat,
+    zombie_status,
+)
+
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+_ANSWER_SECONDS = 10.0
+_LOOK_SECONDS = 1.0  # between two looks whether the agent is still the parent
+_UNREAPED_SECONDS = 1.0  # a parent that does not report an ended child for so long is stopped
+_LINGER_SECONDS = 1.0
+_STUCK_SECONDS = 0.5  # what was killed so long ago and is in state D cannot be ended
+_END_SECONDS = 30.0
+_FDS = 3
+_PROJECT_ROOT = Path(__file__).resolve().parents[1]
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from infra.keeper import serve; "
+    "serve(int(sys.argv[2]), int(sys.argv[3]))"
+)
+# They give back what killed processes held (shared memory, semaphores), and leave by themselves.
+_CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
+# A fault of the keeper's own, and what no process can handle.
+_NOT_IGNORED = {
+    *(signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT),
+    *(signal.SIGSYS, signal.SIGTRAP, signal.SIGCONT),
+}
+
+
+class Parent(Protocol):
+    """What reaps a process for us: a keeper, or a standby."""
+
+    @property
+    def pid(self) -> int: ...
+    def ended(self, pid: int) -> int | None:
+        """Exit status of a child that has ended, negative for a signal's number; None while it lives."""
+
+
+class RemoteChild:
+    """A process that is another process's child; its parent reports how it ended.
+
+    Where the parent does not (it is stopped), the kernel is asked: the exit status of a zombie can be read.
+    """
+
+    def __init__(self, pid: int, parent: Parent) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._parent = parent
+        self._unreported_since: float | None = None
+        self._next_look = 0.0
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._parent.ended(self.pid)
+        if self.returncode is None and (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + _UNREAPED_SECONDS / 4
+            status = zombie_status(self.pid, self._parent.pid)
+            if status is None:
+                self._unreported_since = None
+            elif self._unreported_since is None:
+                self._unreported_since = now
+            elif now - self._unreported_since >= _UNREAPED_SECONDS:
+                self.returncode = status
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is not None:
+            return
+        # Its parent waits for it before the news of its end is here: the number may be another process's by then.
+        stat = process_stat(self.pid)
+        if stat is None or stat.parent == self._parent.pid:
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                return
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float) -> int:
+        """Its exit status. Raises TimeoutExpired, as for a process in uninterruptible sleep (state D)."""
+        import subprocess
+
+        limit = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > limit:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.005)
+        return self.returncode
+
+
+class Keeper:
+    """The agent's side. log: the file for the keeper's own errors."""
+
+    def __init__(self, log: Path) -> None:
+        import subprocess
+
+        own, other = socket.socketpair()
+        arguments = [str(_PROJECT_ROOT), str(os.getpid()), str(other.fileno())]
+        try:
+            with open(log, "wb") as errors:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", _PROGRAM, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    pass_fds=[other.fileno()],
+                    start_new_session=True,  # a signal for the agent's whole group is none of the keeper's
+                )
+        except OSError:
+            own.close()
+            raise
+        finally:
+            other.close()
+        own.setblocking(False)
+        self._channel = own
+        self._heard = b""
+        self._number = 0
+        self._spawned: dict[int, int | OSError] = {}
+        self._ended: dict[int, int] = {}
+        self.lost = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def spawn(
+        self, argv: Iterable[str], environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
+    ) -> RemoteChild:
+        """Start a program in a session of its own, below the keeper. Raises OSError when it cannot be started."""
+        self._number += 1
+        request = {"spawn": self._number, "argv": list(argv), "environment": dict(environment)}
+        limit = time.monotonic() + _ANSWER_SECONDS
+        self._ask(json.dumps(request).encode() + b"\n", [stdin, stdout, stderr], limit)
+        while self._number not in self._spawned and not self.lost:
+            left = limit - time.monotonic()
+            if left <= 0:
+                self._lose()
+                break
+            select.select([self._channel], [], [], left)
+            self._hear()
+        answer = self._spawned.pop(self._number, None)
+        if isinstance(answer, int):
+            return RemoteChild(answer, self)
+        raise answer or OSError(f"the keeper (process {self.pid}) did not answer within {_ANSWER_SECONDS:g} s")
+
+    def ended(self, pid: int) -> int | None:
+        self._hear()
+        return self._ended.get(pid, -signal.SIGKILL if self.lost else None)
+
+    def close(self) -> None:
+        """Nothing is left below the keeper when this returns, but what is in uninterruptible sleep (state D)."""
+        import subprocess
+
+        self._channel.close()
+        try:
+            self._process.wait(_ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            end_below(self.pid, _LINGER_SECONDS)
+        self._lose()
+
+    def _ask(self, request: bytes, descriptors: list[int], limit: float) -> None:
+        """A stopped keeper reads nothing, and a socket holds some 200 kB."""
+        unsent = memoryview(request)
+        while unsent and not self.lost:
+            left = limit - time.monotonic()
+            if left <= 0:
+                return self._lose()
+            select.select([], [self._channel], [], left)
+            try:
+                sent = socket.send_fds(self._channel, [unsent], descriptors)
+            except BlockingIOError:
+                continue
+            except OSError:
+                return self._lose()
+            unsent, descriptors = unsent[sent:], []
+        return None
+
+    def _hear(self) -> None:
+        while not self.lost:
+            try:
+                data = self._channel.recv(65536)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._lose()
+                return
+            *lines, self._heard = (self._heard + data).split(b"\n")
+            for line in lines:
+                self._note(json.loads(line))
+
+    def _note(self, message: dict[str, Any]) -> None:
+        if "spawned" in message:
+            self._spawned[message["spawned"]] = message["pid"]
+            self._ended.pop(message["pid"], None)  # of one that had this number before
+        elif "refused" in message:
+            number = message["errno"]
+            self._spawned[message["refused"]] = OSError(number, os.strerror(number))
+        else:
+            self._ended[message["ended"]] = message["status"]
+
+    def _lose(self) -> None:
+        """The kernel ends with it what it has spawned, and with a standby its ranks."""
+        import subprocess
+
+        self.lost = True
+        self._process.kill()
+        try:
+            self._process.wait(_ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            return
+
+
+def end_below(
+    keeper: int, seconds: float, *, spare: Collection[int] = (), spare_trees: Collection[int] = ()
+) -> list[int]:
+    """Kill what is below the keeper. Returns what is left after `seconds`.
+
+    spare: processes that stay, but not what is below them; spare_trees: those that stay with all below them.
+    """
+    spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
+    groups = {stat.group for stat in spared}
+    return end_all(lambda: descendants(keeper, spare, spare_trees), seconds, spare_groups=groups)
+
+
+def end_all(
+    find: Callable[[], list[ProcessStat]],
+    seconds: float,
+    *,
+    spare_groups: Collection[int] = (),
+    reap: Callable[[], bool] = lambda: True,
+) -> list[int]:
+    """Kill what `find` finds until it finds nothing and `reap` confirms it, for at most `seconds`; returns the rest.
+
+    Processes that fork faster than one look get SIGKILL by their process group: the kernel lets no fork escape a signal
+    to its group. The others are stopped before they are killed, so that none can start another one in between. No group
+    has members that are not below the keeper, since all that it spawns has a session of its own.
+    """
+    begun, known, rounds = time.monotonic(), set(), 0
+    while True:
+        done = reap()
+        found = find()
+        passed = time.monotonic() - begun
+        stuck = passed > _STUCK_SECONDS and all(one.state == "D" and one.pid in known for one in found)
+        if (not found and done) or (found and stuck) or passed > seconds:
+            return sorted(one.pid for one in found)
+        spreading = rounds > 1 and any(one.pid not in known for one in found)
+        known.update(one.pid for one in found)
+        rounds += 1
+        if spreading:
+            for group in {one.group for one in found}.difference(spare_groups):
+                _send(os.killpg, group, signal.SIGKILL)
+            for one in found:
+                _send(os.kill, one.pid, signal.SIGSTOP)
+        for one in found:
+            if spreading or passed > _LINGER_SECONDS or not _cleans_up(one.pid):
+                _send(os.kill, one.pid, signal.SIGKILL)
+        if not spreading:
+            time.sleep(0.01 if passed > 0.1 else 0.001)
+
+
+def _send(send: Callable[[int, int], None], target: int, number: int) -> None:
+    try:
+        send(target, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _cleans_up(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return any(cleaner in command for cleaner in _CLEANERS)
+
+
+def serve(agent: int, channel: int) -> None:
+    """The keeper's own life: spawn and reap until the agent ends, then end all that is below it. Does not return."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    for number in signal.valid_signals() - _NOT_IGNORED:
+        # A handler and not SIG_IGN, which what it spawns would inherit.
+        try:
+            signal.signal(number, lambda *_: None)
+        except (OSError, ValueError):
+            continue
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    os.set_inheritable(channel, False)
+    try:
+        if die_with_parent(agent, by=signal.SIGUSR1):  # which wakes it, and no more
+            _Desk(agent, socket.socket(fileno=channel), woken).serve()
+    finally:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, -10)  # what forks without end leaves little time to others
+        end_all(lambda: descendants(os.getpid()), _END_SECONDS, reap=_reap_all)
+        os._exit(0)
+
+
+class _Desk:
+    """Hears the agent and reaps what ended, whichever comes first."""
+
+    def __init__(self, agent: int, channel: socket.socket, woken: int) -> None:
+        self._agent, self._channel, self._woken = agent, channel, woken
+        self._spawned: set[int] = set()
+        self._heard = b""
+        self._descriptors: list[int] = []
+
+    def serve(self) -> None:
+        """Until the agent has closed its end, or is gone."""
+        while os.getppid() == self._agent:
+            ready, _, _ = select.select([self._channel, self._woken], [], [], _LOOK_SECONDS)
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+            try:
+                self._reap()
+                if self._channel in ready and not self._hear():
+                    return
+            except OSError:  # the agent has gone meanwhile
+                return
+
+    def _hear(self) -> bool:
+        data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 20, 4 * _FDS)
+        self._descriptors += descriptors
+        *lines, self._heard = (self._heard + data).split(b"\n")
+        for line in lines:
+            fds, self._descriptors = self._descriptors[:_FDS], self._descriptors[_FDS:]
+            self._spawn(json.loads(line), fds)
+        return bool(data)
+
+    def _spawn(self, request: dict[str, Any], fds: list[int]) -> None:
+        # A signal for the child that comes before it has its own handlers waits until then.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _become(request["argv"], request["environment"], fds, before)
+        except OSError as error:
+            self._answer({"refused": request["spawn"], "errno": error.errno or 0})
+            return
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for descriptor in fds:
+            os.close(descriptor)
+        self._spawned.add(pid)
+        self._answer({"spawned": request["spawn"], "pid": pid})
+
+    def _reap(self) -> None:
+        while (ended := _reap_one()) is not None and ended[0]:
+            if ended[0] in self._spawned:
+                self._spawned.discard(ended[0])
+                self._answer({"ended": ended[0], "status": ended[1]})
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        self._channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: Collection[int]) -> NoReturn:
+    """In the child: the program, in a session of its own, with nothing of the keeper's but the three descriptors."""
+    try:
+        keeper = os.getppid()
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            try:
+                signal.signal(number, signal.SIG_DFL)
+            except (OSError, ValueError):
+                continue
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.setsid()
+        die_with_parent(keeper)
+        for target, descriptor in enumerate(fds):  # all above 2, which the keeper has open
+            os.dup2(descriptor, target)
+        os.execve(argv[0], argv, environment)
+    finally:
+        os._exit(127)
+
+
+def _reap_one() -> tuple[int, int] | None:
+    """(pid, status) of a child that ended, (0, 0) when none has, None without children."""
+    try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return (pid, os.waitstatus_to_exitcode(status)) if pid else (0, 0)
+
+
+def _reap_all() -> bool:
+    """Whether there is no child any more, as only the kernel can confirm."""
+    while (ended := _reap_one()) is not None:
+        if not ended[0]:
+            return False
+    return True
