@@ -338,7 +338,7 @@ def read_log(job_store: Store) -> LogContent:
 def _parse(line: Line) -> tuple[Event | None, str]:
     """The event, or why there is none."""
     try:
-        fields = json.loads(line.content, parse_constant=_refuse)
+        fields = json.loads(line.content, parse_constant=_as_null)
     except (ValueError, RecursionError):
         return None, "not JSON; the event is left out"
     if not isinstance(fields, dict):
@@ -354,8 +354,9 @@ def _parse(line: Line) -> tuple[Event | None, str]:
         return None, f"{error}; the event is left out"
 
 
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is not JSON")
+def _as_null(word: str) -> None:
+    """Of NaN and infinities, which early logs have and JSON does not."""
+    return None
 
 
 def _mismatch(value: Any, shape: Any, path: str) -> str:

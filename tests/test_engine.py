@@ -289,3 +289,14 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     messages = [json.loads(output.splitlines()[-1]) for output in run_ranks(2, ["-c", program])]
     assert any("2 of 3 ranks came within 3 s" in message and "missing: rank 2" in message for message in messages)
     assert all("missing" in message and "fix:" in message for message in messages)
+
+
+def test_the_peak_of_a_place_is_the_best_of_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    import training.peak
+
+    measured = iter([3e9, 1e9, 5e9])
+    monkeypatch.setattr(training.peak, "measure_flops_per_second", lambda *given: next(measured))
+    place = torch.device("cpu"), torch.float32, tmp_path / "peak.json"
+    assert [training.peak.peak_flops_per_second(*place) for _ in range(3)] == [3e9, 3e9, 5e9]

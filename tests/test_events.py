@@ -357,6 +357,15 @@ def test_segments_of_version_1_are_read_as_they_are(tmp_path: Path) -> None:
     assert [one.segment for one in read_log(store).damage] == [event_key(1, 0, "test", "000001.a")]
 
 
+def test_a_number_that_an_early_log_wrote_as_nan_is_read_as_null(tmp_path: Path) -> None:
+    store = Store.open(str(tmp_path))
+    line = json.dumps({**made_event("step", 1.0, rank=0, loss=float("nan")).__dict__, "v": 1})
+    assert "NaN" in line
+    store.put(event_key(1, 0, "0", "000000.a"), f"{line}\n".encode())
+    content = read_log(store)
+    assert (content.events[0].data, content.damage) == ({"loss": None}, ())
+
+
 def test_the_types_of_every_event_are_declared() -> None:
     ours = {value for name, value in vars(infra.events).items() if name.isupper() and isinstance(value, str)}
     assert ours == set(infra.events._DATA)

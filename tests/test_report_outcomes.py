@@ -227,3 +227,34 @@ def test_a_completed_job_stays_so_when_a_later_run_of_it_is_refused() -> None:
     assert again.outcome is Outcome.PREFLIGHT, "it was not completed any more"
     begun = build_report([*interrupted_job(completed=False), later(500.0, Outcome.PREFLIGHT)])
     assert begun.outcome is Outcome.PREFLIGHT and begun.events["refused"] is None
+
+
+def measured_job(*peaks: float) -> RunReport:
+    """Generations on one host, each with two ranks that measure a peak; every step does 2e9 flops in 2 s."""
+    events = [plan_event()]
+    for number, peak in enumerate(peaks, start=1):
+        gang = GangLog(number, 100.0 * number, [[0, 1]], None if number == 1 else (3 * (number - 1), number - 1))
+        for rank in (0, 1):
+            gang.add(PEAK, gang.start, rank=rank, flops_per_second=peak, dtype="float32")
+        gang.steps(3 * number - 2, 3 * number, useful_step=2.0)
+        gang.commit(3 * number)
+        gang.ended("rank_killed" if number < len(peaks) else "completed", 10.0)
+        events += gang.events
+    for one in events:
+        if one.name == STEP and one.rank == 0:
+            one.data["flops"] = 2e9
+    return build_report(events)
+
+
+def test_one_peak_per_machine_the_best_that_was_measured() -> None:
+    assert measured_job(1e9).actual["mfu"] == pytest.approx(0.5)
+    assert measured_job(1e9, 0.25e9, 0.4e9).actual["mfu"] == pytest.approx(0.5), "a busy machine raises no MFU"
+    assert measured_job(0.25e9, 1e9).actual["mfu"] == pytest.approx(0.5)
+
+
+def test_an_mfu_above_100_percent_is_withheld_with_its_reason() -> None:
+    report = measured_job(0.2e9)
+    assert report.actual["mfu"] is None
+    why = "withheld: 2.5 times the peak, which was measured while the machine was busy"
+    assert key_figures(report)["MFU"] == why
+    assert why in render_text(report) and max(map(len, render_text(report).splitlines())) <= 100

@@ -70,7 +70,7 @@ class Progress:
             f"{100 * status.step / self._max_steps:.0f}%",
             f"loss {status.loss:.4f}",
             f"{self._tokens / seconds:,.0f} {self._unit}/s",
-            f"MFU {100 * self._flops / seconds / self._peak:.0f}% of measured peak" if self._peak else "MFU unknown",
+            self._mfu(seconds),
             f"ETA {_duration(remaining)}",
             self._money(status.spent_usd),
             f"commit {status.last_commit_step}" if status.last_commit_step is not None else "no commit yet",
@@ -78,6 +78,13 @@ class Progress:
             status.drag,
         ]
         return " · ".join(part for part in parts if part)
+
+    def _mfu(self, seconds: float) -> str:
+        """No share above 100 %: the peak was then measured while the machine was busy."""
+        share = self._flops / seconds / self._peak if self._peak else None
+        if share is None or share > 1.0:
+            return "MFU unknown" if share is None else "MFU unknown (faster than the peak measured on a busy machine)"
+        return f"MFU {100 * share:.0f}% of measured peak"
 
     def _money(self, spent_usd: float) -> str:
         terms = self._terms

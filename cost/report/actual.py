@@ -10,7 +10,7 @@ from typing import Any
 from cost.ledger.generations import Generation
 from cost.ledger.ledger import Ledger
 from cost.report.saves import save_figures
-from infra.events import COMMIT, EVALUATION, PEAK, PREPARED, PRICES, STEP, Event
+from infra.events import COMMIT, EVALUATION, NODE_STARTED, PEAK, PREPARED, PRICES, STEP, Event
 from infra.ledger_classes import LedgerClass
 
 
@@ -20,11 +20,10 @@ def actual_figures(events: Sequence[Event], generations: dict[int, Generation], 
     weight_unit: what a batch's weight counts, "tokens" for text; speeds are of it. metrics: of the last evaluation.
     tokens_per_second: median over the kept steps, waiting for data included, saves and evaluations not.
     held_out_loss and unigram_entropy_nats in nats per token; held_out_ratio is the first over the second, below 1
-    when the model beats the best guess that ignores context. mfu: model flops over time × the matrix product peak that
-    the ranks measured at their start. goodput: useful steps' share of the paid rank-seconds. learning_rate: the highest
-    of any step.
+    when the model beats the best guess that ignores context. mfu: model flops over time × the matrix product peak of
+    their machines, the best that the ranks measured there; never above 1, see `_mfu_figures`. goodput: useful steps'
+    share of the paid rank-seconds. learning_rate: the highest of any step.
     """
-    peaks = _gang_peaks(events)
     kept = [event for event in events if event.name == STEP and _is_kept(event, generations)]
     prepared = next((event.data for event in reversed(events) if event.name == PREPARED), {})
     entropy = _number(prepared.get("unigram_entropy_nats"))
@@ -34,7 +33,7 @@ def actual_figures(events: Sequence[Event], generations: dict[int, Generation], 
         "wall_hours": _wall_hours(events),
         "steps": max((event.step for event in kept if event.step is not None), default=0),
         "tokens_per_second": _median(_tokens_per_second(event) for event in kept),
-        "mfu": _median(_mfu(event, peaks.get(event.generation)) for event in kept),
+        **_mfu_figures(events, kept),
         "learning_rate": _highest_learning_rate(events),
         "held_out_loss": held_out,
         "unigram_entropy_nats": entropy,
@@ -86,13 +85,45 @@ def _tokens_per_second(event: Event) -> float | None:
     return tokens / busy if tokens and busy > 0 else None
 
 
+def _mfu_figures(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, Any]:
+    """mfu: the median of the kept steps; mfu_withheld: why there is none although a peak was measured, else None."""
+    peaks = _gang_peaks(events)
+    mfu = _median(_mfu(event, peaks.get(event.generation)) for event in kept)
+    if mfu is None or mfu <= 1.0:
+        return {"mfu": mfu, "mfu_withheld": None}
+    why = f"{mfu:.1f} times the peak, which was measured while the machine was busy"
+    return {"mfu": None, "mfu_withheld": why}
+
+
 def _gang_peaks(events: Sequence[Event]) -> dict[int, float]:
-    """flops per second of all ranks together, by generation."""
-    peaks: dict[int, float] = {}
+    """Flops per second of all ranks together, by generation.
+
+    One peak per machine and job: the best of all generations with as many ranks on it, since a measurement on a busy
+    machine is too low and none is too high.
+    """
+    machines = {
+        (event.run, event.attempt, event.generation, event.node): event.data.get("instance_id")
+        or event.data.get("host")
+        for event in events
+        if event.name == NODE_STARTED
+    }
+    ranks: dict[tuple[Any, ...], dict[int, float]] = {}
+    dtypes: dict[tuple[Any, ...], str] = {}
     for event in events:
         if event.name == PEAK:
+            place = event.run, event.attempt, event.generation, event.node
             peak = _number(event.data.get("flops_per_second")) or 0.0
-            peaks[event.generation] = peaks.get(event.generation, 0.0) + peak
+            ranks.setdefault(place, {})[event.rank] = peak
+            dtypes[place] = str(event.data.get("dtype"))
+    best: dict[tuple[Any, ...], float] = {}
+    for place, found in ranks.items():
+        key = machines.get(place) or place[-1], dtypes[place], len(found)
+        best[key] = max(best.get(key, 0.0), sum(found.values()))
+    peaks: dict[int, float] = {}
+    for place, found in ranks.items():
+        generation = place[2]
+        key = machines.get(place) or place[-1], dtypes[place], len(found)
+        peaks[generation] = peaks.get(generation, 0.0) + best[key]
     return peaks
 
 

@@ -67,7 +67,7 @@ def key_figures(report: RunReport) -> dict[str, str]:
         "paid time": f"{seconds(report.paid_rank_seconds)} rank-seconds",
         "wall time": duration(_seconds_of(actual.get("wall_hours"))),
         "speed": f"{number(actual.get('tokens_per_second'), 0)} {weight_unit(report)}/s",
-        "MFU": share_of(actual.get("mfu"), "measured peak"),
+        "MFU": mfu_text(report),
         **_quality(report),
         "final loss": number(final_loss(report)),
         "commits": count(actual.get("commits", 0), "commit"),
@@ -80,6 +80,12 @@ def key_figures(report: RunReport) -> dict[str, str]:
         "weights": report.weights_sha256 or NONE,
         **_certificate(report),
     }
+
+
+def mfu_text(report: RunReport) -> str:
+    """Such as "41.0 % of measured peak", or why it is withheld."""
+    withheld = report.actual.get("mfu_withheld")
+    return f"withheld: {plain(withheld)}" if withheld else share_of(report.actual.get("mfu"), "measured peak")
 
 
 def weight_unit(report: RunReport) -> str:

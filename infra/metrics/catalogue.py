@@ -73,7 +73,11 @@ JOB_METRICS = (
     _gauge("ebbflow_job_loss", "Training loss of the newest step, in the workload's own unit."),
     _gauge("ebbflow_job_held_out_loss", "Loss of the newest evaluation on held-out data, in the workload's own unit."),
     _gauge("ebbflow_job_tokens_per_second", "Median speed of the kept steps, in tokens of all ranks per second."),
-    _gauge("ebbflow_job_mfu_ratio", "Model flops over those that the ranks' measured peak allows, 0 to 1.", "kind"),
+    _gauge(
+        "ebbflow_job_mfu_ratio",
+        "Model flops over those of the machines' measured peak, 0 to 1; absent above 1.",
+        "kind",
+    ),
     _gauge("ebbflow_job_goodput_ratio", "Useful steps' share of the paid time, 0 to 1."),
     _gauge("ebbflow_job_unattributed_ratio", "Share of the paid time that no interval covers, 0 to 1."),
 )
