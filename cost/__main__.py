@@ -6,6 +6,9 @@ if __name__ == "__main__":  # before the imports that need a package
     from infra.program import begin_program
 
     begin_program()
+    from infra.process import exit_when_interrupted
+
+    exit_when_interrupted()
 
 import argparse
 import json

@@ -31,7 +31,7 @@ def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:
     earlier: reports of other jobs, to compare with.
     """
     run = RunReport.from_json(report)
-    card.append(Markdown(f"# {_text(run.job)}: {_text(run.outcome)}"))
+    card.append(Markdown(f"# {_text(run.job)}: {_text(run.state)}"))
     card.append(Table([_cells(figure) for figure in key_figures(run).items()], headers=["", ""]))
     card.append(Markdown("## Where the paid time went"))
     headers = ["class", "rank-seconds", "share", "USD", "figure"]

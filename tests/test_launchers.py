@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,16 +12,23 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from cost.__main__ import main as cost_main
+from cost.jobs import load_report
+from cost.report.render_html import render as render_html
+from cost.report.report import RunReport, build_report
 from infra import launchers
 from infra.errors import JobIsRunning
+from infra.event_log import EventLog
+from infra.events import PLAN, PREFLIGHT, Event, Origin
 from infra.launchers import Claim, Launcher, check_inherited_claim, claim_job, running_launcher
 from infra.layout import launcher_key
 from infra.store import Store
-from tests.support.flow import wait_until
+from tests.support.flow import ROOT, wait_until
 from tests.support.swift import Swift
 
 WAIT_SECONDS = 60.0
@@ -176,3 +185,88 @@ def test_a_store_that_ignores_the_condition_still_fences_one_of_two(folder: Stor
     assert claim.fenced_by is not None and claim.fenced_by.id == "other"
     claim.release()
     assert running_launcher(folder) is not None, "the other one's claim is left as it is"
+
+
+def test_a_running_job_is_reported_as_running_and_not_as_lost(
+    folder: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Store.open(f"{folder.uri}/jobs/mine")
+    with EventLog(job, Origin(job="mine", run="171", process="plan")) as log:
+        log.emit(PLAN, started_utc=1.0)
+    where = ["report", "mine", "--store", folder.uri]
+    assert cost_main([*where, "--json"]) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert (before["outcome"], before["exit_code"], before["running"]) == ("interrupted", 75, None)
+
+    claim = claim_job(job, "mine", "run")
+    assert cost_main([*where, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["outcome"] is None and found["exit_code"] is None
+    assert (found["running"]["host"], found["running"]["pid"]) == (socket.gethostname(), os.getpid())
+    assert cost_main(where) == 0
+    text = capsys.readouterr().out
+    page = render_html(RunReport.from_json(found))
+    for shown in (" ".join(text.replace("│", " ").split()), page):
+        assert f"running since {claim.launcher.since} on host {socket.gethostname()}" in shown
+        assert "all figures are so far" in shown
+        assert "resume" not in shown and "interrupted" not in shown
+    assert load_report("mine", store=folder.uri).state == "running"
+
+    claim.release()
+    assert cost_main([*where, "--csv"]) == 0
+    assert ",interrupted," in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["report", "mine"], ["plan", str(ROOT / "configs" / "laptop.yaml")]])
+def test_a_reader_that_leaves_ends_a_command_of_cost_quietly(words: list[str], folder: Store) -> None:
+    with EventLog(Store.open(f"{folder.uri}/jobs/mine"), Origin(job="mine", run="1", process="plan")) as log:
+        log.emit(PLAN, started_utc=1.0)
+    store = ["--store", folder.uri] if words[0] == "report" else ["--set", f"store={folder.uri}"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "cost", *words, *store]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("module", ["cost", "infra"])
+def test_an_interrupted_command_ends_with_75_and_one_word(module: str, number: int, tmp_path: Path) -> None:
+    words = {"cost": ["plan"], "infra": ["preflight"]}[module]
+    fifo = tmp_path / "never.yaml"
+    os.mkfifo(fifo)  # reading the configuration waits
+    command = [sys.executable, "-m", module, *words, str(fifo)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_until("its signal handlers", lambda: catches(process.pid, signal.SIGHUP))
+        process.send_signal(number)
+        assert process.communicate(timeout=WAIT_SECONDS)[0] == "interrupted\n"
+        assert process.returncode == 75
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_report_of_a_passed_preflight_and_no_plan_is_interrupted() -> None:
+    passed = {"id": "memory", "status": "passed", "severity": "error"}
+    with_check = partial(Event, job="mine", run="1", attempt=0, generation=0, node=0, rank=-1, step=None, t_mono=0.0)
+    assert build_report([with_check(name=PREFLIGHT, t_wall=1.0, data={"results": [passed]})]).exit_code == 75
+    failed = {**passed, "status": "failed"}
+    assert build_report([with_check(name=PREFLIGHT, t_wall=1.0, data={"results": [failed]})]).exit_code == 3
+
+
+def test_output_whose_reader_left_is_dropped_and_the_work_goes_on(tmp_path: Path) -> None:
+    program = "from infra.process import survive_lost_readers; survive_lost_readers(); import sys, time\n"
+    program += "for each in range(3): print('x' * 100000, flush=True)\nprint('done', file=sys.stderr)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "done\n")
+
+
+def catches(pid: int, number: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(mask, 16) >> (number - 1) & 1)

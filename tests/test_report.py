@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 FIELDS = [
     *("schema", "job", "outcome", "exit_code", "interruptions", "failures", "redone_steps", "weights_sha256"),
     *("loss_curve", "ledger", "total_usd", "paid_rank_seconds", "savings_usd", "plan", "actual", "events"),
-    *("configuration", "money"),
+    *("configuration", "money", "running"),
 ]
 
 
@@ -112,7 +112,7 @@ def test_any_prefix_of_a_log_can_be_reported():
         assert sum(line.usd for line in report.ledger) == report.total_usd
         json.dumps(report.to_json(), allow_nan=False)
         render_text(report), render_html(report)
-    assert outcomes == {Outcome.PREFLIGHT, Outcome.INTERRUPTED, Outcome.COMPLETED}
+    assert outcomes == {Outcome.INTERRUPTED, Outcome.COMPLETED}
     with pytest.raises(ReportError, match="no events"):
         build_report([])
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cost.errors import CostError, ReportError
-from cost.jobs.load import known_job_names, read_job_log
+from cost.jobs.load import known_job_names, read_job_log, read_running
 from cost.report.figures import number, percent, plain, pool_text, usd, usd_decimals
 from cost.report.report import RunReport, build_report
 from infra.errors import InfraError
@@ -34,7 +34,7 @@ def as_row(report: RunReport) -> dict[str, Any]:
         "job": plain(report.job),
         "owner": plain(money.get("owner") or ""),
         "project": plain(money.get("project") or ""),
-        "outcome": str(report.outcome),
+        "outcome": report.state,
         "pool": plain(pool_text(report.plan)),
         "price_kind": plain(actual.get("price_kind") or ""),
         "forecast_usd": forecast.get("compute_usd", forecast.get("usd")),  # what is paid for below is compute alone
@@ -167,7 +167,8 @@ def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunR
     for job in jobs:
         try:
             content = read_job_log(job, store)
-            found.append(build_report(content.events, damage=content.damage))
+            running = read_running(job, content.events, store)
+            found.append(build_report(content.events, running=running, damage=content.damage))
         except (CostError, InfraError) as error:
             if all_must:
                 raise

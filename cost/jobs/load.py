@@ -7,13 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cost.errors import ReportError
+from cost.ledger.generations import final_outcome
 from cost.report.report import RunReport, build_report
 from infra.errors import ObjectNotFound, StoreError
 from infra.events import Event, LogContent, read_events, read_log
 from infra.known_jobs import known_job, runs_folder
+from infra.launchers import running_launcher
 from infra.layout import job_prefix
+from infra.outcome import Outcome
 from infra.segments import Damage
 from infra.store import Store
 
@@ -81,6 +85,21 @@ def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage
     ]
 
 
+def read_running(job: str, events: Sequence[Event], store: str | None = None) -> dict[str, Any] | None:
+    """The launcher that runs the job now, by its claim in the store (`infra.launchers`); None where the job has ended.
+
+    A launcher that has only its report left to write does not count. Raises ReportError, StoreError.
+    """
+    found = running_launcher(Store.open(job_uri(job, store), request_timeout_seconds=_REQUEST_SECONDS))
+    if found is None:
+        return None
+    done = final_outcome(events)
+    written = done is not None and done.data.get("outcome") == Outcome.COMPLETED
+    if written and done is not None and done.t_wall >= found.launcher.since_utc:
+        return None
+    return found.to_json()
+
+
 def known_job_names(root: Path | None = None) -> list[str]:
     """Jobs that this machine knows, the one that was last written to last; `latest` is not counted again."""
     folder = runs_folder(PROJECT_ROOT) if root is None else root
@@ -92,20 +111,21 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
     """The report of a job, with `total_usd` as Decimal; `cost.report.frames` makes DataFrames of its ledger and losses.
 
     uri: a report.json, the folder or s3:// URI of a job, or the name of a job that this machine knows ("latest").
-    fresh: fold the events anew, also where a report was written. Raises ReportError when there is neither, naming
-    the places; StoreError when the store does not answer.
+    fresh: fold the events anew, also where a report was written, as is done for a running job. Raises ReportError when
+    there is neither, naming the places; StoreError when the store does not answer.
     """
     path = Path(uri)
     if "://" not in uri and path.suffix == ".json":
         return _parse(path.read_bytes() if path.is_file() else b"", uri)
     place = job_uri(uri, store)
-    if not fresh:
+    running = read_running(uri, (), store)
+    if not fresh and running is None:
         try:
             return _parse(Store.open(place, request_timeout_seconds=_REQUEST_SECONDS).get(_NAME), f"{place}/{_NAME}")
         except ObjectNotFound:
             pass  # the job died before its report, or is still going on
     content = read_job_log(uri, store)
-    return build_report(content.events, damage=content.damage)
+    return build_report(content.events, running=running, damage=content.damage)
 
 
 def _parse(content: bytes, where: str) -> RunReport:

@@ -5,6 +5,7 @@ The lines of a ledger are rounded by the largest remainder at those decimals, so
 
 from __future__ import annotations
 
+import time
 from decimal import Decimal
 from typing import Any
 
@@ -57,7 +58,7 @@ def key_figures(report: RunReport) -> dict[str, str]:
     actual = report.actual
     return {
         "job": plain(report.job),
-        "outcome": f"{report.outcome} (exit code {report.exit_code})",
+        "outcome": outcome_text(report),
         "total": usd(report.total_usd),
         "savings": usd(report.savings_usd, usd_decimals(report.total_usd)),
         "regret": regret_text(report),
@@ -86,6 +87,16 @@ def mfu_text(report: RunReport) -> str:
     """Such as "41.0 % of measured peak", or why it is withheld."""
     withheld = report.actual.get("mfu_withheld")
     return f"withheld: {plain(withheld)}" if withheld else share_of(report.actual.get("mfu"), "measured peak")
+
+
+def outcome_text(report: RunReport) -> str:
+    """The outcome with its exit code, or since when and where the job is running."""
+    if report.running is None:
+        return f"{report.outcome} (exit code {report.exit_code})"
+    running = {name: plain(str(value)) for name, value in report.running.items()}
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(report.running["since_utc"]))
+    by = f"`{running['command']}` of {running['user']}, pid {running['pid']}"
+    return f"running since {since} on host {running['host']} ({by}); all figures are so far"
 
 
 def weight_unit(report: RunReport) -> str:

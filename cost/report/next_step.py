@@ -30,12 +30,12 @@ class NextStep(NamedTuple):
 
 
 def resume_line(report: RunReport, *, python: str = PYTHON) -> NextStep | None:
-    """How to go on with a job; None when it is completed. python: the interpreter to name.
+    """How to go on with a job; None when it is completed or running. python: the interpreter to name.
 
     `resume` repeats the steps of a run with its plan and configuration as they were: it cures what came from outside.
     What a limit or a value stopped needs a new `run` of the same job, which restores the job's last commit.
     """
-    if report.outcome is Outcome.COMPLETED:
+    if report.outcome in (None, Outcome.COMPLETED):
         return None
     words, settings = _advice(report)
     if settings is None and _was_sent_away(report):

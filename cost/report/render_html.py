@@ -45,7 +45,7 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
     """The whole page. python: the interpreter that the command to go on names."""
     figures = key_figures(report)
     title = f"Ebbflow report: {figures['job']}"
-    tone = "good" if report.exit_code == 0 else "bad"
+    tone = "bad" if report.exit_code else "good"
     body = [
         f'<header><h1>{escape(figures["job"])}</h1><p class="badge {tone}">{escape(figures["outcome"])}</p></header>',
         _message(report),

@@ -42,10 +42,12 @@ class RunReport:
     key with its value and its source (default, file:line, environment or --set); empty where nobody recorded it. money:
     owner, project, forecast, dollars by cause and hindsight (`cost.report.money_figures`); empty in reports written
     before there was one.
+    running: the launcher that runs the job now (since_utc, host, user, pid, command, heartbeat_age_seconds); outcome
+    and exit code are then None, and all figures are so far.
     """
 
     job: str
-    outcome: Outcome
+    outcome: Outcome | None
     interruptions: int
     failures: int
     redone_steps: int
@@ -60,10 +62,16 @@ class RunReport:
     events: dict[str, Any]
     configuration: list[dict[str, Any]] = field(default_factory=list)
     money: dict[str, Any] = field(default_factory=dict)
+    running: dict[str, Any] | None = None
 
     @property
-    def exit_code(self) -> int:
-        return self.outcome.exit_code
+    def exit_code(self) -> int | None:
+        return None if self.outcome is None else self.outcome.exit_code
+
+    @property
+    def state(self) -> str:
+        """The outcome, or "running"."""
+        return "running" if self.outcome is None else str(self.outcome)
 
     @property
     def paid_rank_seconds(self) -> float:
@@ -75,7 +83,7 @@ class RunReport:
             {
                 "schema": SCHEMA,
                 "job": self.job,
-                "outcome": str(self.outcome),
+                "outcome": None if self.outcome is None else str(self.outcome),
                 "exit_code": self.exit_code,
                 "interruptions": self.interruptions,
                 "failures": self.failures,
@@ -91,6 +99,7 @@ class RunReport:
                 "events": self.events,
                 "configuration": self.configuration,
                 "money": self.money,
+                "running": self.running,
             }
         )
 
@@ -104,7 +113,8 @@ class RunReport:
             **{name: data[name] for name in plain},
             configuration=data.get("configuration", []),  # reports before it was recorded have none
             money=data.get("money", {}),
-            outcome=Outcome(data["outcome"]),
+            running=data.get("running"),
+            outcome=None if data["outcome"] is None else Outcome(data["outcome"]),
             loss_curve=[(int(step), loss) for step, loss in data["loss_curve"]],
             ledger=tuple(_line_from_json(line) for line in data["ledger"]),
             total_usd=_usd(data["total_usd"]),
@@ -113,11 +123,14 @@ class RunReport:
         )
 
 
-def build_report(events: Sequence[Event], *, running: bool = False, damage: Sequence[Damage] = ()) -> RunReport:
+def build_report(
+    events: Sequence[Event], *, running: dict[str, Any] | None = None, damage: Sequence[Damage] = ()
+) -> RunReport:
     """The report of a job from its events, in any order.
 
-    running: the job is still going on. damage: of its log (`infra.events.read_log`), which the report names. Raises
-    ReportError without any event, LedgerError for contradictory ones.
+    running: the launcher that runs the job now (`RunReport.running`), None where the job has ended. damage: of its log
+    (`infra.events.read_log`), which the report names. Raises ReportError without any event, LedgerError for
+    contradictory ones.
     """
     if not events:
         raise ReportError("no events: nothing of this job was recorded")
@@ -125,12 +138,12 @@ def build_report(events: Sequence[Event], *, running: bool = False, damage: Sequ
     if refused_after(ordered) is not None:  # whose settings are not those that the job was done with
         done = final_outcome(ordered)
         ordered = [event for event in ordered if event.name != CONFIGURED or event.run == done.run]
-    generations = read_generations(ordered, running=running)
-    ledger = _fold(ordered, running, damage)
+    generations = read_generations(ordered, running=running is not None)
+    ledger = _fold(ordered, running is not None, damage)
     outcome_event = final_outcome(ordered)
     plan = next((event.data for event in reversed(ordered) if event.name == PLAN), None)
     unplanned = [generation for generation in generations.values() if generation.unplanned]
-    outcome = _outcome(ordered, generations)
+    outcome = None if running else _outcome(ordered, generations)
     return RunReport(
         job=ordered[0].job,
         outcome=outcome,
@@ -152,12 +165,13 @@ def build_report(events: Sequence[Event], *, running: bool = False, damage: Sequ
             "generations": _generation_lines(ordered, generations, ledger),
             "run": ordered[-1].run,
             "damage": [{"segment": one.segment, "line": one.line, "what": one.what} for one in damage],
-            "message": _message(ordered),
+            "message": None if running else _message(ordered),
             "refused": _refused(ordered),
             "certificate": next((event.data for event in reversed(ordered) if event.name == CERTIFICATE), None),
         },
         configuration=next((event.data["settings"] for event in reversed(ordered) if event.name == CONFIGURED), []),
         money=money_figures(ordered, generations, ledger),
+        running=running,
     )
 
 
@@ -220,9 +234,15 @@ def _outcome(events: list[Event], generations: dict[int, Generation]) -> Outcome
     plan = next((event.data for event in reversed(events) if event.name == PLAN), None)
     if plan is not None and plan.get("refusal"):
         return Outcome(plan["refusal"]["outcome"])
-    if plan is None and any(event.name == PREFLIGHT for event in events):
+    if plan is None and any(_is_refusal(event) for event in events):
         return Outcome.PREFLIGHT
     return Outcome.INTERRUPTED
+
+
+def _is_refusal(event: Event) -> bool:
+    """A preflight that forbade the run; one that passed, and no plan after it, is a run that was interrupted."""
+    results = event.data.get("results") or [] if event.name == PREFLIGHT else []
+    return any(result.get("status") == "failed" and result.get("severity") == "error" for result in results)
 
 
 def _refused(events: Sequence[Event]) -> dict[str, str] | None:
