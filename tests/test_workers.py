@@ -82,9 +82,12 @@ def test_a_rank_that_the_kernel_does_not_let_go_is_not_waited_for_without_end(
     spec: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers_module, "_KILLED_SECONDS", 0.2)
-    stuck = SimpleNamespace(ready=True, lost=False, pid=1, fork=lambda *_: InTheKernel())
+    abandoned: list[int] = []
+    stuck = SimpleNamespace(ready=True, lost=False, pid=1, fork=lambda *_: InTheKernel(), abandon=abandoned.append)
     group = WorkerGroup(range(2), 2, tmp_path, spec, ("127.0.0.1", 1), stuck)
-    assert group.end(grace_seconds=0.0) == [0, 1]
+    held: list[None] = []
+    assert group.end(grace_seconds=0.0, meanwhile=lambda: held.append(None)) == [0, 1]
+    assert held and abandoned == [1, 1], "the agent stays in touch with the others, and waits for these no more"
 
 
 @pytest.mark.parametrize("culprits", [(0,), ()])
@@ -174,3 +177,40 @@ def test_ranks_that_cannot_be_started_are_news_for_all_and_no_traceback(tmp_path
         "RankNotStarted: its ranks cannot be started: " in verdict.culprit and generation.folder.name in verdict.culprit
     )
     assert (verdict.again, verdict.user_code, verdict.reason) == (True, False, "roll_call") and verdict.fingerprint
+
+
+@pytest.mark.parametrize("device", ["", "/dev/nvidia0"])
+def test_with_a_rank_in_state_d_the_gang_goes_on_here_or_elsewhere_if_it_holds_the_device(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(workers_module, "_KILLED_SECONDS", 0.2)
+    monkeypatch.setattr(workers_module, "open_device", lambda pid: device)
+    config = RunConfig(survival={"standby": False, "notice_file": str(tmp_path / "notice")}).model_dump(mode="json")
+    spec = GangSpec(
+        job="job", run="run", attempt=0, node=1, nodes=2, processes_per_node=1, main_address="127.0.0.1", config=config,
+        store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path),
+    )  # fmt: skip
+    start = Start(
+        generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None, hosts=["a", "b"],
+        nodes=[0, 1],
+    )  # fmt: skip
+    held: list[None] = []
+    verdict = guilty([WorkerFailure(rank=0, message="killed by SIGKILL", killed_by="SIGKILL")])
+    peers = SimpleNamespace(
+        poll=lambda: verdict, hold=lambda: held.append(None), orders=list, witnesses_wanted=bool, somebody_waits=False
+    )
+    standby = SimpleNamespace(
+        ready=True, lost=False, settled=True, pid=1, fork=lambda *_: InTheKernel(), abandon=lambda pid: None
+    )
+    drain, store = Drain(spec), Store.open(str(tmp_path))
+    try:
+        generation = NodeGeneration(spec, start, peers, drain, NodeLog(store, "b"), store)
+        monkeypatch.setattr(generation, "_await", lambda standby: None)
+        ended = generation.run(standby, generation.folder)
+    finally:
+        drain.close()
+    assert held and "rank 1: SIGKILL sent; stuck in uninterruptible sleep (state D)" in capsys.readouterr().out
+    if device:
+        assert (ended.again, ended.curable, ended.reason) == (False, True, "node_lost") and device in ended.culprit
+    else:
+        assert ended == verdict and ended.again

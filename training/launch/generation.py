@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from infra.config.schema import ClusterConfig, RunConfig
 from infra.errors import InfraError
+from infra.events import EndReason
 from infra.keeper import Keeper
 from infra.layout import generation_name
 from infra.store import Store
@@ -77,17 +79,32 @@ class NodeGeneration:
         try:
             output = GangOutput(group, self._spec, self._start.generation, self._job_store)
             verdict = self._watch(group, output)
-            return verdict
         except (TrainingError, InfraError):
             raise
         except Exception as error:
             verdict = self._agent_failed(error)
-            return verdict
         finally:
-            for rank in group.end(verdict.ranks if verdict is not None else ()):
-                say(f"node {self._spec.node}: rank {rank}: killed, and not let go by the kernel (state D)")
+            stuck = group.end(verdict.ranks if verdict is not None else (), meanwhile=self._hold)
+            for rank in stuck:
+                say(f"node {self._spec.node}: rank {rank}: SIGKILL sent; stuck in uninterruptible sleep (state D)")
             if output is not None:
                 output.close()
+        return self._without_device(verdict, {rank: group.device_held_by(rank) for rank in stuck})
+
+    def _hold(self) -> None:
+        """What goes on while ranks end."""
+        self._peers.hold()
+        self._log.beat()
+
+    def _without_device(self, verdict: Verdict, held: Mapping[int, str]) -> Verdict:
+        """A rank in state D that holds a GPU keeps the next one from it: this node leaves, and the job goes on
+        elsewhere. Without a device the gang goes on here and the rank is left to the kernel."""
+        devices = [f"rank {rank} is in state D and holds {device}" for rank, device in held.items() if device]
+        if not devices or not verdict.again:
+            return verdict
+        culprit = f"node {self._spec.node} cannot go on: {'; '.join(devices)}; fix: reboot the machine"
+        say(culprit)
+        return Verdict(culprit=culprit, reason=EndReason.NODE_LOST)
 
     def _not_started(self, error: TrainingError) -> Verdict:
         return self._report_own(type(error).__name__, f"{type(error).__name__}: {error}")

@@ -101,6 +101,10 @@ class Member(Heard):
             return Verdict(culprit=f"node 0 was lost: {self._lead.closed}", reason=EndReason.NODE_LOST)
         return None
 
+    def hold(self) -> None:
+        """Stay in touch with node 0 while this node is busy otherwise; what it says is kept."""
+        self._lead.hold()
+
     def close(self) -> None:
         self._lead.close()
 

@@ -44,6 +44,9 @@ class Peers(Protocol):
         """Whether a rank of any node waited for the store a moment ago."""
 
     def poll(self) -> Verdict | None: ...
+    def hold(self) -> None:
+        """Stay in touch while this node does something else; nothing that arrives is lost."""
+
     def close(self) -> None: ...
 
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import os
-import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +33,7 @@ from training.launch.watch.recorder import BUFFER_RECORDS, BUFFER_VARIABLE
 _EXIT_SECONDS = 1.0
 _LONGEST_RECORD = 8 * 1024 * 1024
 _LONGEST_NAME = 200
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 _KILLED_SECONDS = 10.0
 Start = Callable[[str, Path, Mapping[str, str]], Process]
 
@@ -153,9 +153,15 @@ class WorkerGroup:
     def results(self) -> dict[int, dict]:
         return {worker.rank: result for worker in self.workers if (result := worker.result())}
 
-    def end(self, culprits: Sequence[int] = (), *, grace_seconds: float = _EXIT_SECONDS) -> list[int]:
-        """Every rank is gone when this returns, but those that it returns: killed, and in the kernel's hands (state D).
-        What ranks have started goes with them.
+    def end(
+        self,
+        culprits: Sequence[int] = (),
+        *,
+        grace_seconds: float = _EXIT_SECONDS,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> list[int]:
+        """End every rank and what it has started. Returns the ranks that are left 10 s after SIGKILL: they
+        are in uninterruptible sleep (state D), and are waited for no more. meanwhile: called while it waits.
 
         culprits: ranks to be killed at once (SIGKILL works on stopped ones too). A rank that was waiting for one of
         them in a collective hears of it, writes its last events and leaves; it has the grace for that, and then is
@@ -167,16 +173,26 @@ class WorkerGroup:
         # A child holds copies of a rank's sockets: the others hear of its end only when both are gone.
         self._end_left_behind([worker for worker in self.workers if worker.rank in culprits])
         limit = time.monotonic() + grace_seconds
-        while not self.all_exited() and time.monotonic() < limit:
-            time.sleep(0.01)
+        self._await_exits(limit, meanwhile)
         for worker in self.workers:
             worker.process.kill()
-        limit = time.monotonic() + _KILLED_SECONDS
-        for worker in self.workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(limit - time.monotonic(), 0.0))
+        self._await_exits(time.monotonic() + _KILLED_SECONDS, meanwhile)
         self._end_left_behind(self.workers)
-        return [worker.rank for worker in self.workers if worker.process.poll() is None]
+        stuck = [worker for worker in self.workers if worker.process.poll() is None]
+        for worker in stuck:
+            if self._standby is not None:
+                self._standby.abandon(worker.process.pid)
+        return [worker.rank for worker in stuck]
+
+    def device_held_by(self, rank: int) -> str:
+        """The GPU that a rank of this node still has open, "" for none."""
+        pid = next(worker.process.pid for worker in self.workers if worker.rank == rank)
+        return open_device(pid)
+
+    def _await_exits(self, limit: float, meanwhile: Callable[[], object]) -> None:
+        while not self.all_exited() and time.monotonic() < limit:
+            meanwhile()
+            time.sleep(0.01)
 
     def _end_left_behind(self, ended: Sequence[Worker]) -> None:
         """What these ranks have started; with the last of them all that is below the keeper but the standby."""
@@ -185,6 +201,19 @@ class WorkerGroup:
             others = [worker.process for worker in self.workers if worker not in ended]
             living = [process.pid for process in others if process.poll() is None]
             end_left_behind([worker.session for worker in ended], self._keeper, spare=spare, spare_trees=living)
+
+
+def open_device(pid: int) -> str:
+    """The path of a GPU that a process has open; "" for none, or where the kernel does not tell."""
+    try:
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                if target.startswith(_DEVICES):
+                    return target
+    except OSError:
+        pass
+    return ""
 
 
 def _read_object(path: Path) -> dict[str, Any]:
