@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infra.metadata import MetadataService, endpoint, why_not_asked
+from infra.metadata import MetadataService, endpoint, metadata_unavailable_reason
 
 # What a pod's downward API or a job definition can set: {field: variable}.
 VARIABLES = {
@@ -70,7 +70,7 @@ def _identify(environment: Mapping[str, str], system: Path, deadline_seconds: fl
     told = {name: environment.get(variable) or None for name, variable in VARIABLES.items()}
     found: dict[str, Any] = {}
     source, problem = "environment", ""
-    if told["instance_id"] is None and not why_not_asked(environment, system):
+    if told["instance_id"] is None and not metadata_unavailable_reason(environment, system):
         source = "metadata"
         try:
             found = _metadata(MetadataService(endpoint(environment)), deadline_seconds)

@@ -1,6 +1,6 @@
 """The instance metadata service of EC2, asked by version 2: a token by PUT first, each request within a deadline.
 
-Who the instance is (`infra.instance`), what preflight tries (`infra.checks.network`) and notices that it is about to be
+Who the instance is (`infra.instance`), what preflight tries (`infra.checks.machine`) and notices that it is about to be
 taken away (`infra.notices.metadata`) are asked of it by this one client.
 """
 
@@ -34,7 +34,7 @@ def endpoint(environment: Mapping[str, str]) -> str:
     return (environment.get(ENDPOINT_VARIABLE) or (_ENDPOINT_IPV6 if ipv6 else _ENDPOINT)).rstrip("/")
 
 
-def why_not_asked(environment: Mapping[str, str], system: Path = Path("/")) -> str:
+def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = Path("/")) -> str:
     """Why nobody need ask, or "": asking the network would cost a machine elsewhere its time-out.
 
     system: where /sys lies, whose firmware tells an instance from another machine.

@@ -22,7 +22,7 @@ from infra.logs.line import LogLine, visible
 from infra.store import Store
 from tests.support.rank_logs import beat, rank_log, write
 from training.launch.echo import Echo, show_last_lines
-from training.launch.watch.failure import WorkerFailure
+from training.launch.watch.dump import WorkerFailure
 
 ROOT = Path(__file__).resolve().parents[1]
 # Title, clipboard, cursor, 8-bit CSI, overwritten line, override of the writing direction, line separator, bell.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from training.errors import RendezvousError
 from training.gang import Gang
-from training.launch.watch.failure import is_collective_error
+from training.launch.watch.dump import is_collective_error
 from training.wire import Wire, open_wire
 
 

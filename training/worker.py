@@ -29,7 +29,7 @@ from training.engine import train
 from training.errors import TrainingError, WorkloadError, describe_exception, describe_traceback
 from training.gang import Gang, connect, disconnect, leave
 from training.launch.spec import WorkerSpec
-from training.launch.watch.observed import Observed
+from training.launch.watch.heartbeat import Observed
 from training.metrics import live_metrics
 from training.position import Ending
 from training.standalone import Request, parse_arguments, release_job, share_spec

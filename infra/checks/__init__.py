@@ -18,12 +18,13 @@ from infra.checks.gang import check_batch, check_derived, check_elastic
 from infra.checks.gpu import check_gpu
 from infra.checks.machine import (
     check_cores,
+    check_imds,
+    check_interfaces,
     check_locked_memory,
     check_memory,
     check_open_files,
     check_shared_memory,
 )
-from infra.checks.network import check_imds, check_interfaces
 from infra.checks.store import (
     check_records_folder,
     check_store_folder,

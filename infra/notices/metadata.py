@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.metadata import HOP_LIMIT_FIX, MetadataService, endpoint, why_not_asked
+from infra.metadata import HOP_LIMIT_FIX, MetadataService, endpoint, metadata_unavailable_reason
 from infra.notices.notice import REBALANCE, RECLAIMS, STALE_SECONDS, Notice, NoticeSource
 
 _INSTANCE_ACTION = "meta-data/spot/instance-action"
@@ -39,7 +39,7 @@ class MetadataSource:
         poll_seconds: float = 2.0,
     ) -> None:
         self.poll_seconds = poll_seconds
-        self._absent = why_not_asked(environment, system)
+        self._absent = metadata_unavailable_reason(environment, system)
         self._service = MetadataService(endpoint(environment))
         self._token = ""
         self._token_until = 0.0

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from training.gang import Gang, connect, leave
-from training.launch.watch.heartbeat import Heartbeat
-from training.launch.watch.observed import Observed
+from training.launch.watch.heartbeat import Heartbeat, Observed
 
 TROUBLE_STEP = 20
 STEPS = 100_000

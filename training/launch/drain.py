@@ -30,7 +30,7 @@ from training.launch.control import Control, Order
 from training.launch.echo import say
 from training.launch.spec import GangSpec
 from training.launch.standing import Standing, stands, wait_seconds
-from training.launch.watch.failure import SLOW, WorkerFailure
+from training.launch.watch.dump import SLOW, WorkerFailure
 from training.launch.workers import WorkerGroup
 
 _CAUSES = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.logs.line import split_lines, visible
-from training.launch.watch.failure import WorkerFailure
+from training.launch.watch.dump import WorkerFailure
 from training.launch.workers import PROJECT_ROOT, Worker, WorkerGroup
 
 _TRACEBACK = "Traceback (most recent call last)"

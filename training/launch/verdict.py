@@ -16,7 +16,7 @@ from training.errors import describe_exception, describe_traceback
 from training.launch.echo import say
 from training.launch.spec import GangOutcome
 from training.launch.watch.blame import DIFFERENT_CALLS, LEFT_EARLY, Culprit, blame
-from training.launch.watch.failure import WorkerFailure
+from training.launch.watch.dump import WorkerFailure
 from training.launch.watch.stacks import parse_traceback
 
 # Signals that anybody may have sent. Only where they come at the same step again are they the program's doing.

@@ -26,7 +26,7 @@ from training.launch.session import Session, end_left_behind
 from training.launch.spec import SPEC_VARIABLE, WorkerSpec
 from training.launch.standby import PROJECT_ROOT as PROJECT_ROOT
 from training.launch.standby import Process, Standby, start_cold, threads_of, with_project_path
-from training.launch.watch.failure import WorkerFailure, is_collective_error
+from training.launch.watch.dump import WorkerFailure, is_collective_error
 from training.launch.watch.heartbeat import Beat, Heartbeat
 from training.launch.watch.recorder import BUFFER_RECORDS, BUFFER_VARIABLE
 

@@ -5,7 +5,7 @@
 """
 
 from training.launch.watch.blame import Culprit, blame, mismatch_of, settle_seconds
-from training.launch.watch.failure import WorkerFailure
+from training.launch.watch.dump import WorkerFailure
 from training.launch.watch.gpu import GpuCounters
 from training.launch.watch.limits import STORE_PHASE, Deadlines
 from training.launch.watch.watch import Watch

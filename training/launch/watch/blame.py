@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from training.launch.watch.failure import PROVEN, SLOW, WorkerFailure
+from training.launch.watch.dump import PROVEN, SLOW, WorkerFailure
 from training.launch.watch.heartbeat import PHASES
 from training.launch.watch.recorder import Mismatch, find_mismatch, furthest_behind, is_unusual
 from training.launch.watch.stacks import in_engine

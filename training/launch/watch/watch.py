@@ -12,13 +12,11 @@ from typing import Any, Protocol
 
 from infra.process import process_state
 from training.errors import bounded_text
-from training.launch.watch.dump import Dump
+from training.launch.watch.dump import PROVEN, SLOW, Dump, WorkerFailure
 from training.launch.watch.evidence import MemoryKills, node_sample, resident_bytes
-from training.launch.watch.failure import PROVEN, SLOW, WorkerFailure
 from training.launch.watch.gpu import GpuCounters
-from training.launch.watch.heartbeat import Beat
+from training.launch.watch.heartbeat import Beat, records_path
 from training.launch.watch.limits import STORE_PHASE, Deadlines, PhaseLimits
-from training.launch.watch.observed import records_path
 from training.launch.watch.recorder import parse_records
 from training.launch.watch.stacks import last_words, parse_traceback
 
