@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
-from metaflow.cards import Markdown, Table, VegaChart
+from metaflow.cards import Markdown, VegaChart
 
 from cost.jobs.commands import HEADER, kinds_text, table_rows
 from cost.report.attempts import ATTEMPT_HEADER, PLACE_HEADER, attempt_rows, place_rows
 from cost.report.figures import (
     GENERATION_HEADER,
+    LEDGER_HEADER,
     comparison_header,
     comparison_rows,
     generation_rows,
     key_figures,
     ledger_rows,
+    loss_unit,
     trust_lines,
 )
+from cost.report.html_parts import COLOURS, TABLE_STYLE, table
 from cost.report.money_rows import CAUSE_HEADER, cause_rows
 from cost.report.next_step import resume_line
 from cost.report.report import RunReport
@@ -28,34 +32,30 @@ from cost.report.report import RunReport
 def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:
     """Fill a blank card. Foreign text is escaped; a single NaN would leave the whole page blank, so none gets in.
 
+    Tables are those of the page report.html: Metaflow's own are cut off on a phone.
+
     earlier: reports of other jobs, to compare with.
     """
     run = RunReport.from_json(report)
+    card.append(Markdown(f"<style>{TABLE_STYLE.replace(chr(10), '')}</style>"))
     card.append(Markdown(f"# {_text(run.job)}: {_text(run.state)}"))
-    card.append(Table([_cells(figure) for figure in key_figures(run).items()], headers=["", ""]))
+    card.append(Markdown(table(("figure", "value"), [*key_figures(run).items()])))
     card.append(Markdown("## Where the paid time went"))
-    headers = ["class", "rank-seconds", "share", "USD", "figure"]
-    card.append(Table([_cells(row) for row in ledger_rows(run)], headers=headers))
-    if causes := cause_rows(run):
-        card.append(Markdown("## Dollars by cause"))
-        card.append(Table([_cells(row) for row in causes], headers=list(CAUSE_HEADER)))
+    colours = [COLOURS[line.ledger_class] for line in run.ledger]
+    card.append(Markdown(table(LEDGER_HEADER, ledger_rows(run), colours=colours, total=True)))
+    _show_table(card, "Dollars by cause", CAUSE_HEADER, cause_rows(run))
     curve = [{"step": step, "loss": loss} for step, loss in run.loss_curve if loss is not None and math.isfinite(loss)]
     if curve:
         card.append(Markdown("## Loss"))
-        card.append(VegaChart(_loss_chart(curve)))
+        card.append(VegaChart(_loss_chart(curve, loss_unit(run))))
     if attempts := run.money.get("attempts"):
-        card.append(Markdown("## Attempts, planned against actual"))
-        card.append(Table([_cells(row) for row in attempt_rows(attempts)], headers=list(ATTEMPT_HEADER)))
-        card.append(Table([_cells(row) for row in place_rows(attempts)], headers=list(PLACE_HEADER)))
-    if starts := generation_rows(run):
-        card.append(Markdown("## Generations"))
-        card.append(Table([_cells(row) for row in starts], headers=list(GENERATION_HEADER)))
-    card.append(Markdown("## Plan against actual"))
-    card.append(Table([_cells(row) for row in comparison_rows(run)], headers=_cells(comparison_header(run))))
+        _show_table(card, "Attempts, planned against actual", ATTEMPT_HEADER, attempt_rows(attempts))
+        card.append(Markdown(table(PLACE_HEADER, place_rows(attempts))))
+    _show_table(card, "Generations", GENERATION_HEADER, generation_rows(run))
+    _show_table(card, "Plan against actual", comparison_header(run), comparison_rows(run))
     if earlier:
         compared = [*map(RunReport.from_json, earlier), run]
-        card.append(Markdown("## Beside the jobs before it"))
-        card.append(Table([_cells(row) for row in table_rows(compared)], headers=list(HEADER)))
+        _show_table(card, "Beside the jobs before it", HEADER, table_rows(compared))
         card.append(Markdown(_text(kinds_text(compared))))
     if step := resume_line(run):
         card.append(Markdown(f"## Next\n{_text(step.words)}: {_text(step.command)}"))
@@ -63,7 +63,14 @@ def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:
     card.append(Markdown("\n".join(f"- {_text(line)}" for line in trust_lines(run))))
 
 
-def _loss_chart(curve: list[dict]) -> dict:
+def _show_table(card: Any, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table under its title; nothing without rows."""
+    if rows:
+        card.append(Markdown(f"## {title}"))
+        card.append(Markdown(table(header, rows)))
+
+
+def _loss_chart(curve: list[dict], unit: str) -> dict:
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
         "width": "container",
@@ -72,15 +79,11 @@ def _loss_chart(curve: list[dict]) -> dict:
         "mark": {"type": "line"},
         "encoding": {
             "x": {"field": "step", "type": "quantitative", "title": "step"},
-            "y": {"field": "loss", "type": "quantitative", "title": "nats per token", "scale": {"zero": False}},
+            "y": {"field": "loss", "type": "quantitative", "title": unit, "scale": {"zero": False}},
         },
     }
 
 
-def _cells(row: Iterable[object]) -> list[str]:
-    return [_text(cell) for cell in row]
-
-
 def _text(value: object) -> str:
-    """Markdown in a card lets block HTML through; what is not ours must not become markup."""
-    return html.escape(str(value)).replace("|", "\\|")
+    """Foreign text in Markdown, shown letter by letter: neither HTML nor emphasis, links or code."""
+    return re.sub(r"([\\`*_~\[\]|])", r"\\\1", html.escape(str(value), quote=False))

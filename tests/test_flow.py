@@ -7,7 +7,6 @@ import html
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from cost.report.figures import key_figures
 from cost.report.report import RunReport
+from tests.support.browser import cut_off, dump
 from tests.support.exposition import values
 from tests.support.flow import ROOT, FlowRun, FlowRunner
 
@@ -95,21 +95,14 @@ def test_every_rendering_shows_the_same_figures(default: tuple[FlowRunner, FlowR
 
 def test_the_card_is_not_blank_in_a_browser(default: tuple[FlowRunner, FlowRun], tmp_path: Path) -> None:
     """One NaN in its data leaves a card blank while its task reports success: only a browser can tell."""
-    browser = shutil.which("chromium")
-    if browser is None:
-        pytest.skip("chromium is not installed")
     runner, run = default
     page = tmp_path / "card.html"
     assert runner.run("card", "get", f"{run.report['job']}/report", str(page), "--id", "report").exit_code == 0
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    options += ["--disable-component-update", "--disable-sync", "--disable-quic", f"--user-data-dir={tmp_path}/profile"]
-    shown = subprocess.run(
-        [browser, *options, "--virtual-time-budget=40000", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120,
-    ).stdout  # fmt: skip
+    shown = dump(page, tmp_path)
     body = html.unescape(re.sub(r"<script.*?</script>", "", shown, flags=re.DOTALL))
     for name, figure in key_figures(RunReport.from_json(run.report)).items():
         assert figure in body, f"{name} is missing on the card's page"
+    assert not cut_off(page.read_text(), 390, tmp_path / "phone", wait_milliseconds=5000)
 
 
 def test_the_terminal_tells_the_story(default: tuple[FlowRunner, FlowRun]) -> None:
@@ -118,6 +111,8 @@ def test_the_terminal_tells_the_story(default: tuple[FlowRunner, FlowRun]) -> No
     starts = [output.index(f"/{step}/") for step in order]
     assert starts == sorted(starts)
     assert re.search(r"step +\d+/\d+ .*loss .*tok/s .*MFU .*ETA", output)
+    logs = [path.read_text() for path in default[1].folder.glob("logs/*/rank-0.log")]
+    assert "WorkerServer.cpp" in "".join(logs) and ".cpp:" not in output, "native notes stay in the raw log"
 
 
 def embedded_text(card: str) -> str:

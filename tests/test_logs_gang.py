@@ -137,3 +137,24 @@ def test_a_traceback_that_is_only_logged_does_not_end_the_progress(
         more.write("a word\nstep 2/9\nTraceback (most recent call last):\nstep 3/9\n")
     echo.pass_on()
     assert capsys.readouterr().out == "hello\nstep 1/9\nstep 2/9\nstep 3/9\n"
+
+
+def test_warnings_of_native_code_stay_in_the_raw_log(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    log = tmp_path / "rank-0.log"
+    echo = Echo(SimpleNamespace(workers=[SimpleNamespace(rank=0, log_path=log)]))
+    note = "[W1122 20:53:08.732392175 WorkerServer.cpp:113] [c10d] Server listening to UNIX /proc/self/fd/4\n"
+    log.write_text(f"hello\n{note}step 1/9\n[rank0]:[W1122 20:53:09.1 TCPStore.cpp:125] recvValue failed\n")
+    echo.pass_on()
+    with log.open("a") as more:
+        more.write("Exception raised from recvBytes at Utils.hpp:678\nframe #0: c10::Error::Error + 0x9\nstep 2/9\n")
+        more.write(
+            "[E1122 20:53:09.1 ProcessGroupGloo.cpp:9] an error\nframe #1: of my own\n/x.py:3: UserWarning: mine\n"
+        )
+    echo.pass_on()
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:3] == ["hello", "step 1/9", "step 2/9"]
+    assert shown[3:] == [
+        "[E1122 20:53:09.1 ProcessGroupGloo.cpp:9] an error",
+        "frame #1: of my own",
+        "/x.py:3: UserWarning: mine",
+    ]

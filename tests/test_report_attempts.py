@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,9 @@ from cost.report.figures import price_text, trust_lines
 from cost.report.render_html import render as render_html
 from cost.report.render_text import render as render_text
 from cost.report.report import RunReport, build_report
+from flows import cards
 from infra.events import BATCH_SUBMITTED, PLAN, PREFLIGHT
+from tests.support.browser import cut_off
 from tests.support.capacity import BOTH, JobLog, batch_config, planned
 from tests.support.timelines import WALL, GangLog, event
 
@@ -75,9 +79,9 @@ def test_all_of_it_is_rendered(report: RunReport) -> None:
     assert max(len(line) for line in text.splitlines() if "prices  " not in line) <= 100
     plain = " ".join(text.replace("│", " ").split())
     for row in attempt_rows(report.money["attempts"]):
-        assert " ".join(row) in plain and all(f"<td>{cell}</td>" in page for cell in row)
+        assert " ".join(row) in plain and all(f">{cell}</td>" in page for cell in row)
     for _, where, why in place_rows(report.money["attempts"]):
-        assert why.split(";")[0] in plain and f"<td>{where}</td>" in page and f"<td>{why}</td>" in page
+        assert why.split(";")[0] in plain and f">{where}</td>" in page and f">{why}</td>" in page
     assert "interruption: reclaimed" in plain, "not lost without a word: Batch told it"
     assert "never started" in plain and "Batch job in queue q: reclaimed" in plain
 
@@ -122,3 +126,29 @@ def test_jobs_of_the_light_steps_are_told_as_not_counted_where_there_were_any(aw
     told(log, "ended", 900.0, started=120.0, job_id="one")
     found = [line for line in trust_lines(build_report(log.events)) if line.startswith("not counted: the jobs of the")]
     assert bool(found) is away
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_table_is_cut_off(report: RunReport, width: int, tmp_path: Path) -> None:
+    culprit = "rank 1 on node 1 (ip-10-0-12-123.ec2.internal): RuntimeError: the collective was aborted, 30 s"
+    lines = [{**line, "culprit": culprit} for line in report.events["generations"]]
+    page = render_html(replace(report, events={**report.events, "generations": lines}))
+    assert page.count(culprit) == 2
+    assert not cut_off(page, width, tmp_path)
+
+
+def test_the_card_escapes_foreign_text_once_and_names_the_unit_of_the_loss(report: RunReport) -> None:
+    text = "rank 1 can't <b>read</b> *x* & [y](javascript:z)"
+    lines = [{**line, "culprit": text} for line in report.events["generations"]]
+    report = replace(report, job="it's *a* job", events={**report.events, "generations": lines})
+    report.actual["weight_unit"] = "images"
+    card: list[Any] = []
+    cards.show_report(card, report.to_json())
+    rendered = [part.render() for part in card]
+    sources = [part["source"] for part in rendered if part["type"] == "markdown"]
+    assert any("# it's \\*a\\* job: completed" in source for source in sources)
+    table = next(source for source in sources if "javascript" in source)
+    assert table.count(html.escape(text)) == 2 and "\n" not in table.strip(), "one block of HTML"
+    assert "&amp;#" not in "".join(sources)
+    chart = next(part["spec"] for part in rendered if part["type"] == "vegaChart")
+    assert chart["encoding"]["y"]["title"] == "per image"

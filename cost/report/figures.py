@@ -27,6 +27,7 @@ from infra.config.sources import DEFAULT, value_text
 from infra.ledger_classes import LedgerClass
 
 _DAMAGE_SHOWN = 10
+LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")
 
 
 def ledger_rows(report: RunReport) -> list[tuple[str, str, str, str, str]]:
@@ -54,9 +55,9 @@ def ledger_rows(report: RunReport) -> list[tuple[str, str, str, str, str]]:
 
 
 def key_figures(report: RunReport) -> dict[str, str]:
-    """The headline figures by name. Every rendering holds each of them, letter by letter."""
+    """The headline figures by name. Every rendering holds each of them, letter by letter. Unknown ones are left out."""
     actual = report.actual
-    return {
+    figures = {
         "job": plain(report.job),
         "outcome": outcome_text(report),
         "total": usd(report.total_usd),
@@ -81,6 +82,12 @@ def key_figures(report: RunReport) -> dict[str, str]:
         "weights": report.weights_sha256 or NONE,
         **_certificate(report),
     }
+    return {name: figure for name, figure in figures.items() if not _is_unknown(figure)}
+
+
+def _is_unknown(figure: str) -> bool:
+    """n/a, with or without the unit behind it."""
+    return figure.split(" ")[0] == NONE
 
 
 def mfu_text(report: RunReport) -> str:
@@ -132,11 +139,13 @@ def _certificate(report: RunReport) -> dict[str, str]:
 
 
 def _saves(found: dict[str, Any]) -> str:
-    """What they cost, with redone work: predicted, and as it came."""
-    lost = share_of(found.get("actual_loss"), "paid time")
-    predicted = percent(found.get("predicted_loss"))
-    left_out = f"; {found['skipped']:,} left out" if found.get("skipped") else ""
-    return f"stalls and redone steps {lost}, predicted {predicted}{left_out}"
+    """What they cost, with redone work: predicted, and as it came; n/a when neither is known."""
+    lost, predicted = found.get("actual_loss"), found.get("predicted_loss")
+    known = [] if lost is None else [f"stalls and redone steps {share_of(lost, 'paid time')}"]
+    known += [] if predicted is None else [f"predicted {percent(predicted)}"]
+    if known and found.get("skipped"):
+        known[-1] += f"; {found['skipped']:,} left out"
+    return ", ".join(known) or NONE
 
 
 def price_text(report: RunReport) -> str:
@@ -190,7 +199,7 @@ def comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
         "compute_usd": chosen["expected_usd"],
         "interruptions": chosen["interruptions"],
     }
-    return [
+    rows = [
         ("hours", number(forecast["hours"]), number(actual.get("wall_hours"))),
         ("dollars", usd(forecast["compute_usd"]), usd(report.total_usd)),
         (
@@ -201,6 +210,7 @@ def comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
         ("MFU", share_of(chosen["mfu"], "data sheet peak"), share_of(actual.get("mfu"), "measured peak")),
         ("interruptions", number(forecast["interruptions"], 4), str(report.interruptions)),
     ]
+    return [row for row in rows if not (_is_unknown(row[1]) and _is_unknown(row[2]))]
 
 
 GENERATION_HEADER = ("generation", "from step", "last step", "paid rank-seconds", "ended", "culprit")

@@ -1,4 +1,4 @@
-"""Drawn parts of the report page: the loss curve and the bar of where paid time went. Inline SVG and CSS, no script."""
+"""Parts of the report page and of the card: tables, the loss curve, the bar of where paid time went. No script."""
 
 from __future__ import annotations
 
@@ -30,10 +30,62 @@ COLOURS = {
 _WIDTH, _HEIGHT = 760, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 34
 _LARGEST_POINTS = 600
+_LONGEST_NUMBER = 32  # characters; a column with a longer cell is text, which may be broken into lines
+# Below 700 px each row becomes a block with a line for each cell, so that no column is cut off on a phone.
+TABLE_STYLE = """
+.wide{overflow-x:auto}
+.wide table{width:100%;border-collapse:collapse;font-variant-numeric:tabular-nums}
+.wide th,.wide td{padding:6px 8px;text-align:right;border-bottom:1px solid var(--line,#8884);white-space:nowrap}
+.wide th{color:var(--quiet,inherit);font-weight:500;font-size:.85rem;white-space:normal}
+.wide th:first-child,.wide td:first-child,.wide .text{text-align:left}
+.wide td.text{white-space:normal;overflow-wrap:anywhere}
+.wide .total td{font-weight:600;border-bottom:0}
+.wide td i{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:8px}
+@media (max-width:700px){
+.wide thead{display:none}
+.wide table,.wide tbody{display:block}
+.wide tr{display:block;padding:8px 0;border-bottom:1px solid var(--line,#8884)}
+.wide td,.wide td.text{display:flex;justify-content:space-between;gap:16px;padding:2px 0;border:0;white-space:normal;
+overflow-wrap:anywhere;text-align:right}
+.wide td[data-label]::before{content:attr(data-label);color:var(--quiet,inherit);text-align:left;flex:none;
+max-width:50%}
+.wide td:first-child{font-weight:600;text-align:left}
+.wide td:first-child::before{display:none}
+.wide td i{flex:none;align-self:center}
+.wide td:first-child{justify-content:flex-start;gap:0}
+}
+"""
 
 
 def escape(text: object) -> str:
     return html.escape(str(text), quote=True)
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, colours: Sequence[str] = (), total: bool = False
+) -> str:
+    """A table in one line of HTML. Cells are escaped here, once; those of a row beyond the header are left out.
+
+    colours: of a mark before the first cell of each row; total: whether the last row sums up the others.
+    """
+    kinds = [
+        ' class="text"' if any(len(row[column]) > _LONGEST_NUMBER for row in rows) else ""
+        for column in range(len(header))
+    ]
+    head = "".join(f"<th{kind}>{escape(cell)}</th>" for kind, cell in zip(kinds, header, strict=True))
+    body = []
+    for at, row in enumerate(rows):
+        mark = f'<i style="background:{colours[at]}"></i>' if at < len(colours) else ""
+        cells = "".join(
+            _cell(row[column], label, kinds[column], mark if column == 0 else "") for column, label in enumerate(header)
+        )
+        body.append(f"<tr{' class=total' if total and at == len(rows) - 1 else ''}>{cells}</tr>")
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+
+
+def _cell(cell: str, label: str, kind: str, mark: str) -> str:
+    named = f' data-label="{escape(label)}"' if label else ""
+    return f"<td{kind}{named}>{mark}{escape(cell).replace(chr(10), ' ')}</td>"
 
 
 def ledger_bar(report: RunReport) -> str:

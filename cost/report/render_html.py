@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from cost.report.attempts import ATTEMPT_HEADER, PLACE_HEADER, attempt_rows, place_rows
 from cost.report.figures import (
     GENERATION_HEADER,
+    LEDGER_HEADER,
     comparison_header,
     comparison_rows,
     configuration_rows,
@@ -22,7 +23,7 @@ from cost.report.figures import (
     plain,
     trust_lines,
 )
-from cost.report.html_parts import COLOURS, escape, ledger_bar, loss_chart
+from cost.report.html_parts import COLOURS, TABLE_STYLE, escape, ledger_bar, loss_chart, table
 from cost.report.money_rows import CAUSE_HEADER, cause_rows
 from cost.report.next_step import PYTHON, resume_line
 from cost.report.report import RunReport
@@ -66,7 +67,7 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<title>{escape(title)}</title><style>{_STYLE}{TABLE_STYLE}</style></head>\n"
         f"<body><main>{''.join(body)}</main></body></html>\n"
     )
 
@@ -82,26 +83,17 @@ def _tiles(figures: dict[str, str]) -> str:
 
 def _ledger(report: RunReport) -> str:
     colours = [COLOURS[line.ledger_class] for line in report.ledger]
-    rows = ledger_rows(report)
-    body = [
-        f'<tr><td><i style="background:{colour}"></i>{escape(row[0])}</td>{_cells(row[1:])}</tr>'
-        for colour, row in zip(colours, rows[:-1], strict=True)
-    ]
-    total = f'<tr class="total"><td>{escape(rows[-1][0])}</td>{_cells(rows[-1][1:])}</tr>'
-    return _table(("class", "rank-seconds", "share", "USD", "figure"), "".join(body) + total)
+    return table(LEDGER_HEADER, ledger_rows(report), colours=colours, total=True)
 
 
 def _causes(report: RunReport) -> str:
     rows = cause_rows(report)
-    return _section("Dollars by cause", _table(CAUSE_HEADER, _rows(rows, len(CAUSE_HEADER)))) if rows else ""
+    return _section("Dollars by cause", table(CAUSE_HEADER, rows)) if rows else ""
 
 
 def _comparison(report: RunReport) -> str:
     rows = comparison_rows(report)
-    if not rows:
-        return ""
-    body = "".join(f"<tr><td>{escape(row[0])}</td>{_cells(row[1:])}</tr>" for row in rows)
-    return _section("Plan against actual", _table(("", *comparison_header(report)[1:]), body))
+    return _section("Plan against actual", table(("", *comparison_header(report)[1:]), rows)) if rows else ""
 
 
 def _definitions(figures: dict[str, str]) -> str:
@@ -116,18 +108,15 @@ def _message(report: RunReport) -> str:
 
 def _generations(report: RunReport) -> str:
     rows = generation_rows(report)
-    if not rows:
-        return ""
-    body = "".join(f"<tr><td>{escape(row[0])}</td>{_cells(row[1:])}</tr>" for row in rows)
-    return _section("Generations", _table(GENERATION_HEADER, body))
+    return _section("Generations", table(GENERATION_HEADER, rows)) if rows else ""
 
 
 def _attempts(report: RunReport) -> str:
     attempts = report.money.get("attempts") or []
     if not attempts:
         return ""
-    figures = _table(ATTEMPT_HEADER, _rows(attempt_rows(attempts), len(ATTEMPT_HEADER)))
-    return _section("Attempts", figures + _table(PLACE_HEADER, _rows(place_rows(attempts), len(PLACE_HEADER))))
+    figures = table(ATTEMPT_HEADER, attempt_rows(attempts))
+    return _section("Attempts", figures + table(PLACE_HEADER, place_rows(attempts)))
 
 
 def _configuration(report: RunReport) -> str:
@@ -136,12 +125,8 @@ def _configuration(report: RunReport) -> str:
         return ""
     chosen, defaults = (configuration_rows(report, defaults=each) for each in (False, True))
     header = ("key", "value", "source")
-    folded = f"<details><summary>{len(defaults)} defaults</summary>{_table(header[:2], _rows(defaults, 2))}</details>"
-    return _section("Configuration", (_table(header, _rows(chosen, 3)) if chosen else "") + folded)
-
-
-def _rows(rows: Sequence[Sequence[str]], columns: int) -> str:
-    return "".join(f"<tr>{_cells(row[:columns])}</tr>" for row in rows)
+    folded = f"<details><summary>{len(defaults)} defaults</summary>{table(header[:2], defaults)}</details>"
+    return _section("Configuration", (table(header, chosen) if chosen else "") + folded)
 
 
 def _next_step(report: RunReport, python: str) -> str:
@@ -159,15 +144,6 @@ def _list(title: str, lines: Sequence[str]) -> str:
 
 def _section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
-
-
-def _table(header: Sequence[str], body: str) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return "".join(f"<td>{escape(cell)}</td>" for cell in cells)
 
 
 _STYLE = """
@@ -190,13 +166,6 @@ section{background:var(--card);border:1px solid var(--line);border-radius:10px;p
 .tile span{display:block;color:var(--quiet);font-size:.8rem}
 .tile b{font-size:1.1rem;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 .bar{display:flex;height:22px;border-radius:6px;overflow:hidden;margin-bottom:12px}
-.wide{overflow-x:auto}
-table{width:100%;border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{padding:6px 8px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th{color:var(--quiet);font-weight:500;font-size:.85rem}
-th:first-child,td:first-child{text-align:left}
-.total td{font-weight:600;border-bottom:0}
-td i{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:8px}
 dl{display:grid;grid-template-columns:minmax(110px,auto) 1fr;gap:4px 16px;margin:0}
 dt{color:var(--quiet)}dd{margin:0;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
 ol{margin:0;padding-left:1.2em}li{overflow-wrap:anywhere}

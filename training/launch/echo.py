@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from infra.logs.line import split_lines, visible
+from infra.program import REPLACE_UNPRINTABLE
 from training.launch.watch.dump import WorkerFailure
 from training.launch.workers import PROJECT_ROOT, Worker, WorkerGroup
 
@@ -18,13 +20,17 @@ _PROGRESS_PREFIX = "step "
 _LAST_LINES = 15
 _LAST_BYTES = 64 * 1024
 _BYTES_PER_LOOK = 1024 * 1024
+# A warning or note of torch's C++ code, such as "[W1122 20:53:08.732392175 WorkerServer.cpp:113] [c10d] Server …", and
+# the stack that may follow it.
+_NATIVE_NOTE = re.compile(r"(?:\[rank\d+\]:)?\[[WI]\d{4} \d\d:\d\d:\d\d\.\d+ [^\s\]]+:\d+\] ")
+_NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
 
 
 class Echo:
     """Passes rank 0's whole lines on to this process's own output; on another node, where its metrics are to be had.
 
     Up to a traceback: whether that is the cause or only follows from it, the verdict will say. One that is only logged
-    ends nothing, so that the lines of progress go on.
+    ends nothing, so that the lines of progress go on. Warnings of torch's C++ code stay in the raw log.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -34,6 +40,7 @@ class Echo:
         self._after_traceback = (METRICS_PREFIX, _PROGRESS_PREFIX) if own_output else (METRICS_PREFIX,)
         self._passed = 0
         self._muted = False
+        self._native = NativeNotes()
 
     def pass_on(self) -> None:
         try:
@@ -50,7 +57,23 @@ class Echo:
         self._muted = self._muted or bool(traceback)
         for text, prefixes in ((before, self._before), (after, self._after_traceback)):
             lines = text.removesuffix("\n").split("\n") if text else []
-            write("".join(f"{visible(line)}\n" for line in lines if line.startswith(prefixes)))
+            lines = [line for line in lines if line.startswith(prefixes)]
+            write("".join(f"{visible(line)}\n" for line in self._native.remove_from(lines)))
+
+
+class NativeNotes:
+    """Leaves warnings of torch's C++ code out of a log's lines, with the stacks that follow them; errors stay."""
+
+    def __init__(self) -> None:
+        self._inside = False
+
+    def remove_from(self, lines: Sequence[str]) -> Iterator[str]:
+        """The other lines. Call it with the log's next lines each time."""
+        for line in lines:
+            note = _NATIVE_NOTE.match(line) is not None
+            self._inside = note or (self._inside and _NATIVE_STACK.match(line) is not None)
+            if not self._inside:
+                yield line
 
 
 def show_last_lines(group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int) -> None:
@@ -79,7 +102,9 @@ def _last_lines(path: Path) -> list[str]:
             text = log.read().decode(errors="replace")
     except OSError as error:
         return [f"(no log: {error})"]
-    return [visible(line) for line in text.split("\n") if line.strip()][-_LAST_LINES:] or ["(it printed nothing)"]
+    lines = [line for line in text.split("\n") if line.strip()]
+    lines = [*NativeNotes().remove_from(lines)] or lines  # rather a warning than nothing
+    return [visible(line) for line in lines[-_LAST_LINES:]] or ["(it printed nothing)"]
 
 
 def _logs_command(job: str, generation: int, worker: Worker) -> str:
@@ -96,9 +121,9 @@ def say(text: str) -> None:
 
 def write(text: str) -> None:
     """Write to this process's output, which may be a strict terminal, a full disk or a pipe that is closed: none of
-    them ends an agent. Characters that its encoding lacks are written as escapes."""
+    them ends an agent. Characters that its encoding lacks are written as similar ASCII or as escapes."""
     output = sys.stdout
     with contextlib.suppress(OSError, ValueError, AttributeError):
         encoding = getattr(output, "encoding", None) or "utf-8"
-        output.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        output.write(text.encode(encoding, REPLACE_UNPRINTABLE).decode(encoding))
         output.flush()
