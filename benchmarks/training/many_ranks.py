@@ -187,7 +187,7 @@ def _put_past(store: Store) -> None:
         Store.put(store, generation_key(number, generation.id), seal({"version": VERSION, **about}))
         while step < number * _PAST_COMMITS // _PAST_GENERATIONS:
             step += 1
-            save = Save(job="bench", generation=generation.name, step=step, world_size=1)
+            save = Save(job="bench", generation=generation.name, step=step, world_size=0)
             raw = Manifest(save=save, data=(), indexes=(), tensors={}).to_bytes()
             parent = commit_key(step, number, sha256_text(raw))
             Store.put(store, parent, raw)
