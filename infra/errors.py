@@ -35,6 +35,10 @@ class StoreAway(StoreError):
     """Nobody answers, the answer comes too late, or the store is in trouble itself: a later try may do better."""
 
 
+class StoreHung(StoreAway):
+    """An operation on a folder did not come back in time and was abandoned. It may still finish, at any later time."""
+
+
 class StoreForbidden(StoreError):
     """The store is there and refuses: no credentials, wrong ones, expired ones, or ones without this right."""
 

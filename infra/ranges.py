@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from infra.errors import ObjectNotFound, StoreError
 from infra.store import Store
+from infra.store.folder import open_regular
 
 _MOST_BUFFERS = 1024  # of one preadv, by POSIX
 
@@ -24,7 +25,7 @@ def read_blocks(
         raise StoreError(f"get {store.uri}/{key}: only a local store is read into memory")
     what = f"get {store.uri}/{key}"
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_regular(path)
     except FileNotFoundError as error:
         raise ObjectNotFound(f"{what}: no such object") from error
     except OSError as error:

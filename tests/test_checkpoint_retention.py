@@ -293,3 +293,16 @@ def test_a_full_disk_is_answered_by_retention_and_then_by_a_clear_stop(tmp_path:
     assert (found["stopped_at"], found["curable"]) == (9, False), "all that is left is pinned"
     assert "No space left" in found["message"] and "hint: free space" in found["message"]
     assert found["left"] == found["kept"] and found["restored"] == 8 and found["equal"]
+
+
+def test_two_records_of_one_save_count_once_and_share_their_data(job: Store) -> None:
+    generation = open_generation(job, run="r", attempt=0)
+    for step in (1, 2, 3):
+        put_commit(job, generation, step)
+    put_commit(job, generation, 3, loss=1.0)  # the same data under another manifest
+    assert run(job, generation, keep_last=2) == [1]
+    assert steps(job) == [3, 3, 2] or sorted(steps(job)) == [2, 3, 3]
+    assert len(job.list("data")) == 2
+    put_commit(job, generation, 4)
+    run(job, generation, keep_last=1)
+    assert steps(job) == [4] and len(job.list("data")) == 1

@@ -100,7 +100,7 @@ def test_every_rendering_shows_the_predicted_loss_beside_the_actual_one() -> Non
 class Saver:
     """Notes what it was asked; `fails`: what waiting for the last save comes to."""
 
-    last_commit = last_durable = expected_seconds = None
+    last_commit = last_durable = expected_seconds = failed_step = None
     busy = False
 
     def __init__(self, fails: str = "") -> None:
@@ -241,7 +241,7 @@ def test_leaving_goes_on_without_the_last_save_but_a_finished_job_does_not() -> 
 
 def test_a_cap_says_nothing_of_a_save_that_is_spared_no_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Row] = []
-    monkeypatch.setattr("training.trainer.exchange", lambda gang, row: rows.append(row))
+    monkeypatch.setattr("training.trainer.exchange", lambda gang, row: rows.append(row) or Pulse([row]))
     for cap in (None, 0.5):
         saver = Saver()
         saver.expected_seconds = 40.0

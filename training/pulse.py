@@ -44,6 +44,7 @@ class Row(NamedTuple):
     own_seconds: float = 0.0  # without waiting for other ranks, as far as they can be told apart: data and forward
     weights_sum: float = 0.0  # of its weights before this step, where they are to be compared
     renew: float = 0.0  # its memory is about to run out
+    failed_save: float = 0.0  # the step that this rank failed to save, 0: its last save is well or under way
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,11 @@ class Pulse:
     def saving(self) -> list[int]:
         """Ranks whose last save is still under way."""
         return [rank for rank, row in enumerate(self.rows) if row.saving]
+
+    @property
+    def failed_save(self) -> int:
+        """The newest step that a rank failed to save, 0 without any."""
+        return int(max(row.failed_save for row in self.rows))
 
     @property
     def last_save(self) -> tuple[float, float]:

@@ -31,6 +31,15 @@ class Saver(Protocol):
         """(step, seconds that it took) of the last save that became durable here."""
         ...
 
+    @property
+    def failed_step(self) -> int | None:
+        """The step of the last save of this rank, where that failed; None where it did not."""
+        ...
+
+    def abandon(self, step: int) -> None:
+        """Another rank failed to save `step`: it becomes no commit."""
+        ...
+
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Make room for what will be saved, ahead of the first save."""
         ...
@@ -63,13 +72,16 @@ class Saver(Protocol):
 class NoSaver:
     """Saves nothing, and remembers the steps at which it was asked to: for what is not about commits."""
 
-    last_commit = last_durable = expected_seconds = None
+    last_commit = last_durable = expected_seconds = failed_step = None
     busy = False
 
     def __init__(self) -> None:
         self.steps: list[int] = []
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+    def abandon(self, step: int) -> None:
         return None
 
     def restore(self, candidates: list[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

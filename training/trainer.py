@@ -127,8 +127,12 @@ class Trainer:
             own_seconds=clock.own_seconds,
             weights_sum=self.guards.weights_sum(at.step, self.spread.module),
             renew=self.guards.memory_runs_out(self._seconds_to_go(at)),
+            failed_save=self.saver.failed_step or 0,
         )
-        return exchange(self.gang, row)
+        pulse = exchange(self.gang, row)
+        if pulse.failed_save:
+            self.saver.abandon(pulse.failed_save)
+        return pulse
 
     def _loss_sum(self, loss: Loss) -> float:
         """A rehearsed loss that is no number is told as one; the gradients are as they are."""

@@ -9,22 +9,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden, StoreFull
+from infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden, StoreFull, StoreHung
 from infra.multipart.client import Part
 from infra.multipart.requests import Buffer
 from infra.multipart.throttle import Throttle
+from infra.store.folder import ABANDONABLE, UNFINISHED, sync_folders
 
-# obstore leaves names of this kind out of its listings: they are its own unfinished files, too.
-_UNFINISHED = re.compile(r".+#\d+")
 _BLOCK = 4096
 _SMALLEST_DIRECT = 2**20
+_SHORTEST_SECONDS = 0.05
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
@@ -37,6 +37,17 @@ class _File:
     unfinished: Path
     cached: int
     direct: int | None
+    hung: bool = False  # an abandoned call may still use the descriptors, which are therefore never closed
+
+    def run(self, call: Callable[[], None], seconds: float) -> None:
+        """Raises StoreHung when `call` does not come back in time; nothing more is written to this file then."""
+        if self.hung:
+            raise StoreError(f"put {self.path}: an operation on this file hangs")
+        try:
+            ABANDONABLE.run(call, seconds, f"put {self.path}")
+        except StoreHung:
+            self.hung = True
+            raise
 
     def close(self) -> None:
         os.close(self.cached)
@@ -54,56 +65,65 @@ class FolderSink:
     def begin(self, key: str, size: int, *, parts: int, seconds: float) -> _File:
         path = self._root / key
         unfinished = path.with_name(f"{path.name}#{os.getpid()}")
-        with _told(f"put {path}"):
+
+        def opened() -> _File:
             path.parent.mkdir(parents=True, exist_ok=True)
-            cached = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        direct = None
-        if size >= _SMALLEST_DIRECT and hasattr(os, "O_DIRECT"):
-            with contextlib.suppress(OSError):
-                direct = os.open(unfinished, os.O_WRONLY | os.O_DIRECT)
-        return _File(path, unfinished, cached, direct)
+            cached = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
+            direct = None
+            if size >= _SMALLEST_DIRECT and hasattr(os, "O_DIRECT"):
+                with contextlib.suppress(OSError):
+                    direct = os.open(unfinished, os.O_WRONLY | os.O_DIRECT)
+            return _File(path, unfinished, cached, direct)
+
+        with _told(f"put {path}"):
+            return ABANDONABLE.run(opened, seconds, f"put {path}")
 
     def put_part(self, begun: _File, number: int, start: int, body: Buffer, crc: int, *, seconds: float) -> Part:
-        view = memoryview(body).cast("B")
+        view, end = memoryview(body).cast("B"), time.monotonic() + seconds
         step = self._throttle.slice_bytes or max(len(view), 1)
         step = -(-step // _BLOCK) * _BLOCK
         with _told(f"put {begun.path}"):
             for at in range(0, len(view), step):
                 piece = view[at : at + step]
                 self._throttle.take(len(piece))
-                _write(begun, piece, start + at)
+                begun.run(partial(_write, begun, piece, start + at), max(end - time.monotonic(), _SHORTEST_SECONDS))
         return Part(number, "", None)
 
     def finish(
         self, begun: _File, parts: Sequence[Part], crcs: Sequence[int], whole: int, *, seconds: float
     ) -> int | None:
-        with _told(f"put {begun.path}", otherwise=StoreError):  # a failed sync is not cured by another
+        def finished() -> None:
             os.fsync(begun.cached)
             os.replace(begun.unfinished, begun.path)
-            folder = begun.path.parent
-            _sync_folder(folder)
-            while folder not in (self._root, folder.parent):
-                folder = folder.parent
-                _sync_folder(folder)
+            sync_folders(begun.path.parent, self._root)
+
+        with _told(f"put {begun.path}", otherwise=StoreError):  # a failed sync is not cured by another
+            begun.run(finished, seconds)
             begun.close()
         return None
 
     def abort(self, begun: _File, *, seconds: float) -> None:
         with _told(f"abort {begun.path}"):
-            begun.unfinished.unlink(missing_ok=True)
-            begun.close()
+            ABANDONABLE.run(lambda: begun.unfinished.unlink(missing_ok=True), seconds, f"abort {begun.path}")
+            if not begun.hung:
+                begun.close()
 
     def size(self, key: str, *, seconds: float) -> tuple[int, int | None]:
-        with _told(f"head {self._root / key}"):
-            return (self._root / key).stat().st_size, None
+        path = self._root / key
+        with _told(f"head {path}"):
+            return ABANDONABLE.run(lambda: path.stat().st_size, seconds, f"head {path}"), None
 
     def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
         now, swept = time.time(), []
-        with _told(f"sweep {self._root / prefix}"):
+
+        def sweep_all() -> None:
             for path in (self._root / prefix).rglob("*#*"):
-                if _UNFINISHED.fullmatch(path.name) and now - path.stat().st_mtime > older_than_seconds:
+                if UNFINISHED.fullmatch(path.name) and now - path.stat().st_mtime > older_than_seconds:
                     path.unlink(missing_ok=True)
                     swept.append(str(path.relative_to(self._root)))
+
+        with _told(f"sweep {self._root / prefix}"):
+            ABANDONABLE.run(sweep_all, seconds, f"sweep {self._root / prefix}")
         return swept
 
 
@@ -116,7 +136,7 @@ def _write(file: _File, data: memoryview, start: int) -> None:
         except OSError as error:
             if error.errno != errno.EINVAL:  # memory or disk that is aligned otherwise: through the cache then
                 raise
-    while data:
+    while data and not file.hung:
         written = os.pwrite(file.cached, data, start)
         data, start = data[written:], start + written
 
@@ -142,11 +162,3 @@ class _told:  # noqa: N801 - reads as a phrase
         if error.errno in _FORBIDDEN:
             raise StoreForbidden(f"{words}; fix: the folder's owner and permissions") from error
         raise self._otherwise(words) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -68,10 +68,12 @@ def _told(operation: str, uri: str, error: BaseException) -> StoreError:
     text = str(error)
     what = f"{operation} {uri}: "
     if uri.startswith("s3://"):
-        kind, words = _remote(operation, uri, text, isinstance(error, NotFoundError | FileNotFoundError))
+        kind, words = _remote(
+            operation, uri, text, isinstance(error, NotFoundError | FileNotFoundError | NotADirectoryError)
+        )
         return kind(what + words)
     number = error.errno if isinstance(error, OSError) and error.errno else _system_number(text)
-    kind, words = _local(number, text, isinstance(error, NotFoundError | FileNotFoundError))
+    kind, words = _local(number, text, isinstance(error, NotFoundError | FileNotFoundError | NotADirectoryError))
     return kind(what + words)
 
 

@@ -1,28 +1,30 @@
 """The store itself: the same few operations on a local folder and on a bucket.
 
 A `put` that returned is durable: on S3 by the service's promise, locally by fsync of the file and its folders.
+Every operation ends within its deadline, on a bucket and on a folder whose file system hangs (`infra.store.folder`).
 Keys of data, indexes and commits are never overwritten; reports are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
-from obstore.store import LocalStore
 
 from infra.errors import ObjectNotFound, StoreError, StoreMisconfigured
-from infra.store.durable import sync_file, write_private
 from infra.store.faults import translated
+from infra.store.folder import ABANDONABLE, Folder
 from infra.store.s3 import open_bucket, split_uri
 
 Buffer = bytes | bytearray | memoryview
 
+T = TypeVar("T")
 _PAGE = 1000  # keys that S3 lists at once
+_SLOWEST_BYTES_PER_SECOND = 10e6  # of a folder's disk: a large object is given so much more time
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,12 @@ class ObjectMeta:
 class Store:
     """Keys are relative to the store's root, parts joined by "/". Not fork-safe: open one per process."""
 
-    def __init__(self, backend: Any, uri: str, root: Path | None, prefix: str = "") -> None:
+    def __init__(
+        self, backend: Any, uri: str, root: Path | None, prefix: str = "", *, request_seconds: float = 60.0
+    ) -> None:
         self._backend = backend
         self._root = root
+        self.request_seconds = request_seconds
         self._prefix = prefix.strip("/")
         self.uri = uri.rstrip("/")
 
@@ -48,22 +53,31 @@ class Store:
         """Open a folder (created when missing) or ``s3://bucket/prefix``. No request is made yet.
 
         request_timeout_seconds bounds each request, its retries included; a large put and a long listing are several.
+        In a folder each operation is one request, and a large object has 1 s more for each 10 MB.
         Credentials, region and endpoint come from where every AWS tool finds them (`infra.store.aws`).
         """
         if uri.startswith("s3://"):
             bucket, prefix = split_uri(uri)
-            return cls(open_bucket(bucket, request_timeout_seconds), f"s3://{bucket}", None).sub(prefix)
+            opened = open_bucket(bucket, request_timeout_seconds)
+            return cls(opened, f"s3://{bucket}", None, request_seconds=request_timeout_seconds).sub(prefix)
         if "://" in uri and not uri.startswith("file://"):
             raise StoreMisconfigured(f"store {uri!r}: unknown kind; fix: a folder or s3://bucket/prefix")
-        root = Path(uri.removeprefix("file://")).expanduser().resolve()
-        with translated("open", str(root)):
+        given = Path(uri.removeprefix("file://")).expanduser()
+
+        def made() -> Path:
+            root = given.resolve()
             root.mkdir(parents=True, exist_ok=True)
-            return cls(LocalStore(root), str(root), root)
+            return root
+
+        with translated("open", str(given)):
+            root = ABANDONABLE.run(made, request_timeout_seconds, f"open {given}")
+        return cls(Folder(root), str(root), root, request_seconds=request_timeout_seconds)
 
     def sub(self, prefix: str) -> Store:
         """The same store, seen from below `prefix`."""
         below = prefix.strip("/")
-        return Store(self._backend, f"{self.uri}/{below}" if below else self.uri, self._root, self._full(below))
+        uri = f"{self.uri}/{below}" if below else self.uri
+        return Store(self._backend, uri, self._root, self._full(below), request_seconds=self.request_seconds)
 
     def put(self, key: str, data: Buffer, *, tags: Mapping[str, str] | None = None, private: bool = False) -> None:
         """Write the whole object and make it durable. Raises StoreError.
@@ -71,14 +85,12 @@ class Store:
         tags: for a bucket's lifecycle rules; a folder, and a store that is not Amazon's, goes without. private: in a
         folder only this user may read it.
         """
+        view, full = memoryview(data).cast("B"), self._full(key)
         with self._translated("put", key):
-            if private and self._root is not None:
-                write_private(self._root / self._full(key), data)
-                sync_file(self._root / self._full(key), self._root)
-                return
-            obstore.put(self._backend, self._full(key), memoryview(data).cast("B"), tags=dict(tags) if tags else None)
             if self._root is not None:
-                sync_file(self._root / self._full(key), self._root)
+                self._local("put", key, lambda: self._backend.put(full, view, private=private), size=len(view))
+            else:
+                obstore.put(self._backend, full, view, tags=dict(tags) if tags else None)
 
     def create(self, key: str, data: Buffer) -> bool:
         """Write an object only if there is none under the key, and make it durable. False: there is one already.
@@ -87,11 +99,15 @@ class Store:
         before instead. There, and in services that check it before they write (OpenStack Swift), two writers at the
         same moment may both succeed, and the later one's content stays.
         """
+        view, full = memoryview(data).cast("B"), self._full(key)
         try:
             with self._translated("put", key):
-                obstore.put(self._backend, self._full(key), memoryview(data).cast("B"), mode="create")
+                if self._root is not None:
+                    self._local("put", key, lambda: self._backend.put(full, view, create=True), size=len(view))
+                else:
+                    obstore.put(self._backend, full, view, mode="create")
         except StoreError as error:
-            if isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
+            if isinstance(error.__cause__, AlreadyExistsError | PreconditionError | FileExistsError):
                 return self.get(key) == bytes(data)  # a retry whose first try arrived finds its own object
             if not _is_condition_unsupported(error.__cause__):
                 raise
@@ -99,22 +115,27 @@ class Store:
                 return False
             self.put(key, data)
             return True
-        if self._root is not None:
-            with self._translated("put", key):
-                sync_file(self._root / self._full(key), self._root)
         return True
 
     def get(self, key: str) -> bytes:
         """The whole object. Raises ObjectNotFound or StoreError."""
+        full = self._full(key)
         with self._translated("get", key):
-            return bytes(obstore.get(self._backend, self._full(key)).bytes())
+            if self._root is not None:
+                size, _ = self._local("get", key, lambda: self._backend.head(full))
+                return self._local("get", key, lambda: self._backend.get(full), size=size)
+            return bytes(obstore.get(self._backend, full).bytes())
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """`length` bytes from `start`. A shorter object raises StoreError, so that truncation is never silent."""
         if length == 0:
             return b""
+        full = self._full(key)
         with self._translated("get", key):
-            data = bytes(obstore.get_range(self._backend, self._full(key), start=start, length=length))
+            if self._root is not None:
+                data = self._local("get", key, lambda: self._backend.get_range(full, start, length), size=length)
+            else:
+                data = bytes(obstore.get_range(self._backend, full, start=start, length=length))
         if len(data) != length:
             raise StoreError(f"get {self.uri}/{key}: {len(data)} bytes at {start}, expected {length}: truncated")
         return data
@@ -122,8 +143,11 @@ class Store:
     def head(self, key: str) -> ObjectMeta | None:
         """Size and time of an object, or None when there is none."""
         try:
+            full = self._full(key)
             with self._translated("head", key):
-                return self._meta(obstore.head(self._backend, self._full(key)))
+                if self._root is not None:
+                    return ObjectMeta(key.strip("/"), *self._local("head", key, lambda: self._backend.head(full)))
+                return self._meta(obstore.head(self._backend, full))
         except ObjectNotFound:
             return None
 
@@ -155,8 +179,12 @@ class Store:
     def delete(self, key: str) -> None:
         """Remove an object; one that is already gone is no error."""
         try:
+            full = self._full(key)
             with self._translated("delete", key):
-                obstore.delete(self._backend, self._full(key))
+                if self._root is not None:
+                    self._local("delete", key, lambda: self._backend.delete(full))
+                else:
+                    obstore.delete(self._backend, full)
         except ObjectNotFound:
             pass
 
@@ -166,10 +194,19 @@ class Store:
 
     def _given(self, prefix: str, after: str) -> Iterator[list[ObjectMeta]]:
         """As the store lists them."""
-        offset = self._full(after) if after else None
+        offset, full = self._full(after) if after else None, self._full(prefix)
         with self._translated("list", prefix):
+            if self._root is not None:
+                found = self._local("list", prefix, lambda: self._backend.list(full, offset or ""))
+                cut = len(self._prefix) + 1 if self._prefix else 0
+                yield [ObjectMeta(key[cut:], size, modified) for key, size, modified in found]
+                return
             for batch in obstore.list(self._backend, self._full(prefix) or None, offset=offset, chunk_size=_PAGE):
                 yield [self._meta(item) for item in batch]
+
+    def _local(self, operation: str, key: str, call: Callable[[], T], *, size: int = 0) -> T:
+        seconds = self.request_seconds + size / _SLOWEST_BYTES_PER_SECOND
+        return ABANDONABLE.run(call, seconds, f"{operation} {self.uri}/{key}")
 
     def _full(self, key: str) -> str:
         key = key.strip("/")

@@ -114,6 +114,16 @@ class Checkpointer:
         return self._flights.durable
 
     @property
+    def failed_step(self) -> int | None:
+        """The step that this rank was last asked to save, where that failed; for the other ranks, see `abandon`."""
+        self._flights.drain()
+        return self._flights.failed_step
+
+    def abandon(self, step: int) -> None:
+        """Another rank failed to save `step`, so that it becomes no commit: do not await it until its deadline."""
+        self._flights.abandon(step)
+
+    @property
     def upload_cost(self) -> UploadCost:
         """Of this rank's uploads so far."""
         return self._flights.cost

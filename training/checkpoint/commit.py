@@ -120,12 +120,19 @@ def find_commit(store: Store, save: Save) -> Attempt | None:
     return None
 
 
-def await_commit(store: Store, save: Save, deadline: Deadline, *, foreign_first: bool = False) -> Attempt:
+def await_commit(
+    store: Store,
+    save: Save,
+    deadline: Deadline,
+    *,
+    foreign_first: bool = False,
+    given_up: Callable[[], bool] = lambda: False,
+) -> Attempt:
     """Look until `save` is committed, committing it when that falls to us, and until it is listed.
 
     Starts find commits by listing them: one that is told of before it is listed could be missed by the next start.
-    foreign_first: begin with whether somebody else has committed it. Raises CheckpointError at the deadline, naming
-    the ranks whose index is missing and the last error of the store.
+    foreign_first: begin with whether somebody else has committed it. given_up: there is no use in waiting any longer.
+    Raises CheckpointError at the deadline, naming the ranks whose index is missing and the last error of the store.
     """
     watch = CommitWatch(store, save)
     attempt, cause = Attempt(None, 0, []), ""
@@ -139,7 +146,7 @@ def await_commit(store: Store, save: Save, deadline: Deadline, *, foreign_first:
             cause = f"; {attempt.cause}" if attempt.cause else ""
         except StoreError as error:
             cause = f"; last error: {error}"
-        if deadline.remaining_seconds <= pause:
+        if deadline.remaining_seconds <= pause or (attempt.commit is None and given_up()):
             break
         time.sleep(pause)
     if attempt.commit is not None:

@@ -62,10 +62,12 @@ class Flights:
         self.durable: tuple[int, float] | None = None
         self._failures = 0
         self._superseded: str | None = None
+        self._abandoned: int | None = None
         self._no_room = False
         self.last: Flight | None = None
         self.last_commit: CommitRef | None = None
         self.last_failure: str | None = None
+        self.failed_step: int | None = None
         self.cost = UploadCost(0, 0.0, 0.0)
 
     @property
@@ -107,6 +109,13 @@ class Flights:
                 self.uploader.give_up()
                 seconds = self._under_way.deadline.seconds
                 self._failed(f"rank {self._rank}: its uploader gave no answer within {seconds:g} s and was ended")
+
+    def abandon(self, step: int) -> None:
+        """Another rank failed to save `step`: its commit is awaited 2 s longer, and not until the deadline."""
+        self.drain()
+        if self._under_way is not None and self._under_way.save.step == step != self._abandoned:
+            self._abandoned = step
+            self.uploader.tell({"command": "abandon", "step": step})
 
     def drain(self) -> None:
         """Hear what was answered so far."""
@@ -187,7 +196,7 @@ class Flights:
             self._failed(f"rank {self._rank}: its uploader ended with exit code {answer['exit_code']}")
 
     def _done(self, step: int) -> None:
-        self._failures, self.last_failure, self._no_room = 0, None, False
+        self._failures, self.last_failure, self.failed_step, self._no_room = 0, None, None, False
         if self._under_way is not None and self._under_way.save.step == step:
             self._under_way = None
 
@@ -198,7 +207,7 @@ class Flights:
         if step == under_way:  # a late failure of an earlier save leaves the present one under way
             self._under_way = None
         self._failures += 1
-        self.last_failure = message
+        self.last_failure, self.failed_step = message, step
         self._warn(message)
         self._emit(COMMIT_FAILED, step=step, message=message)
 

@@ -15,9 +15,10 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.errors import ObjectNotFound, StoreError
+from infra.errors import ObjectNotFound, StoreError, StoreHung
 from infra.ranges import read_blocks
 from infra.store import Store
+from infra.store.folder import ABANDONABLE
 from training.checkpoint.checksum import digits, sum_of_pieces
 from training.checkpoint.chunks import ChunkRead, Wanted, plan_chunks
 from training.checkpoint.deadline import HOPELESS, Deadline, pauses
@@ -147,7 +148,12 @@ class VerifiedReader:
         deadline = Deadline(_PATIENCE_SECONDS)
         for tries, pause in enumerate(pauses(first_seconds=0.05), start=1):
             try:
-                return self._fetch_local(data, chunk) if self._local else self._fetch_remote(data, chunk)
+                if not self._local:
+                    return self._fetch_remote(data, chunk)
+                what = f"get {self._store.uri}/{data.key}"
+                return ABANDONABLE.run(lambda: self._fetch_local(data, chunk), self._store.request_seconds, what)
+            except StoreHung:  # the abandoned read may fill this memory at any time: another process tries again
+                raise
             except StoreError as error:
                 found = self._judged(data, error)
                 if found is not error or isinstance(error, HOPELESS) or tries == _TRIES:

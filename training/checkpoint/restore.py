@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.optim import Optimizer
 
-from infra.errors import InfraError, StoreAway, StoreError
+from infra.errors import InfraError, StoreAway, StoreError, StoreHung
 from infra.layout import quarantine_key
 from infra.store import Store
 from training.checkpoint.checksum import seal
@@ -219,7 +219,8 @@ def _attempt(
         about = {"object_key": error.object_key, "chunk": error.chunk}
         return None, _Verdict(kind=kind, reason=str(error), node=own.node, **about)
     except Exception as error:
-        kind = _MISMATCH if isinstance(error, CommitMismatch) else _AWAY if isinstance(error, StoreAway) else _ERROR
+        away = isinstance(error, StoreAway) and not isinstance(error, StoreHung)  # this process reads no more then
+        kind = _MISMATCH if isinstance(error, CommitMismatch) else _AWAY if away else _ERROR
         reason = str(error) if isinstance(error, CheckpointError | InfraError) else repr(error)
         return None, _Verdict(kind=kind, reason=reason, node=own.node)
 

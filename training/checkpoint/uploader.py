@@ -7,6 +7,7 @@ It is started, not forked, imports no torch, and takes one JSON command per line
     {"command": "save",  "slab", "length", "layout", "items", "common", "save", "data_key", "seconds",
                          "retention", "upload": {"bytes_per_second", "deadline_seconds", "chunk_bytes"}}
     {"command": "await", "save", "seconds"}       until that save is committed, by whomever
+    {"command": "abandon", "step"}                another rank failed to save it: do not await its commit any longer
     {"command": "hurry"}                          lift the cap on bandwidth, of the save under way too
     {"command": "finish"}                         end after what was asked before
 
@@ -27,6 +28,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from infra.errors import InfraError, StoreFull
@@ -48,6 +50,7 @@ _DATA_SHARE = 0.9
 _CHUNKS_PER_PART = 2
 _SWEEP_EVERY_SECONDS, _SWEEP_SECONDS = 600.0, 5.0  # the next save may be waiting
 _SECONDS_TO_MAKE_ROOM = 2.0
+_ABANDONED_SECONDS = 2.0
 _YOUNGEST_SWEPT_SECONDS = 900.0  # another generation's save may have been given more time than ours
 
 
@@ -87,7 +90,8 @@ class Uploader:
         try:
             store = self._opened(deadline)
             if command["command"] == "await":
-                _committed(save, await_commit(store, save, deadline, foreign_first=True))
+                given_up = self._commands.abandoned(save.step)
+                _committed(save, await_commit(store, save, deadline, foreign_first=True, given_up=given_up))
             else:
                 self._save_in_room(store, save, command, deadline)
         except GenerationSuperseded as error:
@@ -124,7 +128,7 @@ class Uploader:
         seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
         _answer("uploaded", save=save, bytes=data.size, seconds=seconds, cpu_seconds=cpu_seconds)
         if self._rank == 0:
-            _committed(save, await_commit(store, save, deadline))
+            _committed(save, await_commit(store, save, deadline, given_up=self._commands.abandoned(save.step)))
             self._retain(store, save, command["retention"])
             self._sweep(save, command["upload"]["deadline_seconds"])
         else:
@@ -201,6 +205,7 @@ class Commands:
     def __init__(self) -> None:
         self.throttle = Throttle()
         self.hurried = False
+        self._abandoned: dict[int, float] = {}  # time.monotonic() by step
         self._lines: deque[str] = deque()
         self._changed = threading.Condition()
         threading.Thread(target=self._read, name="commands", daemon=True).start()
@@ -210,6 +215,10 @@ class Commands:
             self._changed.wait_for(lambda: self._lines)
             return json.loads(self._lines.popleft())
 
+    def abandoned(self, step: int) -> Callable[[], bool]:
+        """Whether another rank failed to save the step, long enough ago for a commit that came all the same."""
+        return lambda: time.monotonic() - self._abandoned.get(step, math.inf) > _ABANDONED_SECONDS
+
     def wait(self, seconds: float) -> bool:
         """Until a command has come, but not longer. Returns whether there is one."""
         with self._changed:
@@ -217,8 +226,12 @@ class Commands:
 
     def _read(self) -> None:
         for line in sys.stdin:
-            if json.loads(line)["command"] == "hurry":
+            command = json.loads(line)
+            if command["command"] == "hurry":
                 self.hurried, self.throttle.bytes_per_second = True, None
+                continue
+            if command["command"] == "abandon":
+                self._abandoned = {command["step"]: time.monotonic()}
                 continue
             with self._changed:
                 self._lines.append(line)

@@ -15,6 +15,9 @@ from typing import Any
 
 import training
 
+_KILLED_SECONDS = 2.0  # a process in the middle of a hanging write does not die before the write ends
+_LOOK_SECONDS = 5.0
+
 
 class UploaderClient:
     """One uploader process, started again when it died or had to be given up."""
@@ -24,6 +27,7 @@ class UploaderClient:
         self._rank = rank
         self._slabs = slabs
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
         self.start()
 
@@ -45,6 +49,9 @@ class UploaderClient:
             pass_fds=self._slabs,
             env={**os.environ, "PYTHONPATH": path},
         )
+        # Lines wait in a queue, since a stopped process does not empty its pipe. Its own thread writes them.
+        self._lines = queue.SimpleQueue()
+        threading.Thread(target=_talk, args=(self._process, self._lines), name="commands", daemon=True).start()
         # Each process has a queue of its own: a late answer of one that was given up reaches nobody.
         self._answers = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(self._process, self._answers), name="uploader", daemon=True).start()
@@ -57,18 +64,13 @@ class UploaderClient:
 
     def tell(self, command: dict[str, Any]) -> None:
         """Send a command that may as well be lost with the process."""
-        with contextlib.suppress(OSError):
-            if self._process is not None:
-                self._write(command)
+        if self._process is not None:
+            self._write(command)
 
     def ask(self, command: dict[str, Any]) -> None:
         """Send a command; a process that has died is first started again."""
         self.running()
-        try:
-            self._write(command)
-        except OSError:  # it died between the look and the write
-            self.start()
-            self._write(command)
+        self._write(command)
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:
         """The next answer, or None when none came in time (0: only look)."""
@@ -78,10 +80,11 @@ class UploaderClient:
             return None
 
     def give_up(self) -> None:
-        """Kill the process; the next command starts another."""
+        """Kill the process; the next command starts another. One that the kernel does not let go is left to it."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILLED_SECONDS)
             self._process = None
 
     def close(self, grace_seconds: float) -> None:
@@ -92,14 +95,23 @@ class UploaderClient:
         try:
             self._write({"command": "finish"})
             self._process.wait(max(0.0, end - time.monotonic()))
-        except (OSError, subprocess.TimeoutExpired):
+        except subprocess.TimeoutExpired:
             pass
         self.give_up()
 
     def _write(self, command: dict[str, Any]) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        self._lines.put(json.dumps(command) + "\n")
+
+
+def _talk(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
+    """Until the process has died; `_listen` tells of that."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError, ValueError):
+        while process.poll() is None:
+            with contextlib.suppress(queue.Empty):
+                line = lines.get(timeout=_LOOK_SECONDS)
+                process.stdin.write(line)
+                process.stdin.flush()
 
 
 def _listen(process: subprocess.Popen[str], answers: queue.SimpleQueue[dict[str, Any]]) -> None:

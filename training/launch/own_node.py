@@ -34,6 +34,7 @@ from training.launch.watch import GpuCounters
 
 LOOP_SECONDS = 180.0  # that an agent's loop may stand still; all that it waits for ends sooner
 _JOIN_SECONDS = 5.0  # for a node that comes late to find the others, who wait for it as long as a start may take
+_REQUESTS_PER_START = 4  # that may hang one after the other before a start is given up
 
 
 class LoopWatchdog:
@@ -79,7 +80,8 @@ class OwnNode:
         cluster = ClusterConfig(**spec.config["cluster"])
         self.start_seconds = cluster.start_deadline_seconds
         self._gpu_check = NodeGpuCheck(cluster.device, promised=spec.promised_gpus, project_root=PROJECT_ROOT)
-        self.job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
+        limit = max(1.0, min(60.0, self.start_seconds / _REQUESTS_PER_START))
+        self.job_store = Store.open(spec.store_uri, request_timeout_seconds=limit).sub(job_prefix(spec.job))
         self.secret = StartSecret(self.job_store, spec.run, spec.attempt)
         self.host = socket.gethostname()
         self.log = NodeLog(self.job_store, self.host)

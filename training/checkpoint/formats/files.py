@@ -24,6 +24,7 @@ _WRITERS: dict[str, Callable[[Content, Path], None]] = {
 
 def read_file(path: Path, *, weights_only: bool = False) -> Content:
     """What is at `path`, whatever its kind. Raises CheckpointError."""
+    _refuse_what_is_no_file(path)
     kind = _kind_of(path)
     try:
         return {"dcp": read_dcp, "safetensors": read_safetensors, "torch": read_torch}[kind](path, weights_only)
@@ -32,6 +33,13 @@ def read_file(path: Path, *, weights_only: bool = False) -> Content:
     except Exception as error:  # each library has exceptions of its own for what it cannot read
         cause = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{path}: cannot be read as {kind}: {type(error).__name__}: {cause}") from error
+
+
+def _refuse_what_is_no_file(path: Path) -> None:
+    """A FIFO would be waited for without end. Raises CheckpointError."""
+    for one in [path, *(path.iterdir() if path.is_dir() else ())]:
+        if one.exists() and not (one.is_file() or one.is_dir()):
+            raise CheckpointError(f"{one}: is no regular file")
 
 
 def write_file(content: Content, path: Path, kind: str) -> None:

@@ -102,17 +102,27 @@ class Retention:
         traced = trace_lineage(store)
         pinned = {meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in store.list("pins")}
         reachable = [found.ref for found in traced if found.unreachable_because is None]
-        whole = [kept for ref in reachable if (kept := self._kept(store, ref, policy, pinned)) is not None]
+        for ref in reachable:
+            self._manifest(store, ref)
+        saves = {self._save(ref) for ref in reachable if ref.sha256 in pinned} - {None}
+        pinned |= {ref.sha256 for ref in reachable if self._save(ref) in saves}
+        first: dict[tuple[str, int], str] = {}  # of two records of one save the first stands for both: one data
+        whole = []
+        for ref in reachable:
+            kept = self._kept(store, ref, policy, pinned)
+            if kept is not None and first.setdefault(self._save(ref), ref.sha256) == ref.sha256:
+                whole.append(kept)
         if not whole:
             return Choice({}, {})
         reasons = choose(whole, with_room(whole, policy) if full else policy)
-        keep = {ref: reasons[ref.sha256] for ref in reachable if ref.sha256 in reasons}
+        needed = {save for save, sha256 in first.items() if sha256 in reasons}
+        keep = {ref: reasons[first[self._save(ref)]] for ref in reachable if self._save(ref) in needed}
         oldest_needed = len(whole[: policy.keep_last])
         delete: dict[CommitRef, str | None] = {}
         counted, sound = 0, {kept.sha256 for kept in whole}
         for ref in reachable:
-            if ref.sha256 in sound:
-                counted += 1
+            if ref in keep or self._save(ref) in first:
+                counted += ref.sha256 in sound
                 if ref not in keep:
                     delete[ref] = self._generation(store, ref)
             elif counted >= oldest_needed and ref.sha256 not in pinned:  # torn, and enough whole ones are newer
@@ -120,8 +130,15 @@ class Retention:
         for ref in self._stale(store, traced, policy.orphan_seconds):
             if ref.sha256 not in pinned:
                 delete[ref] = self._generation(store, ref)
+                if self._save(ref) in needed:  # only the record goes: its data is that of a commit that is kept
+                    delete[ref] = None
         # The oldest first: when time runs out, what is left is still one unbroken newest part.
         return Choice(keep, dict(sorted(delete.items(), key=lambda item: (item[0].step, item[0].generation))))
+
+    def _save(self, ref: CommitRef) -> tuple[str, int] | None:
+        """Generation and step, which the keys of the data are made of; None where the manifest cannot be read."""
+        manifest = self._manifests.get(ref.sha256)
+        return None if manifest is None else (manifest.save.generation, manifest.save.step)
 
     def _kept(self, store: Store, ref: CommitRef, policy: RetentionPolicy, pinned: set[str]) -> Kept | None:
         """None for a commit that is torn: its manifest does not read well, or a data object is not of its size. Bytes

@@ -1,0 +1,254 @@
+"""A folder as an object store, each operation of which can be abandoned.
+
+A call into a file system that hangs (NFS, FUSE) cannot be interrupted. So each operation runs in a daemon thread and is
+left there when its time is over; a process never waits for it, and can still end. Files are opened without blocking and
+must be regular: a FIFO or a device in the place of an object is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import queue
+import re
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from infra.errors import StoreError, StoreHung
+
+T = TypeVar("T")
+# Unfinished files of this module, of `infra.multipart.folder`, and of obstore, which wrote folders before.
+UNFINISHED = re.compile(r".+#\d+")
+_MOST_ABANDONED = 64
+_IDLE_SECONDS = 10.0
+_LONGEST_PATH = 4096
+
+
+class Abandonable:
+    """Runs calls in daemon threads that are used again. A call that does not come back keeps its thread for itself."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Thread] = []
+        self._lock = threading.Lock()
+        self._abandoned = 0
+        self._pid = os.getpid()
+
+    def run(self, call: Callable[[], T], seconds: float, what: str) -> T:
+        """What `call` returns or raises. Raises StoreHung when it has not come back within `seconds`."""
+        if self._pid != os.getpid():  # after a fork there are no threads here
+            self.__init__()
+        with self._lock:
+            if self._abandoned >= _MOST_ABANDONED:
+                raise StoreHung(
+                    f"{what}: not tried: {self._abandoned} operations on this machine's folders hang already"
+                )
+            thread = self._idle.pop() if self._idle else None
+        task = _Task(call)
+        if thread is None or not thread.take(task):
+            thread = _Thread()
+            thread.take(task)
+        if not task.done.wait(max(seconds, 0.0)) and self._abandon(task):
+            raise StoreHung(
+                f"{what}: no answer from the file system within {seconds:.3g} s; "
+                "fix: look at the mount (NFS, FUSE) or the disk, or use another store"
+            )
+        with self._lock:
+            self._idle.append(thread)
+        if task.error is not None:
+            raise task.error
+        return task.result
+
+    def _abandon(self, task: _Task) -> bool:
+        """False where it was done just now."""
+        with self._lock:
+            if task.done.is_set():
+                return False
+            self._abandoned += 1
+            task.came_back = self._came_back
+        return True
+
+    def _came_back(self) -> None:
+        with self._lock:
+            self._abandoned -= 1
+
+
+class _Task:
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+        self.done = threading.Event()
+        self.result: object = None
+        self.error: BaseException | None = None
+        self.came_back: Callable[[], None] | None = None
+
+
+class _Thread:
+    """Ends when nothing has come for a while, or after a call that was abandoned."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._ended = False
+        threading.Thread(target=self._work, name="folder", daemon=True).start()
+
+    def take(self, task: _Task) -> bool:
+        with self._lock:
+            if not self._ended:
+                self._tasks.put(task)
+            return not self._ended
+
+    def _work(self) -> None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    self._ended = self._tasks.empty()
+                if self._ended:
+                    return
+                continue
+            try:
+                task.result = task.call()
+            except BaseException as error:
+                task.error = error
+            task.done.set()
+            if task.came_back is not None:
+                task.came_back()
+                return
+            del task
+
+
+ABANDONABLE = Abandonable()  # one for the process: what hangs is counted over all stores
+
+
+def open_regular(path: Path | str) -> int:
+    """A descriptor for reading. Raises StoreError for what is no regular file, without waiting for a FIFO's writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StoreError(f"{path}: is no regular file; fix: remove it")
+    return descriptor
+
+
+class Folder:
+    """Objects below `root`, by their full keys. Raises OSError; the caller sets the deadline."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def put(self, key: str, data: memoryview, *, create: bool = False, private: bool = False) -> None:
+        """Durable when it returns: the file, and each folder up to the root.
+
+        create: raise FileExistsError where there is an object already. private: only this user may read it.
+        """
+        path = self._path(key)
+        path.parent.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}#{os.getpid()}{threading.get_ident()}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        descriptor = os.open(unfinished, flags, 0o600 if private else 0o666)
+        try:
+            try:
+                while data:
+                    data = data[os.write(descriptor, data) :]
+                if create:
+                    os.link(unfinished, path)
+                    unfinished.unlink()
+                else:
+                    os.replace(unfinished, path)  # before the sync, which then writes the name too, and once
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+        sync_folders(path.parent, self.root)
+
+    def get(self, key: str) -> bytes:
+        with os.fdopen(open_regular(self._path(key)), "rb") as file:
+            return file.read()
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        with os.fdopen(open_regular(self._path(key)), "rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+    def head(self, key: str) -> tuple[int, float]:
+        """Size and Unix time. Raises FileNotFoundError for what is no regular file."""
+        found = self._path(key).stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(key))
+        return found.st_size, found.st_mtime
+
+    def delete(self, key: str) -> None:
+        self._path(key).unlink()
+
+    def list(self, prefix: str, after: str) -> list[tuple[str, int, float]]:
+        """(key, size, time) of all files below the folder `prefix` whose keys come after `after`.
+
+        Passed over: unfinished files, names that are not UTF-8, which no key of ours is, and links that lead nowhere or
+        in a circle. Raises OSError where a folder cannot be read: a listing is whole, or none.
+        """
+        try:
+            return [found for found in self._walk(prefix) if found[0] > after]
+        except FileNotFoundError:
+            return [found for found in self._walk(prefix) if found[0] > after] if self._path(prefix).exists() else []
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, int, float]]:
+        top = self._path(prefix)
+        if not top.is_dir():
+            return
+        pending = [(str(top), prefix, frozenset[tuple[int, int]]())]
+        while pending:
+            folder, below, above = pending.pop()
+            about = os.stat(folder)
+            identity = about.st_dev, about.st_ino
+            if identity in above:  # a link that leads back up
+                continue
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    name = entry.name
+                    if UNFINISHED.fullmatch(name) or not _is_utf8(name):
+                        continue
+                    key = f"{below}/{name}" if below else name
+                    try:
+                        found = entry.stat()
+                    except OSError as error:
+                        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):  # gone meanwhile, or a dead link
+                            continue
+                        raise
+                    if stat.S_ISDIR(found.st_mode):
+                        if len(key) < _LONGEST_PATH:
+                            pending.append((entry.path, key, above | {identity}))
+                    elif stat.S_ISREG(found.st_mode):
+                        yield key, found.st_size, found.st_mtime
+
+    def _path(self, key: str) -> Path:
+        parts = key.split("/") if key else []
+        if any(part in ("", ".", "..") for part in parts):
+            raise StoreError(f"{self.root}/{key}: is not a key")
+        return self.root.joinpath(*parts)
+
+
+def sync_folders(folder: Path, root: Path) -> None:
+    """fsync each folder up to `root`: a name is durable only when its folder is."""
+    while True:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if folder == root or folder == folder.parent:
+            return
+        folder = folder.parent
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
