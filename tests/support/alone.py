@@ -8,7 +8,7 @@ from pathlib import Path
 from infra.config.schema import RunConfig
 from training.gang import Gang
 from training.position import Ending
-from training.standalone import parse_arguments, share_spec
+from training.standalone import parse_arguments, release_job, share_spec
 from training.worker import run_rank
 
 
@@ -23,5 +23,6 @@ def run_alone(config: RunConfig, job: str) -> Ending:
     try:
         return run_rank(share_spec(parse_arguments([str(path), "--job", job]), Gang()), Gang())
     finally:
+        release_job()
         for number, handler in kept.items():
             signal.signal(number, handler)
