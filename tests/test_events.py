@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from infra.layout import event_key
 from infra.outcome import Outcome
 from infra.store import Store
 from tests.support.timelines import event as made_event
+from tests.test_ledger import gang_with_phases_emitted_together
 from tests.test_report import interrupted_job
 
 ORIGIN = Origin(job="test", generation=1, rank=0)
@@ -182,12 +183,12 @@ def test_what_came_before_a_save_is_put_with_it(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
-def sealed_job(folder: Path) -> None:
-    """A job of two generations as its agents, ranks and flow steps seal it, a few events to a segment; its report."""
+def sealed_job(folder: Path, events: Sequence[Event] | None = None) -> None:
+    """A job as its agents, ranks and flow steps seal it, a few events to a segment, and its report."""
     store = Store.open(str(folder))
     writers: dict[Origin, EventLog] = {}
     steps = {"preflight": "preflight", "plan": "plan", "prepared": "prepare"}
-    for number, one in enumerate(interrupted_job()):
+    for number, one in enumerate(events or interrupted_job()):
         process = "agent" if one.generation else steps[one.name]
         where = {"job": one.job, "run": one.run, "attempt": one.attempt, "generation": one.generation}
         origin = Origin(**where, node=one.node, rank=one.rank, process=process)
@@ -228,6 +229,22 @@ def test_no_single_bit_flip_changes_the_ledger_in_silence(tmp_path: Path) -> Non
         said += bool(damage)
         path.write_bytes(content)
     assert said == 250, "each byte is under a checksum"
+
+
+def test_a_report_is_rendered_whichever_event_a_bit_flip_destroys(tmp_path: Path, capsys) -> None:
+    sealed_job(tmp_path, gang_with_phases_emitted_together())
+    destroyed = 0
+    for path in sorted(tmp_path.rglob("events/000001/*.jsonl")):
+        content, at = path.read_bytes(), 0
+        for line in content.split(b"\n")[:-2]:
+            if b'"name":"node_' in line or b'"startup"' in line:
+                path.write_bytes(content[: at + 10] + bytes([content[at + 10] ^ 1]) + content[at + 11 :])
+                assert cost_main(["report", str(tmp_path)]) == 0, line
+                assert f"damaged: events/{path.parent.name}/{path.name}" in capsys.readouterr().out
+                destroyed += 1
+            at += len(line) + 1
+        path.write_bytes(content)
+    assert destroyed == 8, "the starts, heartbeats and ends of 2 nodes, the start-ups of 2 ranks"
 
 
 def replaced_by(kind: str) -> Callable[[Path, Path], None]:

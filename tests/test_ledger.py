@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from cost.errors import LedgerError
 from cost.jobs.commands import HEADER, as_row, table_rows
 from cost.ledger.ledger import Ledger, fold, spent_usd
+from cost.ledger.timeline import paid_nodes
 from cost.money import apportion, rounded
 from cost.report.report import build_report
-from infra.events import PHASE, STEP, Event
-from tests.support.timelines import GangLog, faulty_jobs, plan_event, timelines
+from infra.events import NODE_ENDED, NODE_STARTED, PHASE, PLAN, STEP, Event
+from tests.support.timelines import WALL, GangLog, faulty_jobs, plan_event, timelines
 
 
 def seconds_of(ledger: Ledger) -> dict[str, float]:
@@ -107,6 +108,55 @@ def test_a_node_without_an_end_is_billed_to_its_last_sign_of_life_and_says_so():
     assert seconds_of(ledger) == {"useful_step": 12.0, "startup": 8.0, "interruption": 2.5}
     assert kinds_of(ledger) == {"useful_step": "measured", "startup": "measured", "interruption": "estimated"}
     assert ledger.total_usd == Decimal("0.022500")
+
+
+def gang_with_phases_emitted_together(*, heartbeats: bool = True, ends: bool = True) -> list[Event]:
+    """Two nodes for 20 s, ranks [0] and [1]: a process start at 1 s, then start-up and restore, emitted together."""
+    gang = GangLog(1, 100.0, [[0], [1]])
+    gang.wait(6.0)
+    for rank, node in ((0, 0), (1, 1)):
+        for kind, seconds in (("startup", 3.0), ("restore", 2.0)):
+            gang.add(PHASE, 106.0, rank=rank, node=node, **{"class": kind, "seconds": seconds})
+    gang.steps(1, 4, useful_step=3.0)
+    gang.outcome("completed")
+    gang.phase("shutdown", 1.0)
+    if heartbeats:
+        gang.heartbeat(0, 10.0)
+        gang.heartbeat(1, 10.0)
+    if ends:
+        gang.ended("completed", 20.0)
+    return [plan_event(), *gang.events]
+
+
+@pytest.mark.parametrize(
+    ("heartbeats", "ends", "paid_seconds"),
+    [(True, True, 20.0), (True, False, 19.0), (False, True, 20.0), (False, False, 18.0)],
+)
+def test_a_node_whose_start_is_lost_is_billed_from_what_else_is_known(heartbeats, ends, paid_seconds):
+    """By its agent's other events it is paid as before; without any, from its first rank's process start."""
+    whole = gang_with_phases_emitted_together(heartbeats=heartbeats, ends=ends)
+    left = [event for event in whole if event.name != NODE_STARTED]
+    [node, _] = paid_nodes(left)
+    assert (node.paid_seconds, node.ranks) == (paid_seconds, [0])
+    assert node.started_wall == WALL + node.start, "the two clocks of these events differ by WALL"
+    ledger = fold(left)
+    assert ledger.total_usd == 2 * Decimal(str(paid_seconds)) / 1000
+    assert seconds_of(ledger)["useful_step"] == 24.0 and seconds_of(ledger)["restore"] == 4.0
+
+
+def test_a_log_that_lost_any_one_event_still_has_a_ledger():
+    whole = gang_with_phases_emitted_together()
+    for lost, event in enumerate(whole):
+        left = [*whole[:lost], *whole[lost + 1 :]]
+        usd = Decimal("0") if event.name == PLAN else Decimal("0.039") if event.name == NODE_ENDED else Decimal("0.04")
+        assert fold(left).total_usd == usd, event
+
+
+def test_a_node_of_which_only_the_agents_end_is_left_is_still_billed():
+    whole = gang_with_phases_emitted_together()
+    left = [event for event in whole if event.node == 0 or event.name == NODE_ENDED]
+    assert [(node.ranks, node.paid_seconds) for node in paid_nodes(left)] == [([0], 20.0), ([1], 20.0)]
+    assert fold(left).total_usd == Decimal("0.04")
 
 
 def test_two_nodes_that_end_apart_and_a_rank_that_never_spoke():

@@ -63,7 +63,7 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
     """
     by_number: dict[int, list[Event]] = {}
     for event in events:
-        if event.rank >= 0 or event.name in (GENERATION_STARTED, GENERATION_ENDED, NODE_STARTED):
+        if is_of_generation(event):
             by_number.setdefault(event.generation, []).append(event)
     numbers = sorted(by_number)
     kept = _kept_steps(by_number, running)
@@ -182,6 +182,11 @@ def _parent_generation(by_number: dict[int, list[Event]], number: int) -> int | 
 
 def _last(events: list[Event], name: str) -> Event | None:
     return next((event for event in reversed(events) if event.name == name), None)
+
+
+def is_of_generation(event: Event) -> bool:
+    """Whether the event alone shows that its generation existed: an agent's heartbeats and end do not."""
+    return event.rank >= 0 or event.name in (GENERATION_STARTED, GENERATION_ENDED, NODE_STARTED)
 
 
 def is_clock(event: Event) -> bool:

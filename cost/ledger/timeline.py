@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cost.errors import LedgerError
-from cost.ledger.generations import Generation, is_clock
+from cost.ledger.generations import Generation, is_clock, is_of_generation
 from infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, PHASE, EndReason, Event
 from infra.ledger_classes import LedgerClass
 from infra.outcome import Outcome
@@ -23,6 +23,7 @@ MACHINE_KEYS = (*_INSTANCE_KEYS, "host", "batch_job_id")
 # after the other, and a process start is known to a hundredth of a second.
 TOLERANCE_SHARE = 0.005
 TOLERANCE_SECONDS = 0.05
+_TOGETHER_SECONDS = 0.5  # between the phases that a rank emits at once, on a machine that is loaded
 
 # The time of a step that was thrown away, skipped or never completed. Its checkpoint stall keeps its class.
 _WASTED = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION)
@@ -90,14 +91,23 @@ def paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
     """Every node that was paid for, with the events of its ranks.
 
     A node's end is its `node_ended`. Without one it is billed to its last heartbeat or its ranks' last event,
-    whichever is later. Ranks without any agent are billed from their process start to their last event.
+    whichever is later. Ranks without any agent are billed from their process start to their last event. A node whose
+    `node_started` is lost began where its agent's other events put it, else where its first rank did.
     """
     grouped: dict[tuple[str, int, int, int], list[Event]] = {}
+    numbers = {event.generation for event in events if is_of_generation(event)}
     for event in events:
+        if event.generation not in numbers:
+            continue
         if event.rank >= 0 or event.name in (NODE_STARTED, NODE_HEARTBEAT, NODE_ENDED):
             grouped.setdefault((event.run, event.attempt, event.generation, event.node), []).append(event)
-    nodes = (_node(sorted(group, key=lambda event: event.t_mono)) for group in grouped.values())
-    return sorted((node for node in nodes if node is not None), key=lambda node: (node.generation, node.node))
+    found = (_node(sorted(group, key=lambda event: event.t_mono)) for group in grouped.values())
+    nodes = [node for node in found if node is not None]
+    per_node = max((len(node.ranks) for node in nodes), default=0) or 1
+    for node in nodes:
+        if not node.ranks:  # its list of ranks is lost, and none of them has an event
+            node.ranks = list(range(node.node * per_node, (node.node + 1) * per_node))
+    return sorted(nodes, key=lambda node: (node.generation, node.node))
 
 
 def rank_times(node: NodeTime, generation: Generation) -> list[RankTime]:
@@ -112,10 +122,10 @@ def _node(events: list[Event]) -> NodeTime | None:
             by_rank.setdefault(event.rank, []).append(event)
     started = next((event for event in events if event.name == NODE_STARTED), None)
     ended = next((event for event in reversed(events) if event.name == NODE_ENDED), None)
-    clocks = [event for event in events if is_clock(event)]
-    if started is None and not clocks:
+    beginning = _beginning(events, by_rank) if started is None else (started.t_mono, started.t_wall)
+    if beginning is None:
         return None
-    start = min(event.t_mono - _total(event) for event in clocks) if started is None else started.t_mono
+    start, started_wall = beginning
     signs_of_life = [event.t_mono for group in by_rank.values() for event in group]
     beats = [start + float(event.data.get("seconds", 0.0)) for event in events if event.name == NODE_HEARTBEAT]
     if ended is not None:
@@ -126,7 +136,7 @@ def _node(events: list[Event]) -> NodeTime | None:
     return NodeTime(
         generation=events[0].generation,
         node=events[0].node,
-        started_wall=(started or clocks[0]).t_wall,
+        started_wall=started_wall,
         start=start,
         end=end,
         measured=ended is not None,
@@ -134,6 +144,36 @@ def _node(events: list[Event]) -> NodeTime | None:
         events=by_rank,
         machine={} if started is None else {key: started.data[key] for key in MACHINE_KEYS if started.data.get(key)},
     )
+
+
+def _beginning(events: Sequence[Event], by_rank: Mapping[int, list[Event]]) -> tuple[float, float] | None:
+    """When a node without `node_started` began, monotonic and Unix seconds; None: no event says.
+
+    Its agent's heartbeats and its `node_ended` count seconds since then; without them it is when its first rank began.
+    """
+    told = [event for event in events if event.name in (NODE_HEARTBEAT, NODE_ENDED) and "seconds" in event.data]
+    starts = [(event.t_mono - float(event.data["seconds"]), event) for event in told]
+    if not starts:
+        clocks = ([event for event in group if is_clock(event)] for group in by_rank.values())
+        starts = [(_clock_start(mine), mine[0]) for mine in clocks if mine]
+    if not starts:
+        return None
+    start, event = min(starts, key=lambda pair: pair[0])
+    return start, event.t_wall - (event.t_mono - start)
+
+
+def _clock_start(clocks: Sequence[Event]) -> float:
+    """When a rank's first clock event that is left began, monotonic seconds.
+
+    A rank emits the phases of one stretch of time one right after the other, so that the seconds of all of them come
+    off its end, and not only those of the first.
+    """
+    start, before = clocks[0].t_mono - _total(clocks[0]), clocks[0]
+    for event in clocks[1:]:
+        if before.name != PHASE or event.name != PHASE or event.t_mono - before.t_mono > _TOGETHER_SECONDS:
+            break
+        start, before = start - _total(event), event
+    return start
 
 
 def _rank_time(node: NodeTime, rank: int, generation: Generation) -> RankTime:
@@ -152,7 +192,7 @@ def _rank_time(node: NodeTime, rank: int, generation: Generation) -> RankTime:
         seconds = {kind: _micros(value) for kind, value in _clipped(event, node, generation).items()}
         end = min(_micros(event.t_mono - node.start), paid)
         spans.append(Span(max(0, end - sum(seconds.values())), end, seconds))
-    before = clocks[0].t_mono - _total(clocks[0]) - node.start
+    before = _clock_start(clocks) - node.start
     after = node.end - clocks[-1].t_mono
     spans.insert(0, Span(0, max(0, _micros(before)), {LedgerClass.STARTUP: max(0, _micros(before))}))
     spans.append(Span(min(paid, paid - _micros(after)), paid, {tail_class: max(0, _micros(after))}))
