@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import training.launch.lines
 from infra.errors import StoreError
 from infra.layout import job_prefix
 from infra.logs.line import LONGEST_LINE_BYTES, split_lines, visible
@@ -19,6 +21,7 @@ from infra.logs.reading import read_logs
 from infra.store import Store
 from tests.support.flow import wait_until
 from tests.support.rank_logs import beat, rank_log, texts, write
+from training.launch.lines import GangLines
 from training.launch.shipping import LogShipper
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +86,7 @@ import sys
 from pathlib import Path
 from training.launch.watch.heartbeat import Beat
 from training.launch.lines import RankLog
-log = RankLog(Path(sys.argv[1]), job="job", generation=1, node=0, rank=0)
+log = RankLog(Path(sys.argv[1]), job="job", generation=1, node=0, rank=0, limit_bytes=2**26)
 while True:
     log.follow(Beat(1, 3, "forward", 0.0))
 """
@@ -136,7 +139,68 @@ def test_a_rank_that_floods_its_log_keeps_head_and_tail(tmp_path: Path) -> None:
     assert found[0] == "line 0000" and found[-1] == "line 0999" and len(found) < 130
     [gap] = [text for text in found if text.startswith("[")]
     kept = sum(len(text) + 1 for text in found if text != gap)
-    assert gap == f"[{10_000 - kept} bytes are left out here: the rank printed too much; they stand in rank-0.log]"
+    assert gap == f"[{10_000 - kept} bytes are left out here: the rank printed more than survival.rank_log_mib keeps]"
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("agent_dies", [False, True])
+def test_a_raw_log_stays_within_its_limit_and_says_how_much_is_left_out(agent_dies: bool, tmp_path: Path) -> None:
+    log, raw = rank_log(tmp_path, limit_bytes=MIB)
+    with open(raw, "ab", buffering=0) as rank:  # writes on through the same descriptor
+        for number in range(64):
+            rank.write(b"".join(b"line %06d %s\n" % (number * 700 + one, b"x" * 83) for one in range(700)))
+            log.free_middle()
+            log.follow(beat(number))
+            assert raw.stat().st_blocks * 512 <= MIB + 700 * 96 + 8192
+        rank.write(b"the last words")
+    if not agent_dies:
+        log.finish(beat(99))
+    size = raw.stat().st_size
+    assert size > 4 * MIB and raw.with_suffix(".jsonl").stat().st_size <= 4 * MIB
+    logs = read_logs([tmp_path], [])
+    found = [line.text for line in logs.lines]
+    assert found[0].startswith("line 000000 ") and found[-1] == "the last words" and not logs.notices
+    [gap] = [line for line in logs.lines if line.dropped]
+    assert (
+        gap.text == f"[{gap.dropped} bytes are left out here: the rank printed more than survival.rank_log_mib keeps]"
+    )
+    assert gap.dropped > 2 * MIB
+    assert sum(line.end - line.start for line in logs.lines) + gap.dropped == size
+    assert not any("\0" in text for text in found)
+    content = raw.read_bytes()
+    for line in logs.lines:
+        if line is not gap:
+            assert content[line.start : line.end].decode().removesuffix("\n") == line.text, "offsets stay valid"
+
+
+def test_the_records_of_empty_lines_stay_within_the_limit_too(tmp_path: Path) -> None:
+    log, raw = rank_log(tmp_path, limit_bytes=MIB // 8)
+    write(raw, b"\n" * MIB)
+    shipped = sum(len(record) + 1 for record in [*log.follow(beat(1)), *log.finish(beat(2))])
+    assert shipped == raw.with_suffix(".jsonl").stat().st_size <= 4 * MIB // 8
+    lines = read_logs([tmp_path], []).lines
+    assert sum(line.end - line.start + line.dropped for line in lines) == MIB and len(lines) > 1000
+
+
+def test_a_file_system_that_cannot_free_the_middle_is_said_once(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(training.launch.lines, "punch_hole", refuse)
+    workers = [SimpleNamespace(rank=rank, log_path=tmp_path / f"rank-{rank}.log", beat=beat(1)) for rank in (0, 1)]
+    said: list[str] = []
+    place = {"job": "job", "generation": 1, "node": 0}
+    for worker in workers:
+        write(worker.log_path, b"line\n" * (MIB // 2))
+    lines = GangLines(
+        SimpleNamespace(workers=workers), **place, limit_bytes=MIB, pass_on=lambda *_: None, say=said.append
+    )
+    lines.follow()
+    lines.finish()
+    [warning] = said
+    assert "raw logs exceed survival.rank_log_mib" in warning and "Operation not supported" in warning
 
 
 def test_a_colourful_progress_bar_is_shown_as_it_stood_last() -> None:

@@ -199,6 +199,9 @@ class SurvivalConfig(Section):
     notice_file: str = Field(
         "/tmp/spot_termination_notice", description="where Metaflow's spot monitor writes the time of termination"
     )
+    rank_log_mib: int = Field(
+        64, ge=1, description="of what a rank prints in a generation, this much is kept: the first part and the last"
+    )
 
 
 class GuardsConfig(Section):

@@ -6,9 +6,11 @@ its rank wrote on this machine, and the segments that agents carried to the stor
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,22 +140,45 @@ def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[Log
     if place is None:
         notices.append(f"{raw}: {status.st_size - begin} bytes are in no record, and whose they are is not known")
         return []
-    start = max(begin, status.st_size - _UNRECORDED_BYTES)
-    if start > begin:
-        notices.append(f"{raw}: {start - begin} bytes are in no record and not shown; they stand there")
+    found: list[LogLine] = []
+    common = {"t": utc_text(status.st_mtime), "step": None, "phase": None, **place}
     with open(raw, "rb") as log:
-        log.seek(start)
-        pieces = split_lines(log.read(_UNRECORDED_BYTES), at_end=True)
-    found = []
-    for piece, more in pieces:
-        text = piece.removesuffix(b"\n").decode(errors="replace")
-        line = LogLine(
-            t=utc_text(status.st_mtime), step=None, phase=None, text=text, start=start, end=start + len(piece),
-            more=more, **place,
-        )  # fmt: skip
-        found.append(line)
-        start = line.end
+        parts = list(_ranges(log.fileno(), begin, status.st_size))
+        if sum(end - start for start, end, is_hole in parts if not is_hole) > _UNRECORDED_BYTES:
+            start = status.st_size - _UNRECORDED_BYTES
+            notices.append(f"{raw}: {start - begin} bytes are in no record and not shown; they stand there")
+            parts = list(_ranges(log.fileno(), start, status.st_size))
+        for begin, end, is_hole in parts:
+            if is_hole:
+                text = (
+                    f"[{end - begin} bytes are left out here: the rank printed more than survival.rank_log_mib keeps]"
+                )
+                found.append(LogLine(text=text, start=begin, end=begin, dropped=end - begin, **common))
+                continue
+            for piece, more in split_lines(os.pread(log.fileno(), end - begin, begin), at_end=True):
+                text = piece.removesuffix(b"\n").decode(errors="replace")
+                found.append(LogLine(text=text, start=begin, end=begin + len(piece), more=more, **common))
+                begin += len(piece)
     return found
+
+
+def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
+    """The parts of a file between two offsets as (begin, end, whether it is a hole that an agent has made)."""
+    while start < end:
+        try:
+            data = min(end, os.lseek(descriptor, start, os.SEEK_DATA))
+        except OSError as error:  # ENXIO: nothing but a hole up to the end
+            data = end if error.errno == errno.ENXIO else start
+        if data > start:
+            yield start, data, True
+        start = data
+        if start < end:
+            try:
+                data = min(end, os.lseek(descriptor, start, os.SEEK_HOLE))
+            except OSError:
+                data = end
+            yield start, data, False
+            start = data
 
 
 def _place(raw: Path, lines: list[LogLine]) -> dict | None:

@@ -13,11 +13,14 @@ def beat(step: int, phase: str = "forward") -> Beat:
     return Beat(pid=1, step=step, phase=phase, t_mono=0.0)
 
 
-def rank_log(folder: Path, rank: int = 0, *, generation: int = 1, **limits: int) -> tuple[RankLog, Path]:
+def rank_log(
+    folder: Path, rank: int = 0, *, generation: int = 1, limit_bytes: int = 64 * 2**20, tail_bytes: int | None = None
+) -> tuple[RankLog, Path]:
     raw = folder / "logs" / f"{generation:06d}-ab" / f"rank-{rank}.log"
     raw.parent.mkdir(parents=True, exist_ok=True)
     raw.touch()
-    return RankLog(raw, job="job", generation=generation, node=rank // 2, rank=rank, **limits), raw
+    place = {"job": "job", "generation": generation, "node": rank // 2, "rank": rank}
+    return RankLog(raw, **place, limit_bytes=limit_bytes, tail_bytes=tail_bytes), raw
 
 
 def write(raw: Path, data: bytes) -> None:

@@ -51,7 +51,7 @@ class Echo:
             return
         whole = b"".join(piece for piece, _ in split_lines(data, at_end=False))
         self._passed += len(whole)
-        before, traceback, after = whole.decode(errors="replace").partition(_TRACEBACK)
+        before, traceback, after = _without_hole(whole).decode(errors="replace").partition(_TRACEBACK)
         if self._muted:
             before, after = "", before + traceback + after
         self._muted = self._muted or bool(traceback)
@@ -59,6 +59,11 @@ class Echo:
             lines = text.removesuffix("\n").split("\n") if text else []
             lines = [line for line in lines if line.startswith(prefixes)]
             write("".join(f"{visible(line)}\n" for line in self._native.remove_from(lines)))
+
+
+def _without_hole(data: bytes) -> bytes:
+    """Without the zeros that stand where the middle of a log was freed."""
+    return data.replace(b"\0", b"")
 
 
 class NativeNotes:

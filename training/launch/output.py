@@ -21,7 +21,13 @@ class GangOutput:
         if not _is_part_of_store(Path(spec.log_folder), job_store):
             self._shipper = LogShipper(job_store, generation=generation, node=spec.node, say=say)
         self._lines = GangLines(
-            group, job=spec.job, generation=generation, node=spec.node, pass_on=self._pass_on, say=say
+            group,
+            job=spec.job,
+            generation=generation,
+            node=spec.node,
+            limit_bytes=spec.survival.rank_log_mib * 2**20,
+            pass_on=self._pass_on,
+            say=say,
         )
 
     def follow(self) -> None:

@@ -61,8 +61,12 @@ class GangSpec:
     def silence_seconds(self) -> float:
         """How long another node's agent may say nothing: as long as a rank without progress is left alone, but not so
         short that a busy machine is taken for a lost one, nor so long that a lost one is paid for."""
-        floor_seconds = SurvivalConfig(**self.config.get("survival", {})).hang_floor_seconds
+        floor_seconds = self.survival.hang_floor_seconds
         return min(_LONGEST_SILENCE_SECONDS, max(_SHORTEST_SILENCE_SECONDS, floor_seconds))
+
+    @property
+    def survival(self) -> SurvivalConfig:
+        return SurvivalConfig(**self.config.get("survival", {}))
 
 
 @dataclass(frozen=True, kw_only=True)
