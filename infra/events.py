@@ -229,6 +229,7 @@ _FIELDS = {
     "data": dict,
     "v": int,
 }
+_OF_FLOW_STEPS = frozenset({PLACED, BATCH_SUBMITTED})  # their `step` is the name of a step of the flow
 _LARGEST_FLOAT, _LARGEST_INT = 1e30, 2**63
 _LARGEST_SECONDS = 1e11  # some thousand years: beyond it a time or a duration is damage
 # Ends after which every process of a generation has closed its log.
@@ -343,9 +344,9 @@ def _parse(line: Line) -> tuple[Event | None, str]:
         return None, "not JSON; the event is left out"
     if not isinstance(fields, dict):
         return None, "not an event; the line is left out"
-    problem = _mismatch(fields, _FIELDS, "") or _mismatch(
-        fields.get("data", {}), _DATA.get(fields["name"], {}), "data."
-    )
+    names_flow_step = str(fields.get("name")) in _OF_FLOW_STEPS
+    shape = _FIELDS | {"step": str} if names_flow_step else _FIELDS
+    problem = _mismatch(fields, shape, "") or _mismatch(fields.get("data", {}), _DATA.get(fields["name"], {}), "data.")
     if not problem and max(abs(fields["t_wall"]), abs(fields["t_mono"])) > _LARGEST_SECONDS:
         problem = "its time is out of range"
     try:
