@@ -122,7 +122,10 @@ def test_a_crash_loop_ends_with_its_code_its_reason_and_its_cost(tmp_path: Path)
 
 def test_runs_that_fail_without_training_anything_stop_after_three(tmp_path: Path) -> None:
     """No agent sees such a loop: each run dies before it starts one."""
-    runner = Supervised(tmp_path, environment={"METAFLOW_DATASTORE_SYSROOT_LOCAL": "/dev/null/nowhere"})
+    records = tmp_path / "records" / ".metaflow" / "TrainFlow"  # a file where Metaflow needs a folder
+    records.parent.mkdir(parents=True)
+    records.touch()
+    runner = Supervised(tmp_path, environment={"METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path / "records")})
     run = runner.run(*runner.words())
     assert run.exit_code == 6, run.output
     failed = [line for line in told(run) if line.startswith("failure ")]
