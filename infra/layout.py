@@ -8,6 +8,7 @@
                    commits/<inverted step>/<inverted generation>/<sha256 of the manifest>.json
                    quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
                    pins/<sha256>.json         verified/<sha256>.json     never to be deleted; every byte was read
+                   signatures/<sha256>.json   HMAC of the commit, where the job signs; put before the commit
                    overrides/<generation>-<rank>-<what>.json  what guards have ordered for the starts to come
                    permits/<what>/<generation>.json           what a person has allowed a start to give up
                    orders/<run>-<step>-<task>-<attempt>.json  what an attempt is told that runs on another machine
@@ -168,6 +169,11 @@ def launcher_key(number: int) -> str:
 def clock_key(name: str) -> str:
     """An object that is put for its date alone."""
     return f"clock/{name}"
+
+
+def signature_key(sha256: str) -> str:
+    """The signature of the commit with this manifest (`training.checkpoint.signing`)."""
+    return f"signatures/{sha256}.json"
 
 
 def verified_key(sha256: str) -> str:

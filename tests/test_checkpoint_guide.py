@@ -73,7 +73,7 @@ def test_the_example_runs_with_the_files_that_the_guide_names(tmp_path: Path) ->
 
 def test_every_command_of_the_guide_exists(capsys: pytest.CaptureFixture) -> None:
     commands = set(re.findall(r"python -m training checkpoints (\w+)", GUIDE)) | {"unpin"}
-    assert commands == {"list", "show", "verify", "export", "import", "pin", "unpin", "prune"}
+    assert commands == {"list", "show", "verify", "export", "import", "pin", "unpin", "prune", "sign"}
     for command in commands:
         with pytest.raises(SystemExit) as ended:
             checkpoints([command, "--help"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,27 @@ import pytest
 import torch
 from torch import nn
 
+from infra.checks.environment import check_signing_key
+from infra.config.rules import violations
+from infra.config.schema import CheckpointConfig, RunConfig
 from infra.errors import StoreAway, StoreError
+from infra.layout import signature_key
+from infra.outcome import Outcome
+from infra.preflight import PreflightContext
 from infra.ranges import read_blocks
+from infra.signing_key import NAME_VARIABLE
 from infra.store import Store
-from training.checkpoint import Checkpointer, Generation, open_generation, reachable_commits
+from tests.support.gangs import endless_gang
+from training import worker
+from training.checkpoint import Checkpointer, CommitRef, Generation, open_generation, reachable_commits
+from training.checkpoint.checksum import canonical_json, crc_text, sha256_text
 from training.checkpoint.commands import main as checkpoints
 from training.checkpoint.dcp_reader import CommitReader
-from training.errors import CheckpointError
+from training.checkpoint.reader import VerifiedReader, read_manifest
+from training.checkpoint.retention import Retention, RetentionPolicy
+from training.errors import CheckpointError, CorruptCommit, GangError, NoSigningKey, NothingToRestore
+from training.launch.local import LocalGang
+from training.launch.spec import WorkerSpec
 
 
 def build(fill: float) -> nn.Module:
@@ -225,3 +241,207 @@ def test_list_says_what_counts_and_why_not(damaged: tuple[Checkpointer, Path], c
     assert checkpoints(["list", str(job)]) == 0
     assert "does not count: it is quarantined" in capfd.readouterr().out
     assert checkpoints(["verify", str(job / "nowhere")]) == 2 and not (job / "nowhere").exists()
+
+
+KEY = "a key of these tests, which no object may hold"
+
+
+def use_key(monkeypatch: pytest.MonkeyPatch, value: str | None = KEY) -> None:
+    monkeypatch.setenv(NAME_VARIABLE, "EBBFLOW_TEST_KEY")
+    if value is None:
+        monkeypatch.delenv("EBBFLOW_TEST_KEY", raising=False)
+    else:
+        monkeypatch.setenv("EBBFLOW_TEST_KEY", value)
+
+
+def save_steps(job: Store, *steps: int) -> None:
+    with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=0)) as saver:
+        for step in steps:
+            saver.save(step, build(step), None, {"cursor": step})
+            assert saver.wait().step == step
+
+
+@pytest.fixture(scope="module")
+def signed_pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    job = Store.open(str(tmp_path_factory.mktemp("signed") / "jobs" / "job"))
+    with pytest.MonkeyPatch.context() as patch:
+        use_key(patch)
+        save_steps(job, 1, 2)
+    return Path(job.uri)
+
+
+@pytest.fixture
+def signed(signed_pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    use_key(monkeypatch)
+    folder = tmp_path / "jobs" / "job"
+    shutil.copytree(signed_pristine, folder)
+    return Store.open(str(folder))
+
+
+def steps_that_count(job: Store) -> list[int]:
+    return [ref.step for ref in reachable_commits(job)]
+
+
+def newest(job: Store) -> str:
+    return job.list("commits")[0].key
+
+
+def forge(job: Store, change: Callable[[dict], None]) -> str:
+    """Put the newest manifest, changed, under its own new hash; returns the key."""
+    key = newest(job)
+    document = json.loads(job.get(key))
+    change(document)
+    raw = canonical_json(document)
+    forged = f"{key.rsplit('/', 1)[0]}/{sha256_text(raw)}.json"
+    job.put(forged, raw)
+    job.delete(key)
+    return forged
+
+
+def load(job: Store, candidates: list[str]) -> tuple[int, float]:
+    with Checkpointer(job.uri, generation=Generation(9, "reader")) as checkpointer:
+        model = build(-1)
+        restored = checkpointer.restore(candidates, model, None)
+        return restored.step, next(model.parameters())[0][0].item()
+
+
+def test_signed_commits_restore_and_no_object_holds_the_key(
+    signed: Store, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert steps_that_count(signed) == [2, 1]
+    assert load(signed, [ref.key for ref in reachable_commits(signed)]) == (2, 2.0)
+    assert open_generation(signed, run="r", attempt=1).parent_step == 2
+    assert checkpoints(["verify", signed.uri]) == 0
+    assert "sound  signed  commits/" in capfd.readouterr().out
+    secrets = [KEY.encode(), hashlib.sha256(KEY.encode()).hexdigest().encode()]
+    for meta in signed.list(""):
+        assert not any(secret in signed.get(meta.key) for secret in secrets), meta.key
+    monkeypatch.delenv(NAME_VARIABLE)
+    assert load(signed, [newest(signed)]) == (2, 2.0), "a reader that checks no signatures reads signed commits"
+
+
+def test_a_forged_commit_with_its_own_hash_is_refused_and_left_alone(
+    signed: Store, capfd: pytest.CaptureFixture
+) -> None:
+    forged = forge(signed, lambda document: document["common"]["extra"].update(cursor=99))
+    assert steps_that_count(signed) == [1]
+    Retention(RetentionPolicy(keep_last=1, orphan_seconds=0.0)).prune(signed)
+    assert signed.head(forged) is not None and steps_that_count(signed) == [1]
+    assert open_generation(signed, run="r", attempt=1).parent_step == 1
+    assert f"{forged}: is refused, because it is not signed" in capfd.readouterr().err
+    # A rank that is given it all the same goes on to the next one, and quarantines nothing.
+    older = reachable_commits(signed)[0].key
+    assert load(signed, [forged, older]) == (1, 1.0)
+    assert "is refused and will not be used" in capfd.readouterr().err
+    assert signed.list("quarantine") == []
+    assert checkpoints(["verify", signed.uri]) == 1
+    assert checkpoints(["export", signed.uri, f"{signed.uri}/out.pt", "--commit", forged]) == 1
+
+
+def test_weights_forged_to_the_same_crc_are_refused(signed: Store) -> None:
+    """A CRC can be met on purpose; the signed SHA-256 cannot. Here the CRC is simply given the forger's value."""
+    key = newest(signed)
+    (data,) = read_manifest(signed, key).data
+    raw = signed.get(data.key)
+    changed = bytes([raw[0] ^ 1]) + raw[1:]
+    forged = replace(data, chunks=(crc_text(changed),))
+    signed.put(data.key, changed)
+    with pytest.raises(CorruptCommit, match="SHA-256"):
+        VerifiedReader(signed, [forged]).check(data.key, 0)
+    VerifiedReader(signed, [replace(forged, sha256=())]).check(data.key, 0)
+
+
+@pytest.mark.parametrize("to", ["another job", "another step", "a commit of its own"])
+def test_a_signature_that_was_moved_is_refused(signed: Store, tmp_path: Path, to: str) -> None:
+    if to == "another job":
+        moved = tmp_path / "jobs" / "other"
+        shutil.copytree(signed.uri, moved)
+        assert steps_that_count(Store.open(str(moved))) == []
+        with pytest.raises(NothingToRestore, match="signature is wrong"):
+            open_generation(Store.open(str(moved)), run="r", attempt=1)
+    elif to == "another step":
+        first, second = (CommitRef.from_key(meta.key) for meta in signed.list("commits"))
+        signed.put(signature_key(first.sha256), signed.get(signature_key(second.sha256)))
+        assert steps_that_count(signed) == [1]
+    else:
+        old = signed.get(signature_key(CommitRef.from_key(newest(signed)).sha256))
+        forged = forge(signed, lambda document: document["common"]["extra"].update(cursor=99))
+        signed.put(signature_key(CommitRef.from_key(forged).sha256), old)
+        assert steps_that_count(signed) == [1]
+
+
+@pytest.mark.parametrize("damage", [b"", b"[" * 2000, b'{"data":[1],"hmac":"x"}', b'{"data":null,"hmac":7}', b"\xff"])
+def test_whatever_is_in_place_of_a_signature_is_refused(signed: Store, damage: bytes) -> None:
+    signed.put(signature_key(CommitRef.from_key(newest(signed)).sha256), damage)
+    assert steps_that_count(signed) == [1]
+
+
+def test_another_key_is_refused_and_a_missing_one_is_an_error_of_the_configuration(
+    signed: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_key(monkeypatch, KEY + "!")
+    assert steps_that_count(signed) == []
+    with pytest.raises(NothingToRestore, match="signature is wrong: it was made with another key") as refused:
+        open_generation(signed, run="r", attempt=1)
+    assert refused.value.outcome.exit_code == 9 and KEY not in str(refused.value)
+    assert signed.list("quarantine") == [] and len(signed.list("commits")) == 2
+    for value in (None, "", "short"):
+        use_key(monkeypatch, value)
+        with pytest.raises(NoSigningKey, match="EBBFLOW_TEST_KEY") as missing:
+            steps_that_count(signed)
+        assert missing.value.outcome is Outcome.CONFIG and not missing.value.curable
+
+
+def test_commits_from_before_signing_are_refused_until_they_are_signed(
+    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(pristine, tmp_path / "jobs" / "job")
+    job = Store.open(str(tmp_path / "jobs" / "job"))
+    assert job.list("signatures") == [] and steps_that_count(job) == [2, 1]
+    use_key(monkeypatch)
+    with pytest.raises(NothingToRestore) as refused:
+        open_generation(job, run="r", attempt=1)
+    line = f"python -m training checkpoints sign {job.uri} --signing-key-env EBBFLOW_TEST_KEY"
+    assert line in str(refused.value) and "--from-scratch" in str(refused.value)
+    monkeypatch.delenv(NAME_VARIABLE)
+    assert checkpoints(line.split()[4:]) == 0
+    use_key(monkeypatch)
+    assert steps_that_count(job) == [2, 1] and load(job, [newest(job)]) == (2, 2.0)
+    assert all(len(one.sha256) == 1 for one in read_manifest(job, newest(job)).data), "they come with the signature"
+
+
+def test_pruning_removes_the_signature(signed: Store) -> None:
+    Retention(RetentionPolicy(keep_last=1)).prune(signed)
+    assert steps_that_count(signed) == [2]
+    assert [meta.key for meta in signed.list("signatures")] == [
+        signature_key(CommitRef.from_key(newest(signed)).sha256)
+    ]
+
+
+def test_preflight_finds_a_missing_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EBBFLOW_TEST_KEY", raising=False)
+    config = RunConfig(checkpoint=CheckpointConfig(signing_key_env="EBBFLOW_TEST_KEY"))
+    context = PreflightContext(config=config, config_path=None, project_root=Path.cwd())
+    assert check_signing_key(context).status == "failed"
+    monkeypatch.setenv("EBBFLOW_TEST_KEY", KEY)
+    found = check_signing_key(context)
+    assert found.status == "passed" and KEY not in found.detail
+    pasted = RunConfig(checkpoint=CheckpointConfig(signing_key_env="c0ffee" * 10))
+    (violation,) = violations(pasted)
+    assert "must be the name" in violation.message and "c0ffee" not in violation.message + (violation.hint or "")
+
+
+def test_a_missing_key_ends_agents_and_ranks_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_key(monkeypatch, None)
+    sections = {"survival": {"standby": False}, "checkpoint": {"signing_key_env": "EBBFLOW_TEST_KEY"}}
+    spec = replace(endless_gang(tmp_path, **sections), nodes=1)
+    with pytest.raises(GangError, match="EBBFLOW_TEST_KEY") as error:
+        LocalGang(spec, tmp_path / "gang", tmp_path / "output.log").wait(60)
+    assert (error.value.outcome, error.value.curable) == (Outcome.CONFIG, False)
+    own = {"job": "job", "run": "r", "attempt": 0, "node": 0, "generation": 1, "generation_id": "g", "candidates": []}
+    rank = WorkerSpec(**own, config=spec.config, store_uri=spec.store_uri, prepared={})
+    monkeypatch.setattr(worker, "connect", lambda **_: pytest.fail("the rank joined a gang"))
+    with pytest.raises(NoSigningKey, match="EBBFLOW_TEST_KEY"):
+        worker._train(rank, None)

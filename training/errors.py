@@ -60,6 +60,17 @@ class NothingToRestore(CheckpointError):
     end_reason = EndReason.STORE
 
 
+class RefusedCommit(CheckpointError):
+    """A commit without the signature that this job's commits must have. It says nothing of damage."""
+
+
+class NoSigningKey(CheckpointError):
+    """The variable that should hold the signing key is missing, empty or too short. Names it, never its value."""
+
+    outcome = Outcome.CONFIG
+    curable = False
+
+
 class MisplacedCommit(CorruptCommit):
     """A sound manifest under the key of another step or generation; where it belongs it may well be in use."""
 

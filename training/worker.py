@@ -24,6 +24,7 @@ from infra.outcome import Outcome
 from infra.process import tie_forked_children
 from infra.store import Store
 from training.assembly import build_trainer, make_reporter, open_saver, restore
+from training.checkpoint.signing import signer, use_signing_key
 from training.clock import Clock
 from training.engine import train
 from training.errors import TrainingError, WorkloadError, describe_exception, describe_traceback
@@ -105,6 +106,8 @@ def _exit_code(error: BaseException, *, alone: bool) -> int:
 
 def _train(spec: WorkerSpec | None, request: Request | None) -> Ending:
     config = RunConfig.model_validate(spec.config) if spec else request.config
+    use_signing_key(config.checkpoint.signing_key_env)
+    signer()  # a key that is missing on this node ends the start before anything is computed
     _settle_threads(spec.colocated_ranks if spec else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     gang = connect(
         start_seconds=config.cluster.start_deadline_seconds,

@@ -16,6 +16,7 @@ from infra.events import BATCH_ATTEMPT, PLAN, SUPERVISED, Event, read_events
 from infra.outcome import Outcome
 from infra.store import Store
 from training.checkpoint.lineage import newest_commits
+from training.checkpoint.signing import use_signing_key
 from training.errors import TrainingError
 
 
@@ -80,6 +81,7 @@ def _money(usd: Decimal) -> str:
 
 def read_record(job_store: Store, config: RunConfig) -> Record:
     """Read everything anew. Raises StoreError; an account that cannot be made is told, and costs only the figures."""
+    use_signing_key(config.checkpoint.signing_key_env)
     events = read_events(job_store)
     if not events:
         return Record(commit=_newest_commit(job_store))

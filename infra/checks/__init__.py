@@ -12,6 +12,7 @@ from infra.checks.environment import (
     check_interpreter,
     check_packages,
     check_ports,
+    check_signing_key,
     check_versions,
 )
 from infra.checks.gang import check_batch, check_derived, check_elastic
@@ -107,6 +108,15 @@ CHECKS: list[Check] = [
         deadline_seconds=10.0,
         symptoms=("D12",),
         run=check_debug_level,
+    ),
+    Check(
+        id="signing-key",
+        title="key that signs commits is set",
+        severity="error",
+        tier="quick",
+        deadline_seconds=10.0,
+        symptoms=("A05",),
+        run=check_signing_key,
     ),
     Check(
         id="ports",

@@ -12,12 +12,13 @@ from infra.checks.devices import gpu_files, has_rdma
 from infra.config.overrides import PREFIX
 from infra.instance import VARIABLES as MACHINE_VARIABLES
 from infra.preflight import Finding, PreflightContext
+from infra.signing_key import NAME_VARIABLE
 
 # All that some part of Ebbflow reads, whether a user sets it or another part; a test finds them in the code.
 _OWN_VARIABLES = (
     *("EBBFLOW_RUNS", "EBBFLOW_PARENT_PID", "EBBFLOW_SPEC", "EBBFLOW_STANDBY_OF", "EBBFLOW_EXECUTION"),
     *("EBBFLOW_SUBMIT", "EBBFLOW_UNPLACED", "EBBFLOW_RUNNABLE_SECONDS", "EBBFLOW_GRACE_SECONDS", "EBBFLOW_TASK_FILE"),
-    *("EBBFLOW_LAUNCHER", "EBBFLOW_SHIM_RULES", "EBBFLOW_SHIM_FILES", *MACHINE_VARIABLES.values()),
+    *("EBBFLOW_LAUNCHER", "EBBFLOW_SHIM_RULES", "EBBFLOW_SHIM_FILES", NAME_VARIABLE, *MACHINE_VARIABLES.values()),
 )
 _ON = ("1", "true", "yes", "on", "y", "t")
 
@@ -98,7 +99,7 @@ def check_advice(context: PreflightContext) -> Finding:
         for one in ADVICE
         if one.variable in os.environ and one.applies(os.environ[one.variable], context)
     ]
-    found += [_unknown(name) for name in sorted(os.environ) if _is_unknown(name)]
+    found += [_unknown(name) for name in sorted(os.environ) if _is_unknown(name, context)]
     if found:
         return Finding.failed("\n".join(what for what, _ in found), "\n".join(fix for _, fix in found))
     return Finding.passed(f"none of {len(ADVICE)} variables that mislead or slow down is set")
@@ -113,7 +114,9 @@ def check_debug_level(context: PreflightContext) -> Finding:
     return Finding.passed(detail)
 
 
-def _is_unknown(name: str) -> bool:
+def _is_unknown(name: str, context: PreflightContext) -> bool:
+    if name == context.config.checkpoint.signing_key_env:
+        return False
     return name.startswith("EBBFLOW_") and not name.startswith(PREFIX) and name not in _OWN_VARIABLES
 
 

@@ -13,6 +13,7 @@ from infra.config.rules import violations
 from infra.config.tree import leaves
 from infra.preflight import Finding, PreflightContext
 from infra.requirements import REQUIREMENTS, TESTED_PYTHON
+from infra.signing_key import signing_key_problem
 
 _ANSWER_SECONDS = 1.5
 _IMPORT_SECONDS = 90.0
@@ -27,6 +28,18 @@ def check_configuration(context: PreflightContext) -> Finding:
         return Finding.failed("\n".join(violation.message for violation in broken), "\n".join(hints))
     where = "no file" if context.config_path is None else context.config_path.name
     return Finding.passed(f"{where}: {len(leaves())} keys, types, ranges and rules hold")
+
+
+def check_signing_key(context: PreflightContext) -> Finding:
+    """The variable with the key that signs commits is set here; the ranks look for it once more where they run."""
+    name = context.config.checkpoint.signing_key_env
+    if name is None:
+        return Finding.passed("commits are not signed (checkpoint.signing_key_env is null)")
+    if problem := signing_key_problem(name):
+        return Finding.failed(
+            problem, f"set {name} to the job's key; for a new job: export {name}=$(openssl rand -hex 32)"
+        )
+    return Finding.passed(f"commits are signed with the key in {name}")
 
 
 def check_interpreter(context: PreflightContext) -> Finding:

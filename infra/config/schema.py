@@ -160,6 +160,9 @@ class CheckpointConfig(Section):
         24.0, gt=0, description="data of saves that never came to a commit, and commits that do not count, are kept"
     )
     deadline_seconds: float = Field(120.0, gt=0, description="for one save to be durable")
+    signing_key_env: str | None = Field(
+        None, description="environment variable with the key that signs commits; unsigned ones are refused; null: off"
+    )
 
 
 class CostConfig(Section):

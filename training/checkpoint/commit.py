@@ -23,7 +23,8 @@ from training.checkpoint.deadline import Deadline, pauses
 from training.checkpoint.lineage import CommitRef
 from training.checkpoint.manifest import Manifest, RankIndex, Save, merge
 from training.checkpoint.settled import fetched, put_settled
-from training.errors import CheckpointError, CorruptCommit
+from training.checkpoint.signing import signer
+from training.errors import CheckpointError, CorruptCommit, RefusedCommit
 
 _ASK_DIRECTLY = 8  # a listing may omit a fresh object for a while: ask for the last few by name
 _READERS = 16  # indexes read at once
@@ -67,6 +68,8 @@ class CommitWatch:
         manifest = merge(self._save, [self._indexes[rank] for rank in range(self._save.world_size)])
         raw = manifest.to_bytes()
         key = commit_key(self._save.step, self._save.generation_number, sha256_text(raw))
+        if (signs := signer()) is not None:
+            signs.sign(self._store, key)  # first: a commit that readers see has its signature
         put_settled(self._store, key, raw)
         return Attempt(CommitRef.from_key(key), manifest.size, [])
 
@@ -113,7 +116,9 @@ def find_commit(store: Store, save: Save) -> Attempt | None:
     for meta in store.list(commit_prefix(save.step, save.generation_number)):
         try:
             manifest = fetched(store, meta.key, Manifest.from_bytes)
-        except (ObjectNotFound, CorruptCommit):
+            if manifest.save == save and (signs := signer()) is not None:
+                signs.check(store, meta.key)
+        except (ObjectNotFound, CorruptCommit, RefusedCommit):
             continue
         if manifest.save == save:
             return Attempt(CommitRef.from_key(meta.key), manifest.size, [])

@@ -24,7 +24,15 @@ from training.checkpoint.generations import Chain, Generation, listed_ids, newes
 from training.checkpoint.manifest import VERSION, Manifest
 from training.checkpoint.second_reader import find_problem_in_new_process
 from training.checkpoint.settled import fetched
-from training.errors import CheckpointError, CorruptCommit, NothingToRestore, TwoLaunchers, UnreliableReader
+from training.checkpoint.signing import Signer, signer
+from training.errors import (
+    CheckpointError,
+    CorruptCommit,
+    NothingToRestore,
+    RefusedCommit,
+    TwoLaunchers,
+    UnreliableReader,
+)
 
 # What a start is given to restore. When none of so many verifies they are quarantined, and the next start gets others.
 CANDIDATES = 16
@@ -49,11 +57,15 @@ class CommitRef:
 
 @dataclass(frozen=True)
 class Traced:
-    """A commit and its standing. unreachable_because: None when it counts. modified: Unix time of its manifest."""
+    """A commit and its standing. unreachable_because: None when it counts. modified: Unix time of its manifest.
+
+    refused: it would count, were it signed. That says nothing of damage, so it is not deleted for it.
+    """
 
     ref: CommitRef
     unreachable_because: str | None
     modified: float
+    refused: bool = False
 
 
 @dataclass
@@ -91,8 +103,10 @@ def open_generation(
         chosen = None
     else:
         chosen = _sound_parent(job_store) if parent is None else _given_parent(job_store, parent)
+        refused = _report_refused(job_store, chosen)
         if chosen is None and (lost := _commits_of_lineage(job_store)):
             cause = f"none of its {len(lost)} commits can be restored, the newest of step {lost[0].step}"
+            cause += f": {refused}" if refused else ""
             if max(ref.generation for ref in lost) > permitted_generation(job_store, FROM_SCRATCH):
                 raise nothing_to_restore(job_store, cause)
             print(
@@ -151,16 +165,44 @@ def _going(job_store: Store, ref: CommitRef) -> bool:
 def newest_commits(job_store: Store) -> Iterator[CommitRef]:
     """The commits that may be restored, newest first. Of commits and generations no more is asked for than it takes.
 
+    Where this process checks signatures, those without a right one are left out.
+
     Raises DamagedLineage or TwoLaunchers for the generations from the newest back to that of the commit given.
     """
-    chain, out = None, set()
+    return (ref for ref, refused in _newest_with_refusals(job_store) if not refused)
+
+
+def _newest_with_refusals(job_store: Store) -> Iterator[tuple[CommitRef, str]]:
+    """The commits that count, newest first, each with why it is refused, "" where it is not."""
+    chain, out, signs = None, set(), signer()
     for page in _commit_pages(job_store):
         if chain is None:
             chain = Chain(job_store, near=max(ref.generation for ref, _ in page))
             out = _names(job_store, "quarantine") | _names(job_store, "tombstones")
         for ref, _ in page:
             if ref.sha256 not in out and chain.counts(ref.generation, ref.step):
-                yield ref
+                yield ref, _refusal(signs, job_store, ref)
+
+
+def _refusal(signs: Signer | None, job_store: Store, ref: CommitRef) -> str:
+    try:
+        if signs is not None:
+            signs.check(job_store, ref.key)
+    except RefusedCommit as error:
+        return str(error)
+    return ""
+
+
+def _report_refused(job_store: Store, chosen: CommitRef | None) -> str:
+    """Print each commit newer than `chosen` that is refused; returns why the newest of them is, "" without one."""
+    first = ""
+    for ref, refused in _newest_with_refusals(job_store) if signer() is not None else ():
+        if ref == chosen:
+            break
+        if refused:
+            first = first or refused
+            print(f"checkpoint: WARNING: passed over as a parent: {refused}", file=sys.stderr, flush=True)
+    return first
 
 
 def reachable_commits(job_store: Store, *, limit: int | None = None) -> list[CommitRef]:
@@ -177,6 +219,7 @@ def trace_lineage(job_store: Store) -> list[Traced]:
     tombstones = _names(job_store, "tombstones")
     chain = Chain(job_store, near=max(ref.generation for ref, _ in found))
     limits, newest = chain.back_to(min(ref.generation for ref, _ in found)), chain.newest
+    signs = signer()
     traced = []
     for ref, modified in found:
         reason = None
@@ -188,7 +231,8 @@ def trace_lineage(job_store: Store) -> list[Traced]:
             reason = f"generation {ref.generation} is no ancestor of generation {newest}"
         elif ref.step > (limit := limits[ref.generation]):
             reason = f"generation {ref.generation} was left at step {int(limit)}"
-        traced.append(Traced(ref, reason, modified))
+        refused = _refusal(signs, job_store, ref) if reason is None else ""
+        traced.append(Traced(ref, refused or reason, modified, refused=bool(refused)))
     return sorted(traced, key=lambda t: (t.unreachable_because is not None, t.ref.key))  # the key inverts the numbers
 
 
@@ -249,6 +293,8 @@ def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
 def _given_parent(job_store: Store, key: str) -> CommitRef:
     ref = CommitRef.from_key(key)
     fetched(job_store, key, Manifest.from_bytes)
+    if (signs := signer()) is not None:
+        signs.check(job_store, key)
     for name in (quarantine_key(ref.sha256), tombstone_key(ref.sha256)):
         if job_store.head(name) is not None:
             raise CheckpointError(f"{job_store.uri}/{key}: cannot be a parent: there is {name}")

@@ -61,20 +61,28 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class DataObject:
-    """One rank's bytes: key in the job's store, size in bytes, CRC64NVME of the whole and of each chunk."""
+    """One rank's bytes: key in the job's store, size in bytes, CRC64NVME of the whole and of each chunk.
+
+    sha256: of each chunk, where commits are signed: a CRC can be forged. Else empty, and not written.
+    """
 
     key: str
     size: int
     crc64nvme: str
     chunk_bytes: int
     chunks: tuple[str, ...]
+    sha256: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "chunks": list(self.chunks)}
+        document = {**self.__dict__, "chunks": list(self.chunks), "sha256": list(self.sha256)}
+        if not self.sha256:
+            del document["sha256"]
+        return document
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> DataObject:
-        return cls(**{**document, "chunks": tuple(document["chunks"])})
+        sha256 = tuple(document.get("sha256", ()))
+        return cls(**{**document, "chunks": tuple(document["chunks"]), "sha256": sha256})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +215,8 @@ class Manifest:
                 yield f"{item.key!r}: {item.size} bytes in chunks of {item.chunk_bytes}"
             elif len(item.chunks) != -(-item.size // item.chunk_bytes):
                 yield f"{item.key}: {len(item.chunks)} sums for {item.size} bytes in chunks of {item.chunk_bytes}"
+            elif item.sha256 and len(item.sha256) != len(item.chunks):
+                yield f"{item.key}: {len(item.sha256)} SHA-256 for {len(item.chunks)} chunks"
 
     def problems(self) -> Iterator[str]:
         """Pieces of tensors that do not fit the data objects or their own shape."""

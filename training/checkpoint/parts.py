@@ -17,6 +17,7 @@ from infra.multipart import Part, Sink, Throttle
 from training.checkpoint.checksum import CHUNK_BYTES, combined, digits, sums_of
 from training.checkpoint.deadline import HOPELESS, Deadline, gave_up, pauses, retried
 from training.checkpoint.manifest import DataObject
+from training.checkpoint.signing import sha256_of_chunks
 from training.errors import CheckpointError
 
 _ABORT_SECONDS = 5.0
@@ -27,11 +28,15 @@ _LONGEST_PAUSE_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class PartSettings:
-    """part_bytes: a multiple of chunk_bytes, which one sum of the index covers. parallel: parts under way at once."""
+    """part_bytes: a multiple of chunk_bytes, which one sum of the index covers. parallel: parts under way at once.
+
+    sha256: have the SHA-256 of each chunk in the index too.
+    """
 
     part_bytes: int = 2 * CHUNK_BYTES
     chunk_bytes: int = CHUNK_BYTES
     parallel: int = 4
+    sha256: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class _Piece:
 class _Sent:
     part: Part
     sums: list[tuple[int, int]]
+    sha256: list[str]
 
 
 class PartUploader:
@@ -72,7 +78,14 @@ class PartUploader:
         self._look(key, len(view), whole, deadline)
         chunks = tuple(digits(value) for value, _ in sums) if len(view) else ()
         chunk_bytes = self._settings.chunk_bytes
-        return DataObject(key=key, size=len(view), crc64nvme=digits(whole), chunk_bytes=chunk_bytes, chunks=chunks)
+        return DataObject(
+            key=key,
+            size=len(view),
+            crc64nvme=digits(whole),
+            chunk_bytes=chunk_bytes,
+            chunks=chunks,
+            sha256=tuple(row for one in sent for row in one.sha256),
+        )
 
     def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
         return self._sink.sweep(prefix, older_than_seconds=older_than_seconds, seconds=seconds)
@@ -115,6 +128,7 @@ class PartUploader:
     def _send_part(
         self, what: str, begun: Any, piece: _Piece, total: int, deadline: Deadline, stop: threading.Event
     ) -> _Sent:
+        sha256 = sha256_of_chunks(piece.view, self._settings.chunk_bytes) if self._settings.sha256 else []
         for tries, pause in enumerate(pauses(longest_seconds=_LONGEST_PAUSE_SECONDS), start=1):
             if stop.is_set():
                 raise CheckpointError(f"{what}: part {piece.number} was stopped, since another failed")
@@ -125,7 +139,7 @@ class PartUploader:
                 part = self._sink.put_part(begun, piece.number, piece.start, piece.view, crc, seconds=seconds)
                 if part.crc64nvme not in (None, crc):
                     raise StoreAway(f"the store has checksum {digits(part.crc64nvme or 0)}, sent was {digits(crc)}")
-                return _Sent(part, sums)
+                return _Sent(part, sums, sha256)
             except StoreError as error:
                 hopeless = isinstance(error, (*HOPELESS, ObjectNotFound))
                 if hopeless or deadline.remaining_seconds <= pause:

@@ -7,6 +7,7 @@ the memory where its bytes belong, and summed there.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ from training.checkpoint.chunks import ChunkRead, Wanted, plan_chunks
 from training.checkpoint.deadline import HOPELESS, Deadline, pauses
 from training.checkpoint.manifest import DataObject, Manifest
 from training.checkpoint.settled import fetched
+from training.checkpoint.signing import signer
 from training.errors import CorruptCommit
 
 _PARALLEL_REMOTE = 8  # a request to a store mostly waits
@@ -34,11 +36,16 @@ _PATIENCE_SECONDS = 120.0  # for one chunk, with its tries
 
 
 def read_manifest(store: Store, key: str) -> Manifest:
-    """The manifest under a commit key. Raises CorruptCommit when it is gone or not the one that was written."""
+    """The manifest under a commit key. Raises CorruptCommit when it is gone or not the one that was written.
+
+    Where this process checks signatures: RefusedCommit for a commit without a right one.
+    """
+    signs = signer()
     try:
-        return fetched(store, key, Manifest.from_bytes)
+        manifest = fetched(store, key, Manifest.from_bytes)
     except ObjectNotFound as error:
         raise CorruptCommit(f"{key}: there is no such commit") from error
+    return manifest if signs is None else signs.check_manifest(store, key, manifest)
 
 
 @dataclass
@@ -134,17 +141,21 @@ class VerifiedReader:
     def _read_chunk(self, chunk: ChunkRead) -> None:
         """A bad one is fetched once more: it may have been hurt on the way only."""
         data = self._data[chunk.object]
-        stated = data.chunks[chunk.number]
+        stated = " ".join([data.chunks[chunk.number], *data.sha256[chunk.number : chunk.number + 1]])
         for last_try in (False, True):
-            actual = digits(self._fetch(data, chunk))
+            actual = self._fetch(data, chunk)
             if actual == stated:
                 return
             if last_try:
-                message = f"{data.key}: chunk {chunk.number} has CRC64NVME {actual}, saved was {stated} (fetched twice)"
+                kind = "CRC64NVME and SHA-256" if data.sha256 else "CRC64NVME"
+                message = f"{data.key}: chunk {chunk.number} has {kind} {actual}, saved was {stated} (fetched twice)"
                 raise CorruptCommit(message, object_key=data.key, chunk=chunk.number)
 
-    def _fetch(self, data: DataObject, chunk: ChunkRead) -> int:
-        """The bytes where they belong, and their sum. A store in trouble is asked again for a while."""
+    def _fetch(self, data: DataObject, chunk: ChunkRead) -> str:
+        """The bytes where they belong, and their sum, with the SHA-256 where the manifest has one.
+
+        A store in trouble is asked again for a while.
+        """
         deadline = Deadline(_PATIENCE_SECONDS)
         for tries, pause in enumerate(pauses(first_seconds=0.05), start=1):
             try:
@@ -163,26 +174,28 @@ class VerifiedReader:
             time.sleep(pause)
         raise AssertionError("pauses never end")
 
-    def _fetch_local(self, data: DataObject, chunk: ChunkRead) -> int:
+    def _fetch_local(self, data: DataObject, chunk: ChunkRead) -> str:
         gap = self._gap(chunk.length)
         buffers = chunk.buffers(gap) if chunk.disjoint else [gap]
         download = verify = 0.0
-        value, mark = 0, time.perf_counter()
+        value, sha256, mark = 0, hashlib.sha256() if data.sha256 else None, time.perf_counter()
         for block in read_blocks(self._store, data.key, chunk.start, buffers, block_bytes=_BLOCK_BYTES):
             read = time.perf_counter()
             value = sum_of_pieces(block, value)
+            for piece in block if sha256 is not None else ():
+                sha256.update(piece)
             summed = time.perf_counter()
             download, verify, mark = download + read - mark, verify + summed - read, summed
         if not chunk.disjoint:
             chunk.place(gap)
         self.figures.add(chunk.length, download, verify, time.perf_counter() - mark)
-        return value
+        return _sum_text(value, sha256)
 
-    def _fetch_remote(self, data: DataObject, chunk: ChunkRead) -> int:
+    def _fetch_remote(self, data: DataObject, chunk: ChunkRead) -> str:
         began = time.perf_counter()
         received = memoryview(self._store.get_range(data.key, chunk.start, chunk.length))
         read = time.perf_counter()
-        value = sum_of_pieces([received])
+        value = _sum_text(sum_of_pieces([received]), hashlib.sha256(received) if data.sha256 else None)
         summed = time.perf_counter()
         chunk.place(received)
         self.figures.add(chunk.length, read - began, summed - read, time.perf_counter() - summed)
@@ -207,6 +220,10 @@ class VerifiedReader:
         if held is None or len(held) < length:
             held = self._scratch.view = memoryview(bytearray(length))
         return held[:length]
+
+
+def _sum_text(crc: int, sha256: hashlib._Hash | None) -> str:
+    return digits(crc) if sha256 is None else f"{digits(crc)} {sha256.hexdigest()}"
 
 
 def _forget_cached(path: Path | None, start: int, length: int) -> None:

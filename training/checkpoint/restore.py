@@ -32,13 +32,21 @@ from training.checkpoint.reader import read_manifest
 from training.checkpoint.rng import reseed_rng, restore_rng, rng_name
 from training.checkpoint.second_reader import find_problem_in_new_process
 from training.checkpoint.state import apply_settings, prepare_for_loading
-from training.errors import CheckpointError, CommitMismatch, CorruptCommit, MisplacedCommit, UnreliableReader
+from training.errors import (
+    CheckpointError,
+    CommitMismatch,
+    CorruptCommit,
+    MisplacedCommit,
+    RefusedCommit,
+    UnreliableReader,
+)
 
 _VERDICT_BYTES = 4096
 _REASON_CHARACTERS = 250
 _MOST_SECOND_READINGS = 4  # of one commit, each for another node: one confirmed suffices, and rows are small
 _SUSPECT_FIRST_SECONDS = 20.0  # the reader that fails ends first, so that its agent names it and nobody else
 _SOUND, _CORRUPT, _MISPLACED, _MISMATCH, _ERROR = "sound", "corrupt", "misplaced", "mismatch", "error"
+_REFUSED = "refused"  # its signature is missing or wrong
 _AWAY = "away"  # the store, for one rank at least
 _UNRELIABLE = "unreliable"  # a reader, and not the commit
 # (commit key, data object or "", chunk or None) → the problem that another process finds there, "" for none.
@@ -50,7 +58,10 @@ _AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A commit that was passed over since it is damaged. extra: what it carried, None when nobody can read it."""
+    """A commit that was passed over since it is damaged, or refused for its signature.
+
+    extra: what it carried, None when nobody can read it.
+    """
 
     key: str
     reason: str
@@ -123,10 +134,10 @@ def restore_newest(
             if rank not in verdict.suspects:
                 time.sleep(_SUSPECT_FIRST_SECONDS)
             raise UnreliableReader(reason)
-        if kind in (_CORRUPT, _MISPLACED):
+        if kind in (_CORRUPT, _MISPLACED, _REFUSED):
             rejected.append(Rejected(key=key, reason=reason, extra=_extra(store, key)))
             if rank == 0:
-                _report(store, key, reason, quarantine=kind == _CORRUPT)
+                _report(store, key, reason, kind)
             continue
         if kind == _MISMATCH:
             raise CommitMismatch(f"{key}: {reason}")
@@ -221,6 +232,7 @@ def _attempt(
     except Exception as error:
         away = isinstance(error, StoreAway) and not isinstance(error, StoreHung)  # this process reads no more then
         kind = _MISMATCH if isinstance(error, CommitMismatch) else _AWAY if away else _ERROR
+        kind = _REFUSED if isinstance(error, RefusedCommit) else kind
         reason = str(error) if isinstance(error, CheckpointError | InfraError) else repr(error)
         return None, _Verdict(kind=kind, reason=reason, node=own.node)
 
@@ -253,7 +265,7 @@ def _agree(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
     row |= {"object_key": own.object_key, "chunk": own.chunk}
     verdicts = [_Verdict(**found) for found in _gather(row, reader.world_size)]
     # An error says nothing of the commit, so it must not be outvoted into a quarantine; nor a mismatch.
-    for kind in (_ERROR, _AWAY, _MISMATCH):
+    for kind in (_ERROR, _AWAY, _REFUSED, _MISMATCH):
         rank = next((rank for rank, verdict in enumerate(verdicts) if verdict.kind == kind), None)
         if rank is not None:
             return _Verdict(kind=kind, reason=_said_by(rank, verdicts[rank].reason, reader))
@@ -344,11 +356,12 @@ def _gather(row: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
     return [json.loads(bytes(other.cpu().numpy()).rstrip(b"\0")) for other in gathered]
 
 
-def _report(store: Store, key: str, reason: str, *, quarantine: bool) -> None:
+def _report(store: Store, key: str, reason: str, kind: str) -> None:
     """Loudly, before the put that may fail. A misplaced manifest is sound elsewhere, and a quarantine goes by hash."""
-    where = quarantine_key(CommitRef.from_key(key).sha256)
+    where, quarantine = quarantine_key(CommitRef.from_key(key).sha256), kind == _CORRUPT
+    standing = "refused" if kind == _REFUSED else "damaged"
     print(
-        f"checkpoint: ERROR: {store.uri}/{key} is damaged and will not be used: {reason}\n"
+        f"checkpoint: ERROR: {store.uri}/{key} is {standing} and will not be used: {reason}\n"
         f"checkpoint: {f'to be quarantined in {where}; ' if quarantine else ''}going back to the commit before it",
         file=sys.stderr,
         flush=True,

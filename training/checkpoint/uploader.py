@@ -42,6 +42,7 @@ from training.checkpoint.manifest import DataObject, Item, RankIndex, Save
 from training.checkpoint.parts import PartSettings, PartUploader
 from training.checkpoint.retention import Retention, RetentionPolicy
 from training.checkpoint.settled import put_settled
+from training.checkpoint.signing import signer
 from training.errors import GenerationSuperseded, TrainingError
 
 _LONGEST_REQUEST_SECONDS = 60.0
@@ -147,7 +148,9 @@ class Uploader:
         self._throttle.bytes_per_second = None if self._commands.hurried else command["upload"]["bytes_per_second"]
         if self._parts is None:
             chunk_bytes = command["upload"]["chunk_bytes"]
-            settings = PartSettings(part_bytes=_CHUNKS_PER_PART * chunk_bytes, chunk_bytes=chunk_bytes)
+            settings = PartSettings(
+                part_bytes=_CHUNKS_PER_PART * chunk_bytes, chunk_bytes=chunk_bytes, sha256=signer() is not None
+            )
             self._parts = PartUploader(open_sink(store.uri, self._throttle), settings, self._throttle)
         view = self._slabs[command["slab"]].view(command["length"])
         try:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from infra.errors import InfraError
 from infra.outcome import Outcome
+from training.checkpoint.signing import use_signing_key
 from training.errors import GangError, TrainingError
 from training.launch.following import follow
 from training.launch.leading import Leading
@@ -29,6 +30,7 @@ def run_gang(spec: GangSpec) -> GangOutcome:
     says whether a new attempt may end better (a node that died or never came) or not (another model than the commit's,
     a crash loop). No process that it started is alive when it returns or raises.
     """
+    use_signing_key(spec.config.get("checkpoint", {}).get("signing_key_env"))  # ranks and uploaders inherit it
     own = OwnNode(spec)
     with _signals(own.drain.signalled):
         try:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from infra.config.rules.rule import Answer, Rule, value_of
 from infra.config.scalars import nearest
 from infra.config.schema import RunConfig
+from infra.signing_key import NAME_PATTERN
 
 # Such as s3://bucket, and s3:/bucket too, which nobody means as a folder called "s3:".
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -169,7 +170,17 @@ def _metrics_address_is_an_ip_address(config: RunConfig) -> Answer:
     return None
 
 
+def _signing_key_env_is_a_name(config: RunConfig) -> Answer:
+    """The message leaves the value out: it may be the key itself, put here by mistake."""
+    name = config.checkpoint.signing_key_env
+    if name is None or NAME_PATTERN.fullmatch(name):
+        return None
+    message = "checkpoint.signing_key_env must be the name of an environment variable in upper case, and not the key"
+    return message, "such as JOB_SIGNING_KEY, and set that variable to the key"
+
+
 RULES = (
+    Rule(("checkpoint.signing_key_env",), _signing_key_env_is_a_name),
     Rule(("store",), _store_is_known),
     _named("data.path", "name a folder, file or glob, or write null for the standard library"),
     _named("data.tokenizer", "write bytes, or the path of a tokenizer.json"),

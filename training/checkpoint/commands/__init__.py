@@ -10,9 +10,12 @@ from infra.errors import InfraError
 from infra.known_jobs import known_job
 from infra.store import Store
 from training.checkpoint.commands import changing, looking, moving
+from training.checkpoint.commands.selecting import choose_signing_key
 from training.errors import TrainingError
 
 _BAD_USAGE = 2
+# These act on what they read, so they never go without the key of a job that has one; the others say what is unchecked.
+_CHECKING = ("export", "pin", "prune", "sign")
 
 
 def main(argv: list[str]) -> int:
@@ -27,7 +30,9 @@ def main(argv: list[str]) -> int:
         if not fresh and "://" not in options.uri and not Path(options.uri).is_dir():  # opening it would create it
             print(f"error: {options.uri}: no such folder; hint: it is STORE/jobs/JOB", file=sys.stderr)
             return _BAD_USAGE
-        return options.run(Store.open(options.uri if fresh else _place(options.uri)), options)
+        store = Store.open(options.uri if fresh else _place(options.uri))
+        choose_signing_key(store, options.signing_key_env, must_check=options.command in _CHECKING)
+        return options.run(store, options)
     except (TrainingError, InfraError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
 from typing import Any
 
 from infra.errors import InfraError
-from infra.layout import data_prefix, pin_key, verified_key
+from infra.layout import data_prefix, pin_key, signature_key, verified_key
+from infra.signing_key import NAME_VARIABLE
 from infra.store import Store
-from training.checkpoint.checksum import seal, unseal
+from training.checkpoint.checksum import crc_text, seal, sha256_text, unseal
 from training.checkpoint.commands.selecting import add_commit, add_uri, find
 from training.checkpoint.lineage import Traced, trace_lineage
 from training.checkpoint.manifest import VERSION, Manifest
 from training.checkpoint.reader import read_manifest
+from training.checkpoint.signing import Signer, signer, use_signing_key
 from training.checkpoint.verify import uncommitted_saves, verify_commit
-from training.errors import CheckpointError, CorruptCommit
+from training.errors import CheckpointError, CorruptCommit, RefusedCommit
 
 
 def add_commands(commands: Any) -> None:
@@ -33,6 +36,10 @@ def add_commands(commands: Any) -> None:
     add_uri(verify)
     add_commit(verify, default="default: all")
     verify.set_defaults(run=_verify)
+    sign = commands.add_parser("sign", help="verify commits that count and are not signed, and sign them")
+    add_uri(sign, as_json=False)
+    add_commit(sign, default="default: all")
+    sign.set_defaults(run=_sign)
 
 
 def _list(store: Store, options: argparse.Namespace) -> int:
@@ -118,13 +125,19 @@ def _show(store: Store, options: argparse.Namespace) -> int:
 
 
 def _verify(store: Store, options: argparse.Namespace) -> int:
-    rows = []
+    rows, signed = [], {meta.key for meta in store.list("signatures")}
     for traced in [find(store, options.commit)] if options.commit else trace_lineage(store):
         problems = verify_commit(store, traced.ref.key)
-        rows.append({"step": traced.ref.step, "key": traced.ref.key, "sound": not problems, "problems": problems})
+        has_signature = signature_key(traced.ref.sha256) in signed
+        standing = _signature_standing(store, traced.ref.key) if has_signature else "unsigned"
+        row = {"step": traced.ref.step, "key": traced.ref.key, "sound": not problems, "problems": problems}
+        rows.append({**row, "signature": standing})
         _mark(store, traced, sound=not problems)
         if not options.json:
-            print(f"step {traced.ref.step:>8}  {'sound' if not problems else 'BAD'}  {traced.ref.key}", flush=True)
+            print(
+                f"step {traced.ref.step:>8}  {'sound' if not problems else 'BAD'}  {standing}  {traced.ref.key}",
+                flush=True,
+            )
             for problem in problems:
                 print(f"    {problem}")
     uncommitted = [] if options.commit else [_uncommitted(*found) for found in uncommitted_saves(store)]
@@ -135,6 +148,52 @@ def _verify(store: Store, options: argparse.Namespace) -> int:
     for row in [] if options.json else uncommitted:
         print(f"step {row['step']:>8}  no commit  {row['key']}\n    {row['problems'][0]}")
     return 0 if rows and all(row["sound"] for row in rows) else 1
+
+
+def _signature_standing(store: Store, key: str) -> str:
+    signs = signer()
+    if signs is None:
+        return "signed (not checked: no --signing-key-env)"
+    try:
+        signs.check(store, key)
+    except RefusedCommit:
+        return "wrongly signed"
+    return "signed"
+
+
+def _sign(store: Store, options: argparse.Namespace) -> int:
+    """Sign commits that were saved without a signature, after every byte of them was read and found sound."""
+    name = os.environ.get(NAME_VARIABLE)
+    if name is None:
+        raise CheckpointError("sign: which key? name its variable with --signing-key-env")
+    signs, bad = Signer(name), 0
+    use_signing_key(None)  # what is not signed yet is read here
+    signed = {meta.key for meta in store.list("signatures")}
+    wanted = [find(store, options.commit)] if options.commit else trace_lineage(store)
+    for ref in [one.ref for one in wanted if one.unreachable_because is None]:
+        if signature_key(ref.sha256) in signed:
+            print(f"step {ref.step:>8}  has a signature, left as it is  {ref.key}")
+            continue
+        problems = verify_commit(store, ref.key)
+        bad += bool(problems)
+        if not problems:
+            signs.sign(store, ref.key, _sha256_of_data(store, read_manifest(store, ref.key)))
+        print(f"step {ref.step:>8}  {'BAD, not ' if problems else ''}signed  {ref.key}", flush=True)
+    return int(bad > 0)
+
+
+def _sha256_of_data(store: Store, manifest: Manifest) -> dict[str, list[str]]:
+    """SHA-256 of each chunk by data object, of bytes whose CRC was compared in the same memory."""
+    found: dict[str, list[str]] = {}
+    for data in manifest.data:
+        rows = found[data.key] = []
+        for number, crc in enumerate(data.chunks):
+            start = number * data.chunk_bytes
+            raw = store.get_range(data.key, start, min(data.chunk_bytes, data.size - start))
+            if crc_text(raw) != crc:
+                raise CorruptCommit(f"{data.key}: chunk {number} has changed since it was verified")
+            rows.append(sha256_text(raw))
+    return found
 
 
 def _uncommitted(step: int, prefix: str) -> dict[str, Any]:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 
+from infra.errors import ObjectNotFound
+from infra.signing_key import NAME_PATTERN, NAME_VARIABLE, signing_key_problem
 from infra.store import Store
 from training.checkpoint.lineage import Traced, trace_lineage
+from training.checkpoint.signing import signer, use_signing_key
 from training.errors import CheckpointError
 
 
@@ -13,8 +18,33 @@ def add_uri(command: argparse.ArgumentParser, *, as_json: bool = True) -> None:
     command.add_argument(
         "uri", metavar="URI", help="STORE/jobs/JOB, s3://bucket/prefix/jobs/JOB, or runs/JOB on this machine"
     )
+    command.add_argument(
+        "--signing-key-env",
+        metavar="NAME",
+        help="variable with the signing key; default: as the job is configured",
+    )
     if as_json:
         command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> None:
+    """Check signatures as `name` says, else as the environment or the job's own configuration does.
+
+    must_check: raise NoSigningKey where the configuration names a variable that is not set, instead of not checking.
+    """
+    name = name or os.environ.get(NAME_VARIABLE)
+    if name is None and (named := _configured_name(store)):
+        name = named if must_check or not signing_key_problem(named) else None
+    use_signing_key(name)
+    signer()
+
+
+def _configured_name(store: Store) -> str | None:
+    try:
+        name = json.loads(store.get("config.json"))["config"]["checkpoint"]["signing_key_env"]
+    except (ObjectNotFound, ValueError, KeyError, TypeError):
+        return None
+    return name if isinstance(name, str) and NAME_PATTERN.fullmatch(name) else None
 
 
 def add_commit(command: argparse.ArgumentParser, *, default: str) -> None:

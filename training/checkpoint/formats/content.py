@@ -22,6 +22,7 @@ from training.checkpoint.lineage import CommitRef, open_generation
 from training.checkpoint.manifest import ALIGNMENT, Item, Manifest, RankIndex, Save, TensorEntry
 from training.checkpoint.parts import PartSettings, PartUploader
 from training.checkpoint.settled import put_settled
+from training.checkpoint.signing import signer
 from training.errors import CheckpointError
 
 _PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -249,7 +250,7 @@ def commit_content(store: Store, content: Content, *, source: str, seconds: floa
     save = Save(job=_job(store), generation=generation.name, step=content.step, world_size=len(objects))
     extra = {"cursor": 0, **content.extra, "step": content.step, "imported_from": source}
     common = {"extra": extra, "optimizer": content.settings, "parent": None}
-    uploader = PartUploader(open_sink(store.uri, Throttle()), PartSettings(), Throttle())
+    uploader = PartUploader(open_sink(store.uri, Throttle()), PartSettings(sha256=signer() is not None), Throttle())
     for rank, tensors in enumerate(objects):
         items, view = _packed(tensors)
         data = uploader.upload(data_key(save.generation, save.step, rank), view, deadline)

@@ -12,13 +12,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from infra.errors import ObjectNotFound, StoreError, StoreForbidden
-from infra.layout import TOMBSTONE_TAGS, data_prefix, index_prefix, pin_key, quarantine_key, tombstone_key, verified_key
+from infra.layout import (
+    TOMBSTONE_TAGS,
+    data_prefix,
+    index_prefix,
+    pin_key,
+    quarantine_key,
+    signature_key,
+    tombstone_key,
+    verified_key,
+)
 from infra.store import Store
 from training.checkpoint.checksum import seal, unseal
 from training.checkpoint.generations import newest_number
 from training.checkpoint.lineage import CommitRef
 from training.checkpoint.manifest import VERSION
 from training.checkpoint.settled import fetched
+from training.checkpoint.signing import signer
 from training.errors import CorruptCommit, GenerationSuperseded
 
 _PARALLEL = 8
@@ -32,6 +42,8 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     Raises GenerationSuperseded, and deletes nothing, when a newer one is on record: the lineage is then another gang's.
     """
     tombstone = {"version": VERSION, "key": ref.key, "generation": generation, "step": ref.step}
+    if signer() is not None:
+        tombstone["signed"] = True
     try:
         _put_tombstone(store, ref.sha256, seal(tombstone))
     except StoreError:
@@ -96,6 +108,8 @@ def _put_tombstone(store: Store, sha256: str, data: bytes) -> None:
 
 def _delete_objects(store: Store, tombstone: dict[str, Any]) -> None:
     store.delete(tombstone["key"])
+    if tombstone.get("signed"):
+        store.delete(signature_key(CommitRef.from_key(tombstone["key"]).sha256))
     if tombstone["generation"] is None:
         return
     for prefix in (index_prefix, data_prefix):

@@ -154,7 +154,7 @@ class Retention:
 
     def _stale(self, store: Store, traced: list[Traced], limit_seconds: float) -> list[CommitRef]:
         """What does not count and is older than the limit, by the store's clock."""
-        out = [found for found in traced if found.unreachable_because is not None]
+        out = [found for found in traced if found.unreachable_because is not None and not found.refused]
         if not out:
             return []
         now = self._clock.now(store, max(found.modified for found in traced))

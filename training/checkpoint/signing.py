@@ -1,0 +1,106 @@
+"""Signatures of commits: HMAC-SHA256 with a key that writers of the store do not have. Torch-free.
+
+A signature covers the job, the commit's key (step, generation and the SHA-256 of the manifest's bytes) and, by the
+manifest, the SHA-256 of every chunk of data. It is written before the manifest, so that each commit that readers see
+has its signature. Whether a process signs and checks is said by `infra.signing_key.NAME_VARIABLE`, which ranks,
+uploaders and second readers inherit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+from dataclasses import replace
+
+from infra.errors import ObjectNotFound
+from infra.layout import parse_commit_key, signature_key
+from infra.signing_key import NAME_VARIABLE, signing_key_problem
+from infra.store import Store
+from training.checkpoint.checksum import canonical_json
+from training.checkpoint.manifest import Manifest
+from training.checkpoint.settled import fetched, put_settled
+from training.errors import CorruptCommit, NoSigningKey, RefusedCommit
+
+_VERSION = 1
+_PURPOSE = b"ebbflow commit signature 1"  # derives a key for this use alone
+
+
+class Signer:
+    """Signs commits, and refuses those without a right signature. name: of the variable with the key."""
+
+    def __init__(self, name: str) -> None:
+        if problem := signing_key_problem(name):
+            raise NoSigningKey(f"{problem}; fix: set it to the job's key, such as that of `openssl rand -hex 32`")
+        self.name = name
+        self._key = hmac.digest(os.fsencode(os.environ[name]), _PURPOSE, "sha256")
+
+    def sign(self, store: Store, key: str, data: dict[str, list[str]] | None = None) -> None:
+        """Put the signature of the commit `key`, and read it back. Raises StoreError.
+
+        data: SHA-256 of each chunk by data object, where the manifest itself has none.
+        """
+        document = {"version": _VERSION, "key": key, "data": data, "hmac": self._hmac(store, key, data)}
+        put_settled(store, _signature_key(key), canonical_json(document))
+
+    def check(self, store: Store, key: str) -> dict[str, list[str]]:
+        """Return what `sign` was given as data. Raises RefusedCommit without a right signature, and StoreError."""
+        try:
+            return fetched(store, _signature_key(key), lambda raw, _: self._checked(store, key, raw))
+        except ObjectNotFound as error:
+            raise RefusedCommit(
+                f"{store.uri}/{key}: is refused, because it is not signed; if it was saved before signing was on: "
+                f"python -m training checkpoints sign {store.uri} --signing-key-env {self.name}"
+            ) from error
+        except CorruptCommit as error:
+            raise RefusedCommit(
+                f"{store.uri}/{key}: is refused, because its signature is wrong: it was made with another key than "
+                f"{self.name} has, for another job or step, or by a forger"
+            ) from error
+
+    def check_manifest(self, store: Store, key: str, manifest: Manifest) -> Manifest:
+        """The manifest with the SHA-256 of every chunk. Raises as `check`."""
+        signed = self.check(store, key)
+        data = tuple(replace(one, sha256=tuple(signed.get(one.key, one.sha256))) for one in manifest.data)
+        for one in data:
+            if len(one.sha256) != len(one.chunks):
+                raise RefusedCommit(f"{store.uri}/{key}: is refused, because {one.key} has no SHA-256 that is signed")
+        return replace(manifest, data=data)
+
+    def _checked(self, store: Store, key: str, raw: bytes) -> dict[str, list[str]]:
+        try:
+            document = json.loads(raw)
+            data, stated = document["data"], document["hmac"]
+            right = hmac.compare_digest(self._hmac(store, key, data).encode(), stated.encode())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CorruptCommit(f"{key}: not a signature: {error!r}"[:300]) from error
+        if not right:
+            raise CorruptCommit(f"{key}: its signature is wrong")
+        return data or {}
+
+    def _hmac(self, store: Store, key: str, data: object) -> str:
+        document = {"version": _VERSION, "job": store.uri.rsplit("/", 1)[-1], "key": key, "data": data}
+        return hmac.digest(self._key, canonical_json(document), "sha256").hex()
+
+
+def use_signing_key(name: str | None) -> None:
+    """Have this process and those that it starts sign and check with the key in the variable `name`; None: not."""
+    if name is None:
+        os.environ.pop(NAME_VARIABLE, None)
+    else:
+        os.environ[NAME_VARIABLE] = name
+
+
+def signer() -> Signer | None:
+    """The signer of this process, None where commits are not signed. Raises NoSigningKey."""
+    name = os.environ.get(NAME_VARIABLE)
+    return Signer(name) if name else None
+
+
+def sha256_of_chunks(data: memoryview, chunk_bytes: int) -> list[str]:
+    return [hashlib.sha256(data[at : at + chunk_bytes]).hexdigest() for at in range(0, len(data), chunk_bytes)]
+
+
+def _signature_key(key: str) -> str:
+    return signature_key(parse_commit_key(key)[2])
