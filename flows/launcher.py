@@ -33,6 +33,7 @@ from infra.process import children, die_with_parent, end_with_descendants, survi
 from infra.store import Store
 
 # Options with a value that the flow adds to Metaflow's `run`.
+_RUN_FLAGS = frozenset({"--from-scratch", "--accept-rollback"})  # `resume` takes them as well
 RUN_OPTIONS = frozenset({"--config", "--set", "--job", "--rehearse", "--certify"})
 _RUN_ID_PREFIX = "ebbflow-run-id-"
 _PARENT_VARIABLE = "EBBFLOW_PARENT_PID"
@@ -273,6 +274,9 @@ def words_in_order(words: Sequence[str]) -> list[str]:
     rest = list(words)
     while rest and rest[0] not in _COMMANDS:
         word = rest.pop(0)
+        if word in _RUN_FLAGS:
+            moved.append(word)
+            continue
         if word.partition("=")[0] not in RUN_OPTIONS:
             before.append(word)
             if word == "--with" and rest:  # its value may be the name of a command: --with batch

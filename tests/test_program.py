@@ -87,6 +87,7 @@ def test_what_no_encoding_has_is_printed_as_its_escape() -> None:
         ("--set a.b=1 run", "run --set a.b=1"),
         ("--set=a.b=1 --config x.yaml run --job j", "run --set=a.b=1 --config x.yaml --job j"),
         ("--job run run", "run --job run"),
+        ("--from-scratch --job j run", "run --from-scratch --job j"),
         ("--with batch --set a=1 run --with x", "--with batch run --set a=1 --with x"),
         ("--no-pylint run --set a=1", "--no-pylint run --set a=1"),
         ("card view report", "card view report"),
