@@ -214,8 +214,11 @@ class Keeper:
                 self._lose()
                 return
             *lines, self._heard = (self._heard + data).split(b"\n")
-            for line in lines:
-                self._note(json.loads(line))
+            try:
+                for line in lines:
+                    self._note(json.loads(line))
+            except (ValueError, TypeError, KeyError, RecursionError):  # written by another process
+                self._lose()
 
     def _note(self, message: dict[str, Any]) -> None:
         if "spawned" in message:
@@ -348,6 +351,8 @@ class _Desk:
 
     def _hear(self) -> bool:
         data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 20, 4 * _FDS)
+        for descriptor in descriptors:  # received as inheritable: no program may get another one's pipes
+            os.set_inheritable(descriptor, False)
         self._descriptors += descriptors
         *lines, self._heard = (self._heard + data).split(b"\n")
         for line in lines:
@@ -396,7 +401,7 @@ def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: 
         os.setsid()
         die_with_parent(keeper)
         for target, descriptor in enumerate(fds):  # all above 2, which the keeper has open
-            os.dup2(descriptor, target)
+            os.dup2(descriptor, target)  # the copy is inheritable
         os.execve(argv[0], argv, environment)
     finally:
         os._exit(127)

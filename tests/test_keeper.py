@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -106,6 +107,27 @@ def test_it_starts_programs_and_reports_their_exits(keeper: Keeper, tmp_path: Pa
         missing = keeper.spawn(["/no/such/program"], {}, *streams)
         assert missing.wait(60) == 127
     assert (tmp_path / "out").read_text() == "xxx True\n"
+
+
+def test_a_program_gets_its_three_streams_and_no_other_ones(keeper: Keeper, tmp_path: Path) -> None:
+    for name in ("one", "two"):  # the second one is forked when the keeper has had the first one's
+        told = tmp_path / f"{name}-descriptors"
+        code = "import os; os.execve('/bin/ls', ['ls', '/proc/self/fd'], {})"
+        with open(told, "wb") as out, open(os.devnull, "rb") as nothing:
+            streams = (nothing.fileno(), out.fileno(), out.fileno())
+            assert keeper.spawn([sys.executable, "-I", "-S", "-c", code], {}, *streams).wait(60) == 0
+        assert told.read_text().split() == ["0", "1", "2", "3"], "3 is the folder that ls reads"
+
+
+@pytest.mark.parametrize("garbage", [b"warning: no JSON\n", b"7\n", b'{"other": 1}\n', b"\xff\n"])
+def test_anothers_bytes_on_the_keepers_pipe_lose_the_keeper_and_raise_nothing(keeper: Keeper, garbage: bytes) -> None:
+    forged, other = socket.socketpair()
+    real, keeper._channel = keeper._channel, forged
+    real.close()
+    forged.setblocking(False)
+    other.sendall(garbage)
+    assert keeper.ended(1) == -signal.SIGKILL and keeper.lost
+    other.close()
 
 
 @pytest.mark.parametrize("code", [DAEMON, RUNAWAY, BOMB], ids=["daemon", "runaway", "bomb"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -143,14 +144,36 @@ def test_a_number_that_is_somebody_elses_by_now_is_not_killed() -> None:
 
 
 def test_with_a_lost_standby_its_ranks_are_gone(spec: WorkerSpec, tmp_path: Path) -> None:
-    standby = Standby(tmp_path / "standby.log", colocated_ranks=1)
+    """One that another process writes to is lost too; its ranks have none of its pipes, so that they cannot."""
+    keeper = Keeper(tmp_path / "keeper.log")
+    standby = Standby(tmp_path / "standby.log", colocated_ranks=1, keeper=keeper)
     wait_until("its imports", lambda: standby.settled, timeout=120)
     assert standby.ready, (tmp_path / "standby.log").read_text()
     group = WorkerGroup(range(2), 2, tmp_path, spec, ("127.0.0.1", 1), standby)
     pids = [worker.process.pid for worker in group.workers]
+    own_pipes = {os.fstat(pipe).st_ino for pipe in (standby._requests, standby._answers)}
+    assert own_pipes <= pipes_of(standby.pid)
+    for pid in pids:
+        wait_until("its own streams", lambda pid=pid: not own_pipes & pipes_of(pid), timeout=60)
+    with open(f"/proc/{standby.pid}/fd/1", "wb") as answers:
+        answers.write(b"WARNING: no JSON\n")
+    wait_until("its loss", lambda: standby.settled and standby.lost, timeout=60)
     standby.close()
+    keeper.close()
     assert {process_state(pid) for pid in pids} <= {"", "Z"}
     assert None not in [worker.process.poll() for worker in group.workers]
+
+
+def pipes_of(pid: int) -> set[int]:
+    """The inodes of the pipes that a process has open."""
+    found: set[int] = set()
+    with contextlib.suppress(FileNotFoundError):  # it has ended
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                if target.startswith("pipe:["):
+                    found.add(int(target.removeprefix("pipe:[").removesuffix("]")))
+    return found
 
 
 def test_ranks_that_cannot_be_started_are_news_for_all_and_no_traceback(tmp_path: Path) -> None:

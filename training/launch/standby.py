@@ -150,8 +150,11 @@ class Standby:
                 self._lose()
                 return
             *lines, self._heard = (self._heard + data).split(b"\n")
-            for line in lines:
-                self._note(json.loads(line))
+            try:
+                for line in lines:
+                    self._note(json.loads(line))
+            except (ValueError, TypeError, KeyError, RecursionError):  # written by another process
+                self._lose()
 
     def _note(self, message: dict[str, Any]) -> None:
         if "ready" in message:
