@@ -5,8 +5,9 @@ number exists, so of two launchers that start together one succeeds. The highest
 renews the claim while it lives, and marks it as released when it ends. Taking over means creating the next number:
 the former launcher looks for that number, and leaves when it exists.
 
-A claim without renewal for 60 s is stale, and the next launcher takes the job without a question. So it does at once
-where the claim's process was on this machine and is gone.
+A claim without renewal for 60 s is stale, and the next launcher takes the job without a question. Where the claim's
+process is on this machine, the process decides: alive, it holds the job at any age, stopped (Ctrl-Z) too; gone, its
+claim is free at once.
 """
 
 from __future__ import annotations
@@ -89,8 +90,18 @@ class Launcher:
 
     @property
     def is_alive_here(self) -> bool:
+        return self._state_here not in ("", "Z", "X")
+
+    @property
+    def is_stopped_here(self) -> bool:
+        """Whether its process is on this machine and stopped, as by Ctrl-Z."""
+        return self._state_here == "T"
+
+    @property
+    def _state_here(self) -> str:
+        """The kernel's letter for its process's state, "" for one that is not on this machine or is gone."""
         stat = process_stat(self.pid) if self.was_here else None
-        return stat is not None and stat.state not in ("Z", "X") and stat.started_ticks == self.started_ticks
+        return stat.state if stat is not None and stat.started_ticks == self.started_ticks else ""
 
 
 @dataclass(frozen=True)
@@ -113,17 +124,21 @@ class RunningLauncher:
 
 
 def running_launcher(job_store: Store) -> RunningLauncher | None:
-    """The launcher whose claim is fresh by the store's clock, None without one. Raises StoreError."""
+    """The launcher that lives on this machine or has a fresh claim by the store's clock, None without one.
+
+    Raises: StoreError.
+    """
     newest = _newest(job_store)
     if newest is None or newest[0].released:
         return None
     launcher, modified = newest
-    if launcher.was_here and not launcher.is_alive_here:
+    is_alive_here = launcher.is_alive_here
+    if launcher.was_here and not is_alive_here:
         return None
     # Where the store takes no object to learn its time from (read-only), this machine's clock must do.
     now = StoreClock().now(job_store, newest=time.time())
     age = max(0.0, now - modified)
-    return RunningLauncher(launcher, age) if age <= STALE_SECONDS else None
+    return RunningLauncher(launcher, age) if is_alive_here or age <= STALE_SECONDS else None
 
 
 class Claim:
@@ -213,8 +228,9 @@ def claim_job(
         newest = _newest(job_store)
         holder = None if newest is None else _living(job_store, job, *newest, watch=not take_over, say=say)
         if holder is not None and not take_over:
+            stopped = f"; it is stopped, kill -CONT {holder.pid} continues it" if holder.is_stopped_here else ""
             raise JobIsRunning(
-                f"job {job} is running: {holder.describe()}; to end that run and go on here, add --take-over"
+                f"job {job} is running: {holder.describe()}{stopped}; to end that run and go on here, add --take-over"
             )
         launcher = _new_launcher(1 if newest is None else newest[0].number + 1, command)
         if not job_store.create(launcher_key(launcher.number), launcher.to_json()):
@@ -250,10 +266,12 @@ def _living(
     """The launcher when it lives, None when its claim is free. watch: wait for a sign of life where there is doubt."""
     if launcher.released or (launcher.was_here and not launcher.is_alive_here):
         return None
+    if launcher.is_alive_here:
+        return launcher
     age = max(0.0, StoreClock().now(job_store, newest=modified) - modified)
     if age > STALE_SECONDS:
         return None
-    if launcher.is_alive_here or not watch:
+    if not watch:
         return launcher
     left = STALE_SECONDS - age
     say(f"job {job}: claimed by {launcher.describe()}; waiting up to {left:.0f} s for a sign of life")

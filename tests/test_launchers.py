@@ -27,6 +27,7 @@ from infra.event_log import EventLog
 from infra.events import PLAN, PREFLIGHT, Event, Origin
 from infra.launchers import Claim, Launcher, check_inherited_claim, claim_job, running_launcher
 from infra.layout import launcher_key
+from infra.process import process_state
 from infra.store import Store
 from tests.support.flow import ROOT, wait_until
 from tests.support.swift import Swift
@@ -122,6 +123,32 @@ def test_a_process_of_this_machine_that_is_gone_holds_nothing(folder: Store) -> 
     claim = claim_job(folder, "mine", "run", say=pytest.fail)
     assert claim.launcher.number == 2
     claim.release()
+
+
+def test_a_stopped_process_of_this_machine_holds_its_job_at_any_age(
+    folder: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after Ctrl-Z: it renews nothing, and goes on with `fg`."""
+    held = "import sys, time; from infra.store import Store; from infra.launchers import claim_job;"
+    held += "claim_job(Store.open(sys.argv[1]), 'mine', 'run'); time.sleep(600)"
+    other = subprocess.Popen([sys.executable, "-c", held, folder.uri], cwd=Path(__file__).parents[1])
+    try:
+        wait_until("its claim", lambda: running_launcher(folder) is not None, timeout=WAIT_SECONDS)
+        other.send_signal(signal.SIGSTOP)
+        wait_until("its stop", lambda: process_state(other.pid) == "T", timeout=WAIT_SECONDS)
+        age(folder, 1, 86400)
+        found = running_launcher(folder)
+        assert found is not None and found.heartbeat_age_seconds > 86000
+        with pytest.raises(JobIsRunning, match=f"it is stopped, kill -CONT {other.pid} continues it; to end that run"):
+            claim_job(folder, "mine", "run", say=pytest.fail)
+        monkeypatch.setattr(launchers, "HAND_OVER_SECONDS", 1.0)
+        said: list[str] = []
+        claim = claim_job(folder, "mine", "run", take_over=True, say=said.append)
+        assert claim.launcher.number == 2 and said[-1].endswith("going on from the last commit")
+        claim.release()
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_a_claim_of_another_machine_is_watched_for_a_sign_of_life(folder: Store) -> None:
