@@ -144,11 +144,30 @@ def test_the_check_of_a_node_is_made_beside_the_agent_and_only_where_gpus_are_li
 
     assert NodeGpuCheck("auto", promised=0, project_root=where, check=check).done, "nothing says that there is one"
     assert NodeGpuCheck("cpu", promised=8, project_root=where, check=check).done
+    assert not NodeGpuCheck("cuda", promised=0, project_root=where, check=check).done
     slow = NodeGpuCheck("auto", promised=8, project_root=where, check=check)
     assert not slow.done and slow.refusal is None
     asked.set()
     slow._thread.join(60)
     assert str(slow.refusal) == "8 GPUs, none works; fix: mend them, or set cluster.device to cpu"
+
+
+def test_a_node_without_gpu_files_trains_on_its_cpu_whatever_tools_its_image_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    files: list[str] = []
+    monkeypatch.setattr("glob.glob", lambda pattern: files)
+    assert NodeGpuCheck("auto", promised=0, project_root=tmp_path).done
+    files.append("/dev/nvidia0")
+    checked = NodeGpuCheck("auto", promised=0, project_root=tmp_path)
+    assert checked._thread is not None
+    checked._thread.join(60)
+    assert "nvidia-smi ended with 9" in str(checked.refusal)
 
 
 def test_auto_makes_one_local_rank_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,9 +84,13 @@ def check_gpu(context: PreflightContext) -> Finding:
     return Finding.passed(f"{finding.detail}\n{short}: all ranks train on the CPU; one rank per GPU would use them")
 
 
-def may_have_gpus(*, promised: int = 0, wanted: bool = False) -> bool:
-    """Whether the placement, the configuration, the kernel or the driver's tool says that there are GPUs here."""
-    return promised > 0 or wanted or ((bool(gpu_files()) or bool(shutil.which("nvidia-smi"))) and not gpus_hidden())
+def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = True) -> bool:
+    """Whether the placement, the configuration or the kernel says that there are GPUs here.
+
+    by_tool: nvidia-smi on the path says so too. Each node of a GPU image has it, those without a GPU as well.
+    """
+    here = bool(gpu_files()) or (by_tool and shutil.which("nvidia-smi") is not None)
+    return promised > 0 or wanted or (here and not gpus_hidden())
 
 
 def try_gpus(project_root: Path, promised: int = 0) -> tuple[Finding, int]:

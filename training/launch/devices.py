@@ -126,7 +126,7 @@ class NodeGpuCheck:
     ) -> None:
         self._finding: Finding | None = None
         self._thread: threading.Thread | None = None
-        if choice != "cpu" and may_have_gpus(promised=promised, wanted=choice == "cuda"):
+        if choice != "cpu" and may_have_gpus(promised=promised, wanted=choice == "cuda", by_tool=False):
             self._thread = threading.Thread(
                 target=self._run, args=(check, project_root, promised), name="gpu-check", daemon=True
             )
