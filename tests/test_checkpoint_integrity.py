@@ -19,7 +19,7 @@ from infra.checks.environment import check_signing_key
 from infra.config.rules import violations
 from infra.config.schema import CheckpointConfig, RunConfig
 from infra.errors import StoreAway, StoreError
-from infra.layout import signature_key
+from infra.layout import data_key, index_key, signature_key
 from infra.outcome import Outcome
 from infra.preflight import PreflightContext
 from infra.ranges import read_blocks
@@ -30,9 +30,12 @@ from training import worker
 from training.checkpoint import Checkpointer, CommitRef, Generation, open_generation, reachable_commits
 from training.checkpoint.checksum import canonical_json, crc_text, sha256_text
 from training.checkpoint.commands import main as checkpoints
+from training.checkpoint.commit import CommitWatch, try_commit
 from training.checkpoint.dcp_reader import CommitReader
+from training.checkpoint.manifest import DataObject, RankIndex, Save
 from training.checkpoint.reader import VerifiedReader, read_manifest
 from training.checkpoint.retention import Retention, RetentionPolicy
+from training.checkpoint.signing import index_bytes
 from training.errors import CheckpointError, CorruptCommit, GangError, NoSigningKey, NothingToRestore
 from training.launch.local import LocalGang
 from training.launch.spec import WorkerSpec
@@ -336,6 +339,55 @@ def test_a_forged_commit_with_its_own_hash_is_refused_and_left_alone(
     assert signed.list("quarantine") == []
     assert checkpoints(["verify", signed.uri]) == 1
     assert checkpoints(["export", signed.uri, f"{signed.uri}/out.pt", "--commit", forged]) == 1
+
+
+def index_of(save: Save, rank: int, key: str = "", sha256: str = "5" * 64) -> RankIndex:
+    own = data_key(save.generation, save.step, rank)
+    data = DataObject(key=key or own, size=1, crc64nvme="0" * 16, chunk_bytes=1, chunks=("0" * 16,), sha256=(sha256,))
+    common = {"extra": {}, "optimizer": None, "parent": None} if rank == 0 else None
+    return RankIndex(save=save, rank=rank, data=data, items=(), common=common)
+
+
+def test_a_forged_index_is_not_signed_into_a_commit(signed: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer of the store puts rank 1's index before rank 1 does: the index counts as missing."""
+    save = Save(job="job", generation=open_generation(signed, run="r", attempt=1).name, step=3, world_size=2)
+    before, (first, second) = len(signed.list("commits")), [index_key(save.generation, 3, rank) for rank in (0, 1)]
+    signed.put(first, index_bytes(signed, first, index_of(save, 0)))
+    other_step = signed.list("index")[0].key
+    moved = replace(index_of(save, 1, sha256="6" * 64), hmac=json.loads(signed.get(other_step))["hmac"])
+    with monkeypatch.context() as patch:
+        use_key(patch, KEY + "!")
+        other_key = index_bytes(signed, second, index_of(save, 1, sha256="6" * 64))
+    forgeries = [
+        index_of(save, 1, key="data/elsewhere/00001.bin").to_bytes(),
+        index_of(save, 1, sha256="6" * 64).to_bytes(),
+        index_bytes(signed, first, index_of(save, 1, sha256="6" * 64)),
+        moved.to_bytes(),
+        other_key,
+        replace(index_of(save, 1), hmac="\ud800").to_bytes(),
+    ]
+    for forged in forgeries:
+        signed.put(second, forged)
+        found = try_commit(signed, save)
+        assert found.commit is None and found.missing_ranks == [1] and "its HMAC is" in found.cause
+    assert len(signed.list("commits")) == before
+    watch = CommitWatch(signed, save)
+    assert watch.look().commit is None
+    signed.put(second, index_bytes(signed, second, index_of(save, 1)))
+    committed = watch.look().commit  # a forged index is not remembered
+    assert committed is not None
+    assert [one.sha256 for one in read_manifest(signed, committed.key).data] == [("5" * 64,)] * 2
+
+
+def test_an_index_names_its_own_ranks_data_object(tmp_path: Path) -> None:
+    """Signed or not."""
+    job = Store.open(str(tmp_path / "jobs" / "job"))
+    save = Save(job="job", generation="000001-x", step=3, world_size=1)
+    key = index_key(save.generation, 3, 0)
+    job.put(key, index_bytes(job, key, index_of(save, 0, key="data/elsewhere/00000.bin")))
+    with pytest.raises(CheckpointError, match="index of rank 0 names the data object 'data/elsewhere/"):
+        try_commit(job, save)
+    assert job.list("commits") == []
 
 
 def test_weights_forged_to_the_same_crc_are_refused(signed: Store) -> None:

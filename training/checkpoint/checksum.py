@@ -67,7 +67,7 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
         content = canonical_json(document)
         actual = crc_text(content)
         entry = f'"seal":"{stated}"'.encode()
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CorruptCommit(f"{what}: not a sealed JSON document: {error!r}") from error
     # The bytes too: JSON has many spellings of one content, and a changed byte is a changed byte.
     spelled = content in (data.replace(b"," + entry, b"", 1), data.replace(entry + b",", b"", 1))

@@ -101,7 +101,10 @@ class CommitWatch:
         key = _index_key(self._save, rank)
         try:
             raw = self._store.get(key)
-            return RankIndex.from_bytes(raw, f"{self._store.uri}/{key}"), raw
+            index = RankIndex.from_bytes(raw, f"{self._store.uri}/{key}")
+            if (signs := signer()) is not None:
+                signs.check_index(self._store, key, index)  # else a writer of the store has the manifest signed
+            return index, raw
         except CorruptCommit as error:
             return error
 

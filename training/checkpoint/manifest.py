@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.layout import parse_commit_key
+from infra.layout import data_key, parse_commit_key
 from training.checkpoint.checksum import canonical_json, seal, sha256_text, unseal
 from training.errors import CheckpointError, CorruptCommit, MisplacedCommit
 
@@ -87,13 +87,17 @@ class DataObject:
 
 @dataclass(frozen=True, kw_only=True)
 class RankIndex:
-    """What one rank saved. `common`: what is stored once, by rank 0: extra, optimizer settings, parent commit."""
+    """What one rank saved. `common`: what is stored once, by rank 0: extra, optimizer settings, parent commit.
+
+    hmac: of the rest and the index's key, where commits are signed (`signing.Signer`). Else empty, and not written.
+    """
 
     save: Save
     rank: int
     data: DataObject
     items: tuple[Item, ...]
     common: dict[str, Any] | None = None
+    hmac: str = ""
 
     def to_bytes(self) -> bytes:
         document = {
@@ -104,7 +108,7 @@ class RankIndex:
             "items": [item.to_json() for item in self.items],
             "common": self.common,
         }
-        return seal(document)
+        return seal({**document, "hmac": self.hmac} if self.hmac else document)
 
     @classmethod
     def from_bytes(cls, data: bytes, key: str) -> RankIndex:
@@ -117,8 +121,9 @@ class RankIndex:
                 data=DataObject.from_json(document["data"]),
                 items=tuple(Item.from_json(row) for row in document["items"]),
                 common=document["common"],
+                hmac=str(document.get("hmac", "")),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptCommit(f"{key}: not an index of version {VERSION}: {error!r}") from error
 
 
@@ -233,11 +238,14 @@ class Manifest:
 def merge(save: Save, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
     """The manifest of the indexes of all ranks, in the order of ranks.
 
-    Raises CheckpointError when an index is of another save, or when the pieces do not cover a tensor exactly once.
+    Raises CheckpointError when an index is of another save or names another data object than its rank's, or when the
+    pieces do not cover a tensor exactly once.
     """
     for rank, (index, _) in enumerate(indexes):
         if index.save != save or index.rank != rank:
             raise CheckpointError(f"the index of rank {rank} is of rank {index.rank} of {index.save}, not of {save}")
+        if index.data.key != (own := data_key(save.generation, save.step, rank)):
+            raise CheckpointError(f"the index of rank {rank} names the data object {index.data.key!r}, not {own}")
     pieces: dict[str, dict[tuple[int, ...], Piece]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, _ in indexes:

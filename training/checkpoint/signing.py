@@ -2,8 +2,11 @@
 
 A signature covers the job, the commit's key (step, generation and the SHA-256 of the manifest's bytes) and, by the
 manifest, the SHA-256 of every chunk of data. It is written before the manifest, so that each commit that readers see
-has its signature. Whether a process signs and checks is said by `infra.signing_key.NAME_VARIABLE`, which ranks,
-uploaders and second readers inherit.
+has its signature. The manifest is merged from the ranks' indexes, which come from the store too: each has an HMAC of
+its own, and one without a right HMAC counts as missing.
+
+`infra.signing_key.NAME_VARIABLE` decides whether a process signs and checks. Ranks, uploaders and second readers
+inherit it.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ from infra.layout import parse_commit_key, signature_key
 from infra.signing_key import NAME_VARIABLE, signing_key_problem
 from infra.store import Store
 from training.checkpoint.checksum import canonical_json
-from training.checkpoint.manifest import Manifest
+from training.checkpoint.manifest import Manifest, RankIndex
 from training.checkpoint.settled import fetched, put_settled
 from training.errors import CorruptCommit, NoSigningKey, RefusedCommit
 
 _VERSION = 1
-_PURPOSE = b"ebbflow commit signature 1"  # derives a key for this use alone
+# Each derives a key for this use alone.
+_COMMIT_PURPOSE = b"ebbflow commit signature 1"
+_INDEX_PURPOSE = b"ebbflow index 1"
 
 
 class Signer:
@@ -34,7 +39,9 @@ class Signer:
         if problem := signing_key_problem(name):
             raise NoSigningKey(f"{problem}; fix: set it to the job's key, such as that of `openssl rand -hex 32`")
         self.name = name
-        self._key = hmac.digest(os.fsencode(os.environ[name]), _PURPOSE, "sha256")
+        secret = os.fsencode(os.environ[name])
+        self._key = hmac.digest(secret, _COMMIT_PURPOSE, "sha256")
+        self._index_key = hmac.digest(secret, _INDEX_PURPOSE, "sha256")
 
     def sign(self, store: Store, key: str, data: dict[str, list[str]] | None = None) -> None:
         """Put the signature of the commit `key`, and read it back. Raises StoreError.
@@ -59,6 +66,20 @@ class Signer:
                 f"{self.name} has, for another job or step, or by a forger"
             ) from error
 
+    def sign_index(self, store: Store, key: str, index: RankIndex) -> RankIndex:
+        """The index with its HMAC, to be put under `key`."""
+        return replace(index, hmac=self._hmac_of_index(store, key, index))
+
+    def check_index(self, store: Store, key: str, index: RankIndex) -> None:
+        """Raise CorruptCommit unless the index was signed with this key, for this job and this key of the store."""
+        if not hmac.compare_digest(
+            self._hmac_of_index(store, key, index).encode(), index.hmac.encode(errors="replace")
+        ):
+            raise CorruptCommit(
+                f"{store.uri}/{key}: its HMAC is {'wrong' if index.hmac else 'missing'}: it was made without the key "
+                f"that {self.name} has here, or by a forger; fix: give all nodes the same key"
+            )
+
     def check_manifest(self, store: Store, key: str, manifest: Manifest) -> Manifest:
         """The manifest with the SHA-256 of every chunk. Raises as `check`."""
         signed = self.check(store, key)
@@ -72,15 +93,20 @@ class Signer:
         try:
             document = json.loads(raw)
             data, stated = document["data"], document["hmac"]
-            right = hmac.compare_digest(self._hmac(store, key, data).encode(), stated.encode())
+            right = hmac.compare_digest(self._hmac(store, key, data).encode(), stated.encode(errors="replace"))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCommit(f"{key}: not a signature: {error!r}"[:300]) from error
         if not right:
             raise CorruptCommit(f"{key}: its signature is wrong")
         return data or {}
 
+    def _hmac_of_index(self, store: Store, key: str, index: RankIndex) -> str:
+        content = replace(index, hmac="").to_bytes().decode()
+        document = {"version": _VERSION, "job": _job(store), "key": key, "index": content}
+        return hmac.digest(self._index_key, canonical_json(document), "sha256").hex()
+
     def _hmac(self, store: Store, key: str, data: object) -> str:
-        document = {"version": _VERSION, "job": store.uri.rsplit("/", 1)[-1], "key": key, "data": data}
+        document = {"version": _VERSION, "job": _job(store), "key": key, "data": data}
         return hmac.digest(self._key, canonical_json(document), "sha256").hex()
 
 
@@ -100,6 +126,16 @@ def signer() -> Signer | None:
 
 def sha256_of_chunks(data: memoryview, chunk_bytes: int) -> list[str]:
     return [hashlib.sha256(data[at : at + chunk_bytes]).hexdigest() for at in range(0, len(data), chunk_bytes)]
+
+
+def index_bytes(store: Store, key: str, index: RankIndex) -> bytes:
+    """The object to put under `key`, with an HMAC where this process signs."""
+    signs = signer()
+    return (signs.sign_index(store, key, index) if signs else index).to_bytes()
+
+
+def _job(store: Store) -> str:
+    return store.uri.rsplit("/", 1)[-1]
 
 
 def _signature_key(key: str) -> str:

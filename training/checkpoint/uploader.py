@@ -42,7 +42,7 @@ from training.checkpoint.manifest import DataObject, Item, RankIndex, Save
 from training.checkpoint.parts import PartSettings, PartUploader
 from training.checkpoint.retention import Retention, RetentionPolicy
 from training.checkpoint.settled import put_settled
-from training.checkpoint.signing import signer
+from training.checkpoint.signing import index_bytes, signer
 from training.errors import GenerationSuperseded, TrainingError
 
 _LONGEST_REQUEST_SECONDS = 60.0
@@ -124,7 +124,8 @@ class Uploader:
         data = self._upload(store, command, deadline)
         items = self._items_of(command)
         index = RankIndex(save=save, rank=self._rank, data=data, items=items, common=command["common"])
-        key, raw = index_key(save.generation, save.step, self._rank), index.to_bytes()
+        key = index_key(save.generation, save.step, self._rank)
+        raw = index_bytes(store, key, index)
         retried(f"put {key}", lambda: put_settled(store, key, raw), deadline)
         seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
         _answer("uploaded", save=save, bytes=data.size, seconds=seconds, cpu_seconds=cpu_seconds)

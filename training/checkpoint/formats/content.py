@@ -22,7 +22,7 @@ from training.checkpoint.lineage import CommitRef, open_generation
 from training.checkpoint.manifest import ALIGNMENT, Item, Manifest, RankIndex, Save, TensorEntry
 from training.checkpoint.parts import PartSettings, PartUploader
 from training.checkpoint.settled import put_settled
-from training.checkpoint.signing import signer
+from training.checkpoint.signing import index_bytes, signer
 from training.errors import CheckpointError
 
 _PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -255,7 +255,8 @@ def commit_content(store: Store, content: Content, *, source: str, seconds: floa
         items, view = _packed(tensors)
         data = uploader.upload(data_key(save.generation, save.step, rank), view, deadline)
         index = RankIndex(save=save, rank=rank, data=data, items=items, common=common if rank == 0 else None)
-        key, raw = index_key(save.generation, save.step, rank), index.to_bytes()
+        key = index_key(save.generation, save.step, rank)
+        raw = index_bytes(store, key, index)
         retried(f"put {key}", lambda key=key, raw=raw: put_settled(store, key, raw), deadline)
     commit = await_commit(store, save, deadline).commit
     assert commit is not None
