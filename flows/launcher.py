@@ -26,7 +26,14 @@ from infra.config.schema import RunConfig
 from infra.errors import InfraError, JobIsRunning
 from infra.foreign_text import guard_terminal
 from infra.known_jobs import METAFLOW_FOLDER, records_root
-from infra.launchers import Claim, check_inherited_claim, claim_job, claim_of_parent
+from infra.launchers import (
+    RUN_CLAIM_VARIABLE,
+    Claim,
+    check_inherited_claim,
+    check_run_claim,
+    claim_job,
+    claim_of_parent,
+)
 from infra.layout import job_prefix
 from infra.outcome import Outcome
 from infra.process import children, die_with_parent, end_with_descendants, survive_lost_readers
@@ -90,8 +97,10 @@ class _Launch:
             store = Store.open(config.store, request_timeout_seconds=_REPORT_REQUEST_SECONDS).sub(job_prefix(job))
             if inherited := claim_of_parent():
                 check_inherited_claim(store, job, inherited)
+                os.environ[RUN_CLAIM_VARIABLE] = inherited
             else:
                 self.claim = claim_job(store, job, command, take_over=self._take_over, on_fenced=_tell_main_thread)
+                os.environ[RUN_CLAIM_VARIABLE] = self.claim.launcher.id
         except JobIsRunning as error:
             print(error, file=sys.stderr)
             sys.exit(error.outcome.exit_code)
@@ -124,6 +133,7 @@ class _Launch:
                 with contextlib.suppress(InfraError):
                     store = Store.open(self._unnamed.store, request_timeout_seconds=_REPORT_REQUEST_SECONDS)
                     self.claim = claim_job(store.sub(job_prefix(run)), run, "run", on_fenced=_tell_main_thread)
+                    os.environ[RUN_CLAIM_VARIABLE] = self.claim.launcher.id
                 return
 
     def _leave(self, number: int, frame: object) -> None:
@@ -186,6 +196,7 @@ def prepare(module_name: str) -> None:
     if not _is_launch(at):
         _join_in(sys.argv[at:] if at is not None else [])
         return
+    os.environ.pop(RUN_CLAIM_VARIABLE, None)  # of another job, where a task of that one starts this launcher
     _launch.listen()
     if sys.argv[at] == "run":
         from flows.options import checked_options, job_and_config
@@ -419,7 +430,11 @@ def _tell(job: Job, code: int, started: float, *, asked: bool) -> int:
     path = local_folder(job.name, job.config.store) / "report.json"
     try:
         if not _is_new(path, started):
+            check_run_claim(job.store, job.name)
             write_report(job)
+    except JobIsRunning as error:  # the report is the other launcher's now
+        print(error, file=sys.stderr)
+        return Outcome.INTERRUPTED.exit_code
     except (InfraError, CostError) as error:
         if asked and isinstance(error, ReportError):
             _complain("interrupted before anything was recorded")

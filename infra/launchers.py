@@ -33,6 +33,8 @@ from infra.store.clock import StoreClock
 
 # The id of the claim under which a process runs the flow: the supervisor's runs have none of their own.
 CLAIM_VARIABLE = "EBBFLOW_LAUNCHER"
+# The id of the claim that this launcher's own processes work under. Unlike the one above it does not replace a claim.
+RUN_CLAIM_VARIABLE = "EBBFLOW_RUN_CLAIM"
 STALE_SECONDS = 60.0
 HAND_OVER_SECONDS = 90.0  # a launcher that leaves waits 60 s for the last save
 # Each put and each request to a bucket is paid for: 360 puts and 1,200 HEADs an hour cost $0.002.
@@ -158,6 +160,15 @@ class Claim:
         self._thread = threading.Thread(target=self._keep, name="launcher-claim", daemon=True)
         self._thread.start()
 
+    def successor(self) -> Launcher | None:
+        """The launcher that has taken the job over, asked of the store now; None while this one holds it.
+
+        A process that was stopped or cut off asks here before it changes what a successor may own. Raises StoreError.
+        """
+        if self.fenced_by is None:
+            self.fenced_by = self._successor()
+        return self.fenced_by
+
     def release(self) -> None:
         """Mark the claim as released, so that the next launcher need not wait. Never raises: a stale one does too."""
         self._ended.set()
@@ -247,6 +258,12 @@ def check_inherited_claim(job_store: Store, job: str, claim_id: str) -> None:
     newest = _newest(job_store)
     if newest is not None and newest[0].id != claim_id:
         raise JobIsRunning(f"job {job} was taken over: {newest[0].describe()}")
+
+
+def check_run_claim(job_store: Store, job: str) -> None:
+    """Raise JobIsRunning where this process belongs to a launcher that no longer holds the job; StoreError."""
+    if claim_id := os.environ.get(RUN_CLAIM_VARIABLE):
+        check_inherited_claim(job_store, job, claim_id)
 
 
 def claim_of_parent() -> str | None:

@@ -21,10 +21,14 @@ from cost.__main__ import main as cost_main
 from cost.jobs import load_report
 from cost.report.render_html import render as render_html
 from cost.report.report import RunReport, build_report
+from flows import launcher, reporting
+from flows.attempts import past
+from flows.job import Job
 from infra import launchers
+from infra.config.schema import RunConfig
 from infra.errors import JobIsRunning
 from infra.event_log import EventLog
-from infra.events import PLAN, PREFLIGHT, Event, Origin
+from infra.events import BATCH_SUBMITTED, PLAN, PREFLIGHT, Event, Origin, read_events
 from infra.launchers import Claim, Launcher, check_inherited_claim, claim_job, running_launcher
 from infra.layout import launcher_key
 from infra.process import process_state
@@ -297,3 +301,27 @@ def catches(pid: int, number: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
     mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
     return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_a_run_whose_job_was_taken_over_ends_no_batch_job_and_writes_no_report(
+    folder: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(name="mine", run="1", config=RunConfig(store=folder.uri))
+    with job.events("submit") as log:
+        log.emit(BATCH_SUBMITTED, job_id="x-1", job_name="train", step="train_node", task="5")
+    former = elsewhere(job.store, id="former")
+    monkeypatch.setenv(launchers.RUN_CLAIM_VARIABLE, former.id)
+    asked: list[object] = []
+    monkeypatch.setattr(past, "describe_attempts", lambda job_ids, *_, **__: asked.append(job_ids) or {})
+    with job.events("settle") as log:
+        assert past.settle(job, read_events(job.store), None, log) == []
+    assert asked == [["x-1"]]
+
+    elsewhere(job.store, number=2, id="successor")
+    with job.events("settle") as log, pytest.raises(JobIsRunning, match="job mine was taken over: `run` of ann"):
+        past.settle(job, read_events(job.store), None, log)
+    monkeypatch.setattr(reporting, "write_report", pytest.fail)
+    monkeypatch.setattr(launcher, "mark_latest", lambda job: None)
+    monkeypatch.setattr(Job, "remember", lambda job: None)
+    assert launcher._tell(job, 1, time.time(), asked=False) == 75
+    assert "job mine was taken over" in capsys.readouterr().err and asked == [["x-1"]]

@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 
 from flows.job import Job
+from flows.supervising import supervisor
 from flows.supervising.options import Options, read_options
 from flows.supervising.supervisor import Supervisor
-from infra.events import GENERATION_STARTED, PLAN, PREFLIGHT, SUPERVISED, read_events
+from infra.errors import JobIsRunning
+from infra.events import BATCH_SUBMITTED, GENERATION_STARTED, PLAN, PREFLIGHT, SUPERVISED, read_events
+from infra.launchers import Claim, Launcher, claim_job
+from infra.layout import launcher_key
 from infra.outcome import Outcome
 from tests.support.timelines import plan_event
 
@@ -95,3 +99,45 @@ def test_it_is_not_tried_for_ever(tmp_path: Path, words: tuple[str, ...], outcom
     has_begun(asked, hours_ago=2.0)
     assert Supervisor(asked, said.append, flow=flow(tmp_path, refusals=9)).supervise() == outcome.exit_code
     assert why in said[-1]
+
+
+def runs_in_batch(asked: Options) -> Job:
+    job = has_begun(asked)
+    with job.events("submit") as log:
+        log.emit(BATCH_SUBMITTED, job_id="x-1", job_name="train", step="train_node", task="5")
+    return job
+
+
+def test_the_batch_job_of_another_launcher_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(supervisor, "end_leftovers", lambda job, say: ended.append(job.name))
+    asked = options(tmp_path)
+    other = claim_job(runs_in_batch(asked).store, "j", "run")
+    program = flow(tmp_path, refusals=0)
+    with pytest.raises(JobIsRunning):
+        Supervisor(asked, list[str]().append, flow=program).supervise()
+    assert not ended and not program.with_suffix(".count").exists()
+    other.release()
+    assert Supervisor(asked, list[str]().append, flow=program).supervise() == 0
+    assert ended == ["j", "j"], "before the first run and after it"
+
+
+def test_a_supervisor_whose_job_was_taken_over_leaves_the_successors_batch_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut off: it has not looked at its claim since."""
+    ended, said = list[str](), list[str]()
+    monkeypatch.setattr(Claim, "_keep", lambda claim: None)
+    monkeypatch.setattr(supervisor, "end_leftovers", lambda job, say: ended.append(job.name))
+    asked = options(tmp_path)
+    job = has_begun(asked)
+
+    def take_over(*_: object) -> int:
+        successor = Launcher(number=2, id="b", command="supervise", host="node-7", user="ann", pid=1, since_utc=0.0)
+        job.store.put(launcher_key(2), successor.to_json())
+        runs_in_batch(asked)
+        return Outcome.PREFLIGHT.exit_code
+
+    monkeypatch.setattr(supervisor.Child, "run", take_over)
+    assert Supervisor(asked, said.append).supervise() == Outcome.INTERRUPTED.exit_code
+    assert not ended and said[-1].startswith("job taken over by `supervise` of ann on host node-7")

@@ -18,6 +18,7 @@ from infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
 from infra.errors import CloudRefused, InfraError
 from infra.event_log import EventLog
 from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
+from infra.launchers import check_run_claim
 from infra.preflight import Check, Finding, PreflightContext
 
 # A report should not wait long for a service that its container may not reach; the launcher asks again.
@@ -44,12 +45,15 @@ def settle(
     Of a job that was told of before Batch knew when or why it ended there is another one as soon as Batch does.
 
     To be asked where none of the job's attempts runs: one that still does was left behind by its submitter, in this run
-    or before, and is ended, since two would spend for one; that is said. Raises CloudError.
+    or before, and is ended, since two would spend for one; that is said.
+
+    Raises: CloudError; JobIsRunning where another launcher has taken the job over, whose attempt this may be.
     """
     unsettled, half_told = unsettled_jobs(events), _half_told_jobs(events)
     submitted = {**half_told, **unsettled}
     if not submitted:
         return []
+    check_run_claim(job.store, job.name)
     found = _when_whole(list(submitted), list(unsettled), client, deadline_seconds)
     told = []
     for job_id, attempt in found.items():

@@ -18,6 +18,7 @@ from flows.attempts.past import settle
 from flows.job import PROJECT_ROOT, Job
 from flows.planning import experience
 from infra.aws.calls import within
+from infra.errors import JobIsRunning
 from infra.events import COMMIT, PLACED, PLAN, Event, read_events
 from infra.model_shape import ModelShape
 from infra.outcome import Outcome
@@ -68,6 +69,8 @@ def place_attempt(ask: Ask, *, deadline_seconds: float = DEADLINE_SECONDS) -> An
     30 s more."""
     try:
         return Answer(order=within(deadline_seconds, lambda: _order(ask), "placing"))
+    except JobIsRunning:  # the run ends: another launcher has taken the job over
+        raise
     except Exception as error:  # whatever it is, a hook that raises would end the run
         trouble = f"{type(error).__name__}: {error}"
     ask.abandoned.set()

@@ -63,14 +63,18 @@ class Supervisor:
                 self._claim.release()
 
     def _supervise(self) -> int:
-        before = self._read()
+        before = self._read(end_leftovers_too=False)  # without a claim: another launcher's jobs may run
         if before is None:
             return self._gave_up()
         self._welcome(before)
-        if before.finished:
-            self._say(f"job {self._options.job} is complete already, and {before.cost()}; another --job begins anew")
-            return 0
+        if before.finished and not before.unsettled:
+            return self._is_complete(before)
         self._claim_job()
+        before = self._read()  # the launcher before may have saved, or completed the job, until it left
+        if before is None:
+            return self._gave_up()
+        if before.finished:
+            return self._is_complete(before)
         while True:
             started = time.monotonic()
             self._runs += 1
@@ -86,6 +90,10 @@ class Supervisor:
             self._pause(verdict, code, before)
             if self._child.asked_to_leave:
                 return self._leave(before)
+
+    def _is_complete(self, record: Record) -> int:
+        self._say(f"job {self._options.job} is complete already, and {record.cost()}; another --job begins anew")
+        return 0
 
     def _claim_job(self) -> None:
         """For this supervisor and all its runs, which have no claim of their own."""
@@ -113,6 +121,8 @@ class Supervisor:
         if verdict is Verdict.COMPLETED:
             self._say(f"completed after {self._tally(record)}; {record.cost()}")
             return 0
+        if self._claim is not None and self._claim.fenced_by is not None:
+            return self._leave(record)
         if verdict is Verdict.FINAL:
             outcome = next(outcome for outcome in Outcome if outcome.exit_code == code)
             self._say(f"stopped, {outcome.value} (exit code {code}): {self._why(record, outcome)}")
@@ -219,14 +229,14 @@ class Supervisor:
             self._unwritten.append(spell)
         return record.with_spells(spell)
 
-    def _read(self) -> Record | None:
+    def _read(self, *, end_leftovers_too: bool = True) -> Record | None:
         """The record, however long the store is away, once no job of a run is left behind. None when asked to leave;
-        raises StoreAway when it was too long."""
+        raises StoreAway when it was too long. Jobs of a launcher that has taken over are not left behind."""
         limit = time.monotonic() + self._options.wait_hours * 3600
         while True:
             try:
                 record = read_record(self._job.store, self._options.config)
-                if record.unsettled:
+                if end_leftovers_too and record.unsettled and (self._claim is None or self._claim.successor() is None):
                     end_leftovers(self._job_of(record), self._say)
                     record = read_record(self._job.store, self._options.config)
                 return record.with_spells(*self._unwritten)
