@@ -88,8 +88,10 @@ class _Launch:
         self._take_over = _TAKE_OVER in words
         return [word for word in words if word != _TAKE_OVER]
 
-    def claim_job(self, job: str, config: RunConfig, command: str) -> None:
-        """Claim a job that has a name. Exits with 3 where another launcher runs it."""
+    def claim_job(self, job: str, config: RunConfig, command: str, permits: Sequence[str] = ()) -> None:
+        """Claim a job that has a name, then record the permits. Exits with 3 where another launcher runs the job, and
+        with the error's code where the permits cannot be recorded.
+        """
         if not job:
             self._unnamed = config
             return
@@ -106,6 +108,18 @@ class _Launch:
             sys.exit(error.outcome.exit_code)
         except InfraError as error:
             print(f"job {job} is not protected from a second launcher: {error}", file=sys.stderr)
+        if permits:
+            self._give_permits(permits, job, config.store)
+
+    def _give_permits(self, permits: Sequence[str], job: str, store: str) -> None:
+        from flows.options import give_permits
+
+        try:
+            give_permits(permits, job, store)
+        except InfraError as error:
+            print(f"job {job}: its permit cannot be recorded: {error}", file=sys.stderr)
+            self.release()
+            sys.exit(Outcome.PREFLIGHT.exit_code)
 
     def run(self, flow_class: type, run_id_file: Path) -> int:
         """Metaflow's exit code, or 75 when asked to leave."""
@@ -199,16 +213,18 @@ def prepare(module_name: str) -> None:
     os.environ.pop(RUN_CLAIM_VARIABLE, None)  # of another job, where a task of that one starts this launcher
     _launch.listen()
     if sys.argv[at] == "run":
-        from flows.options import checked_options, job_and_config
+        from flows.options import checked_options, job_and_config, permits_in
 
+        permits = permits_in(sys.argv[at + 1 :])
         sys.argv[at + 1 :] = checked_options(sys.argv[at + 1 :])
-        _launch.claim_job(*job_and_config(sys.argv[at + 1 :]), "run")
+        _launch.claim_job(*job_and_config(sys.argv[at + 1 :]), "run", permits)
     else:
         from flows.resuming import check_resume, refuse_settings
 
         refuse_settings(sys.argv[at + 1 :])
         if (known := check_resume(sys.argv)) is not None:
-            _launch.claim_job(*known, "resume")
+            job, config, permits = known
+            _launch.claim_job(job, config, "resume", permits)
     if _run_id_file(sys.argv[at + 1 :]) is None:
         descriptor, path = tempfile.mkstemp(prefix=_RUN_ID_PREFIX)
         os.close(descriptor)

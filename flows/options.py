@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ _FIXED_FOR_A_JOB = ("workload", "workload_options", "model", "data", "training.s
 
 def checked_options(options: list[str]) -> list[str]:
     """The options of `run` with --config and --set replaced by the one checked configuration, as JSON.
+
+    Permits are left out: `give_permits` records them, once the launcher holds the job (see `permits_in`).
 
     Exits with 2 for a bad configuration, fault or job name, and with 3 when a quick check forbids the run.
     """
@@ -61,7 +64,6 @@ def checked_options(options: list[str]) -> list[str]:
         _check_place(known.job, loaded.config.store)
         try:
             _check_continuation(known.job, loaded.config)
-            give_permits(known, known.job, loaded.config.store)
         except InfraError as error:
             _refuse(f"--job {known.job}: {error}", Outcome.PREFLIGHT)
     settings = {"path": known.config, "config": loaded.config.model_dump(mode="json"), "sources": loaded.sources}
@@ -82,10 +84,20 @@ def permits_asked(known: argparse.Namespace) -> list[str]:
     return [what for option, what in PERMITS.items() if getattr(known, option)]
 
 
-def give_permits(known: argparse.Namespace, job: str, store: str) -> None:
-    """Record in the job's store what the options allow, for what the job has now. Raises InfraError."""
-    if asked := permits_asked(known):
-        permit(Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)), *asked)
+def permits_in(options: list[str]) -> list[str]:
+    """The permits that the options of `run` ask for."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_permits(parser)
+    return permits_asked(parser.parse_known_args(options)[0])
+
+
+def give_permits(permits: Sequence[str], job: str, store: str) -> None:
+    """Record in the job's store what a person allows for what the job has now. Raises InfraError.
+
+    Only under a claim on the job: a launcher that is refused must not change what the job may give up.
+    """
+    if permits:
+        permit(Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)), *permits)
 
 
 def job_and_config(words: list[str]) -> tuple[str, RunConfig]:

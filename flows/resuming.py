@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from cost.jobs import known_job_names
 from flows.checks import refused_at_once
 from flows.job import RUNS
-from flows.options import add_permits, give_permits, permits_asked
+from flows.options import add_permits, permits_asked
 from flows.remote import values_of
 from infra.config.schema import RunConfig
 from infra.errors import InfraError
@@ -24,10 +24,10 @@ _REQUEST_SECONDS = 10.0
 _MOST_ASKED = 8
 
 
-def check_resume(words: list[str]) -> tuple[str, RunConfig] | None:
+def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
     """Make Metaflow's settings from those of the job, and hold these against the quick checks that `run` makes.
 
-    Returns the job's name and configuration, None where this machine does not know the job.
+    Returns the job's name, its configuration and the permits asked for; None where this machine does not know the job.
 
     words: the command line, from which the options that are Ebbflow's own are taken. Exits with 3 where one of them
     forbids the run. Of a job that this machine does not know, or whose store does not tell, nothing is checked; that is
@@ -46,12 +46,7 @@ def check_resume(words: list[str]) -> tuple[str, RunConfig] | None:
     if said := refused_at_once(config, path, job=name, words=words):
         print(said, file=sys.stderr)
         sys.exit(Outcome.PREFLIGHT.exit_code)
-    try:
-        give_permits(known, name, config.store)
-    except InfraError as error:
-        print(f"resume: {error}", file=sys.stderr)
-        sys.exit(error.outcome.exit_code)
-    return name, config
+    return name, config, permits_asked(known)
 
 
 def refuse_settings(options: Sequence[str]) -> None:

@@ -12,7 +12,9 @@ from torch import nn
 
 from cost.report.next_step import resume_line
 from cost.report.report import build_report
-from flows.options import checked_options
+from flows import launcher
+from flows.options import checked_options, job_and_config, permits_in
+from infra import launchers
 from infra.event_log import EventLog
 from infra.events import COMMIT, GENERATION_STARTED, OUTCOME, ROLLBACK, Origin, read_events
 from infra.layout import job_prefix
@@ -195,11 +197,22 @@ def test_an_agent_asks_too_and_the_report_says_what_is_missing(tmp_path: Path) -
     assert "the commit of step 2 is missing" in report.events["failures"][-1]["what"]
 
 
-def test_the_options_leave_their_permit_in_the_store(tmp_path: Path, job: Store, capsys: pytest.CaptureFixture) -> None:
-    words = ["--config", "configs/laptop.yaml", "--set", f"store={tmp_path / 'store'}"]
-    for permits in ([], ["--from-scratch"], ["--accept-rollback"]):
-        options = checked_options([*words, "--job", "job", *permits])
-        assert not {"--from-scratch", "--accept-rollback"} & set(options)
+def test_the_options_leave_their_permit_in_the_store_once_the_launcher_holds_the_job(
+    tmp_path: Path, job: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(launchers.RUN_CLAIM_VARIABLE, "")  # restored after the test
+    words, both = ["--set", f"store={tmp_path / 'store'}"], ["--from-scratch", "--accept-rollback"]
+    checked = checked_options([*words, "--job", "job", *both])
+    assert not {*both} & {*checked}
+    other = launchers.claim_job(job, "job", "run")
+    with pytest.raises(SystemExit) as refused:
+        launcher._Launch().claim_job(*job_and_config(checked), "run", permits_in(both))
+    assert refused.value.code == 3 and "job job is running" in capsys.readouterr().err
+    assert not job.list("permits")
+    other.release()
+    launch = launcher._Launch()
+    launch.claim_job(*job_and_config(checked), "run", permits_in(both))
+    launch.release()
     assert sorted(meta.key for meta in job.list("permits")) == [
         "permits/from-scratch/000001.json", "permits/rollback/000001.json",
     ]  # fmt: skip

@@ -108,18 +108,21 @@ def runs_in_batch(asked: Options) -> Job:
     return job
 
 
-def test_the_batch_job_of_another_launcher_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_is_refused_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
     monkeypatch.setattr(supervisor, "end_leftovers", lambda job, say: ended.append(job.name))
-    asked = options(tmp_path)
-    other = claim_job(runs_in_batch(asked).store, "j", "run")
+    asked = options(tmp_path, "--from-scratch")
+    job = runs_in_batch(asked)
+    other = claim_job(job.store, "j", "run")
     program = flow(tmp_path, refusals=0)
     with pytest.raises(JobIsRunning):
         Supervisor(asked, list[str]().append, flow=program).supervise()
     assert not ended and not program.with_suffix(".count").exists()
+    assert not job.store.list("permits"), "nothing is given up by a launcher that is refused"
     other.release()
     assert Supervisor(asked, list[str]().append, flow=program).supervise() == 0
     assert ended == ["j", "j"], "before the first run and after it"
+    assert len(job.store.list("permits")) == 1
 
 
 def test_a_supervisor_whose_job_was_taken_over_leaves_the_successors_batch_job_alone(

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.options import add_permits, give_permits
+from flows.options import add_permits, permits_asked
 from infra.config import load_config
 from infra.config.schema import RunConfig
 from infra.layout import check_job_name
@@ -24,7 +24,7 @@ class Options:
     """job: the name that every run gets. words: options of `run`, --config and --job included. max_failures: in a row
     without a new commit. pause_seconds: after the first run that gained nothing. capacity_pause_seconds: before asking
     again for capacity that was not there. wait_hours: the longest wait for capacity or for the store. take_over: the
-    job from a launcher that runs it.
+    job from a launcher that runs it. permits: what the job may give up, recorded once; the runs get none.
     """
 
     job: str
@@ -35,6 +35,7 @@ class Options:
     capacity_pause_seconds: float = CAPACITY_PAUSE_SECONDS
     wait_hours: float = WAIT_HOURS
     take_over: bool = False
+    permits: tuple[str, ...] = ()
 
 
 def read_options(arguments: list[str], *, project_root: Path) -> Options:
@@ -50,7 +51,6 @@ def read_options(arguments: list[str], *, project_root: Path) -> Options:
     _check(parser, known)
     loaded = load_config(path, known.overrides, project_root=project_root, cwd=Path.cwd())
     job = check_job_name(known.job or _job_name(Path(path)))
-    give_permits(known, job, loaded.config.store)  # once, here: the runs that follow are nobody's decision
     settings = [word for override in known.overrides for word in ("--set", override)]
     return Options(
         job=job,
@@ -61,6 +61,7 @@ def read_options(arguments: list[str], *, project_root: Path) -> Options:
         capacity_pause_seconds=known.capacity_pause_seconds,
         wait_hours=known.wait_hours,
         take_over=known.take_over,
+        permits=tuple(permits_asked(known)),
     )
 
 

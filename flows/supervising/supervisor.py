@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flows.job import Job
+from flows.options import give_permits
 from flows.reporting import write_report
 from flows.supervising.child import Child
 from flows.supervising.leftovers import end_leftovers
@@ -70,6 +71,7 @@ class Supervisor:
         if before.finished and not before.unsettled:
             return self._is_complete(before)
         self._claim_job()
+        give_permits(self._options.permits, self._options.job, self._options.config.store)
         before = self._read()  # the launcher before may have saved, or completed the job, until it left
         if before is None:
             return self._gave_up()
