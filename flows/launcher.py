@@ -225,7 +225,9 @@ def prepare(module_name: str) -> None:
         if (known := check_resume(sys.argv)) is not None:
             job, config, permits = known
             _launch.claim_job(job, config, "resume", permits)
-    if _run_id_file(sys.argv[at + 1 :]) is None:
+    if (given := _run_id_file(sys.argv[at + 1 :])) is not None:
+        _empty(Path(given))
+    else:
         descriptor, path = tempfile.mkstemp(prefix=_RUN_ID_PREFIX)
         os.close(descriptor)
         sys.argv[at + 1 : at + 1] = ["--run-id-file", path]
@@ -401,6 +403,13 @@ def _metaflow(flow_class: type) -> int:
     except KeyboardInterrupt:
         return Outcome.INTERRUPTED.exit_code
     return 0
+
+
+def _empty(run_id_file: Path) -> None:
+    """Until Metaflow writes into it, a file that is used again would name an earlier run."""
+    if run_id_file.is_file():
+        with contextlib.suppress(OSError):  # Metaflow says so when it writes
+            os.truncate(run_id_file, 0)
 
 
 def _read_run_id(file: Path) -> str:

@@ -41,6 +41,7 @@ HAND_OVER_SECONDS = 90.0  # a launcher that leaves waits 60 s for the last save
 _RENEW_SECONDS = {"folder": 2.0, "bucket": 10.0}
 _LOOK_SECONDS = {"folder": 0.5, "bucket": 3.0}
 _WATCH_SECONDS = 0.5
+_UNREADABLE = ""  # the id of a claim whose content is damaged
 _LONGEST_READ = 200  # claims that are tried for a free number before something else must be wrong
 
 
@@ -83,6 +84,8 @@ class Launcher:
 
     def describe(self) -> str:
         """Such as "`run` of ann on host node-7 (pid 4711), since 2026-11-22 20:51:03 UTC"."""
+        if self.id == _UNREADABLE:
+            return f"an unknown launcher, whose claim {launcher_key(self.number)} cannot be read"
         return f"`{self.command}` of {self.user} on host {self.host} (pid {self.pid}), since {self.since}"
 
     @property
@@ -156,7 +159,7 @@ class Claim:
         self._ended = threading.Event()
         kind = "bucket" if job_store.local_path("") is None else "folder"
         self._renew_seconds, self._look_seconds = _RENEW_SECONDS[kind], _LOOK_SECONDS[kind]
-        self._writing = threading.Lock()
+        self._writing, self._releasing = threading.Lock(), False
         self._thread = threading.Thread(target=self._keep, name="launcher-claim", daemon=True)
         self._thread.start()
 
@@ -170,7 +173,14 @@ class Claim:
         return self.fenced_by
 
     def release(self) -> None:
-        """Mark the claim as released, so that the next launcher need not wait. Never raises: a stale one does too."""
+        """Mark the claim as released, so that the next launcher need not wait. Never raises: a stale one does too.
+
+        Returns at once where a release is under way already: a signal handler may have interrupted it in this thread,
+        which would wait for itself.
+        """
+        if self._releasing:
+            return
+        self._releasing = True
         self._ended.set()
         with contextlib.suppress(StoreError):
             self._put(replace(self.launcher, released=True))
@@ -199,7 +209,7 @@ class Claim:
     def _renew(self) -> None:
         """In a store that ignores the condition of `create`, another launcher may have written the same number."""
         written = _read(self._store, self.launcher.number)
-        if written is not None and written.id != self.launcher.id:
+        if written is not None and written.id not in (_UNREADABLE, self.launcher.id):
             self.fenced_by = written
             self._ended.set()
             self._on_fenced()
@@ -212,7 +222,7 @@ class Claim:
     def _put(self, launcher: Launcher) -> None:
         with self._writing:
             written = _read(self._store, launcher.number)
-            if written is None or written.id == launcher.id:
+            if written is None or written.id in (_UNREADABLE, launcher.id):
                 self._store.put(launcher_key(launcher.number), launcher.to_json())
 
 
@@ -256,7 +266,7 @@ def claim_job(
 def check_inherited_claim(job_store: Store, job: str, claim_id: str) -> None:
     """Raise JobIsRunning where the claim of the process that started this one no longer holds the job."""
     newest = _newest(job_store)
-    if newest is not None and newest[0].id != claim_id:
+    if newest is not None and newest[0].id not in (_UNREADABLE, claim_id):  # a holder that lives renews a damaged claim
         raise JobIsRunning(f"job {job} was taken over: {newest[0].describe()}")
 
 
@@ -325,10 +335,21 @@ def _newest(job_store: Store) -> tuple[Launcher, float] | None:
 
 
 def _read(job_store: Store, number: int) -> Launcher | None:
+    """The claim of that number, None without one; an unknown launcher's where it is damaged. Raises StoreError.
+
+    A damaged claim holds the job like any other: until it is stale, or its launcher renews it.
+    """
     try:
-        return replace(Launcher.from_json(job_store.get(launcher_key(number))), number=number)
+        content = job_store.get(launcher_key(number))
     except ObjectNotFound:
         return None
+    try:
+        return replace(Launcher.from_json(content), number=number)
+    except StoreError:
+        unknown = "unknown"
+        return Launcher(
+            number=number, id=_UNREADABLE, command=unknown, host=unknown, user=unknown, pid=0, since_utc=0.0
+        )
 
 
 def _new_launcher(number: int, command: str) -> Launcher:

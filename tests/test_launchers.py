@@ -21,7 +21,7 @@ from cost.__main__ import main as cost_main
 from cost.jobs import load_report
 from cost.report.render_html import render as render_html
 from cost.report.report import RunReport, build_report
-from flows import launcher, reporting
+from flows import launcher, reporting, resuming
 from flows.attempts import past
 from flows.job import Job
 from infra import launchers
@@ -178,6 +178,62 @@ def test_a_claim_without_a_sign_of_life_is_taken(folder: Store, monkeypatch: pyt
     claim = claim_job(folder, "mine", "run", say=said.append)
     assert claim.launcher.number == 4 and len(said) == 1
     claim.release()
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"schema": 1, "pid": 7}', b"\xff\xfe"])
+def test_a_damaged_claim_holds_the_job_until_it_is_stale(
+    folder: Store, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(folder, number=6, released=True)
+    folder.put(launcher_key(7), content)
+    found = running_launcher(folder)
+    assert found is not None and found.launcher.describe().endswith("claim launchers/000007.json cannot be read")
+    other = threading.Timer(0.2, lambda: elsewhere(folder, number=7))
+    with pytest.raises(JobIsRunning, match="`run` of ann on host node-7"):
+        claim_job(folder, "mine", "run", say=lambda text: other.start())
+    folder.put(launcher_key(7), content)
+    age(folder, 7, launchers.STALE_SECONDS + 1)
+    claim = claim_job(folder, "mine", "run", say=pytest.fail)
+    assert claim.launcher.number == 8
+    folder.put(launcher_key(8), content)
+    check_inherited_claim(folder, "mine", claim.launcher.id)
+    renewed = claim.launcher.renewals
+    wait_until("the renewal of its own", lambda: claim.launcher.renewals > renewed + 1, timeout=WAIT_SECONDS)
+    claim.release()
+    assert running_launcher(folder) is None and claim.fenced_by is None
+
+
+def test_a_second_interrupt_while_the_claim_is_released_ends_the_process(folder: Store) -> None:
+    """The handler runs in the thread that releases, and releases as well."""
+    program = """
+import os, signal, sys
+from infra.launchers import claim_job
+from infra.store import Store
+claim = claim_job(Store.open(sys.argv[1]), "mine", "run")
+def leave(*_):
+    claim.release()
+    os._exit(75)
+signal.signal(signal.SIGINT, leave)
+put = claim._store.put
+claim._store.put = lambda *words: (os.kill(os.getpid(), signal.SIGINT), put(*words))
+claim.release()
+"""
+    done = subprocess.run([sys.executable, "-c", program, folder.uri], cwd=ROOT, timeout=WAIT_SECONDS)
+    assert done.returncode == 75
+    claim_job(folder, "mine", "run", say=pytest.fail).release()
+
+
+def test_a_run_id_file_that_is_used_again_names_no_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run-id"
+    file.write_text("171")
+    words = ["train_flow.py", "resume", "--run-id-file", str(file)]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(launcher._launch, "listen", lambda: None)
+    monkeypatch.setattr(resuming, "check_resume", lambda words: None)
+    for name in ("survive_lost_readers", "guard_terminal", "_set_environment"):
+        monkeypatch.setattr(launcher, name, lambda **_: None)
+    launcher.prepare("__main__")
+    assert file.read_text() == "" and launcher._read_run_id(file) == "" and sys.argv == words
 
 
 def test_of_several_launchers_at_the_same_moment_one_gets_the_job(folder: Store) -> None:
