@@ -343,8 +343,9 @@ def _join_in(words: list[str]) -> None:
         elif metaflow_fixes.known_release():
             metaflow_fixes.mend_request()
     elif words[:2] == ["kubernetes", "step"]:
-        from flows.pods import give_grace
+        from flows.pods import exit_when_asked, give_grace
 
+        exit_when_asked()
         give_grace()
     elif words[:1] == ["step"] and remote.in_container():
         from flows.attempts.stopping import listen_to_stop

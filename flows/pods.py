@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 from typing import Any
 
 from flows.attempts.order import Order
@@ -63,6 +65,26 @@ def apply(cli_args: Any, order: Order, config: dict[str, Any]) -> None:
 
 def _of(options: dict[str, Any], name: str) -> dict[str, str]:
     return json.loads(options.get(name) or "{}") or {}
+
+
+def exit_when_asked() -> None:
+    """In the process that submits: leave through `sys.exit`, since Metaflow ends its pods in an `atexit` handler.
+
+    Later signals are ignored: one in the middle of that handler would leave pods behind. The launcher waits 60 s.
+    """
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+    def leave(number: int, frame: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in numbers:
+        signal.signal(number, leave)
 
 
 def give_grace() -> None:

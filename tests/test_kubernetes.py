@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -209,3 +210,32 @@ def test_one_node_is_a_plain_job(tmp_path: Path) -> None:
     kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
     template = manifest["spec"]["template"]
     assert_placed(template["spec"], template["metadata"]["annotations"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_submitter_ends_its_pods_when_it_is_asked_to_leave(number: signal.Signals, tmp_path: Path) -> None:
+    """As Metaflow does: in a handler of `atexit`, here a slow one that is interrupted again."""
+    program = """
+import atexit, os, pathlib, signal, sys, time
+from infra.process import exit_when_interrupted
+exit_when_interrupted()
+from flows import launcher
+launcher._join_in(["kubernetes", "step"])
+def end_pods():
+    for again in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), again)
+    pathlib.Path(sys.argv[1]).write_text("ended")
+atexit.register(end_pods)
+print("submitted", flush=True)
+time.sleep(600)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "pods")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "submitted\n"
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "pods").read_text() == "ended"
