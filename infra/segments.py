@@ -30,6 +30,7 @@ from pathlib import Path
 
 from infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden
 from infra.store import Store
+from infra.store.folder import ABANDONABLE
 
 _READERS = 16
 _PATIENCE_SECONDS = 2.0  # for writers of whom nothing is listed at all; most often they died before they wrote
@@ -37,6 +38,7 @@ _PAUSE_SECONDS = 0.25
 _NAME = re.compile(r"(events/\d+/.+)-(\d{6})\.(\w+)\.jsonl")
 _SEAL_VERSION = 2
 _SEAL_START = b'{"seal":'
+_MOST_MISSING = 1000  # segments of one writer that are asked for or named: a file's name may hold any number
 _MOST_NODES = 100_000  # of a generation: a larger number is damage, and no reason to expect as many writers
 
 
@@ -119,8 +121,12 @@ def unseal(segments: Segments) -> Unsealed:
         if match := _NAME.fullmatch(key):
             writers[match[1], match[3]].add(int(match[2]))
     for writer, numbers in sorted(writers.items()):
-        for number in sorted(set(range(max(numbers))) - numbers)[:1000]:
+        missing = sorted(set(range(max(numbers))) - numbers)
+        for number in missing[:_MOST_MISSING]:
             damage.append(Damage(_key_of(writer, number), "the segment is missing, and its events with it"))
+        if len(missing) > _MOST_MISSING:
+            rest = f"{len(missing) - _MOST_MISSING} more segments before it are missing, or its number is wrong"
+            damage.append(Damage(_key_of(writer, max(numbers)), rest))
         sealed = any(_key_of(writer, number) in last for number in numbers)
         if sealed and not last.get(_key_of(writer, max(numbers))):
             still_open.add(writer)
@@ -257,7 +263,14 @@ def _hint(line: bytes) -> str:
 
 def _read_listed(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
     folder = job_store.local_path("events")
-    listed = [meta.key for meta in job_store.list("events")] if folder is None else _list_folder(folder, found)
+    if folder is None:
+        listed = [meta.key for meta in job_store.list("events")]
+    else:
+        what = f"list {job_store.uri}/events"
+        listed, damage = ABANDONABLE.run(lambda: _list_folder(folder), job_store.request_seconds, what)
+        for one in damage:
+            if one.segment not in found.unreadable and one.segment not in found.contents:
+                found.lose(one.segment, one.what)
     keys = [key for key in listed if key not in found.contents and key not in found.unreadable]
     for key, content in zip(keys, pool.map(lambda key: _get(job_store, key), keys), strict=True):
         if isinstance(content, bytes):
@@ -278,37 +291,37 @@ def _get(job_store: Store, key: str) -> bytes | str:
         return " ".join(str(error).split())
 
 
-def _list_folder(folder: Path, found: Segments) -> list[str]:
+def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
     """Keys of the segments in a folder. An entry that is no regular file is damage: opening a pipe would hang."""
-    keys = []
-    for name, path in _entries(folder, "events", found):
+    keys: list[str] = []
+    damage: list[Damage] = []
+    for name, path in _entries(folder, "events", damage):
         if not path.is_dir():
             continue
-        for inner, entry in _entries(path, f"events/{name}", found):
+        for inner, entry in _entries(path, f"events/{name}", damage):
             key = f"events/{name}/{inner}"
-            if not inner.endswith(".jsonl") or key in found.contents or key in found.unreadable:
+            if not inner.endswith(".jsonl"):
                 continue
             try:
                 mode = entry.stat().st_mode
             except OSError as error:
-                found.lose(key, f"the segment cannot be read: {error.strerror}")
+                damage.append(Damage(key, f"the segment cannot be read: {error.strerror}"))
                 continue
             if stat.S_ISREG(mode) and key.isascii():
                 keys.append(key)
             else:
-                found.lose(key, f"not a segment but {_kind(mode)}")
-    return sorted(keys)
+                damage.append(Damage(key, f"not a segment but {_kind(mode)}"))
+    return sorted(keys), damage
 
 
-def _entries(folder: Path, key: str, found: Segments) -> list[tuple[str, Path]]:
+def _entries(folder: Path, key: str, damage: list[Damage]) -> list[tuple[str, Path]]:
     """(name, path) of a folder's entries; a name that is not UTF-8 with its odd bytes escaped."""
     try:
         names = os.listdir(os.fsencode(folder))
     except FileNotFoundError:
         return []
     except OSError as error:
-        if key not in found.unreadable:
-            found.lose(key, f"the folder cannot be read: {error.strerror}")
+        damage.append(Damage(key, f"the folder cannot be read: {error.strerror}"))
         return []
     return [(name.decode(errors="backslashreplace"), folder / os.fsdecode(name)) for name in sorted(names)]
 
@@ -321,7 +334,8 @@ def _kind(mode: int) -> str:
 def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
     """Of each writer: what the listing left out in between and, in a remote store, what came after the last it showed.
 
-    A folder's listing is not atomic either, so that a segment put meanwhile may be missing from it.
+    A folder's listing is not atomic either, so that a segment put meanwhile may be missing from it. Of each writer
+    `_MOST_MISSING` segments at most are asked for in vain; `unseal` reports all that are missing.
     """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for key in [*found.contents, *found.unreadable]:
@@ -330,15 +344,19 @@ def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> N
     local = job_store.local_path("events") is not None
 
     def more(writer: tuple[str, str]) -> dict[str, bytes]:
-        known, answers, number = numbers[writer], {}, 0
-        while not (local and number > max(known)):
+        known, answers, number, missing = numbers[writer], {}, 0, 0
+        highest = max(known)
+        while not (local and number > highest):
             if number not in known:
                 key = _key_of(writer, number)
                 try:
                     answers[key] = job_store.get(key)
                 except ObjectNotFound:
-                    if number > max(known):
+                    missing += 1
+                    if number > highest:
                         return answers
+                    if missing == _MOST_MISSING:
+                        number = highest
             number += 1
         return answers
 

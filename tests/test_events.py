@@ -24,6 +24,7 @@ from infra.event_log import EventLog
 from infra.events import EndReason, Event, Origin, read_events, read_log
 from infra.layout import event_key
 from infra.outcome import Outcome
+from infra.segments import seal_segment
 from infra.store import Store
 from tests.support.timelines import event as made_event
 from tests.test_ledger import gang_with_phases_emitted_together
@@ -386,3 +387,22 @@ def test_a_number_that_an_early_log_wrote_as_nan_is_read_as_null(tmp_path: Path)
 def test_the_types_of_every_event_are_declared() -> None:
     ours = {value for name, value in vars(infra.events).items() if name.isupper() and isinstance(value, str)}
     assert ours == set(infra.events._DATA)
+
+
+def test_a_segment_with_a_huge_number_costs_no_million_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(str(tmp_path))
+    key = event_key(1, 0, 0, "999999.ab")
+    store.put(key, seal_segment(key, [], last=True))
+    asked, get = [], store.get
+
+    def counted(key: str) -> bytes:
+        asked.append(key)
+        assert len(asked) < 2000
+        return get(key)
+
+    monkeypatch.setattr(store, "get", counted)
+    log = read_log(store)
+    assert len(log.damage) == 1001
+    assert "998999 more segments before it are missing, or its number is wrong" in {one.what for one in log.damage}

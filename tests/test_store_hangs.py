@@ -14,6 +14,7 @@ import pytest
 from torch import nn
 
 from infra.errors import StoreAway, StoreError, StoreHung
+from infra.events import read_events
 from infra.multipart import Throttle, open_sink
 from infra.store import Store
 from infra.store.folder import Abandonable, Folder
@@ -49,6 +50,25 @@ def test_every_operation_of_a_folder_that_hangs_ends_in_time(tmp_path: Path, han
     for operation in operations:
         with pytest.raises(StoreAway, match=r"no answer from the file system within 0\.05 s; fix: look at the mount"):
             operation()
+
+
+@pytest.mark.parametrize("call", ["listdir", "stat"])
+def test_a_start_does_not_wait_for_an_event_log_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    store, over, real = Store.open(str(tmp_path), request_timeout_seconds=0.05), threading.Event(), getattr(os, call)
+    (tmp_path / "events" / "000001").mkdir(parents=True)
+
+    def hanging(path: Any, *rest: Any, **options: Any) -> Any:
+        if not isinstance(path, int) and b"events" in os.fsencode(path) and not over.wait(60):
+            pytest.fail("the caller waited for the file system")
+        return real(path, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, hanging)
+        with pytest.raises(StoreHung, match=r"list .*/events: no answer from the file system within 0\.05 s"):
+            read_events(store)
+        over.set()
 
 
 def test_threads_are_used_again_and_those_that_hang_are_counted() -> None:
