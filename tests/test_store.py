@@ -50,6 +50,16 @@ def test_what_was_put_is_returned(store: Store) -> None:
         store.get_range("a/large", 2, 9)
 
 
+def test_a_private_object_leaves_its_folder_to_others(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        Store.open(str(tmp_path)).put("secrets/r-0", b"x", private=True)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "secrets").stat().st_mode & 0o777 == 0o775
+    assert (tmp_path / "secrets" / "r-0").stat().st_mode & 0o777 == 0o600
+
+
 def test_what_is_not_there_is_said_to_be_missing(store: Store) -> None:
     for ask in (store.get, lambda key: store.get_range(key, 0, 1)):
         with pytest.raises(ObjectNotFound, match=f"{store.uri}/none: no such object"):

@@ -142,10 +142,11 @@ class Folder:
     def put(self, key: str, data: memoryview, *, create: bool = False, private: bool = False) -> None:
         """Durable when it returns: the file, and each folder up to the root.
 
-        create: raise FileExistsError where there is an object already. private: only this user may read it.
+        create: raise FileExistsError where there is an object already. private: only this user may read the file. Its
+        folder stays open to others, who have objects of their own in it.
         """
         path = self._path(key)
-        path.parent.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}#{os.getpid()}{threading.get_ident()}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         descriptor = os.open(unfinished, flags, 0o600 if private else 0o666)
