@@ -16,7 +16,7 @@ from torch import nn
 from infra.errors import StoreAway, StoreError, StoreHung
 from infra.events import read_events
 from infra.multipart import Throttle, open_sink
-from infra.store import Store
+from infra.store import Store, folder
 from infra.store.folder import Abandonable, Folder
 from training.checkpoint import Checkpointer, open_generation, reachable_commits, verify_commit
 from training.checkpoint.commit import await_commit
@@ -69,6 +69,32 @@ def test_a_start_does_not_wait_for_an_event_log_that_hangs(
         with pytest.raises(StoreHung, match=r"list .*/events: no answer from the file system within 0\.05 s"):
             read_events(store)
         over.set()
+
+
+def test_a_call_that_ends_while_it_is_abandoned_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    class EndsNow(threading.Event):
+        def is_set(self) -> bool:
+            """Answer, and give the call's thread the time to finish before the answer is used."""
+            answer = super().is_set()
+            over.set()
+            self.wait(0.2)
+            return answer
+
+    class Task(folder._Task):
+        def __init__(self, call: Any) -> None:
+            super().__init__(call)
+            self.done = EndsNow()
+
+    monkeypatch.setattr(folder, "_Task", Task)
+    pool = Abandonable()
+    with pytest.raises(StoreHung):
+        pool.run(lambda: over.wait(120), 0.0, "put x")
+    limit = time.monotonic() + 20
+    while pool._abandoned and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert pool._abandoned == 0
 
 
 def test_threads_are_used_again_and_those_that_hang_are_counted() -> None:

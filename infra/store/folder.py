@@ -65,10 +65,9 @@ class Abandonable:
     def _abandon(self, task: _Task) -> bool:
         """False where it was done just now."""
         with self._lock:
-            if task.done.is_set():
+            if not task.call_back(self._came_back):
                 return False
             self._abandoned += 1
-            task.came_back = self._came_back
         return True
 
     def _came_back(self) -> None:
@@ -82,7 +81,22 @@ class _Task:
         self.done = threading.Event()
         self.result: object = None
         self.error: BaseException | None = None
-        self.came_back: Callable[[], None] | None = None
+        self._came_back: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    def call_back(self, came_back: Callable[[], None]) -> bool:
+        """Have `finish` return `came_back`. False where the task is finished already."""
+        with self._lock:
+            if self.done.is_set():
+                return False
+            self._came_back = came_back
+        return True
+
+    def finish(self) -> Callable[[], None] | None:
+        """Mark the task as done. Returns the function to call if it was abandoned before."""
+        with self._lock:
+            self.done.set()
+            return self._came_back
 
 
 class _Thread:
@@ -114,9 +128,8 @@ class _Thread:
                 task.result = task.call()
             except BaseException as error:
                 task.error = error
-            task.done.set()
-            if task.came_back is not None:
-                task.came_back()
+            if (came_back := task.finish()) is not None:
+                came_back()
                 return
             del task
 
