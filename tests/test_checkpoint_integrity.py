@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import training.checkpoint.restore as restoring
 from infra.checks.environment import check_signing_key
 from infra.config.rules import violations
 from infra.config.schema import CheckpointConfig, RunConfig
@@ -497,3 +498,23 @@ def test_a_missing_key_ends_agents_and_ranks_before_anything_is_computed(
     monkeypatch.setattr(worker, "connect", lambda **_: pytest.fail("the rank joined a gang"))
     with pytest.raises(NoSigningKey, match="EBBFLOW_TEST_KEY"):
         worker._train(rank, None)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "outcome", "named"),
+    [
+        (["sound", "refused"], "error", "rank 1 on h1 refuses what the others accept: another key there?"),
+        (["refused", "mismatch", "refused"], "error", "rank 0 on h0, rank 2 on h2 refuse what the others accept"),
+        (["refused", "refused"], "refused", "rank 0: not signed"),
+        (["refused", "corrupt"], "refused", "rank 0: not signed"),
+        (["sound", "refused", "away"], "away", "rank 2: not signed"),
+    ],
+)
+def test_a_signature_that_only_some_ranks_refuse_is_an_error_that_names_them(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[str], outcome: str, named: str
+) -> None:
+    rows = [{"kind": kind, "reason": "not signed", "host": f"h{rank}"} for rank, kind in enumerate(kinds)]
+    monkeypatch.setattr(restoring, "_gather", lambda row, world_size: rows)
+    own = restoring._Reader(0, len(kinds), 0, lambda *_: pytest.fail("read again"))
+    verdict = restoring._agree(restoring._Verdict(kind=kinds[0]), "commits/x", own)
+    assert verdict.kind == outcome and verdict.reason.startswith(named)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ from training.errors import (
 
 _VERDICT_BYTES = 4096
 _REASON_CHARACTERS = 250
+_HOST_CHARACTERS = 64
+_MOST_NAMED = 5  # ranks in one message
 _MOST_SECOND_READINGS = 4  # of one commit, each for another node: one confirmed suffices, and rows are small
 _SUSPECT_FIRST_SECONDS = 20.0  # the reader that fails ends first, so that its agent names it and nobody else
 _SOUND, _CORRUPT, _MISPLACED, _MISMATCH, _ERROR = "sound", "corrupt", "misplaced", "mismatch", "error"
@@ -189,12 +192,13 @@ class _Reader:
 class _Verdict:
     """One rank's word on a commit, or that of all of them. object_key, chunk: see CorruptCommit.
 
-    suspects: ranks whose reads disagree with a second reader's.
+    host: of the rank. suspects: ranks whose reads disagree with a second reader's.
     """
 
     kind: str
     reason: str = ""
     node: int = 0
+    host: str = ""
     object_key: str = ""
     chunk: int | None = None
     suspects: tuple[int, ...] = ()
@@ -262,16 +266,38 @@ def _agree(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
     A commit that a rank doubts is damaged where a second reader says so too. Otherwise that rank is the suspect.
     """
     row = {"kind": own.kind, "reason": _cut(own.reason), "node": own.node}
-    row |= {"object_key": own.object_key, "chunk": own.chunk}
+    row |= {"host": socket.gethostname()[:_HOST_CHARACTERS], "object_key": own.object_key, "chunk": own.chunk}
     verdicts = [_Verdict(**found) for found in _gather(row, reader.world_size)]
     # An error says nothing of the commit, so it must not be outvoted into a quarantine; nor a mismatch.
-    for kind in (_ERROR, _AWAY, _REFUSED, _MISMATCH):
+    for kind in (_ERROR, _AWAY):
+        rank = next((rank for rank, verdict in enumerate(verdicts) if verdict.kind == kind), None)
+        if rank is not None:
+            return _Verdict(kind=kind, reason=_said_by(rank, verdicts[rank].reason, reader))
+    if disagreement := _signature_disagreement(verdicts):
+        return _Verdict(kind=_ERROR, reason=disagreement)
+    for kind in (_REFUSED, _MISMATCH):
         rank = next((rank for rank, verdict in enumerate(verdicts) if verdict.kind == kind), None)
         if rank is not None:
             return _Verdict(kind=kind, reason=_said_by(rank, verdicts[rank].reason, reader))
     if not any(verdict.doubts for verdict in verdicts):
         return _Verdict(kind=_SOUND)
     return _settle_doubts(verdicts, key, reader)
+
+
+def _signature_disagreement(verdicts: Sequence[_Verdict]) -> str:
+    """Name the ranks that refuse a commit's signature which others accept, "" where there are none.
+
+    All ranks read the same signature. If it were wrong, all would refuse it.
+    """
+    refusing = [rank for rank, verdict in enumerate(verdicts) if verdict.kind == _REFUSED]
+    accepting = [rank for rank, verdict in enumerate(verdicts) if verdict.kind in (_SOUND, _MISMATCH)]
+    if not refusing or not accepting:
+        return ""
+    named = ", ".join(f"rank {rank} on {verdicts[rank].host}" for rank in refusing[:_MOST_NAMED])
+    more = f" and {len(refusing) - _MOST_NAMED} more" if len(refusing) > _MOST_NAMED else ""
+    verb = "refuses" if len(refusing) == 1 else "refuse"
+    first = verdicts[refusing[0]].reason
+    return f"{named}{more} {verb} what the others accept: another key there? fix: give all nodes the same key; {first}"
 
 
 def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _Verdict:
