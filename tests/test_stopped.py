@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +21,26 @@ from flows.supervising import child as child_module
 from flows.supervising.child import Child
 from infra.process import StoppedProcesses, children
 from tests.support.flow import wait_until
+from tests.support.gangs import PROJECT_ROOT
 from training.launch.own_node import LoopWatchdog
 
+SAY_MUCH = """
+import sys
+from training.launch.echo import flush, say
+for number in range(25_000):  # 1.3 MB
+    say(f"line {number:06} " + "x" * 40)
+open(sys.argv[1], "w").close()
+sys.stdin.read()
+flush(float(sys.argv[2]))
+say("after the pause")
+flush(float(sys.argv[2]))
+"""
+STUCK_IN_PRINT = """
+from training.launch.own_node import LoopWatchdog
+LoopWatchdog(lambda: 17, 0.5)
+while True:
+    print("x" * 65536, flush=True)
+"""
 TASK = "import json, subprocess, sys, time; [subprocess.Popen(one) for one in json.loads(sys.argv[1])]; time.sleep(600)"
 
 
@@ -91,6 +111,65 @@ def test_an_agent_whose_loop_stands_still_is_ended_and_no_other_one() -> None:
     for watchdog in (turning, stuck, closed):
         watchdog.close()
     assert not ended[0].is_set()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_an_output_that_takes_nothing_does_not_stop_an_agent(kind: str, tmp_path: Path) -> None:
+    """A terminal after Ctrl-S, or a pipe whose reader is stopped: what fits is kept, the rest is counted."""
+    done = tmp_path / "said"
+    reader, output = os.pipe() if kind == "pipe" else os.openpty()
+    if kind == "terminal":
+        termios.tcflow(output, termios.TCOOFF)
+    command = [sys.executable, "-c", SAY_MUCH, str(done), "60"]
+    agent = subprocess.Popen(command, cwd=PROJECT_ROOT, stdin=subprocess.PIPE, stdout=output)
+    try:
+        wait_until("the end of its lines", done.exists, timeout=60)
+        if kind == "terminal":
+            termios.tcflow(output, termios.TCOON)
+        os.close(output)
+        agent.stdin.write(b"go on")
+        agent.stdin.close()
+        said = read_all(reader).decode().splitlines()
+        assert agent.wait(60) == 0
+    finally:
+        agent.kill()
+        agent.wait()
+        os.close(reader)
+    lines = [line for line in said if line.startswith("line ")]
+    assert [int(line.split()[1]) for line in lines] == [*range(len(lines))]
+    assert f"{25_000 - len(lines)} lines were dropped while this output took none" in said[-2]
+    assert said[-1] == "after the pause" and len(said) == len(lines) + 2
+
+
+def test_an_agent_leaves_though_its_output_takes_nothing(tmp_path: Path) -> None:
+    reader, output = os.pipe()
+    command = [sys.executable, "-c", SAY_MUCH, str(tmp_path / "said"), "0.1"]
+    with subprocess.Popen(command, cwd=PROJECT_ROOT, stdin=subprocess.DEVNULL, stdout=output) as agent:
+        try:
+            assert agent.wait(60) == 0
+        finally:
+            agent.kill()
+    os.close(reader)
+    os.close(output)
+
+
+def test_the_loops_watchdog_ends_an_agent_that_its_own_output_has_stopped() -> None:
+    reader, output = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", STUCK_IN_PRINT], cwd=PROJECT_ROOT, stdout=output) as agent:
+        try:
+            assert agent.wait(60) == -signal.SIGKILL
+        finally:
+            agent.kill()
+    os.close(reader)
+    os.close(output)
+
+
+def read_all(descriptor: int) -> bytes:
+    pieces = []
+    with contextlib.suppress(OSError):  # EIO: no process has the terminal open any more
+        while piece := os.read(descriptor, 65536):
+            pieces.append(piece)
+    return b"".join(pieces)
 
 
 def state(pid: int) -> str:

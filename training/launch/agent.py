@@ -15,6 +15,7 @@ from infra.errors import InfraError
 from infra.outcome import Outcome
 from training.checkpoint.signing import use_signing_key
 from training.errors import GangError, TrainingError
+from training.launch.echo import flush
 from training.launch.following import follow
 from training.launch.leading import Leading
 from training.launch.own_node import OwnNode
@@ -41,6 +42,7 @@ def run_gang(spec: GangSpec) -> GangOutcome:
             verdict = agent_failed(error, spec.node)
         finally:
             own.close()
+            flush()  # before the caller's own lines
     return _conclude(verdict)
 
 

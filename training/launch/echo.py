@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import select
 import shlex
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 from infra.logs.line import split_lines, visible
 from infra.program import REPLACE_UNPRINTABLE
@@ -20,6 +25,9 @@ _PROGRESS_PREFIX = "step "
 _LAST_LINES = 15
 _LAST_BYTES = 64 * 1024
 _BYTES_PER_LOOK = 1024 * 1024
+_LONGEST_PAUSED_TEXT = 1024 * 1024  # characters
+_WRITE_SECONDS = 1.0
+_FLUSH_SECONDS = 5.0
 # A warning or note of torch's C++ code, such as "[W1122 20:53:08.732392175 WorkerServer.cpp:113] [c10d] Server …", and
 # the stack that may follow it.
 _NATIVE_NOTE = re.compile(r"(?:\[rank\d+\]:)?\[[WI]\d{4} \d\d:\d\d:\d\d\.\d+ [^\s\]]+:\d+\] ")
@@ -120,15 +128,97 @@ def _logs_command(job: str, generation: int, worker: Worker) -> str:
     return f"{shlex.quote(str(interpreter))} -m infra logs {shlex.quote(job)} {place}"
 
 
+class OwnOutput:
+    """Writes to this process's output in a thread: a reader that pauses (Ctrl-S, a full pipe) does not stop an agent.
+
+    A caller waits until its text is written, but at most 1 s for each pause. 1 MiB of text is kept for the time after
+    it; further lines are dropped and counted.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Any, str, threading.Event]] = SimpleQueue()
+        self._guard = threading.RLock()  # the handler of a signal may interrupt its holder
+        self._thread: threading.Thread | None = None
+        self._kept = self._dropped = 0  # characters, lines
+        self._paused = False
+
+    def write(self, text: str) -> None:
+        if not text:
+            return
+        with self._guard:
+            if self._kept and self._kept + len(text) > _LONGEST_PAUSED_TEXT:
+                self._dropped += text.count("\n")
+                return
+            written = self._enqueue(text)
+        if not self._paused and not written.wait(_WRITE_SECONDS):
+            self._paused = True
+
+    def flush(self, seconds: float) -> bool:
+        """Whether all that was kept is written within the time."""
+        with self._guard:
+            if self._thread is None:
+                return True
+            written = self._enqueue("")
+        return written.wait(seconds)
+
+    def _enqueue(self, text: str) -> threading.Event:
+        if self._dropped:
+            note = f"{self._dropped} lines were dropped while this output took none; python -m infra logs shows them\n"
+            text, self._dropped = note + text, 0
+        self._kept += len(text)
+        written = threading.Event()
+        self._waiting.put((sys.stdout, text, written))
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="own output", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads: the next text tries again
+                self._thread.start()
+        return written
+
+    def _run(self) -> None:
+        while True:
+            output, text, written = self._waiting.get()
+            with contextlib.suppress(Exception):  # a strict terminal, a full disk, a pipe that is closed
+                _write_to(output, text)
+            written.set()
+            with self._guard:
+                self._kept -= len(text)
+                self._paused = self._paused and not self._waiting.empty()
+
+
+def _write_to(output: Any, text: str) -> None:
+    """Characters that the output's encoding lacks are written as similar ASCII or as escapes."""
+    encoding = getattr(output, "encoding", None) or "utf-8"
+    data = text.encode(encoding, REPLACE_UNPRINTABLE)
+    try:
+        descriptor = output.fileno()
+    except (AttributeError, OSError, ValueError):  # an output in memory
+        descriptor = None
+    if descriptor != 1:
+        output.write(data.decode(encoding))
+        output.flush()
+        return
+    output.flush()
+    while data:  # not by the stream, whose lock would be held during a pause: this process could not exit
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:  # a descriptor that another process has set to O_NONBLOCK
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            poll.poll()
+
+
+_OWN_OUTPUT = OwnOutput()
+
+
 def say(text: str) -> None:
     write(text + "\n")
 
 
 def write(text: str) -> None:
-    """Write to this process's output, which may be a strict terminal, a full disk or a pipe that is closed: none of
-    them ends an agent. Characters that its encoding lacks are written as similar ASCII or as escapes."""
-    output = sys.stdout
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        encoding = getattr(output, "encoding", None) or "utf-8"
-        output.write(text.encode(encoding, REPLACE_UNPRINTABLE).decode(encoding))
-        output.flush()
+    """Write to this process's output. No state of it raises, or stops an agent."""
+    _OWN_OUTPUT.write(text)
+
+
+def flush(seconds: float = _FLUSH_SECONDS) -> None:
+    """Wait until what was said is written, at most `seconds`: a paused reader may never go on."""
+    _OWN_OUTPUT.flush(seconds)

@@ -67,8 +67,10 @@ class LoopWatchdog:
             if turns != seen:
                 seen, since = turns, awake
             elif awake - since > self._limit:
-                say(f"this node's agent has stood still for {awake - since:.0f} s: it is killed, to be started again")
-                self._end()
+                try:
+                    say(f"this node's agent stood still for {awake - since:.0f} s: it is killed, to be started again")
+                finally:
+                    self._end()
                 return
 
 
