@@ -6,6 +6,7 @@ import secrets
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from infra.errors import StoreError
@@ -19,6 +20,16 @@ _REMOTE_FLUSH_SECONDS = 10.0  # each put of an object store is a request to be p
 _DURABLE_DEADLINE_SECONDS = 10.0
 _CLOSE_DEADLINE_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
+
+
+@dataclass(frozen=True)
+class _Sealed:
+    """A segment with its seal. count: events in it; last: none follows."""
+
+    key: str
+    content: bytes
+    count: int
+    last: bool
 
 
 class EventLog:
@@ -43,6 +54,7 @@ class EventLog:
         self._closed = self._given_up = False
         self._complete = False  # the segment that is sealed as the last one is durable
         self._segment = 0
+        self._unanswered: _Sealed | None = None  # its put failed: it may arrive late, so that it is put again as it is
         self._writer = secrets.token_hex(3)  # two processes never share a segment, across attempts and resumes
         self._thread = threading.Thread(target=self._put_forever, name="events", daemon=True)
         self._thread.start()
@@ -126,9 +138,9 @@ class EventLog:
     def _put_forever(self) -> None:
         """The only place that puts: a store that hangs holds up this thread and no other."""
         pause = _FIRST_PAUSE_SECONDS
-        while (batch := self._next_batch()) is not None:
+        while (sealed := self._next_segment()) is not None:
             try:
-                self._put(*batch)
+                self._put(sealed)
                 pause = _FIRST_PAUSE_SECONDS
             except BaseException as error:  # whatever it was, the lines are still there and the next try may do
                 with self._changed:
@@ -136,26 +148,33 @@ class EventLog:
                     self._changed.wait_for(lambda: self._given_up, pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _next_batch(self) -> tuple[list[str], bool] | None:
-        """Lines to put next, after waiting until it is time to, and whether they are the last; None: all is done."""
+    def _next_segment(self) -> _Sealed | None:
+        """What to put next, after waiting until it is time to; None: all is done."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._wanted > self._durable, self._flush_seconds)
-            silent = self._closed and not self._lines and self._segment == 0
-            done = self._given_up or self._complete or silent
-            return None if done else (list(self._lines), self._closed)
+            while not (self._given_up or self._complete):
+                self._changed.wait_for(lambda: self._closed or self._wanted > self._durable, self._flush_seconds)
+                if self._given_up or (self._closed and not self._lines and self._segment == 0):
+                    break
+                if self._unanswered is None and (self._lines or self._closed):
+                    self._unanswered = self._seal(list(self._lines), last=self._closed)
+                if self._unanswered is not None:
+                    return self._unanswered
+        return None
 
-    def _put(self, batch: list[str], last: bool) -> None:
-        """A put that failed may have arrived all the same: the next try writes the same key, so nothing is doubled."""
-        if not batch and not last:
-            return
+    def _seal(self, lines: list[str], *, last: bool) -> _Sealed:
         segment = f"{self._segment:06d}.{self._writer}"
         key = event_key(self.origin.generation, self.origin.node, self.origin.writer, segment)
-        self._store.put(key, seal_segment(key, batch, last=last))
+        return _Sealed(key, seal_segment(key, lines, last=last), len(lines), last)
+
+    def _put(self, sealed: _Sealed) -> None:
+        """A put that failed may arrive later all the same, also after the next try: equal bytes do no harm then."""
+        self._store.put(sealed.key, sealed.content)
         with self._changed:
+            self._unanswered = None
             self._segment += 1
-            del self._lines[: len(batch)]
-            self._durable += len(batch)
-            self._complete = last
+            del self._lines[: sealed.count]
+            self._durable += sealed.count
+            self._complete = sealed.last
             self._error = None
             self._changed.notify_all()
 

@@ -97,6 +97,31 @@ def test_a_call_that_ends_while_it_is_abandoned_is_counted_once(monkeypatch: pyt
     assert pool._abandoned == 0
 
 
+@pytest.mark.parametrize("create", [False, True])
+def test_a_put_that_was_abandoned_changes_nothing_when_the_mount_recovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, create: bool
+) -> None:
+    """Its caller has gone on: a claim that was released meanwhile must not come back."""
+    store, over, write, hung = Store.open(str(tmp_path), request_timeout_seconds=0.2), threading.Event(), os.write, []
+
+    def hang_once(descriptor: int, data: Any) -> int:
+        if bytes(data) == b"older":
+            hung.append(threading.current_thread())
+            over.wait(120)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", hang_once)
+    with pytest.raises(StoreHung):
+        (store.create if create else store.put)("key", b"older")
+    if not create:
+        Store.open(str(tmp_path)).put("key", b"newer")
+    over.set()
+    hung[0].join(60)
+    assert not hung[0].is_alive()
+    assert [path.name for path in tmp_path.iterdir()] == ([] if create else ["key"]), "no unfinished file either"
+    assert create or store.get("key") == b"newer"
+
+
 def test_threads_are_used_again_and_those_that_hang_are_counted() -> None:
     pool, over = Abandonable(), threading.Event()
     assert {pool.run(threading.get_ident, 60, "x") for _ in range(5)} and len(pool._idle) == 1

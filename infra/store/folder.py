@@ -124,6 +124,7 @@ class _Thread:
                 if self._ended:
                     return
                 continue
+            _RUNNING.task = task
             try:
                 task.result = task.call()
             except BaseException as error:
@@ -131,7 +132,18 @@ class _Thread:
             if (came_back := task.finish()) is not None:
                 came_back()
                 return
+            _RUNNING.task = None
             del task
+
+
+_RUNNING = threading.local()  # task: what this thread is at
+
+
+def refuse_if_abandoned(what: str) -> None:
+    """Raise StoreHung in a call that was abandoned: its caller has gone on, and may have written something newer."""
+    task = getattr(_RUNNING, "task", None)
+    if task is not None and task.came_back is not None:
+        raise StoreHung(f"{what}: the file system answered after the deadline; nothing was changed")
 
 
 ABANDONABLE = Abandonable()  # one for the process: what hangs is counted over all stores
@@ -167,6 +179,7 @@ class Folder:
             try:
                 while data:
                     data = data[os.write(descriptor, data) :]
+                refuse_if_abandoned(key)
                 if create:
                     os.link(unfinished, path)
                     unfinished.unlink()
