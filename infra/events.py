@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -135,6 +136,11 @@ def _is_dollars(value: Any) -> bool:
     return not isinstance(value, bool) and usd.is_finite() and usd >= 0
 
 
+def _is_measurement(value: Any) -> bool:
+    """Whether it is a finite number: the norm of a gradient that overflows soon is up to 3e38."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 _SECONDS = {LedgerClass: float}
 _POOL = {"instance_type!": str, "market!": str, "region": str, "zone": str}
 _CHOSEN = _POOL | {
@@ -151,7 +157,8 @@ _CHOSEN = _POOL | {
     "interruptions": float,
 }
 # The types of each event's data, as far as a reader depends on them. A key that ends with "!" must be there; the others
-# may be absent or null. float: a finite number; [shape]: a list; {type: shape}: a mapping with keys of that type.
+# may be absent or null. float: a number up to 1e30, as seconds, dollars and counts are, which are added up; [shape]: a
+# list; {type: shape}: a mapping with keys of that type.
 _DATA: dict[str, dict[str, Any]] = {
     GENERATION_STARTED: {"parent": str, "parent_step": int, "nodes": int, "processes_per_node": int},
     GENERATION_ENDED: {"reason": str, "culprit": str, "user_code": bool, "fingerprint": str},
@@ -167,13 +174,14 @@ _DATA: dict[str, dict[str, Any]] = {
     STEP: {
         "seconds": _SECONDS,
         "skipped": str,
-        **dict.fromkeys(("loss", "tokens", "learning_rate", "gradient_norm", "flops", "slowest_ratio"), float),
+        **dict.fromkeys(("tokens", "flops"), float),
+        **dict.fromkeys(("loss", "learning_rate", "gradient_norm", "slowest_ratio"), _is_measurement),
     },
     STAGED: {"bytes": int},
     COMMIT: {"key": str, "bytes": int, "seconds": float, "stall_seconds": float},
     COMMIT_SKIPPED: {"reason": str},
     COMMIT_FAILED: {"message": str},
-    INTERVAL: {"seconds": float, "predicted_loss": float},
+    INTERVAL: {"seconds": float, "predicted_loss": _is_measurement},
     RESTORE: {"key": str, "seconds": float, "rejected": [dict]},
     ROLLBACK: {"key": str, "found_key": str, "found_step": int},
     INITIAL_WEIGHTS: {"tensors": int, "seconds": float, "files": [dict]},
@@ -181,7 +189,7 @@ _DATA: dict[str, dict[str, Any]] = {
     EVALUATION: {"metrics": {str: object}},
     NOTICE: {"source": str, "action": str, "does": str, "seconds_left": float},
     NOTICE_SOURCES: {"watched": [str], "absent": dict, "problem": str},
-    GUARD: {"action": GuardAction, "reason": str, "rank": int, "share": float},
+    GUARD: {"action": GuardAction, "reason": str, "rank": int, "share": _is_measurement},
     CERTIFICATE: {"holds": bool, "interruptions": list, "steps": int},
     FAULT_INJECTED: {"kind": str, "target": str},
     FAULT_DETECTED: {"culprit": str, "reason": str},
@@ -235,6 +243,7 @@ _LARGEST_SECONDS = 1e11  # some thousand years: beyond it a time or a duration i
 # Ends after which every process of a generation has closed its log.
 _CLOSED_BY = frozenset({Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE})
 _HEARD_SECONDS = 30.0  # a rank that says nothing for so long while another reports steps has lost its events
+_RANK_PREFIX = re.compile(r"events/(\d+)/\d+-\d+")
 _UNCLOSED_SECONDS = 60.0  # a step of the flow that wrote its last event so long ago has closed its log
 _MOST_NODES = 100_000
 # Steps that every job of the flow took before its first generation.
@@ -428,8 +437,9 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
             must = int(folder) in closed_by_plan and node.isdecimal() and (int(folder), int(node)) not in ended_nodes
         elif name.isdecimal():
             must = int(folder) in closed_by_plan
-        else:  # a step of the flow; a submitter keeps its log open for as long as its job waits
-            must = not name.startswith("submit") and last < latest - _UNCLOSED_SECONDS
+        else:  # others wait on jobs of AWS Batch and may be killed at any time; a step of the flow is tried again
+            tried_again = any(other == prefix and again != token for other, again in unsealed.writers)
+            must = prefix in _FLOW_STEPS and not tried_again and last < latest - _UNCLOSED_SECONDS
         if must:
             yield Damage(prefix, f"log {token} has no end: its last events are lost, or its process was killed")
 
@@ -438,25 +448,43 @@ def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: 
     """Key prefixes of the agents, ranks and steps of the flow of which there must be events; none in an old log."""
     if all(event.v == 1 for event in events):
         return set()
-    spans: dict[int, tuple[float, float]] = {}  # of the ranks' events, by generation
     found: set[str] = set()
-    watched = any(event.name == PLAN for event in events) or any(prefix.endswith("-agent") for prefix in heard)
-    for event in events:
-        if event.rank >= 0:
-            first, last = spans.get(event.generation, (event.t_wall, event.t_wall))
-            spans[event.generation] = min(first, event.t_wall), max(last, event.t_wall)
-            if watched:
-                found.add(f"events/{event.generation:06d}/{event.node}-agent")
+    with_agents = {event.generation for event in events if event.name in (GENERATION_STARTED, NODE_STARTED)}
+    with_ranks = {int(match[1]) for prefix in heard if (match := _RANK_PREFIX.fullmatch(prefix))}
+    must_have_ranks = _generations_of_ranks(events, closed_by_plan, with_ranks)
     for event in events:
         folder = f"events/{event.generation:06d}"
-        first, last = spans.get(event.generation, (0.0, 0.0))
+        if event.rank >= 0 and event.generation in with_agents:
+            found.add(f"{folder}/{event.node}-agent")
         if event.name == GENERATION_STARTED and event.generation in closed_by_plan:
             found |= {f"{folder}/{node}-agent" for node in range(min(event.data.get("nodes") or 0, _MOST_NODES))}
-        if event.name == NODE_STARTED and (event.generation in closed_by_plan or last - first > _HEARD_SECONDS):
+        if event.name == NODE_STARTED and event.generation in must_have_ranks:
             found |= {f"{folder}/{event.node}-{rank}" for rank in event.data.get("ranks") or []}
     if any(prefix.endswith("-agent") for prefix in heard) and not heard.isdisjoint(_FLOW_STEPS):
         found |= _FLOW_STEPS
     return found
+
+
+def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], with_ranks: set[int]) -> set[int]:
+    """Those in which each rank must have put events.
+
+    Planned ends: a completed one, and others of which there is any rank: without money left, none is started. Other
+    ends: one rank has reported steps for a while. Steps are taken together, so that every rank had something to put;
+    before the first one, a rank may be killed with nothing on record.
+    """
+    completed = {
+        event.generation
+        for event in events
+        if event.name == GENERATION_ENDED and event.data.get("reason") == Outcome.COMPLETED
+    }
+    spans: dict[tuple[int, int], tuple[float, float]] = {}  # of a rank's steps, by its machine's monotonic clock
+    for event in events:
+        if event.name == STEP and event.rank >= 0:
+            of_rank = event.generation, event.rank
+            first, last = spans.get(of_rank, (event.t_mono, event.t_mono))
+            spans[of_rank] = min(first, event.t_mono), max(last, event.t_mono)
+    heard = {generation for (generation, _), (first, last) in spans.items() if last - first > _HEARD_SECONDS}
+    return completed | (closed_by_plan & with_ranks) | heard
 
 
 def _finite(value: Any) -> Any:

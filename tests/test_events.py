@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -18,14 +20,17 @@ import pytest
 import infra.events
 from cost.__main__ import main as cost_main
 from cost.jobs.load import read_job_log
+from cost.report.render_html import render as render_html
 from cost.report.report import build_report
-from infra.errors import StoreError
+from infra.errors import StoreError, StoreHung
 from infra.event_log import EventLog
 from infra.events import EndReason, Event, Origin, read_events, read_log
 from infra.layout import event_key
 from infra.outcome import Outcome
-from infra.segments import seal_segment
+from infra.segments import Damage, seal_segment
 from infra.store import Store
+from tests.support.flow import wait_until
+from tests.support.timelines import GangLog
 from tests.support.timelines import event as made_event
 from tests.test_ledger import gang_with_phases_emitted_together
 from tests.test_report import interrupted_job
@@ -96,6 +101,32 @@ def test_whatever_a_put_raises_every_event_arrives_once(tmp_path: Path, error: B
         log.emit("last", flush=True)
         assert names(tmp_path)[-1] == "last", "durable before emit returns"
     assert names(tmp_path) == [*(f"{number:02d}" for number in range(20)), "last"]
+
+
+def test_a_put_that_lands_late_replaces_nothing(tmp_path: Path) -> None:
+    """A put without an answer writes its bytes whenever the store comes back, also after the next segments."""
+    unanswered: list[tuple[str, bytes]] = []
+    store, away = TroubledStore(tmp_path, lambda: None), True
+    put = store.put
+
+    def put_or_hang(key: str, data: bytes) -> None:
+        if away:
+            unanswered.append((key, data))
+            raise StoreHung("no answer")
+        put(key, data)
+
+    store.put = put_or_hang  # type: ignore[method-assign]
+    with EventLog(store, ORIGIN, flush_seconds=NEVER) as log:
+        log.emit("one")
+        with pytest.raises(StoreError):
+            log.flush(deadline_seconds=0)
+        wait_until("the first put", lambda: unanswered)
+        log.emit("two")
+        away = False
+        log.emit("three", flush=True)
+    put(*unanswered[0])
+    content = read_log(Store.open(str(tmp_path)))
+    assert ([event.name for event in content.events], content.damage) == (["one", "two", "three"], ())
 
 
 def test_a_flush_that_cannot_be_kept_is_said_within_its_deadline_even_if_the_store_hangs(
@@ -246,6 +277,94 @@ def test_a_report_is_rendered_whichever_event_a_bit_flip_destroys(tmp_path: Path
             at += len(line) + 1
         path.write_bytes(content)
     assert destroyed == 8, "the starts, heartbeats and ends of 2 nodes, the start-ups of 2 ranks"
+
+
+def placed_job(folder: Path, lose: str, events: Sequence[Event] = (), keep_open: str = "") -> tuple[Damage, ...]:
+    """The damage of a sealed job (`interrupted_job` by default) without the logs of writers that `lose` matches."""
+    sealed_job(folder, events)
+    (folder / "report.json").unlink()
+    for path in folder.rglob("events/**/*.jsonl"):
+        writer = f"{path.parent.name}/{path.name.rsplit('-', 1)[0]}"
+        if lose and re.fullmatch(lose, writer):
+            path.unlink()
+        elif keep_open and re.fullmatch(keep_open, writer):
+            lines = path.read_text().splitlines()[:-1]
+            path.write_bytes(seal_segment(path.relative_to(folder).as_posix(), lines, last=False))
+    return read_log(Store.open(str(folder))).damage
+
+
+def gang_of_two(reason: str, *, steps: int, seconds: float) -> list[Event]:
+    gang = GangLog(1, 10.0, [[0, 1]])
+    if steps:
+        gang.phase("startup", 5.0)
+        gang.steps(1, steps, useful_step=seconds)
+    gang.ended(reason, gang.now + 1.0 - gang.start)
+    return gang.events
+
+
+@pytest.mark.parametrize("reason", ["budget", "completed"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_ranks_of_a_start_that_is_not_affordable_are_not_missed(tmp_path: Path, reason: str, steps: int) -> None:
+    """Their agents open a start, find no money left, and end it with no rank started."""
+    damage = placed_job(tmp_path, "000001/0-1" if steps else "", gang_of_two(reason, steps=steps, seconds=1.0))
+    missed = {one.segment for one in damage}
+    if steps:
+        assert missed == {"events/000001/0-1"}
+    else:
+        assert missed == (set() if reason == "budget" else {"events/000001/0-0", "events/000001/0-1"})
+
+
+@pytest.mark.parametrize(("seconds", "missed"), [(1.0, []), (20.0, ["events/000001/0-1"])])
+def test_a_rank_that_may_have_been_killed_before_its_first_put_is_not_missed(
+    tmp_path: Path, seconds: float, missed: list[str]
+) -> None:
+    """Rank 0 began long before the steps did: only steps, which all take together, show that rank 1 wrote."""
+    early = made_event("configured", -90.0, generation=1, rank=0, settings=[])
+    events = [early, *gang_of_two("rank_killed", steps=3, seconds=seconds)]
+    assert [one.segment for one in placed_job(tmp_path, "000001/0-1", events)] == missed
+
+
+def test_a_job_of_the_flow_may_go_on_without_agents(tmp_path: Path) -> None:
+    """`torchrun -m training --job` has none."""
+    events = interrupted_job()
+    bare = [made_event("step", 100.0 + step, generation=3, rank=0, step=step, loss=1.0, seconds={}) for step in (9, 10)]
+    assert placed_job(tmp_path / "whole", "", [*events, *bare]) == ()
+    lost = placed_job(tmp_path / "lost", "000001/1-agent", [*events, *bare])
+    assert [one.segment for one in lost] == ["events/000001/1-agent"]
+
+
+@pytest.mark.parametrize("process", ["placing-train-3-0", "leftovers", "settle", "submit-train-3-0", "prepare"])
+def test_a_process_of_the_flow_that_was_killed_is_no_damage(tmp_path: Path, process: str) -> None:
+    sealed_job(tmp_path)
+    store = Store.open(str(tmp_path))
+    lines = [made_event("note", -100.0).to_json()]
+    key = event_key(0, 0, process, "000000.killed")
+    store.put(key, seal_segment(key, lines, last=False))
+    assert read_log(store).damage == (), "of `prepare`, another try is there"
+
+
+def test_a_step_of_the_flow_without_its_end_is_damage(tmp_path: Path) -> None:
+    events = interrupted_job()
+    late = made_event("node_heartbeat", 200.0, generation=2, node=0, seconds=1.0)
+    (damage,) = placed_job(tmp_path, "", [*events, late], keep_open="000000/0-prepare")
+    assert damage.segment == "events/000000/0-prepare" and "no end" in damage.what
+
+
+def test_large_finite_measurements_are_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Losses and norms just before an overflow are up to 3e38 in float32 and bfloat16."""
+    events = interrupted_job()
+    large = {"loss": 3.3e38, "gradient_norm": 1.7e308, "learning_rate": -1e300}
+    steps = [replace(one, data=one.data | large) if one.name == "step" and one.step == 7 else one for one in events]
+    negative = [
+        replace(one, data=one.data | {"loss": -3.4e38}) if one.step == 8 and "loss" in one.data else one
+        for one in steps
+    ]
+    assert placed_job(tmp_path, "", negative) == ()
+    assert build_report(read_events(Store.open(str(tmp_path)))).loss_curve[-2:] == [(7, 3.3e38), (8, -3.4e38)]
+    assert cost_main(["report", str(tmp_path)]) == cost_main(["report", str(tmp_path), "--json"]) == 0
+    assert "DAMAGED" not in capsys.readouterr().out
+    page = render_html(build_report(read_events(Store.open(str(tmp_path)))))
+    assert '<polyline class="loss"' in page and "nan" not in page[page.index("<svg") : page.index("</svg>")]
 
 
 def replaced_by(kind: str) -> Callable[[Path, Path], None]:

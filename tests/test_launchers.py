@@ -28,7 +28,7 @@ from infra import launchers
 from infra.config.schema import RunConfig
 from infra.errors import JobIsRunning
 from infra.event_log import EventLog
-from infra.events import BATCH_SUBMITTED, PLAN, PREFLIGHT, Event, Origin, read_events
+from infra.events import BATCH_SUBMITTED, OUTCOME, PLAN, PREFLIGHT, Event, Origin, read_events
 from infra.launchers import Claim, Launcher, check_inherited_claim, claim_job, running_launcher
 from infra.layout import launcher_key
 from infra.process import process_state
@@ -298,6 +298,15 @@ def test_a_running_job_is_reported_as_running_and_not_as_lost(
         assert "all figures are so far" in shown
         assert "resume" not in shown and "interrupted" not in shown
     assert load_report("mine", store=folder.uri).state == "running"
+
+    with EventLog(job, Origin(job="mine", run="1", generation=1, rank=0)) as log:
+        log.emit(OUTCOME, outcome="completed")
+    Store.open(job.uri).put("report.json", json.dumps(before).encode())
+    whole = load_report("mine", store=folder.uri)
+    assert (whole.state, whole.outcome) == ("completed", "completed"), "only the report is left to be written"
+    job.delete("report.json")
+    for path in (folder.local_path("jobs/mine/events/000001") or Path()).iterdir():
+        path.unlink()
 
     claim.release()
     assert cost_main([*where, "--csv"]) == 0

@@ -125,6 +125,8 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
         except ObjectNotFound:
             pass  # the job died before its report, or is still going on
     content = read_job_log(uri, store)
+    if running is not None:  # its claim stands: the events say whether there is only the report left to write
+        running = read_running(uri, content.events, store)
     return build_report(content.events, running=running, damage=content.damage)
 
 

@@ -92,6 +92,10 @@ class _Task:
             self._came_back = came_back
         return True
 
+    @property
+    def abandoned(self) -> bool:
+        return self._came_back is not None
+
     def finish(self) -> Callable[[], None] | None:
         """Mark the task as done. Returns the function to call if it was abandoned before."""
         with self._lock:
@@ -142,7 +146,7 @@ _RUNNING = threading.local()  # task: what this thread is at
 def refuse_if_abandoned(what: str) -> None:
     """Raise StoreHung in a call that was abandoned: its caller has gone on, and may have written something newer."""
     task = getattr(_RUNNING, "task", None)
-    if task is not None and task.came_back is not None:
+    if task is not None and task.abandoned:
         raise StoreHung(f"{what}: the file system answered after the deadline; nothing was changed")
 
 
