@@ -77,7 +77,7 @@ def test_no_end_of_a_rank_and_nothing_that_it_leaves_ends_its_agent(
         watch.close()
         group = SimpleNamespace(workers=[worker])
         Echo(group).pass_on()
-        RankLog(worker.log_path, job="job", generation=1, node=0, rank=0).finish(worker.beat)
+        RankLog(worker.log_path, job="job", generation=1, node=0, rank=0, limit_bytes=2**20).finish(worker.beat)
         if not failures:
             assert worker.result() is not None
             return

@@ -52,7 +52,7 @@ class Bucket(FlowRunner):
         return [item["Key"] for page in pages for item in page.get("Contents", [])]
 
     def await_commit(self) -> None:
-        wait_until("a commit", lambda: [key for key in self.keys(f"{PREFIX}/jobs/") if "/commits/" in key])
+        wait_until("a commit", lambda: [key for key in self.keys(f"{PREFIX}/jobs/") if "/commits/" in key], timeout=200)
 
     def command(self, *words: str) -> str:
         """What `python -m …` prints; it must succeed."""

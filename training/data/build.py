@@ -100,8 +100,8 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
             file.write(content)
         file.flush()
         if counts.any():
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                shards.put(key, content)
+            # Not closed here: a put that failed may still hold the map, and closing it would hide the store's error.
+            shards.put(key, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         else:
             shards.put(key, b"")
     return _Shard(int(counts.sum()), digest.hexdigest(), entropy_nats(counts))

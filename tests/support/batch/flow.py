@@ -82,7 +82,11 @@ class BatchRunner(FlowRunner):
         found = []
         for key in self.keys(f"{PREFIX}/jobs/"):
             if "/events/" in key:
-                found += [json.loads(line) for line in self.content(key).splitlines() if line.endswith(b"}")]
+                found += [
+                    json.loads(line)
+                    for line in self.content(key).splitlines()
+                    if line.startswith(b'{"name"') and line.endswith(b"}")
+                ]
         return sorted(found, key=lambda event: event["t_wall"])
 
     def training_jobs(self, *, before: int = 0) -> list[dict[str, Any]]:
