@@ -124,7 +124,7 @@ def train_node(flow: Any, this: Any) -> dict:
 
 
 def _train(flow: Any, this: Any, order: Order | None, *, node: int, main_address: str) -> dict:
-    from training.errors import TrainingError
+    from training.errors import GangError, TrainingError
     from training.launch import run_gang
 
     if order is not None and order.does == "stop":
@@ -137,7 +137,7 @@ def _train(flow: Any, this: Any, order: Order | None, *, node: int, main_address
         if isinstance(error, InfraError) or error.curable:  # a store that is away may be back
             raise StepFailed(error.outcome, str(error)) from error
         say(f"no new attempt can cure this: {error}")
-        if node == 0 and error.outcome in (Outcome.NO_RESTORE, Outcome.ROLLED_BACK):  # before there was a generation
+        if node == 0 and not isinstance(error, GangError):  # before there was a generation, whose end is on record
             note_outcome(flow, error.outcome, str(error))
         return {"outcome": error.outcome.value, **_STOPPED}
     if outcome.goes_on:  # this task has done its part, and must not end the others'

@@ -180,6 +180,22 @@ def test_another_model_than_the_commits_is_refused_and_not_tried_again(spec: Gan
     assert not error.value.curable and error.value.outcome == "config"
 
 
+def test_a_start_that_node_0_refuses_ends_the_other_nodes_as_well(spec: GangSpec, tmp_path: Path) -> None:
+    """They have not joined yet: node 0 reads the store before anything else."""
+    first = start(spec, tmp_path / "first")
+    await_commit(spec)
+    first.kill()
+    record = Path(spec.store_uri) / job_prefix(spec.job) / job_store(spec).list("generations")[0].key
+    record.write_text('{"x":')
+    cluster = {**spec.config["cluster"], "start_deadline_seconds": 600.0}
+    second = start(replace(spec, config={**spec.config, "cluster": cluster}, attempt=1), tmp_path / "second")
+    with pytest.raises(GangError, match="generations/000001") as error:
+        second.wait(120)
+    assert not error.value.curable
+    other = json.loads((tmp_path / "second" / "node-1.result.json").read_text())
+    assert other["error"].startswith("node 0 refused the start: ") and not other["curable"]
+
+
 def test_of_two_launchers_the_older_gives_way_for_good(spec: GangSpec, tmp_path: Path) -> None:
     older = start(spec, tmp_path / "older")
     await_commit(spec)

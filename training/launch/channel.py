@@ -364,7 +364,9 @@ def join(
                 return connection
             connection.close()
             refused, last = True, f"{address}:{port}: somebody else listens there"
-        known = None if refused else known
+        if not refused:  # node 0 may have refused the start and closed its port
+            time.sleep(_SECRET_PAUSE_SECONDS)
+        known = None
         time.sleep(0.1)
     raise GangError(
         f"roll-call: node {hello['node']} could not reach node 0 within {deadline_seconds:g} s ({last})\n"

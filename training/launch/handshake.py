@@ -18,13 +18,16 @@ from typing import Any
 
 from infra.errors import InfraError, ObjectNotFound
 from infra.layout import secret_key
+from infra.outcome import Outcome
 from infra.store import Store
+from training.errors import GangError, TrainingError
 
 SECRET_BYTES = 32
 LARGEST_GREETING_BYTES = 4096  # of any message before a peer is known
 HANDSHAKE_SECONDS = 5.0  # from the connection to the welcome
 _COORDINATOR, _FOLLOWER = "node 0", "follower"
 _NONCE_BYTES = 32
+_LONGEST_REFUSAL = 4096
 
 
 def new_nonce() -> str:
@@ -60,11 +63,26 @@ class StartSecret:
         """Let the followers read it; in a folder only this user can (mode 0600). Raises StoreError."""
         self._store.put(self._key, secret.hex().encode(), private=True)
 
+    def refuse(self, error: TrainingError) -> None:
+        """Put node 0's refusal in the secret's place, so that no follower waits for a start that will not come.
+
+        It may stay: every start has a key of its own. A store that does not take it costs the followers their deadline.
+        """
+        refusal = {"refused": str(error)[:_LONGEST_REFUSAL], "outcome": error.outcome.value}
+        with contextlib.suppress(InfraError):
+            self._store.put(self._key, json.dumps(refusal).encode(), private=True)
+
     def fetch(self) -> bytes | None:
-        """None while node 0 has not published it. Raises StoreError."""
+        """None while node 0 has not published it. Raises StoreError, and GangError where node 0 refuses the start."""
         try:
-            secret = bytes.fromhex(self._store.get(self._key).decode("ascii", "replace"))
-        except (ObjectNotFound, ValueError):
+            content = self._store.get(self._key).decode("utf-8", "replace")
+        except ObjectNotFound:
+            return None
+        if content.startswith("{"):
+            raise _refusal(content)
+        try:
+            secret = bytes.fromhex(content)
+        except ValueError:
             return None
         return secret if len(secret) == SECRET_BYTES else None
 
@@ -72,6 +90,16 @@ class StartSecret:
         """Delete it after the roll-call, when it opens nothing any more; so one that cannot be deleted may stay."""
         with contextlib.suppress(InfraError):
             self._store.delete(self._key)
+
+
+def _refusal(content: str) -> GangError:
+    try:
+        document = json.loads(content)
+        return GangError(
+            f"node 0 refused the start: {document['refused']}", curable=False, outcome=Outcome(document["outcome"])
+        )
+    except (ValueError, LookupError, TypeError):
+        return GangError("node 0 refused the start", curable=False)
 
 
 def _proof(role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:

@@ -90,6 +90,8 @@ class Leading:
             if self._drain.leaving:
                 return self._lead.give_up(told_to_leave(self._drain.cause))
             self._lead.give_up(failed_to_open(error, EndReason.STORE))
+            if isinstance(error, TrainingError) and not error.curable:
+                self._refuse(error)
             raise
         self._lead.gather_for(generation.number)
         return generation
@@ -152,6 +154,14 @@ class Leading:
         """Once: as soon as all have come, or it is clear that they will not. Nobody waits for the store's answer."""
         if self._withdrawal is None and self._own.spec.nodes > 1:
             self._withdrawal = threading.Thread(target=self._own.secret.withdraw, name="secret", daemon=True)
+            self._withdrawal.start()
+
+    def _refuse(self, error: TrainingError) -> None:
+        """Tell the nodes that have not joined yet as well: no attempt of theirs can cure it."""
+        if self._withdrawal is None and self._own.spec.nodes > 1:
+            self._withdrawal = threading.Thread(
+                target=self._own.secret.refuse, args=(error,), name="secret", daemon=True
+            )
             self._withdrawal.start()
 
     def _outlive(self) -> None:
