@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from infra.process import (
+    MessageReader,
     ProcessStat,
     descendants,
     die_with_parent,
@@ -140,7 +141,7 @@ class Keeper:
             other.close()
         own.setblocking(False)
         self._channel = own
-        self._heard = b""
+        self._messages = MessageReader(lambda: self._channel.recv(65536))
         self._number = 0
         self._spawned: dict[int, int | OSError] = {}
         self._ended: dict[int, int] = {}
@@ -203,22 +204,8 @@ class Keeper:
         return None
 
     def _hear(self) -> None:
-        while not self.lost:
-            try:
-                data = self._channel.recv(65536)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._lose()
-                return
-            *lines, self._heard = (self._heard + data).split(b"\n")
-            try:
-                for line in lines:
-                    self._note(json.loads(line))
-            except (ValueError, TypeError, KeyError, RecursionError):  # written by another process
-                self._lose()
+        if not self.lost and not self._messages.read(self._note):
+            self._lose()
 
     def _note(self, message: dict[str, Any]) -> None:
         if "spawned" in message:

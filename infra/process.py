@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import io
+import json
 import os
 import signal
 import sys
@@ -298,3 +299,35 @@ def run_benchmarks(arguments: list[str]) -> NoReturn:
     os.execve(
         sys.executable, [sys.executable, "-m", "benchmarks", *arguments], {**os.environ, "PYTHONPATH": python_path}
     )
+
+
+class MessageReader:
+    """JSON messages, one per line, that a child process writes to a non-blocking pipe or socket.
+
+    receive: reads what has arrived, b"" at the end; raises BlockingIOError while there is nothing.
+    """
+
+    def __init__(self, receive: Callable[[], bytes]) -> None:
+        self._receive = receive
+        self._unfinished = b""
+
+    def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
+        """Pass all messages that have arrived to `note`; False once no further one can be trusted to come.
+
+        That is at the end of the pipe, and after bytes that are no message: another process wrote them.
+        """
+        while True:
+            try:
+                data = self._receive()
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not data:
+                return False
+            *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+            try:
+                for line in lines:
+                    note(json.loads(line))
+            except (ValueError, TypeError, KeyError, RecursionError):
+                return False

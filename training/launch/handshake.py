@@ -1,6 +1,6 @@
 """How two agents prove to each other that they belong to the same start of a job, before either believes a message.
 
-Node 0 draws a secret for each start and puts it into the job's store; whoever can read that store takes part. Neither
+Node 0 draws a secret for each start and puts it into the job's store; every reader of that store can take part. Neither
 side ever sends the secret: each answers a fresh nonce of the other with an HMAC (RFC 2104, SHA-256). The answer covers
 both nonces, the start, the sender's role and the node's hello, so that none can be replayed, reflected or altered.
 Messages after the handshake carry no HMAC of their own (docs/security.md).

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from infra.keeper import Keeper, RemoteChild
-from infra.process import process_state
+from infra.process import MessageReader, process_state
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _FORK_DEADLINE_SECONDS = 10.0
@@ -63,7 +63,7 @@ class Standby:
         for pipe in (self._requests, self._answers):
             os.set_blocking(pipe, False)
         self._open = True
-        self._heard = b""
+        self._messages = MessageReader(lambda: os.read(self._answers, 65536))
         self._number = 0
         self._started: dict[int, int] = {}
         self._living: set[int] = set()
@@ -141,20 +141,8 @@ class Standby:
         self._living.clear()
 
     def _hear(self) -> None:
-        while not self.lost:
-            try:
-                data = os.read(self._answers, 65536)
-            except BlockingIOError:
-                return
-            if not data:
-                self._lose()
-                return
-            *lines, self._heard = (self._heard + data).split(b"\n")
-            try:
-                for line in lines:
-                    self._note(json.loads(line))
-            except (ValueError, TypeError, KeyError, RecursionError):  # written by another process
-                self._lose()
+        if not self.lost and not self._messages.read(self._note):
+            self._lose()
 
     def _note(self, message: dict[str, Any]) -> None:
         if "ready" in message:
