@@ -9,7 +9,7 @@ ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint bench soak soak-batch batch-demo metaflow-releases audit clean
+.PHONY: help run test lint docs bench soak soak-batch batch-demo metaflow-releases audit clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
@@ -23,6 +23,9 @@ test: $(VENV)/dev.stamp  ## run all tests (ARGS="-k config", JOBS=0: one after a
 lint: $(VENV)/dev.stamp  ## check style and format of the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: $(VENV)/dev.stamp  ## build the documentation site in docs/_build; a warning, such as a broken link, fails
+	$(BIN)/sphinx-build -q -n -W --keep-going docs docs/_build
 
 bench: $(VENV)/dev.stamp  ## measure what docs/benchmarks.md reports
 	$(BIN)/python -m training bench $(ARGS)
@@ -45,7 +48,7 @@ audit: $(AUDIT)/audit.stamp $(VENV)/run.stamp  ## compare packages with publishe
 	$(AUDIT)/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(AUDIT) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AUDIT) docs/_build .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.11 ...")'
