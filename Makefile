@@ -28,10 +28,10 @@ docs: $(VENV)/dev.stamp  ## build the documentation site in docs/_build; a warni
 	$(BIN)/sphinx-build -q -n -W --keep-going docs docs/_build
 
 bench: $(VENV)/dev.stamp  ## measure what docs/benchmarks.md reports
-	$(BIN)/python -m training bench $(ARGS)
+	$(BIN)/ebbflow bench $(ARGS)
 
 soak: $(VENV)/dev.stamp  ## the long proofs: a job under kills, 1,000 schedules of commits (ARGS="schedules --seed 7")
-	$(BIN)/python -m training soak $(ARGS)
+	$(BIN)/ebbflow soak $(ARGS)
 
 soak-batch: $(VENV)/dev.stamp  ## long proofs in a local AWS Batch: interruptions, Spot by a trace (SPOT_TRACE=zone.json), gangs, the head job, a launcher that is killed
 	$(BIN)/python -m pytest -s tests/soak_batch_gang.py tests/soak_batch_trace.py tests/soak_supervise.py tests/soak_head_job.py tests/soak_batch_launcher.py tests/soak_metadata_service.py tests/soak_batch_metaflow.py $(ARGS)
@@ -54,9 +54,10 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 
-# `python -m infra`, `cost` and `training` of the environment find the project from any directory.
-$(VENV)/project.stamp: $(VENV)/bin/python
-	@$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "ebbflow.pth").write_text("$(CURDIR)\n")'
+# The command `ebbflow`, and `python -m infra`, `cost` and `training` from any directory. "compat" writes this folder's
+# path into the environment, which type checkers and editors follow; an import hook would be invisible to them.
+$(VENV)/project.stamp: $(VENV)/bin/python setup.cfg pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --config-settings editable_mode=compat -e .
 	@touch $@
 
 $(VENV)/run.stamp: $(VENV)/bin/python requirements.txt | $(VENV)/project.stamp

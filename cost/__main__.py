@@ -1,12 +1,12 @@
-"""`python -m cost plan CONFIG`, `… report`, `… reconcile`, `… replay`, `… prices` …: the money without Metaflow."""
+"""`ebbflow plan CONFIG`, `… report`, `… reconcile`, `… replay`, `… prices` …: the money without Metaflow."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that need a package
-    from infra.program import begin_program
+    from ebbflow.infra.program import begin_program
 
     begin_program()
-    from infra.process import exit_when_interrupted
+    from ebbflow.infra.process import exit_when_interrupted
 
     exit_when_interrupted()
 
@@ -18,24 +18,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cost.catalogue_refresh import add_commands as add_catalogue_commands
-from cost.errors import CostError
-from cost.jobs.commands import add_command as add_report
-from cost.prices.commands import add_commands
-from cost.reconcile.commands import add_command as add_reconcile
-from cost.replay import add_command as add_replay
-from cost.simulate.command import add_simulate
-from infra.errors import InfraError
-from infra.foreign_text import guard_terminal
-from infra.outcome import Outcome
-from infra.process import reader_has_left, run_benchmarks
+from ebbflow.cost.catalogue_refresh import add_commands as add_catalogue_commands
+from ebbflow.cost.errors import CostError
+from ebbflow.cost.jobs.commands import add_command as add_report
+from ebbflow.cost.prices.commands import add_commands
+from ebbflow.cost.reconcile.commands import add_command as add_reconcile
+from ebbflow.cost.replay import add_command as add_replay
+from ebbflow.cost.simulate.command import add_simulate
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.foreign_text import guard_terminal
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.process import reader_has_left, run_benchmarks
+from ebbflow.infra.program import PROJECT_ROOT
 
 if TYPE_CHECKING:
-    from cost.experience import Experience
-    from infra.config.schema import RunConfig
-    from infra.model_shape import ModelShape
+    from ebbflow.cost.experience import Experience
+    from ebbflow.infra.config.schema import RunConfig
+    from ebbflow.infra.model_shape import ModelShape
 
-_PROJECT_ROOT = Path(__file__).resolve().parents[1]
 _REQUEST_SECONDS = 10.0
 
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m cost", description="What a job should cost, and what it did cost.")
+    parser = argparse.ArgumentParser(prog="ebbflow", description="What a job should cost, and what it did cost.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plan = commands.add_parser("plan", help="rank the capacity pools that could run a configuration")
     plan.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file such as configs/laptop.yaml")
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add_report(commands)
     add_reconcile(commands)
     add_replay(commands)
-    add_commands(commands, _PROJECT_ROOT)
+    add_commands(commands, PROJECT_ROOT)
     commands.add_parser("bench", help="measure plans and policies, simulate intervals", add_help=False)
     add_catalogue_commands(commands)
     add_simulate(commands)
@@ -77,21 +77,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from cost.jobs.load import read_job
-    from cost.plan.plan import make_plan
-    from cost.plan.plan_text import render_plan
-    from cost.plan.pools import progress_of
-    from cost.prices.source import open_prices
-    from infra.config.load import load_config
-    from infra.config.problems import ConfigError
+    from ebbflow.cost.jobs.load import read_job
+    from ebbflow.cost.plan.plan import make_plan
+    from ebbflow.cost.plan.plan_text import render_plan
+    from ebbflow.cost.plan.pools import progress_of
+    from ebbflow.cost.prices.source import open_prices
+    from ebbflow.infra.config.load import load_config
+    from ebbflow.infra.config.problems import ConfigError
 
     try:
-        loaded = load_config(arguments.config, arguments.set, project_root=_PROJECT_ROOT)
+        loaded = load_config(arguments.config, arguments.set, project_root=PROJECT_ROOT)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return Outcome.CONFIG.exit_code
     now = time.time()
-    prices = open_prices(loaded.config, now, project_root=_PROJECT_ROOT)
+    prices = open_prices(loaded.config, now, project_root=PROJECT_ROOT)
     known = {"experience": _experience(loaded.config), "shape": _measured_shape(loaded.config)}
     if arguments.job is not None:
         known["progress"] = progress_of(read_job(arguments.job))
@@ -102,8 +102,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _experience(config: RunConfig) -> Experience:
     """Of the configuration's store; none, and said so, where the store does not answer: a plan does without."""
-    from cost.experience import Experience, recall
-    from infra.store import Store
+    from ebbflow.cost.experience import Experience, recall
+    from ebbflow.infra.store import Store
 
     try:
         return recall(Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS))
@@ -116,8 +116,8 @@ def _measured_shape(config: RunConfig) -> ModelShape | None:
     """Of a workload of one's own, whose data are prepared for it; exits with what is wrong with it."""
     if config.workload is None:
         return None
-    from training.errors import TrainingError
-    from training.workloads.examine import examine
+    from ebbflow.training.errors import TrainingError
+    from ebbflow.training.workloads.examine import examine
 
     try:
         return examine(config, prepare=True).shape

@@ -6,17 +6,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cost.capacity.placement import Offer, lacking, offers
-from cost.catalogue import Catalogue, load_catalogue
-from cost.errors import PriceError
-from cost.plan.plan import Plan, make_plan
-from cost.prices.source import open_prices
-from infra.aws.account import companion, quota_code, vcpu_quota
-from infra.aws.calls import Patience
-from infra.batch import QueueState, batch_client, in_queues_region, training_queues
-from infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
-from infra.errors import CloudError, StoreError
-from infra.preflight import Check, Finding, PreflightContext
+from ebbflow.cost.capacity.placement import Offer, lacking, offers
+from ebbflow.cost.catalogue import Catalogue, load_catalogue
+from ebbflow.cost.errors import PriceError
+from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.cost.prices.source import open_prices
+from ebbflow.infra.aws.account import companion, quota_code, vcpu_quota
+from ebbflow.infra.aws.calls import Patience
+from ebbflow.infra.batch import QueueState, batch_client, in_queues_region, training_queues
+from ebbflow.infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
+from ebbflow.infra.errors import CloudError, StoreError
+from ebbflow.infra.preflight import Check, Finding, PreflightContext
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cost.errors import CatalogueError
+from ebbflow.cost.errors import CatalogueError
 
-# The region that shipped prices are of; others come with `python -m cost catalogue refresh`.
+# The region that shipped prices are of; others come with `ebbflow catalogue refresh`.
 ON_DEMAND_REGION = "us-east-1"
 
 _HERE = Path(__file__).parent

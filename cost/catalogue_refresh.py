@@ -1,4 +1,4 @@
-"""`python -m cost catalogue refresh`: renew the shipped instance, price and interruption tables from AWS.
+"""`ebbflow catalogue refresh`: renew the shipped instance, price and interruption tables from AWS.
 
 boto3 is imported when a client is made, and only then. Every question has a deadline (`cost.prices.ec2_prices`).
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from cost.catalogue import (
+from ebbflow.cost.catalogue import (
     ADVISOR,
     ADVISOR_COLUMNS,
     GPUS,
@@ -29,9 +29,9 @@ from cost.catalogue import (
     InstanceType,
     load_catalogue,
 )
-from cost.errors import PriceError
-from cost.prices.ec2_prices import Patience, Unavailable, answered, aws_clients
-from infra.config.schema import CostConfig
+from ebbflow.cost.errors import PriceError
+from ebbflow.cost.prices.ec2_prices import Patience, Unavailable, answered, aws_clients
+from ebbflow.infra.config.schema import CostConfig
 
 # The Price List's own region; its answers are of all regions.
 PRICE_LIST_REGION = "us-east-1"

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 
-from cost.account_checks import CHECKS as ACCOUNT_CHECKS
-from cost.catalogue import load_catalogue
-from cost.errors import PriceError
-from cost.plan.candidates import NO_SPOT_PRICE
-from cost.plan.plan import Plan, make_plan
-from cost.prices.ec2_prices import ask
-from cost.prices.recorded import RecordedPrices
-from cost.prices.source import NOT_ASKED, open_prices
-from infra.batch import in_queues_region
-from infra.errors import InfraError, StoreError
-from infra.footprint import size_text
-from infra.layout import job_prefix
-from infra.outcome import Outcome
-from infra.preflight import Check, Finding, PreflightContext
-from infra.store import Store
+from ebbflow.cost.account_checks import CHECKS as ACCOUNT_CHECKS
+from ebbflow.cost.catalogue import load_catalogue
+from ebbflow.cost.errors import PriceError
+from ebbflow.cost.plan.candidates import NO_SPOT_PRICE
+from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.cost.prices.ec2_prices import ask
+from ebbflow.cost.prices.recorded import RecordedPrices
+from ebbflow.cost.prices.source import NOT_ASKED, open_prices
+from ebbflow.infra.batch import in_queues_region
+from ebbflow.infra.errors import InfraError, StoreError
+from ebbflow.infra.footprint import size_text
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.preflight import Check, Finding, PreflightContext
+from ebbflow.infra.store import Store
 
 # For the regions to answer a small question; the check itself is given a little longer.
 _LIVE_SECONDS = 12.0

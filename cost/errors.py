@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infra.outcome import Outcome
+from ebbflow.infra.outcome import Outcome
 
 
 class CostError(Exception):

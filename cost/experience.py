@@ -18,14 +18,14 @@ from datetime import UTC, datetime
 from statistics import fmean, median, stdev
 from typing import Any
 
-from cost.ledger.generations import Generation, read_generations
-from infra.errors import ObjectNotFound
-from infra.events import FAULT_INJECTED, GENERATION_STARTED, NODE_STARTED, NOTICE, PLAN, STEP, EndReason, Event
-from infra.layout import EXPERIENCE_PREFIX, experience_key
-from infra.ledger_classes import LedgerClass
-from infra.notices import RECLAIMS
-from infra.reliability import GammaHazard
-from infra.store import Store
+from ebbflow.cost.ledger.generations import Generation, read_generations
+from ebbflow.infra.errors import ObjectNotFound
+from ebbflow.infra.events import FAULT_INJECTED, GENERATION_STARTED, NODE_STARTED, NOTICE, PLAN, STEP, EndReason, Event
+from ebbflow.infra.layout import EXPERIENCE_PREFIX, experience_key
+from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.notices import RECLAIMS
+from ebbflow.infra.reliability import GammaHazard
+from ebbflow.infra.store import Store
 
 SCHEMA = 1
 # The first steps of a generation compile kernels and fill caches.

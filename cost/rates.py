@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from cost.errors import CatalogueError
-from infra.config.schema import RunConfig
+from ebbflow.cost.errors import CatalogueError
+from ebbflow.infra.config.schema import RunConfig
 
 RATES_RECORDED = "2026-11"
 # What every place that shows such a figure says of it.

@@ -19,18 +19,18 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from cost.errors import ReplayError
-from cost.jobs.load import read_job
-from cost.ledger.bills import machines
-from cost.ledger.generations import Generation, read_generations
-from cost.ledger.ledger import Ledger, fold
-from cost.ledger.price_curve import PriceCurve
-from cost.ledger.pricing import PoolName, Pricing, pool_of
-from cost.ledger.timeline import MICRO, rank_times
-from cost.report.hindsight import recorded_curves
-from cost.report.number_text import duration, percent, usd
-from infra.events import COMMIT, PLAN, STEP, Event
-from infra.ledger_classes import LedgerClass
+from ebbflow.cost.errors import ReplayError
+from ebbflow.cost.jobs.load import read_job
+from ebbflow.cost.ledger.bills import machines
+from ebbflow.cost.ledger.generations import Generation, read_generations
+from ebbflow.cost.ledger.ledger import Ledger, fold
+from ebbflow.cost.ledger.price_curve import PriceCurve
+from ebbflow.cost.ledger.pricing import PoolName, Pricing, pool_of
+from ebbflow.cost.ledger.timeline import MICRO, rank_times
+from ebbflow.cost.report.hindsight import recorded_curves
+from ebbflow.cost.report.number_text import duration, percent, usd
+from ebbflow.infra.events import COMMIT, PLAN, STEP, Event
+from ebbflow.infra.ledger_classes import LedgerClass
 
 _STEPPING = (
     LedgerClass.USEFUL_STEP,

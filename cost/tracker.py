@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from cost.errors import PlanError, ReportError
-from cost.ledger.bills import NodeBill
-from cost.ledger.ledger import fold
-from cost.plan.plan import make_plan
-from cost.prices.history import SpotRecord
-from cost.prices.quote import PriceSource
-from infra.config.schema import RunConfig
-from infra.events import PRICES, Event, read_events
-from infra.store import Store
+from ebbflow.cost.errors import PlanError, ReportError
+from ebbflow.cost.ledger.bills import NodeBill
+from ebbflow.cost.ledger.ledger import fold
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.cost.prices.history import SpotRecord
+from ebbflow.cost.prices.quote import PriceSource
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import PRICES, Event, read_events
+from ebbflow.infra.store import Store
 
 _REQUEST_SECONDS = 10.0
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from training.workload import Cursor, Loss, WorkloadContext
+from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
 KINDS, SIZE, HELD_OUT = 4, 16, 2**40  # disc, square, cross, ring; pixels; first index that is never trained on
 

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 from metaflow.decorators import StepDecorator, _base_step_decorator
 
-from flows import packaging, pods
-from flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
+from ebbflow.flows import packaging, pods
+from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
 
-# What the process that submits needs besides its command line (`flows.attempts.submitting`).
+# What the process that submits needs besides its command line (`ebbflow.flows.attempts.submitting`).
 SUBMIT_VARIABLE = "EBBFLOW_SUBMIT"
 # Options of a step that runs here; what else stands there is @batch's.
 _LOCAL_OPTIONS = frozenset({
@@ -67,7 +67,7 @@ class CapacityDecorator(StepDecorator):
             flow._control_task_is_mapper_zero = True
 
     def _place(self, cli_args: Any, task: Any, attempt: int, last_attempt: int) -> None:
-        from flows.attempts.placing import Ask, place_attempt, said_of
+        from ebbflow.flows.attempts.placing import Ask, place_attempt, said_of
 
         flow = _artifacts(self._store, task.input_paths[0])
         name = AttemptName(run=str(task.run_id), step=self._step, task=str(task.task_id), attempt=attempt)

@@ -10,9 +10,9 @@ from typing import Any
 
 from metaflow.cards import Markdown, VegaChart
 
-from cost.jobs.commands import HEADER, kinds_text, table_rows
-from cost.report.attempts import ATTEMPT_HEADER, PLACE_HEADER, attempt_rows, place_rows
-from cost.report.figures import (
+from ebbflow.cost.jobs.commands import HEADER, kinds_text, table_rows
+from ebbflow.cost.report.attempts import ATTEMPT_HEADER, PLACE_HEADER, attempt_rows, place_rows
+from ebbflow.cost.report.figures import (
     GENERATION_HEADER,
     LEDGER_HEADER,
     comparison_header,
@@ -23,10 +23,10 @@ from cost.report.figures import (
     loss_unit,
     trust_lines,
 )
-from cost.report.html_parts import COLOURS, TABLE_STYLE, table
-from cost.report.money_rows import CAUSE_HEADER, cause_rows
-from cost.report.next_step import resume_line
-from cost.report.report import RunReport
+from ebbflow.cost.report.html_parts import COLOURS, TABLE_STYLE, table
+from ebbflow.cost.report.money_rows import CAUSE_HEADER, cause_rows
+from ebbflow.cost.report.next_step import resume_line
+from ebbflow.cost.report.report import RunReport
 
 
 def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:

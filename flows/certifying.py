@@ -6,16 +6,16 @@ from typing import Any
 
 from metaflow import current
 
-from flows.job import Job
-from flows.steps import told
-from infra.events import CERTIFICATE
+from ebbflow.flows.job import Job
+from ebbflow.flows.steps import told
+from ebbflow.infra.events import CERTIFICATE
 
 
 @told
 def certify(flow: Any) -> dict | None:
     """The certificate as JSON; None where none is asked for. One that does not hold ends the job before it costs."""
-    from training.certify import certify_in_child
-    from training.errors import TrainingError
+    from ebbflow.training.certify import certify_in_child
+    from ebbflow.training.errors import TrainingError
 
     if not flow.certify:
         return None

@@ -1,4 +1,4 @@
-"""All rooms' checks together: for the flow, and for `python -m infra preflight`. Only the flow knows every room."""
+"""All rooms' checks together: for the flow, and for `ebbflow preflight`. Only the flow knows every room."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.job import PROJECT_ROOT
-from flows.remote import backend_asked, refusal, set_environment
+from ebbflow.flows.remote import backend_asked, refusal, set_environment
+from ebbflow.infra.program import PROJECT_ROOT
 
 if TYPE_CHECKING:
-    from infra.config.schema import RunConfig
-    from infra.preflight import Check, Result, Target
+    from ebbflow.infra.config.schema import RunConfig
+    from ebbflow.infra.preflight import Check, Result, Target
 
 # What a run that is sent away is held against before anything is submitted, though it asks a network.
 _BEFORE_A_SUBMIT = ("aws-queues", "aws-metaflow", "aws-metadata", "aws-clock")
@@ -21,11 +21,11 @@ _OF_AN_ACCOUNT = "aws-"  # how the ids of checks begin that ask an AWS account
 
 def all_checks() -> list[Check]:
     """The checks of every room, in the order in which they are told."""
-    from cost.checks import CHECKS as cost_checks
-    from flows.attempts.past import CHECKS as batch_checks
-    from flows.metaflow_fixes import CHECKS as metaflow_checks
-    from infra.checks import CHECKS as infra_checks
-    from training.checks import CHECKS as training_checks
+    from ebbflow.cost.checks import CHECKS as cost_checks
+    from ebbflow.flows.attempts.past import CHECKS as batch_checks
+    from ebbflow.flows.metaflow_fixes import CHECKS as metaflow_checks
+    from ebbflow.infra.checks import CHECKS as infra_checks
+    from ebbflow.training.checks import CHECKS as training_checks
 
     return [*infra_checks, *cost_checks, *training_checks, *metaflow_checks, *batch_checks]
 
@@ -34,7 +34,7 @@ def refused_at_once(config: RunConfig, config_path: str, *, job: str | None, wor
     """What forbids a `run` or `resume` before Metaflow is imported, in full; None: nothing does. words: its command
     line. Makes Metaflow's settings for where it goes.
     """
-    from infra.preflight import blocking, render_results
+    from ebbflow.infra.preflight import blocking, render_results
 
     backend = backend_asked(words)
     if said := refusal(config, backend, words):
@@ -59,7 +59,7 @@ def run_all_checks(
     sent; the queues of one that goes to AWS Batch are asked in any case, and no account is for one that stays here.
     None: judged by the configuration.
     """
-    from infra.preflight import PreflightContext, run_checks
+    from ebbflow.infra.preflight import PreflightContext, run_checks
 
     context = PreflightContext(
         config=config, project_root=PROJECT_ROOT, config_path=Path(config_path), job=job, target=target

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from metaflow import current
 
-from flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
-from flows.backends import training_backend
-from flows.job import Job
-from flows.network import name_interface
-from flows.remote import in_container
-from flows.steps import StepFailed, note_outcome, say
-from infra.checks.devices import visible_gpus
-from infra.config.schema import RunConfig
-from infra.errors import InfraError
-from infra.events import read_events
-from infra.outcome import Outcome
-from infra.process import StoppedProcesses, children
+from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
+from ebbflow.flows.backends import training_backend
+from ebbflow.flows.job import Job
+from ebbflow.flows.network import name_interface
+from ebbflow.flows.remote import in_container
+from ebbflow.flows.steps import StepFailed, note_outcome, say
+from ebbflow.infra.checks.devices import visible_gpus
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import read_events
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.process import StoppedProcesses, children
 
 if TYPE_CHECKING:
-    from training.launch import GangSpec
+    from ebbflow.training.launch import GangSpec
 
 STOPPED_TASK_SECONDS = 20.0  # as long as another node's agent may be silent at most
 _LOOK_SECONDS = 1.0
@@ -124,8 +124,8 @@ def train_node(flow: Any, this: Any) -> dict:
 
 
 def _train(flow: Any, this: Any, order: Order | None, *, node: int, main_address: str) -> dict:
-    from training.errors import GangError, TrainingError
-    from training.launch import run_gang
+    from ebbflow.training.errors import GangError, TrainingError
+    from ebbflow.training.launch import run_gang
 
     if order is not None and order.does == "stop":
         return _stopped(flow, order, node)
@@ -178,8 +178,8 @@ def _placed_task(this: Any) -> str:
 
 def _gang_spec(flow: Any, this: Any, order: Order | None, *, node: int, main_address: str) -> GangSpec:
     """What this node's agent must know. Raises StoreError when what was spent so far cannot be read."""
-    from training.launch import GangSpec
-    from training.launch.ports import control_ports
+    from ebbflow.training.launch import GangSpec
+    from ebbflow.training.launch.ports import control_ports
 
     job = Job.of(flow, this.run_id)
     shape = gang_shape(flow, order)
@@ -210,9 +210,9 @@ def _promised_gpus(order: Order | None) -> int:
 
 def _terms(flow: Any, job: Job, order: Order | None) -> dict:
     """The money terms of this attempt: the price of where it was placed, and what all attempts before it have cost."""
-    from cost.errors import CostError
-    from cost.ledger.ledger import spent_usd, told_threshold
-    from cost.plan.plan import Plan
+    from ebbflow.cost.errors import CostError
+    from ebbflow.cost.ledger.ledger import spent_usd, told_threshold
+    from ebbflow.cost.plan.plan import Plan
 
     plan = Plan.from_json(flow.capacity if order is None or order.plan is None else order.plan)
     events = read_events(job.store)

@@ -8,14 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from infra.config.schema import RunConfig
-from infra.event_log import EventLog
-from infra.events import Origin
-from infra.known_jobs import NOTE, KnownJob, runs_folder
-from infra.layout import job_prefix
-from infra.store import Store
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import Origin
+from ebbflow.infra.known_jobs import NOTE, KnownJob, runs_folder
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
 
-PROJECT_ROOT = Path(__file__).resolve().parents[1]
 RUNS = runs_folder(PROJECT_ROOT)
 
 

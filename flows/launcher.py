@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from flows import remote
-from flows.job import PROJECT_ROOT, RUNS, Job, local_folder, mark_latest
-from infra.config.schema import RunConfig
-from infra.errors import InfraError, JobIsRunning
-from infra.foreign_text import guard_terminal
-from infra.known_jobs import METAFLOW_FOLDER, records_root
-from infra.launchers import (
+from ebbflow.flows import remote
+from ebbflow.flows.job import RUNS, Job, local_folder, mark_latest
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError, JobIsRunning
+from ebbflow.infra.foreign_text import guard_terminal
+from ebbflow.infra.known_jobs import METAFLOW_FOLDER, records_root
+from ebbflow.infra.launchers import (
     RUN_CLAIM_VARIABLE,
     Claim,
     check_inherited_claim,
@@ -34,10 +34,11 @@ from infra.launchers import (
     claim_job,
     claim_of_parent,
 )
-from infra.layout import job_prefix
-from infra.outcome import Outcome
-from infra.process import children, die_with_parent, end_with_descendants, survive_lost_readers
-from infra.store import Store
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.process import children, die_with_parent, end_with_descendants, survive_lost_readers
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
 
 # Options with a value that the flow adds to Metaflow's `run`.
 _RUN_FLAGS = frozenset({"--from-scratch", "--accept-rollback"})  # `resume` takes them as well
@@ -112,7 +113,7 @@ class _Launch:
             self._give_permits(permits, job, config.store)
 
     def _give_permits(self, permits: Sequence[str], job: str, store: str) -> None:
-        from flows.options import give_permits
+        from ebbflow.flows.options import give_permits
 
         try:
             give_permits(permits, job, store)
@@ -213,13 +214,13 @@ def prepare(module_name: str) -> None:
     os.environ.pop(RUN_CLAIM_VARIABLE, None)  # of another job, where a task of that one starts this launcher
     _launch.listen()
     if sys.argv[at] == "run":
-        from flows.options import checked_options, job_and_config, permits_in
+        from ebbflow.flows.options import checked_options, job_and_config, permits_in
 
         permits = permits_in(sys.argv[at + 1 :])
         sys.argv[at + 1 :] = checked_options(sys.argv[at + 1 :])
         _launch.claim_job(*job_and_config(sys.argv[at + 1 :]), "run", permits)
     else:
-        from flows.resuming import check_resume, refuse_settings
+        from ebbflow.flows.resuming import check_resume, refuse_settings
 
         refuse_settings(sys.argv[at + 1 :])
         if (known := check_resume(sys.argv)) is not None:
@@ -239,7 +240,7 @@ def run(flow_class: type) -> None:
     if not _is_launch(at):
         flow_class()
         return
-    from flows.metaflow_fixes import drop_interrupt_advice, keep_terminal_from_tasks
+    from ebbflow.flows.metaflow_fixes import drop_interrupt_advice, keep_terminal_from_tasks
 
     started = time.time()
     os.environ[_PARENT_VARIABLE] = str(os.getpid())
@@ -288,7 +289,7 @@ def _complain(text: str) -> None:
 
 def _watch_tasks() -> None:
     """For as long as this process lives."""
-    from flows.gang import end_stopped_tasks
+    from ebbflow.flows.gang import end_stopped_tasks
 
     threading.Thread(target=end_stopped_tasks, args=(os.getpid(),), name="stopped tasks", daemon=True).start()
 
@@ -331,11 +332,11 @@ def _tie_to_parent(by: signal.Signals) -> None:
 
 def _join_in(words: list[str]) -> None:
     """What Metaflow's own processes do besides: the one that submits a job, and the task in a container."""
-    from flows import metaflow_fixes
+    from ebbflow.flows import metaflow_fixes
 
     mended = metaflow_fixes.needed(sys.argv)
     if words[:2] == ["batch", "step"]:
-        from flows.attempts.submitting import submission
+        from ebbflow.flows.attempts.submitting import submission
 
         submission().listen()
         if mended:
@@ -343,12 +344,12 @@ def _join_in(words: list[str]) -> None:
         elif metaflow_fixes.known_release():
             metaflow_fixes.mend_request()
     elif words[:2] == ["kubernetes", "step"]:
-        from flows.pods import exit_when_asked, give_grace
+        from ebbflow.flows.pods import exit_when_asked, give_grace
 
         exit_when_asked()
         give_grace()
     elif words[:1] == ["step"] and remote.in_container():
-        from flows.attempts.stopping import listen_to_stop
+        from ebbflow.flows.attempts.stopping import listen_to_stop
 
         listen_to_stop()
         if mended:
@@ -446,10 +447,10 @@ def _tell(job: Job, code: int, started: float, *, asked: bool) -> int:
 
     asked: the run was asked to leave, which is what its exit code says, whatever an earlier run left on record.
     """
-    from cost.errors import CostError, ReportError
-    from cost.report.render_text import render
-    from cost.report.report import RunReport
-    from flows.reporting import write_report
+    from ebbflow.cost.errors import CostError, ReportError
+    from ebbflow.cost.report.render_text import render
+    from ebbflow.cost.report.report import RunReport
+    from ebbflow.flows.reporting import write_report
 
     job.remember()  # when `start` ran on another machine, this one does not know the job yet
     mark_latest(job.name)

@@ -29,9 +29,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from infra.aws.metaflow import metaflow_setting
-from infra.checks.batch.queues import why_not_asked
-from infra.preflight import Check, Finding, PreflightContext
+from ebbflow.infra.aws.metaflow import metaflow_setting
+from ebbflow.infra.checks.batch.queues import why_not_asked
+from ebbflow.infra.preflight import Check, Finding, PreflightContext
 
 # On which the mended flow was run in a local Batch: `make metaflow-releases`.
 KNOWN = ((2, 19, 0), (2, 19, 20), (2, 19, 39))

@@ -11,20 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from flows.checks import refused_at_once
-from flows.job import PROJECT_ROOT, RUNS
-from flows.remote import backend_asked
-from infra.config import ConfigError, LoadedConfig, load_config
-from infra.config.schema import RunConfig
-from infra.errors import InfraError
-from infra.known_jobs import known_job
-from infra.layout import check_job_name, job_prefix
-from infra.outcome import Outcome
-from infra.store import Store
-from training.checkpoint.rollback import PERMITS, permit
-from training.rehearse import Fault
+from ebbflow.flows.checks import refused_at_once
+from ebbflow.flows.job import RUNS
+from ebbflow.flows.remote import backend_asked
+from ebbflow.infra.config import ConfigError, LoadedConfig, load_config
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.known_jobs import known_job
+from ebbflow.infra.layout import check_job_name, job_prefix
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.rollback import PERMITS, permit
+from ebbflow.training.rehearse import Fault
 
-_DEFAULT_CONFIG = PROJECT_ROOT / "configs" / "laptop.yaml"
 _REQUEST_SECONDS = 10.0
 # What a commit can only be continued with: the model, and which sample has which number.
 _FIXED_FOR_A_JOB = ("workload", "workload_options", "model", "data", "training.seed")
@@ -38,7 +38,7 @@ def checked_options(options: list[str]) -> list[str]:
     Exits with 2 for a bad configuration, fault or job name, and with 3 when a quick check forbids the run.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default=str(_DEFAULT_CONFIG))
+    parser.add_argument("--config", default=str(DEFAULT_CONFIG))
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--rehearse", default="")
     parser.add_argument("--job", default="")

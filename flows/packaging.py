@@ -5,24 +5,29 @@ Releases before have a hook of decorators for that, `add_to_package`, which puts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import metaflow
 
+from ebbflow.infra.program import IMPORT_ROOT, INSTALLED
+
 OWN = not hasattr(metaflow, "package_sources")
-_FLOWS = Path(__file__).resolve().parent
-_SHIPPED: list[tuple[Path, tuple[str, ...]]] = []
+_SUFFIXES = (".py", ".yaml", ".csv")
+_SHIPPED: list[Path] = []
 
 
-def package_sources(sources: Sequence[str], suffixes: Sequence[str]) -> Callable[[type], Any]:
-    """A decorator of flows. sources: folders relative to the flow file. suffixes: of the files that are taken."""
+def package_sources() -> Callable[[type], Any]:
+    """Decorate a flow so that its code package holds the package `ebbflow` and, in a checkout, `examples`."""
+    folders = [IMPORT_ROOT / "ebbflow", *([] if INSTALLED else [IMPORT_ROOT / "examples"])]
+    folders = [folder for folder in folders if folder.is_dir()]  # in a code package itself there may be no examples
     if not OWN:
-        return metaflow.package_sources(list(sources), suffixes=list(suffixes))
+        return metaflow.package_sources([(str(folder), folder.name) for folder in folders], suffixes=list(_SUFFIXES))
 
     def remember(flow: type) -> type:
-        _SHIPPED[:] = [((_FLOWS / source).resolve(), tuple(suffixes)) for source in sources]
+        _SHIPPED[:] = folders
         return flow
 
     return remember
@@ -30,7 +35,8 @@ def package_sources(sources: Sequence[str], suffixes: Sequence[str]) -> Callable
 
 def files() -> Iterator[tuple[str, str]]:
     """(path, name in the package) of what a decorator is to add; nothing where Metaflow adds it itself."""
-    for folder, suffixes in _SHIPPED:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file() and path.suffix in suffixes:
-                yield str(path), str(path.relative_to(folder.parent))
+    for folder in _SHIPPED:
+        for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # the rooms are links in a checkout
+            for path in (Path(parent, name) for name in sorted(names)):
+                if path.suffix in _SUFFIXES:
+                    yield str(path), str(path.relative_to(folder.parent))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flows.backends import training_backend
-from flows.job import Job
-from infra.errors import InfraError
-from infra.events import read_events
+from ebbflow.flows.backends import training_backend
+from ebbflow.flows.job import Job
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import read_events
 
 if TYPE_CHECKING:
-    from cost.experience import Experience
-    from cost.plan.pools import Progress
-    from infra.batch import QueueState
-    from infra.config.schema import RunConfig
+    from ebbflow.cost.experience import Experience
+    from ebbflow.cost.plan.pools import Progress
+    from ebbflow.infra.batch import QueueState
+    from ebbflow.infra.config.schema import RunConfig
 
 
 def stays_here(flow: Any) -> bool:
@@ -24,7 +24,7 @@ def stays_here(flow: Any) -> bool:
 
 def where_it_runs(flow: Any, config: RunConfig) -> RunConfig:
     """On AWS Batch the region of the queues is the only one whose prices mean anything."""
-    from infra.batch import in_queues_region
+    from ebbflow.infra.batch import in_queues_region
 
     there = in_queues_region(config) if training_backend(flow) == "batch" else config
     if there.cost.regions != config.cost.regions:
@@ -37,7 +37,7 @@ def queues_there(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
     """On AWS Batch, what training may choose from, whether or not it takes jobs at this moment; as the configuration
     has it where Batch does not say, such as to a container. None: nobody knows it, or the job goes elsewhere.
     """
-    from infra.batch import batch_client, declared_queues, training_queues
+    from ebbflow.infra.batch import batch_client, declared_queues, training_queues
 
     if training_backend(flow) != "batch":
         return None
@@ -52,7 +52,7 @@ def queues_there(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
 
 def experience(job: Job) -> Experience:
     """What jobs of the store have shown; nothing, and said so, where it does not answer: a plan does without."""
-    from cost.experience import Experience, recall
+    from ebbflow.cost.experience import Experience, recall
 
     try:
         return recall(job.root_store)
@@ -63,8 +63,8 @@ def experience(job: Job) -> Experience:
 
 def progress(job: Job) -> Progress:
     """How far the job has come, so that only the rest is planned; the whole where no account of it can be made."""
-    from cost.errors import CostError
-    from cost.plan.pools import FROM_THE_START, progress_of
+    from ebbflow.cost.errors import CostError
+    from ebbflow.cost.plan.pools import FROM_THE_START, progress_of
 
     try:
         return progress_of(read_events(job.store))

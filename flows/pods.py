@@ -12,11 +12,11 @@ import signal
 import sys
 from typing import Any
 
-from flows.attempts.order import Order
-from flows.attempts.stopping import stoppable
-from infra.batch import QueueState
-from infra.config.schema import RunConfig
-from infra.kubernetes.selectors import annotations, node_selector, pod_memory_mib, tolerations
+from ebbflow.flows.attempts.order import Order
+from ebbflow.flows.attempts.stopping import stoppable
+from ebbflow.infra.batch import QueueState
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.kubernetes.selectors import annotations, node_selector, pod_memory_mib, tolerations
 
 GRACE_VARIABLE = "EBBFLOW_GRACE_SECONDS"
 _LABELS = {"ebbflow/training": "true"}

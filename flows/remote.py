@@ -6,12 +6,12 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from infra.aws.metaflow import metaflow_setting
-from infra.config.schema import RunConfig
-from infra.errors import InfraError
-from infra.store.aws import aws_settings
+from ebbflow.infra.aws.metaflow import metaflow_setting
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.store.aws import aws_settings
 
-# Of a light step's job: how long it may wait for capacity (`flows.attempts.submitting`).
+# Of a light step's job: how long it may wait for capacity (`ebbflow.flows.attempts.submitting`).
 RUNNABLE_VARIABLE = "EBBFLOW_RUNNABLE_SECONDS"
 
 _BACKENDS = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}
@@ -72,7 +72,7 @@ def light_queue(config: RunConfig) -> str | None:
     on demand of those that are configured or, without any, of the account. None where Batch does not say; preflight
     tells why.
     """
-    from infra.batch import batch_client, declared_queues, lightest_queue, training_queues
+    from ebbflow.infra.batch import batch_client, declared_queues, lightest_queue, training_queues
 
     queues = declared_queues(config.batch)
     if not queues or any(not queue.instance_types for queue in queues.values()):
@@ -95,8 +95,8 @@ def refusal(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -
     if backend == "batch" and not _names_role(config, words):
         return (
             "--with batch: no role is named for the containers, and Metaflow submits nothing without one\n"
-            "  fix: set batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE; `python -m infra deploy --env` writes it "
-            "down, `python -m infra adopt` finds one that there is"
+            "  fix: set batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE; `ebbflow deploy --env` writes it "
+            "down, `ebbflow adopt` finds one that there is"
         )
     return None
 

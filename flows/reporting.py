@@ -7,16 +7,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cost.errors import CostError, PriceError
-from cost.experience import remember
-from cost.jobs import known_job_names, load_report
-from cost.prices.recorded import observed_pools
-from cost.report.render_html import render as render_html
-from cost.report.report import RunReport, build_report
-from flows.job import PROJECT_ROOT, RUNS, Job, write_whole
-from infra.errors import InfraError
-from infra.events import NODE_STARTED, PLAN, PRICES, Event, read_events, read_log
-from infra.metrics.job import job_page
+from ebbflow.cost.errors import CostError, PriceError
+from ebbflow.cost.experience import remember
+from ebbflow.cost.jobs import known_job_names, load_report
+from ebbflow.cost.prices.recorded import observed_pools
+from ebbflow.cost.report.render_html import render as render_html
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.flows.job import RUNS, Job, write_whole
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import NODE_STARTED, PLAN, PRICES, Event, read_events, read_log
+from ebbflow.infra.metrics.job import job_page
+from ebbflow.infra.program import PROJECT_ROOT
 
 _COMPARED_JOBS = 8
 
@@ -52,7 +53,7 @@ def write_report(job: Job) -> RunReport:
     Here first: a store that is full or takes no more writes still has events to tell from. Raises StoreError where it
     does not take the report.
     """
-    from flows.attempts.past import settle_all  # not for each card's process, which imports this as well
+    from ebbflow.flows.attempts.past import settle_all  # not for each card's process, which imports this as well
 
     settle_all(job)
     record_prices(job)

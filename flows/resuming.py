@@ -7,18 +7,18 @@ import json
 import sys
 from collections.abc import Sequence
 
-from cost.jobs import known_job_names
-from flows.checks import refused_at_once
-from flows.job import RUNS
-from flows.options import add_permits, permits_asked
-from flows.remote import values_of
-from infra.config.schema import RunConfig
-from infra.errors import InfraError
-from infra.events import read_events
-from infra.known_jobs import KnownJob, known_job
-from infra.layout import job_prefix
-from infra.outcome import Outcome
-from infra.store import Store
+from ebbflow.cost.jobs import known_job_names
+from ebbflow.flows.checks import refused_at_once
+from ebbflow.flows.job import RUNS
+from ebbflow.flows.options import add_permits, permits_asked
+from ebbflow.flows.remote import values_of
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import read_events
+from ebbflow.infra.known_jobs import KnownJob, known_job
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
 
 _REQUEST_SECONDS = 10.0
 _MOST_ASKED = 8
@@ -51,7 +51,7 @@ def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
 
 def refuse_settings(options: Sequence[str]) -> None:
     """Exit with 2 when a `resume` is given options of `run`: it takes the settings of the run that it goes on with."""
-    from flows.launcher import RUN_OPTIONS
+    from ebbflow.flows.launcher import RUN_OPTIONS
 
     given = [word.partition("=")[0] for word in options if word.partition("=")[0] in RUN_OPTIONS]
     if given:

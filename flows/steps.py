@@ -11,17 +11,18 @@ from typing import Any, TypeVar
 from metaflow import current
 from metaflow.exception import MetaflowException
 
-from flows.backends import training_backend
-from flows.checks import run_all_checks
-from flows.job import PROJECT_ROOT, Job, mark_latest
-from flows.planning import experience, progress, queues_there, stays_here, where_it_runs
-from flows.remote import in_container
-from infra.config.sources import values_with_sources
-from infra.errors import InfraError
-from infra.events import CONFIGURED, OUTCOME, PLAN, PREFLIGHT, PREPARED
-from infra.layout import PLAN_KEY
-from infra.model_shape import ModelShape
-from infra.outcome import Outcome
+from ebbflow.flows.backends import training_backend
+from ebbflow.flows.checks import run_all_checks
+from ebbflow.flows.job import Job, mark_latest
+from ebbflow.flows.planning import experience, progress, queues_there, stays_here, where_it_runs
+from ebbflow.flows.remote import in_container
+from ebbflow.infra.config.sources import values_with_sources
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import CONFIGURED, OUTCOME, PLAN, PREFLIGHT, PREPARED
+from ebbflow.infra.layout import PLAN_KEY
+from ebbflow.infra.model_shape import ModelShape
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.program import PROJECT_ROOT
 
 T = TypeVar("T")
 
@@ -44,8 +45,8 @@ def told(step: Callable[[Any], T]) -> Callable[[Any], T]:
 
     @functools.wraps(step)
     def tell(flow: Any) -> T:
-        from cost.errors import CostError
-        from training.errors import TrainingError
+        from ebbflow.cost.errors import CostError
+        from ebbflow.training.errors import TrainingError
 
         try:
             return step(flow)
@@ -83,8 +84,8 @@ def begin_job(flow: Any) -> None:
 @told
 def check(flow: Any) -> list[dict]:
     """Run every room's checks; raise StepFailed when one of them forbids the run."""
-    from infra.preflight import blocking, render_results
-    from training.checks.workload import WORKLOAD_CHECK
+    from ebbflow.infra.preflight import blocking, render_results
+    from ebbflow.training.checks.workload import WORKLOAD_CHECK
 
     job = Job.of(flow, current.run_id)
     target = training_backend(flow) or "local"
@@ -110,9 +111,9 @@ def plan_capacity(flow: Any) -> dict:
     """The plan as JSON, of its best pools; the job's plan.json has all. Raises StepFailed when budget, deadline or
     capacity cannot be kept.
     """
-    from cost.plan.plan import make_plan
-    from cost.plan.plan_text import render_plan
-    from cost.prices.source import open_prices
+    from ebbflow.cost.plan.plan import make_plan
+    from ebbflow.cost.plan.plan_text import render_plan
+    from ebbflow.cost.prices.source import open_prices
 
     job = Job.of(flow, current.run_id)
     now = time.time()
@@ -136,7 +137,7 @@ def plan_capacity(flow: Any) -> dict:
 @told
 def examine_workload(flow: Any) -> dict | None:
     """A workload of one's own, its data prepared and one sample tried: what the plan must know of it. Else None."""
-    from training.workloads.examine import examine
+    from ebbflow.training.workloads.examine import examine
 
     job = Job.of(flow, current.run_id)
     if job.config.workload is None:
@@ -149,7 +150,7 @@ def examine_workload(flow: Any) -> dict | None:
 @told
 def prepare_data(flow: Any) -> dict:
     """The data in the store, once for the same data: their fingerprint, and what else is known of them."""
-    from training.data import prepare_tokens
+    from ebbflow.training.data import prepare_tokens
 
     job = Job.of(flow, current.run_id)
     if flow.examined is not None:
@@ -169,8 +170,8 @@ def prepare_data(flow: Any) -> dict:
 
 def write_report(flow: Any) -> dict:
     """Build the report from all events of the job and put it into the store and this machine's runs/<job>/."""
-    from cost.errors import CostError
-    from flows.reporting import write_report as write
+    from ebbflow.cost.errors import CostError
+    from ebbflow.flows.reporting import write_report as write
 
     try:
         return write(Job.of(flow, current.run_id)).to_json()
@@ -180,8 +181,8 @@ def write_report(flow: Any) -> dict:
 
 def frames(report: dict) -> tuple[Any, Any]:
     """Loss curve and ledger as pandas DataFrames, for notebooks."""
-    from cost.report.frames import ledger_frame, loss_frame
-    from cost.report.report import RunReport
+    from ebbflow.cost.report.frames import ledger_frame, loss_frame
+    from ebbflow.cost.report.report import RunReport
 
     run_report = RunReport.from_json(report)
     return loss_frame(run_report), ledger_frame(run_report)

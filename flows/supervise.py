@@ -13,15 +13,17 @@ import sys
 from pathlib import Path
 
 # The rooms are this file's siblings; in a code package they lie beside it.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+_ROOT = Path(__file__).resolve().parents[1]
+if (_ROOT / "ebbflow").is_dir():  # a checkout
+    sys.path.insert(1, str(_ROOT))
 
 if __name__ == "__main__":
-    from infra.program import begin_program
+    from ebbflow.infra.program import begin_program
 
     begin_program()
-    from infra.process import exit_when_interrupted
+    from ebbflow.infra.process import exit_when_interrupted
 
     exit_when_interrupted()
-    from flows.supervising.command import main
+    from ebbflow.flows.supervising.command import main
 
     sys.exit(main(sys.argv[1:]))

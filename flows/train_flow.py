@@ -11,34 +11,34 @@ how the run ends: `report` tells it in any case, and `end` fails the run when th
 import sys
 from pathlib import Path
 
-# The rooms are this folder's siblings. In a code package they lie beside this file or, in older releases of Metaflow,
-# where Python looks anyway; and above it is a folder that is called metaflow and must not be taken for it.
-_HERE = Path(__file__).resolve().parent
-if (_HERE.parent / "training").is_dir():
-    sys.path.insert(1, str(_HERE.parent))
+# In a checkout the package `ebbflow` is beside this file's folder; in an installation and in a code package of Metaflow
+# Python finds it anyway.
+_ROOT = Path(__file__).resolve().parents[1]
+if (_ROOT / "ebbflow").is_dir():
+    sys.path.insert(1, str(_ROOT))
 
-from infra.program import begin_program
+from ebbflow.infra.program import begin_program
 
 if __name__ == "__main__":
     begin_program()
-    from infra.process import exit_when_interrupted
+    from ebbflow.infra.process import exit_when_interrupted
 
     exit_when_interrupted()  # until the launcher answers signals itself, which takes a second of imports
 
-from flows import launcher
+from ebbflow.flows import launcher
 
 # Before Metaflow is imported: it reads its environment then, and a bad configuration should not have to wait for it.
 launcher.prepare(__name__)
 
 from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, parallel, retry, step
 
-from flows import cards, certifying, gang, reporting, steps
-from flows.backends import cloud, local  # noqa: F401 - makes `--with cloud` and `--with local` known
-from flows.capacity import capacity
-from flows.packaging import package_sources
+from ebbflow.flows import cards, certifying, gang, reporting, steps
+from ebbflow.flows.backends import cloud, local  # noqa: F401 - makes `--with cloud` and `--with local` known
+from ebbflow.flows.capacity import capacity
+from ebbflow.flows.packaging import package_sources
 
 
-@package_sources(["../flows", "../training", "../cost", "../infra", "../examples"], suffixes=[".py", ".yaml", ".csv"])
+@package_sources()
 class TrainFlow(FlowSpec):
     """Cost-aware training that survives interruptions."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that need a package
-    from infra.program import begin_program
+    from ebbflow.infra.program import begin_program
 
     begin_program()
-    from infra.process import exit_when_interrupted
+    from ebbflow.infra.process import exit_when_interrupted
 
     exit_when_interrupted()
 
@@ -14,21 +14,20 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from infra.aws.adopt import add_adopt_command
-from infra.aws.deploy import add_deploy_command
-from infra.config import ConfigError, load_config
-from infra.config.json_schema import schema_text
-from infra.config.sources import render_sources, values_with_sources
-from infra.foreign_text import guard_terminal
-from infra.logs.command import add_logs_command
-from infra.outcome import Outcome
-from infra.preflight import Result, blocking, render_checks, render_results
-from infra.process import reader_has_left
+from ebbflow.infra.aws.adopt import add_adopt_command
+from ebbflow.infra.aws.deploy import add_deploy_command
+from ebbflow.infra.config import ConfigError, load_config
+from ebbflow.infra.config.json_schema import schema_text
+from ebbflow.infra.config.sources import render_sources, values_with_sources
+from ebbflow.infra.foreign_text import guard_terminal
+from ebbflow.infra.logs.command import add_logs_command
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.preflight import Result, blocking, render_checks, render_results
+from ebbflow.infra.process import reader_has_left
+from ebbflow.infra.program import DEFAULT_CONFIG, PACKAGE_ROOT, PROJECT_ROOT
 
-PROJECT_ROOT = Path(__file__).resolve().parents[1]
-SCHEMA_FILE = PROJECT_ROOT / "configs" / "schema.json"
+SCHEMA_FILE = PACKAGE_ROOT / "configs" / "schema.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def preflight(options: argparse.Namespace) -> int:
     """Exit code 0, 2 for a configuration that cannot be used, 3 for a check that stops the job."""
-    from flows.checks import all_checks, run_all_checks
+    from ebbflow.flows.checks import all_checks, run_all_checks
 
     if options.list:
         print(render_checks(all_checks()))
@@ -100,23 +99,23 @@ def _document(outcome: Outcome | None, *, problems: Sequence[dict] = (), results
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m infra", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="ebbflow", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("preflight", help="find what is wrong with a job before it starts")
-    command.add_argument("config", nargs="?", default=PROJECT_ROOT / "configs" / "laptop.yaml", metavar="CONFIG")
+    command.add_argument("config", nargs="?", default=DEFAULT_CONFIG, metavar="CONFIG")
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     command.add_argument("--json", action="store_true", help="print results for a program")
     command.add_argument("--quick", action="store_true", help="leave out the checks that take seconds")
     command.add_argument("--list", action="store_true", help="what is checked, as the table of docs/preflight.md")
     command.set_defaults(command=preflight)
     command = commands.add_parser("config", help="show every value of a configuration and where it comes from")
-    command.add_argument("config", nargs="?", default=PROJECT_ROOT / "configs" / "laptop.yaml", metavar="CONFIG")
+    command.add_argument("config", nargs="?", default=DEFAULT_CONFIG, metavar="CONFIG")
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     command.add_argument("--changed", action="store_true", help="leave out defaults")
     command.add_argument("--json", action="store_true", help="print them for a program")
     command.set_defaults(command=config)
     command = commands.add_parser("schema", help="print the JSON schema of configurations, for editors")
-    command.add_argument("--write", action="store_true", help=f"write it to {SCHEMA_FILE.relative_to(PROJECT_ROOT)}")
+    command.add_argument("--write", action="store_true", help=f"write it to {SCHEMA_FILE.relative_to(PACKAGE_ROOT)}")
     command.set_defaults(command=schema)
     add_logs_command(commands, PROJECT_ROOT)
     add_deploy_command(commands)

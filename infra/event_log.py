@@ -9,11 +9,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from infra.errors import StoreError
-from infra.events import STAGED, Event, Origin
-from infra.layout import event_key
-from infra.segments import seal_segment
-from infra.store import Store
+from ebbflow.infra.errors import StoreError
+from ebbflow.infra.events import STAGED, Event, Origin
+from ebbflow.infra.layout import event_key
+from ebbflow.infra.segments import seal_segment
+from ebbflow.infra.store import Store
 
 _LOCAL_FLUSH_SECONDS = 2.0
 _REMOTE_FLUSH_SECONDS = 10.0  # each put of an object store is a request to be paid for

@@ -20,10 +20,10 @@ from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from typing import Any
 
-from infra.ledger_classes import LedgerClass
-from infra.outcome import Outcome
-from infra.segments import Damage, Line, Unsealed, read_segments, unseal
-from infra.store import Store
+from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.segments import Damage, Line, Unsealed, read_segments, unseal
+from ebbflow.infra.store import Store
 
 VERSION = 2  # of a line: 1 in segments without a seal
 
@@ -77,11 +77,11 @@ PREPARED = "prepared"
 PLAN = "plan"  # the plan as JSON
 # Written by whoever submits an attempt to AWS Batch. placed: placement (`cost.capacity.Placement` as JSON), attempt,
 # round, why, after_generation (the newest that was known then).
-# batch_attempt: what Batch told of the job once it was over (`infra.batch.attempts.BatchAttempt`): job_id,
+# batch_attempt: what Batch told of the job once it was over (`ebbflow.infra.batch.attempts.BatchAttempt`): job_id,
 # job_name, queue, nodes, status, created_utc, started_utc, stopped_utc (Unix times by Batch's clock, null: it did not
 # come to that), exit_code, reason, cause, node_times (of several nodes: [started, stopped] of each); and of its
 # placement instance_type, market, region, zone, processes_per_node, usd_per_hour, quoted_usd_per_hour, price_kind.
-# `cost.capacity.attempt_record` makes it.
+# `ebbflow.cost.capacity.attempt_record` makes it.
 PLACED = "placed"
 # Written by the process that submitted: job_id, job_name, step, task (of the flow); twin_of: of a job that an
 # unanswered submit has made and nobody waits for, so that it was ended: the one that is waited for, None without any.
@@ -90,7 +90,7 @@ BATCH_ATTEMPT = "batch_attempt"
 BUDGET = "budget"  # threshold (share of the budget), spent_usd, budget_usd, reserve_usd
 # prices: pools (list of {instance_type, market, region, zone, kind, changes: [[Unix time, "dollars per hour"], …]})
 PRICES = "prices"
-# certificate: the resume certificate as JSON (training.certify.certificate), where one was asked for.
+# certificate: the resume certificate as JSON (ebbflow.training.certify.certificate), where one was asked for.
 CERTIFICATE = "certificate"
 OUTCOME = "outcome"  # outcome, step, weights_sha256, message
 # Written by the supervisor after each run of the flow: verdict (`flows.supervising.verdict.Verdict`), exit_code,
@@ -116,7 +116,7 @@ class EndReason(StrEnum):
 
 
 class GuardAction(StrEnum):
-    """What a guard can do. `training.guards.overrides` hands rewind and split to the next start of the gang."""
+    """What a guard can do. `ebbflow.training.guards.overrides` hands rewind and split to the next start of the gang."""
 
     SKIP = "skip"
     REWIND = "rewind"

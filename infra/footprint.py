@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infra.config.schema import RunConfig
-from infra.model_shape import BLOCK_FLOATS, NORM_FLOATS, STREAM_FLOATS, ModelShape, causal_lm_shape
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.model_shape import BLOCK_FLOATS, NORM_FLOATS, STREAM_FLOATS, ModelShape, causal_lm_shape
 
 FLOAT32_BYTES = 4
 BFLOAT16_BYTES = 2
@@ -18,7 +18,7 @@ GRADIENT_BYTES_PER_PARAMETER = 4
 STAGING_SLABS = 2
 # A rank before its model: Python, torch, gloo and their buffers. Importing torch 2.13 alone measured 0.21 GiB.
 PROCESS_BYTES = 1 << 29
-# Shares of a block's activations (`infra.model_shape`) that recomputation keeps until backward: its input, and
+# Shares of a block's activations (`ebbflow.infra.model_shape`) that recomputation keeps until backward: its input, and
 # selectively the outputs of its matrix products and attention as well: 3 + 1 + 1 + 4 + 1 widths.
 _KEPT_FLOATS = {"none": BLOCK_FLOATS, "selective": 11, "full": 1}
 # Main memory of processes, in bytes. A rank with CUDA maps its libraries and keeps pinned buffers (estimated; not

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from infra.program import REPLACE_UNPRINTABLE
+from ebbflow.infra.program import REPLACE_UNPRINTABLE
 
 # C0 but tab and line feed, DEL, C1, marks and overrides of writing direction, line and paragraph separators,
 # annotations, lone surrogates, tags (invisible letters).

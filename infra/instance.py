@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infra.metadata import MetadataService, endpoint, metadata_unavailable_reason
+from ebbflow.infra.metadata import MetadataService, endpoint, metadata_unavailable_reason
 
 # What a pod's downward API or a job definition can set: {field: variable}.
 VARIABLES = {

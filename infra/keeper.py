@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from infra.process import (
+from ebbflow.infra.process import (
     MessageReader,
     ProcessStat,
     descendants,
@@ -31,6 +31,7 @@ from infra.process import (
     process_stat,
     zombie_status,
 )
+from ebbflow.infra.program import IMPORT_ROOT
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _ANSWER_SECONDS = 10.0
@@ -40,9 +41,8 @@ _LINGER_SECONDS = 1.0
 _STUCK_SECONDS = 0.5  # what was killed so long ago and is in state D cannot be ended
 _END_SECONDS = 30.0
 _FDS = 3
-_PROJECT_ROOT = Path(__file__).resolve().parents[1]
 _PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from infra.keeper import serve; "
+    "import sys; sys.path.append(sys.argv[1]); from ebbflow.infra.keeper import serve; "
     "serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
 # They give back what killed processes held (shared memory, semaphores), and leave by themselves.
@@ -123,7 +123,7 @@ class Keeper:
         import subprocess
 
         own, other = socket.socketpair()
-        arguments = [str(_PROJECT_ROOT), str(os.getpid()), str(other.fileno())]
+        arguments = [str(IMPORT_ROOT), str(os.getpid()), str(other.fileno())]
         try:
             with open(log, "wb") as errors:
                 self._process = subprocess.Popen(

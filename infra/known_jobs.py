@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.layout import job_prefix
+from ebbflow.infra.layout import job_prefix
 
 NOTE = "job.json"
 METAFLOW_FOLDER = ".metaflow"

@@ -25,11 +25,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from infra.errors import InfraError, JobIsRunning, ObjectNotFound, StoreError
-from infra.layout import LAUNCHERS_PREFIX, launcher_key
-from infra.process import process_stat
-from infra.store import Store
-from infra.store.clock import StoreClock
+from ebbflow.infra.errors import InfraError, JobIsRunning, ObjectNotFound, StoreError
+from ebbflow.infra.layout import LAUNCHERS_PREFIX, launcher_key
+from ebbflow.infra.process import process_stat
+from ebbflow.infra.store import Store
+from ebbflow.infra.store.clock import StoreClock
 
 # The id of the claim under which a process runs the flow: the supervisor's runs have none of their own.
 CLAIM_VARIABLE = "EBBFLOW_LAUNCHER"

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 
-from infra.errors import LayoutError
+from ebbflow.infra.errors import LayoutError
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # runs/<job> stands beside these on the launching machine.
@@ -103,12 +103,12 @@ def permit_key(what: str, generation: int) -> str:
 
 
 def order_key(run: str, step: str, task: str, attempt: int) -> str:
-    """What one try of one task of the flow is told (`flows.attempts.order`)."""
+    """What one try of one task of the flow is told (`ebbflow.flows.attempts.order`)."""
     return f"orders/{run}-{step}-{task}-{attempt}.json"
 
 
 def secret_key(run: str, attempt: int) -> str:
-    """By which the agents of one start know each other (`training.launch.handshake`)."""
+    """By which the agents of one start know each other (`ebbflow.training.launch.handshake`)."""
     return f"secrets/{run}-{attempt}"
 
 
@@ -162,7 +162,7 @@ def pin_key(sha256: str) -> str:
 
 
 def launcher_key(number: int) -> str:
-    """One launcher's claim on the job (`infra.launchers`)."""
+    """One launcher's claim on the job (`ebbflow.infra.launchers`)."""
     return f"{LAUNCHERS_PREFIX}{number:06d}.json"
 
 
@@ -172,7 +172,7 @@ def clock_key(name: str) -> str:
 
 
 def signature_key(sha256: str) -> str:
-    """The signature of the commit with this manifest (`training.checkpoint.signing`)."""
+    """The signature of the commit with this manifest (`ebbflow.training.checkpoint.signing`)."""
     return f"signatures/{sha256}.json"
 
 

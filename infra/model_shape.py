@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from infra.config.schema import ModelConfig
+from ebbflow.infra.config.schema import ModelConfig
 
 BLOCK_FLOATS = 16  # of activations that a block keeps per token and unit of width: see `causal_lm_shape`
 STREAM_FLOATS = 2  # of them the residual stream: the inputs of both norms
@@ -48,7 +48,7 @@ class ModelShape:
 
 
 def causal_lm_shape(model: ModelConfig) -> ModelShape:
-    """The shape of `training.workloads.language_model.CausalLM`.
+    """The shape of `ebbflow.training.workloads.language_model.CausalLM`.
 
     Flops: 6 per matmul parameter and token, plus 12·L·T·d per token for attention scores and values
     (Chowdhery et al. 2022, PaLM, appendix B). Activations per block and token in floats, as autograd keeps them without

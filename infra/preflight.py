@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.config.schema import RunConfig
+from ebbflow.infra.config.schema import RunConfig
 
 Severity = Literal["error", "warning"]  # of a check that fails: does it stop the job?
 Target = Literal["local", "batch", "kubernetes"]  # where the steps of a run are sent

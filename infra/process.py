@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from infra.outcome import Outcome
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.program import IMPORT_ROOT, python_path
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -291,14 +292,12 @@ def reader_has_left() -> int:
 
 def run_benchmarks(arguments: list[str]) -> NoReturn:
     """Replace this process by `python -m benchmarks ARGUMENTS`, from a source checkout; exit with 2 without one."""
-    root = Path(__file__).resolve().parents[1]
+    root = IMPORT_ROOT
     if not (root / "benchmarks").is_dir():
         print("benchmarks are part of the source checkout only: clone the repository to run them", file=sys.stderr)
         sys.exit(2)
-    python_path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    os.execve(
-        sys.executable, [sys.executable, "-m", "benchmarks", *arguments], {**os.environ, "PYTHONPATH": python_path}
-    )
+    environment = {**os.environ, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH"))}
+    os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *arguments], environment)
 
 
 class MessageReader:

@@ -1,16 +1,27 @@
-"""What every program of the project does first: explain a missing package, and print on any terminal.
+"""Begin any program of the project: where its files are, a missing package explained, output on any terminal.
 
-Imports nothing but the standard library, and parses on the Pythons that are too old for the rest.
+Imports only the standard library, and parses on Python versions that are too old for the rest.
 """
 
 from __future__ import annotations
 
 import codecs
 import os
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
-PROJECT_ROOT = Path(__file__).resolve().parents[1]
+import ebbflow
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]  # the folders training, cost, infra, flows and configs are in it
+IMPORT_ROOT = Path(ebbflow.__file__).resolve().parents[1]  # on sys.path, `import ebbflow` works
+INSTALLED = IMPORT_ROOT.name in {"site-packages", "dist-packages"}
+_PROJECT_VARIABLE = "EBBFLOW_PROJECT"
+DEFAULT_CONFIG = PACKAGE_ROOT / "configs" / "laptop.yaml"
+# The user's project, from which relative paths of a configuration count and where runs/ is written: the repository or
+# Metaflow's code package; of an installed wheel the directory in which the first program was started.
+PROJECT_ROOT = Path(os.environ.get(_PROJECT_VARIABLE) or os.getcwd()) if INSTALLED else IMPORT_ROOT
 _OLDEST_PYTHON = (3, 11)
 _PREFLIGHT_CODE = 3  # Outcome.PREFLIGHT, whose module needs Python 3.11
 REPLACE_UNPRINTABLE = "ebbflow-plain"  # an error handler, as in str.encode(encoding, errors)
@@ -29,10 +40,27 @@ def begin_program() -> None:
     with 3 and one line instead of a traceback.
     """
     print_on_any_terminal()
+    if INSTALLED:
+        os.environ.setdefault(_PROJECT_VARIABLE, str(PROJECT_ROOT))  # for child processes with another directory
     if sys.version_info < _OLDEST_PYTHON:
         version = ".".join(str(part) for part in sys.version_info[:3])
         sys.exit(_refuse(f"Python 3.11 or newer is needed, {sys.executable} is {version}; fix: {_right_command()}"))
     sys.excepthook = _explain_missing_package
+
+
+def python_path(given):  # type: ignore[no-untyped-def]
+    """PYTHONPATH with which a child process finds the package. given: its value now, or None."""
+    own = None if INSTALLED else str(IMPORT_ROOT)  # site-packages must not come before the standard library
+    return os.pathsep.join(filter(None, [own, given]))
+
+
+def own_command():  # type: ignore[no-untyped-def]
+    """The command `ebbflow` as a user in the project's folder types it."""
+    if shutil.which("ebbflow"):
+        return "ebbflow"
+    beside = Path(sys.executable).with_name("ebbflow")
+    shown = beside.relative_to(PROJECT_ROOT) if beside.is_relative_to(PROJECT_ROOT) else beside
+    return shlex.quote(str(shown)) if beside.exists() else f"{shlex.quote(sys.executable)} -m ebbflow"
 
 
 def print_on_any_terminal() -> None:
@@ -65,17 +93,19 @@ def _explain_missing_package(kind, error, trace):  # type: ignore[no-untyped-def
 
 
 def _needed_modules():  # type: ignore[no-untyped-def]
-    from infra.requirements import REQUIREMENTS
+    from ebbflow.infra.requirements import REQUIREMENTS
 
     return {requirement.module for requirement in REQUIREMENTS}
 
 
 def _right_command() -> str:
     """With the project's own environment where there is one."""
-    python = PROJECT_ROOT / ".venv" / "bin" / "python"
-    if python.exists() and Path(sys.prefix).resolve() != (PROJECT_ROOT / ".venv").resolve():
+    if INSTALLED:
+        return f"{sys.executable} -m pip install ebbflow"
+    python = IMPORT_ROOT / ".venv" / "bin" / "python"
+    if python.exists() and Path(sys.prefix).resolve() != (IMPORT_ROOT / ".venv").resolve():
         return f"use {python}"
-    return f"make -C {PROJECT_ROOT} run (it sets up .venv), or: pip install -r {PROJECT_ROOT}/requirements.txt"
+    return f"make -C {IMPORT_ROOT} run (it sets up .venv), or: pip install -r {IMPORT_ROOT}/requirements.txt"
 
 
 def _refuse(text: str) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from infra.errors import ObjectNotFound, StoreError
-from infra.store import Store
-from infra.store.folder import open_regular
+from ebbflow.infra.errors import ObjectNotFound, StoreError
+from ebbflow.infra.store import Store
+from ebbflow.infra.store.folder import open_regular
 
 _MOST_BUFFERS = 1024  # of one preadv, by POSIX
 

@@ -99,7 +99,7 @@ class PlannedHazard:
     As long as the plan holds it counts like eight interruptions; once what is seen speaks against it, it is let go of,
     which one Gamma of any weight cannot do both. Guesses are weighed by the chance of what was seen: the marginal
     likelihood of Poisson arrivals, Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), for n in T hours and a Gamma of shape a
-    and b hours. `python -m cost bench interval` says what it is worth.
+    and b hours. `ebbflow bench money interval` says what it is worth.
     """
 
     planned_per_hour: float

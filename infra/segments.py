@@ -28,9 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden
-from infra.store import Store
-from infra.store.folder import ABANDONABLE
+from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden
+from ebbflow.infra.store import Store
+from ebbflow.infra.store.folder import ABANDONABLE
 
 _READERS = 16
 _PATIENCE_SECONDS = 2.0  # for writers of whom nothing is listed at all; most often they died before they wrote

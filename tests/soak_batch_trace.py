@@ -3,7 +3,7 @@
 
     SPOT_TRACE=us-east-2a_v100_1.json python -m pytest -s tests/soak_batch_trace.py
 
-SPOT_TRACE: one zone's recording, as `python -m cost simulate --traces` reads them; without it the trace is made up. Of
+SPOT_TRACE: one zone's recording, as `ebbflow simulate --traces` reads them; without it the trace is made up. Of
 a recording the first place is taken where Spot comes twice and then stays away. Whenever it is there the job takes it,
 between whiles it waits in the queue of Spot, and at the last safe moment it is finished on demand, in time.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from cost.simulate.world import read_trace
-from infra.events import PLACED
+from ebbflow.cost.simulate.world import read_trace
+from ebbflow.infra.events import PLACED
 from tests.support.batch.fixture import LocalBatch
 from tests.support.batch.flow import ON_DEMAND, SPOT, BatchRunner, account
 from tests.support.batch.prepared import paced_settings, remember_speeds, with_paced

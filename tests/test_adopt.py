@@ -1,4 +1,4 @@
-"""`python -m infra adopt` on accounts made up in moto: what it writes, what it leaves open, what it never does."""
+"""`ebbflow adopt` on accounts made up in moto: what it writes, what it leaves open, what it never does."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from moto.core.responses import BaseResponse
 
-from infra.__main__ import main
-from infra.config import load_config
+from ebbflow.infra.__main__ import main
+from ebbflow.infra.config import load_config
 from tests.support.aws_account import BUCKET, IMAGE, JOB_ROLE, Account, account
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,6 +159,6 @@ def test_an_account_without_queues_is_told_what_to_do(
     aws: Account, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["adopt", "--region", "eu-west-1", "--out", str(tmp_path / "a.yaml")]) == 1
-    assert "eu-west-1 has no queue that training may go to; fix: make some with python -m infra deploy" in (
+    assert "eu-west-1 has no queue that training may go to; fix: make some with ebbflow deploy" in (
         capsys.readouterr().err
     )

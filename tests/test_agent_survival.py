@@ -17,22 +17,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.events import GENERATION_ENDED, OUTCOME, EndReason, read_events
-from infra.layout import job_prefix
-from infra.outcome import Outcome
-from infra.process import signal_name
-from infra.store import Store
+from ebbflow.infra.events import GENERATION_ENDED, OUTCOME, EndReason, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.process import signal_name
+from ebbflow.infra.store import Store
+from ebbflow.training import worker as worker_module
+from ebbflow.training.errors import LONGEST_MESSAGE, GangError, WorkloadError, error_class
+from ebbflow.training.launch import run_gang
+from ebbflow.training.launch.echo import Echo, say, show_last_lines
+from ebbflow.training.launch.leading import Leading
+from ebbflow.training.launch.lines import RankLog
+from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.launch.verdict import guilty
+from ebbflow.training.launch.watch import Deadlines, Watch, WorkerFailure
+from ebbflow.training.launch.workers import Worker
 from tests.support.gangs import endless_gang
-from training import worker as worker_module
-from training.errors import LONGEST_MESSAGE, GangError, WorkloadError, error_class
-from training.launch import run_gang
-from training.launch.echo import Echo, say, show_last_lines
-from training.launch.leading import Leading
-from training.launch.lines import RankLog
-from training.launch.spec import WorkerSpec
-from training.launch.verdict import guilty
-from training.launch.watch import Deadlines, Watch, WorkerFailure
-from training.launch.workers import Worker
 
 SPEC = WorkerSpec(
     job="job", run="run", attempt=0, node=0, generation=1, generation_id="x", candidates=[], config={},

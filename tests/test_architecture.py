@@ -21,15 +21,23 @@ FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 
 def imports(path: Path, *, module_level: bool = False) -> set[str]:
-    """Top-level names of all packages that a file imports; `module_level`: of those that importing it imports."""
+    """Rooms and top-level packages that a file imports. module_level: only what importing it imports.
+
+    `from ebbflow.infra.store import Store` counts as "infra".
+    """
     tree = ast.parse(path.read_text())
     nodes = _executed_at_import(tree) if module_level else ast.walk(tree)
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.split(".")[0])
+            modules = (
+                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "ebbflow" else [node.module]
+            )
+        else:
+            continue
+        names |= {module.removeprefix("ebbflow.").split(".")[0] for module in modules}
     return names
 
 
@@ -70,10 +78,9 @@ def test_no_file_is_longer_than_600_lines() -> None:
 
 
 def test_launchers_agents_and_uploaders_start_without_torch() -> None:
-    modules = (
-        "training.launch, training.rehearse, training.data, training.checkpoint.lineage, training.checkpoint.uploader"
-    )
-    modules += ", infra.config, infra.preflight, infra.checks, cost.plan, cost.checks, training.checks"
+    names = "training.launch training.rehearse training.data training.checkpoint.lineage training.checkpoint.uploader "
+    names += "infra.config infra.preflight infra.checks cost.plan cost.checks training.checks"
+    modules = ", ".join(f"ebbflow.{name}" for name in names.split())
     code = f"import sys, {modules}; print([m for m in ('torch', 'pandas', 'metaflow', 'boto3') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
@@ -84,6 +91,17 @@ def test_what_is_installed_holds_the_files_that_are_no_modules() -> None:
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     patterns = settings["options.package_data"].items()
-    held = {path for package, pattern in patterns for path in ROOT.joinpath(*package.split(".")).glob(pattern)}
-    wanted = {path for room in ROOMS for kind in ("*.csv", "*.c", "*.yaml") for path in (ROOT / room).rglob(kind)}
-    assert wanted and held == wanted
+    held = {
+        path.resolve()
+        for package, listed in patterns
+        for pattern in listed.split(",")
+        for path in ROOT.joinpath(*package.split(".")).glob(pattern.strip())
+    }
+    kinds = ("*.csv", "*.c", "*.yaml", "*.json", "py.typed")
+    folders = [*(ROOT / room for room in ROOMS), ROOT / "configs", ROOT / "ebbflow"]
+    assert held == {path for folder in folders for kind in kinds for path in folder.rglob(kind)}
+
+
+def test_the_package_links_to_every_room() -> None:
+    links = {path.name: path.resolve() for path in (ROOT / "ebbflow").iterdir() if path.is_symlink()}
+    assert links == {name: ROOT / name for name in (*ROOMS, "configs")}

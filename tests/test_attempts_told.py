@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from botocore.stub import Stubber
 
-from infra.batch import BatchAttempt, batch_client, cancel_job, describe_attempts, describe_queues
-from infra.batch.attempts import cause_of
-from infra.errors import CloudAway, CloudForbidden, CloudRefused
+from ebbflow.infra.batch import BatchAttempt, batch_client, cancel_job, describe_attempts, describe_queues
+from ebbflow.infra.batch.attempts import cause_of
+from ebbflow.infra.errors import CloudAway, CloudForbidden, CloudRefused
 from tests.support.batch.fixture import LocalBatch, local_batch
 
 _RESOURCES = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "1000"}]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.aws.template import TEMPLATE, read_template
+from ebbflow.infra.aws.template import TEMPLATE, read_template
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = ROOT / "infra" / "docker" / "Dockerfile"
@@ -51,7 +51,7 @@ def test_what_is_installed_is_requirements_txt_and_every_line_there_is_pinned(st
 
 def test_it_holds_the_project_and_what_the_head_job_runs(steps: list[tuple[str, str]]) -> None:
     copied = {rest.split()[0] for rest in of(steps, "COPY") if not rest.startswith("--from")}
-    assert copied == {"requirements.txt", "flows", "training", "cost", "infra", "configs", "examples"}
+    assert copied == {"requirements.txt", "ebbflow", "flows", "training", "cost", "infra", "configs", "examples"}
     assert all((ROOT / name).exists() for name in copied)
     allowed = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in allowed if line.startswith("!")} == copied and "*" in allowed

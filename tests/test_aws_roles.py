@@ -11,7 +11,7 @@ from typing import Any
 import metaflow
 import pytest
 
-from infra.aws.template import TEMPLATE, read_template
+from ebbflow.infra.aws.template import TEMPLATE, read_template
 from tests.support.aws.calls import calls, longest_match
 from tests.support.aws.policies import actions, broad_actions, listed, roles, statements
 

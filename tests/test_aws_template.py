@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from cfnlint.api import ManualArgs, lint
 
-from cost.catalogue import load_catalogue
-from infra.aws.template import LARGEST_TEMPLATE, TEMPLATE, planned, read_template
-from infra.config import load_config
-from infra.config.schema import RunConfig
-from infra.layout import TOMBSTONE_TAGS
+from ebbflow.cost.catalogue import load_catalogue
+from ebbflow.infra.aws.template import LARGEST_TEMPLATE, TEMPLATE, planned, read_template
+from ebbflow.infra.config import load_config
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.layout import TOMBSTONE_TAGS
 
 ROOT = Path(__file__).resolve().parents[1]
 # What Batch cancels by itself: docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable_time_limit_actions.html

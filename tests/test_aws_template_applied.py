@@ -15,12 +15,12 @@ import pytest
 from botocore.stub import ANY, Stubber
 from moto import mock_aws
 
-from infra.__main__ import main
-from infra.aws.calls import Patience, aws_client
-from infra.aws.stack import Stack
-from infra.batch import batch_client, describe_queues
-from infra.config import load_config
-from infra.errors import CloudAway, CloudError, CloudForbidden
+from ebbflow.infra.__main__ import main
+from ebbflow.infra.aws.calls import Patience, aws_client
+from ebbflow.infra.aws.stack import Stack
+from ebbflow.infra.batch import batch_client, describe_queues
+from ebbflow.infra.config import load_config
+from ebbflow.infra.errors import CloudAway, CloudError, CloudForbidden
 
 ROOT = Path(__file__).resolve().parents[1]
 REGION = "us-east-1"
@@ -122,7 +122,7 @@ def test_what_the_account_does_not_tell_is_left_to_the_one_who_asks(
     def denied(client: Any, operation: str, patience: Patience, **request: Any) -> None:
         raise CloudForbidden(f"{operation}: denied")
 
-    monkeypatch.setattr("infra.aws.existing.ask", denied)
+    monkeypatch.setattr("ebbflow.infra.aws.existing.ask", denied)
     assert main(["deploy", "--dry-run", "--stack", "second"]) == 0
     said = capsys.readouterr().out
     assert "whether /aws/batch/job is there is not known; --parameter CreateBatchLogGroup=no if it is" in said

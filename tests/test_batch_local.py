@@ -21,8 +21,8 @@ _ENDLESS = f"{sys.executable} -c \"import subprocess; subprocess.run(['sleep', '
 _NO_CAPACITY = "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"
 _AWAITS_NOTICE = """
 import time
-from infra.instance import identify
-from infra.notices.metadata import MetadataSource
+from ebbflow.infra.instance import identify
+from ebbflow.infra.notices.metadata import MetadataSource
 machine = identify()
 source = MetadataSource(poll_seconds=0.1)
 print(machine.instance_id, machine.instance_type, machine.zone, machine.market, repr(source.begin()), flush=True)

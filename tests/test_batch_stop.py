@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from flows.attempts.stopping import make_stoppable
-from flows.metaflow_fixes import command_of_node
+from ebbflow.flows.attempts.stopping import make_stoppable
+from ebbflow.flows.metaflow_fixes import command_of_node
 
 ROOT = Path(__file__).resolve().parents[1]
 _TASK = f"""
 import signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from flows.attempts.stopping import listen_to_stop
+from ebbflow.flows.attempts.stopping import listen_to_stop
 
 def leave(number, frame):
     signal.signal(number, signal.SIG_IGN)  # sent to all of the group, it comes twice

@@ -10,13 +10,13 @@ from botocore import handlers
 from botocore.stub import Stubber
 from metaflow.plugins.aws.batch.batch_client import RunningJob
 
-from cost.report.failures import failures
-from flows import metaflow_fixes
-from flows.attempts.past import settle
-from flows.job import Job
-from infra.batch import batch_client
-from infra.config.schema import RunConfig
-from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, read_events
+from ebbflow.cost.report.failures import failures
+from ebbflow.flows import metaflow_fixes
+from ebbflow.flows.attempts.past import settle
+from ebbflow.flows.job import Job
+from ebbflow.infra.batch import batch_client
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, read_events
 
 _EARLY = {"jobId": "j", "jobName": "n", "jobQueue": "q", "jobDefinition": "d", "status": "FAILED", "startedAt": 1000}
 _WHOLE = {**_EARLY, "stoppedAt": 9000, "statusReason": "Host EC2 (instance i-0123456789abcdef0) terminated."}

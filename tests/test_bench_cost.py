@@ -13,11 +13,11 @@ import pytest
 from benchmarks.money.calibration import calibrate
 from benchmarks.money.commands import main
 from benchmarks.money.safety import random_cases
-from cost.errors import SimulationError
-from cost.policy import policies
-from cost.policy.interface import Action, Run, State
-from cost.simulate.simulator import ENACTABLE, RULES, Job, simulate
-from cost.simulate.world import Distances, World
+from ebbflow.cost.errors import SimulationError
+from ebbflow.cost.policy import policies
+from ebbflow.cost.policy.interface import Action, Run, State
+from ebbflow.cost.simulate.simulator import ENACTABLE, RULES, Job, simulate
+from ebbflow.cost.simulate.world import Distances, World
 
 GAP_SECONDS = 900
 ZONES = ("us-east-1a", "us-east-1c", "us-east-2b", "us-west-2a")

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from training.launch.watch import Deadlines, WorkerFailure, blame, mismatch_of, settle_seconds
-from training.launch.watch.heartbeat import Beat
-from training.launch.watch.limits import Durations, PhaseLimits
-from training.launch.watch.recorder import find_mismatch, furthest_behind
-from training.launch.watch.stacks import parse_faulthandler, parse_spy, parse_traceback
+from ebbflow.training.launch.watch import Deadlines, WorkerFailure, blame, mismatch_of, settle_seconds
+from ebbflow.training.launch.watch.heartbeat import Beat
+from ebbflow.training.launch.watch.limits import Durations, PhaseLimits
+from ebbflow.training.launch.watch.recorder import find_mismatch, furthest_behind
+from ebbflow.training.launch.watch.stacks import parse_faulthandler, parse_spy, parse_traceback
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer"
 STEP = ["all_reduce [[100]]", "all_gather [[8]]"]

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from cost.ledger.ledger import fold, spent_usd, told_threshold
-from cost.report.report import build_report
-from infra.event_log import EventLog
-from infra.events import BUDGET, COMMIT, NODE_STARTED, PLAN, STEP, Event, Origin, read_events
-from infra.layout import job_prefix
-from infra.outcome import Outcome
-from infra.store import Store
-from infra.terms import Terms
+from ebbflow.cost.ledger.ledger import fold, spent_usd, told_threshold
+from ebbflow.cost.report.report import build_report
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import BUDGET, COMMIT, NODE_STARTED, PLAN, STEP, Event, Origin, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
+from ebbflow.infra.terms import Terms
+from ebbflow.training.launch import GangOutcome, GangSpec
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.limits import Limits, Stop
 from tests.support.gangs import endless_gang
 from tests.support.timelines import plan_event
-from training.launch import GangOutcome, GangSpec
-from training.launch.local import LocalGang
-from training.limits import Limits, Stop
 
 USD_PER_HOUR = 36.0  # of a node: a cent a second
 GANG_USD_PER_SECOND = 2 * USD_PER_HOUR / 3600

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from infra.config.schema import CheckpointConfig
-from infra.reliability import GammaHazard, daly_interval_seconds
-from training.cadence import Cadence, believed_hazard
+from ebbflow.infra.config.schema import CheckpointConfig
+from ebbflow.infra.reliability import GammaHazard, daly_interval_seconds
+from ebbflow.training.cadence import Cadence, believed_hazard
 
 
 class Clock:

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from cost.capacity import Placement, as_placed, history_of, place
-from cost.capacity.placement import offers
-from cost.catalogue import load_catalogue
-from cost.errors import PlacementError
-from infra.batch import ComputeEnvironment, in_queues_region
-from infra.batch.attempts import Cause
-from infra.batch.queues import contradiction
-from infra.config.batch import QueueConfig
-from infra.events import GENERATION_ENDED, NODE_STARTED, NOTICE
-from infra.outcome import Outcome
+from ebbflow.cost.capacity import Placement, as_placed, history_of, place
+from ebbflow.cost.capacity.placement import offers
+from ebbflow.cost.catalogue import load_catalogue
+from ebbflow.cost.errors import PlacementError
+from ebbflow.infra.batch import ComputeEnvironment, in_queues_region
+from ebbflow.infra.batch.attempts import Cause
+from ebbflow.infra.batch.queues import contradiction
+from ebbflow.infra.config.batch import QueueConfig
+from ebbflow.infra.events import GENERATION_ENDED, NODE_STARTED, NOTICE
+from ebbflow.infra.outcome import Outcome
 from tests.support.capacity import BOTH, JobLog, batch_config, placed_now, planned, queue, queues
 from tests.support.timelines import WALL, event
 

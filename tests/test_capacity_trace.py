@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, Course, VirtualBatch
-from cost.capacity import history_of, place
-from infra.events import Event
+from ebbflow.cost.capacity import history_of, place
+from ebbflow.infra.events import Event
 from tests.support.capacity import BOTH, batch_config, planned
 from tests.support.timelines import WALL
 

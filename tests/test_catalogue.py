@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import cost.catalogue
-from cost.catalogue import Catalogue, load_catalogue
-from cost.errors import CatalogueError
-from cost.plan.outlook import gang_hazard_per_hour, reclaim_hazard_per_hour
-from cost.prices.quote import StaticPrices
+import ebbflow.cost.catalogue
+from ebbflow.cost.catalogue import Catalogue, load_catalogue
+from ebbflow.cost.errors import CatalogueError
+from ebbflow.cost.plan.outlook import gang_hazard_per_hour, reclaim_hazard_per_hour
+from ebbflow.cost.prices.quote import StaticPrices
 
-INSTANCES = Path(cost.catalogue.__file__).with_name("instances.csv")
-GPUS = Path(cost.catalogue.__file__).with_name("gpus.csv")
+INSTANCES = Path(ebbflow.cost.catalogue.__file__).with_name("instances.csv")
+GPUS = Path(ebbflow.cost.catalogue.__file__).with_name("gpus.csv")
 
 
 @pytest.fixture(scope="module")

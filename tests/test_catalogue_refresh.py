@@ -10,12 +10,12 @@ import boto3
 import pytest
 from botocore.stub import ANY, Stubber
 
-from cost.catalogue import load_catalogue
-from cost.catalogue_refresh import advisor_bands, refresh_catalogue, reread
-from cost.errors import PriceError
-from cost.plan.plan import make_plan
-from cost.prices.quote import StaticPrices
-from infra.config.schema import RunConfig
+from ebbflow.cost.catalogue import load_catalogue
+from ebbflow.cost.catalogue_refresh import advisor_bands, refresh_catalogue, reread
+from ebbflow.cost.errors import PriceError
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.cost.prices.quote import StaticPrices
+from ebbflow.infra.config.schema import RunConfig
 
 REGIONS = ["us-east-1", "us-west-2"]
 
@@ -113,7 +113,7 @@ def test_a_region_without_prices_is_said_to_have_none_and_a_refresh_brings_them(
     assert before.refusal.outcome == "no_capacity" and not before.ranked
     assert {one.kind for one in before.rejected} == {"no spot price", "no on-demand price"}
     assert all("us-west-2" in one.reason for one in before.rejected)
-    brings = "python -m cost catalogue refresh --regions us-west-2"
+    brings = "ebbflow catalogue refresh --regions us-west-2"
     assert brings in before.refusal.hint and any(brings in line for line in before.prices)
     folder = refresh(tmp_path, Aws(ANSWERS, TYPES), advisor=ADVISOR)
     after = make_plan(config, now_utc=1_790_000_000.0, catalogue=reread(folder))

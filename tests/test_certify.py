@@ -11,21 +11,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import training.certify
-from cost.report.figures import key_figures
-from cost.report.report import build_report
-from flows import certifying, steps
-from infra.config.schema import RunConfig
-from infra.events import CERTIFICATE, Event, read_events
-from infra.events import OUTCOME as OUTCOME_EVENT
-from infra.layout import job_prefix
-from infra.store import Store
+import ebbflow.training.certify
+from ebbflow.cost.report.figures import key_figures
+from ebbflow.cost.report.report import build_report
+from ebbflow.flows import certifying, steps
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import CERTIFICATE, Event, read_events
+from ebbflow.infra.events import OUTCOME as OUTCOME_EVENT
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.certify.certificate import certificate, config_sha256, told
+from ebbflow.training.certify.runs import Run, content_sha256, gang_size, small_config
+from ebbflow.training.launch.spec import GangOutcome
+from ebbflow.training.workloads.language_model import TextBatch
 from tests.support.timelines import event
 from tests.test_report import interrupted_job
-from training.certify.certificate import certificate, config_sha256, told
-from training.certify.runs import Run, content_sha256, gang_size, small_config
-from training.launch.spec import GangOutcome
-from training.workloads.language_model import TextBatch
 
 OUTCOME = GangOutcome(outcome="completed", step=3, generation=2, weights_sha256="feed")
 
@@ -129,8 +129,8 @@ def test_the_flow_certifies_a_job_that_is_killed_and_the_report_has_it(
         data={"path": str(tmp_path / "text"), "held_out_fraction": 0.3, "held_out_samples": 4},
         cluster={"nodes": 1},
     )
-    fewer = functools.partial(training.certify.certify_in_child, steps=12, interruptions=["a rank is killed"])
-    monkeypatch.setattr(training.certify, "certify_in_child", fewer)
+    fewer = functools.partial(ebbflow.training.certify.certify_in_child, steps=12, interruptions=["a rank is killed"])
+    monkeypatch.setattr(ebbflow.training.certify, "certify_in_child", fewer)
     found = certifying.certify(flow_of(config))
     assert found is not None and found["holds"], told(found)
     [killed] = found["interruptions"]
@@ -147,7 +147,7 @@ def test_a_certificate_that_does_not_hold_ends_the_run_before_the_gang_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoiled = certified(replace(KILLED, samples=KILLED.samples[:-1]))
-    monkeypatch.setattr(training.certify, "certify_in_child", lambda config: spoiled)
+    monkeypatch.setattr(ebbflow.training.certify, "certify_in_child", lambda config: spoiled)
     config = RunConfig(store=str(tmp_path / "store"))
     with pytest.raises(steps.StepFailed, match="would not resume exactly"):
         certifying.certify(flow_of(config))

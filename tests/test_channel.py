@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from infra.process import AwakeClock
-from infra.store import Store
+from ebbflow.infra.process import AwakeClock
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch import channel
+from ebbflow.training.launch.channel import Connection, Lobby, Message, join
+from ebbflow.training.launch.handshake import SECRET_BYTES, StartSecret, follower_proof, new_nonce
 from tests.support.gangs import KNOWN, SECRET, free_port
-from training.errors import GangError
-from training.launch import channel
-from training.launch.channel import Connection, Lobby, Message, join
-from training.launch.handshake import SECRET_BYTES, StartSecret, follower_proof, new_nonce
 
 TOKEN, HELLO = "job/run/0/2x1", {"node": 1, "host": "b"}
 Door = tuple[str, int]

@@ -22,8 +22,8 @@ from benchmarks.chaos.trial import Injection, Trial, run_trial
 from benchmarks.training import main
 from benchmarks.training.survival.figures import survival_figures
 from benchmarks.training.survival.judge import judge
-from infra.events import FAULT_DETECTED, GENERATION_ENDED, STEP, Event
-from training.fault_hooks import HOOKS
+from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, STEP, Event
+from ebbflow.training.fault_hooks import HOOKS
 
 SLEEPER = Aim(node=1, rank=1, number=0)
 

@@ -25,11 +25,11 @@ from benchmarks.training.survival import bare as bare_module
 from benchmarks.training.survival.bare import bare_figures, bare_text
 from benchmarks.training.survival.campaign import Campaign, Judged, Planned, run_job
 from benchmarks.training.survival.judge import Finding
-from infra.config.schema import RunConfig
-from infra.outcome import Outcome
-from tests.support.gangs import PROJECT_ROOT
-from training.errors import CheckpointError, GangError
-from training.launch.spec import GangOutcome
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.training.errors import CheckpointError, GangError
+from ebbflow.training.launch.spec import GangOutcome
 
 SYNC = "import os, sys; file = open(sys.argv[1], 'wb'); file.write(b'x'); file.flush(); os.fsync(file.fileno())"
 

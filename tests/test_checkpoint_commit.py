@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import nn
 
-from infra.layout import commit_prefix, index_key
-from infra.store import Store
-from training.checkpoint import Checkpointer, Generation, RetentionPolicy, open_generation, reachable_commits
-from training.checkpoint.commit import try_commit
-from training.checkpoint.manifest import Save
-from training.checkpoint.retention import Retention
-from training.errors import CheckpointError, CommitMismatch
+from ebbflow.infra.layout import commit_prefix, index_key
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Checkpointer, Generation, RetentionPolicy, open_generation, reachable_commits
+from ebbflow.training.checkpoint.commit import try_commit
+from ebbflow.training.checkpoint.manifest import Save
+from ebbflow.training.checkpoint.retention import Retention
+from ebbflow.training.errors import CheckpointError, CommitMismatch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -208,7 +208,9 @@ def test_retention_keeps_k_whole_ones_and_never_the_torn_instead(job: Store) -> 
 
 def test_the_torch_free_parts_load_no_torch() -> None:
     modules = ["lineage", "generations", "uploader", "commands", "retention", "verify", "commit"]
-    code = f"import sys, {', '.join('training.checkpoint.' + m for m in modules)}; print('torch' in sys.modules)"
+    code = (
+        f"import sys, {', '.join('ebbflow.training.checkpoint.' + m for m in modules)}; print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.lower()) is False
 

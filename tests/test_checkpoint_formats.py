@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from infra.store import Store
-from training.checkpoint import Checkpointer, open_generation, reachable_commits
-from training.checkpoint.commands import main as checkpoints
-from training.checkpoint.formats import read_commit, read_file, write_file
-from training.errors import CheckpointError, CommitMismatch, NoRoom
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
+from ebbflow.training.checkpoint.commands import main as checkpoints
+from ebbflow.training.checkpoint.formats import read_commit, read_file, write_file
+from ebbflow.training.errors import CheckpointError, CommitMismatch, NoRoom
 
 TARGETS = ("out", "out.safetensors", "out.pt")  # dcp, safetensors, torch
 

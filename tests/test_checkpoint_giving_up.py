@@ -10,24 +10,31 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from cost.report.next_step import resume_line
-from cost.report.report import build_report
-from flows import launcher
-from flows.options import checked_options, job_and_config, permits_in
-from infra import launchers
-from infra.event_log import EventLog
-from infra.events import COMMIT, GENERATION_STARTED, OUTCOME, ROLLBACK, Origin, read_events
-from infra.layout import job_prefix
-from infra.outcome import Outcome
-from infra.ranges import read_blocks
-from infra.store import Store
+from ebbflow.cost.report.next_step import resume_line
+from ebbflow.cost.report.report import build_report
+from ebbflow.flows import launcher
+from ebbflow.flows.options import checked_options, job_and_config, permits_in
+from ebbflow.infra import launchers
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import COMMIT, GENERATION_STARTED, OUTCOME, ROLLBACK, Origin, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.ranges import read_blocks
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import (
+    FROM_SCRATCH,
+    Checkpointer,
+    Generation,
+    open_generation,
+    permit,
+    reachable_commits,
+)
+from ebbflow.training.checkpoint.restore import second_readers
+from ebbflow.training.checkpoint.rollback import ROLLBACK as ROLLBACK_PERMIT
+from ebbflow.training.checkpoint.rollback import check_rollback
+from ebbflow.training.errors import GangError, NothingToRestore, RolledBack, UnreliableReader
+from ebbflow.training.launch.local import LocalGang
 from tests.support.gangs import endless_gang
-from training.checkpoint import FROM_SCRATCH, Checkpointer, Generation, open_generation, permit, reachable_commits
-from training.checkpoint.restore import second_readers
-from training.checkpoint.rollback import ROLLBACK as ROLLBACK_PERMIT
-from training.checkpoint.rollback import check_rollback
-from training.errors import GangError, NothingToRestore, RolledBack, UnreliableReader
-from training.launch.local import LocalGang
 
 
 def commit(job: Store, generation: Generation, *steps: int) -> None:
@@ -94,7 +101,7 @@ def test_a_process_that_reads_wrongly_quarantines_nothing(job: Store, monkeypatc
             yield block
 
     generation = open_generation(job, run="r", attempt=1)
-    monkeypatch.setattr("training.checkpoint.reader.read_blocks", flipped)
+    monkeypatch.setattr("ebbflow.training.checkpoint.reader.read_blocks", flipped)
     with pytest.raises(UnreliableReader, match=r"node 0 reads wrongly.*\(a new process\).*so the commit stands"):
         restore(job, generation)
     monkeypatch.undo()

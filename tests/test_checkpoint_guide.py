@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.store import Store
-from training.checkpoint.commands import main as checkpoints
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.commands import main as checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "training" / "checkpoint"
 GUIDE = (ROOT / "docs" / "checkpoints.md").read_text()
 LIBRARIES = {"torch", "obstore", "awscrt"}
-OURS = ("training.checkpoint", "training.errors", "infra")
+OURS = ("ebbflow.training.checkpoint", "ebbflow.training.errors", "ebbflow.infra")
 
 
 def imported(path: Path, *, at_import: bool) -> set[str]:
@@ -47,16 +47,17 @@ def test_the_package_imports_torch_obstore_awscrt_and_the_ground_alone(path: Pat
         for name in imported(path, at_import=at_import):
             top = name.split(".")[0]
             known = top in libraries or top in sys.stdlib_module_names
-            assert known or name == "training" or name.startswith(OURS), f"{path}: {name}"
+            assert known or name.startswith(OURS), f"{path}: {name}"
 
 
 def test_the_example_runs_with_the_files_that_the_guide_names(tmp_path: Path) -> None:
-    (tmp_path / "training").mkdir()
-    for name in ("__init__.py", "errors.py"):
-        shutil.copy(ROOT / "training" / name, tmp_path / "training" / name)
+    package = tmp_path / "ebbflow"
+    (package / "training").mkdir(parents=True)
+    for name in ("ebbflow/__init__.py", "training/__init__.py", "training/errors.py"):
+        shutil.copy(ROOT / name, package / name.removeprefix("ebbflow/"))
     ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(PACKAGE, tmp_path / "training" / "checkpoint", ignore=ignore)
-    shutil.copytree(ROOT / "infra", tmp_path / "infra", ignore=ignore)
+    shutil.copytree(PACKAGE, package / "training" / "checkpoint", ignore=ignore)
+    shutil.copytree(ROOT / "infra", package / "infra", ignore=ignore)
     (example,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     (tmp_path / "example.py").write_text(example)
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -72,7 +73,7 @@ def test_the_example_runs_with_the_files_that_the_guide_names(tmp_path: Path) ->
 
 
 def test_every_command_of_the_guide_exists(capsys: pytest.CaptureFixture) -> None:
-    commands = set(re.findall(r"python -m training checkpoints (\w+)", GUIDE)) | {"unpin"}
+    commands = set(re.findall(r"(?:ebbflow|python -m training) checkpoints (\w+)", GUIDE)) | {"unpin"}
     assert commands == {"list", "show", "verify", "export", "import", "pin", "unpin", "prune", "sign"}
     for command in commands:
         with pytest.raises(SystemExit) as ended:

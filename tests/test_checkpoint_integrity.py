@@ -15,31 +15,31 @@ import pytest
 import torch
 from torch import nn
 
-import training.checkpoint.restore as restoring
-from infra.checks.environment import check_signing_key
-from infra.config.rules import violations
-from infra.config.schema import CheckpointConfig, RunConfig
-from infra.errors import StoreAway, StoreError
-from infra.layout import data_key, index_key, signature_key
-from infra.outcome import Outcome
-from infra.preflight import PreflightContext
-from infra.ranges import read_blocks
-from infra.signing_key import NAME_VARIABLE
-from infra.store import Store
+import ebbflow.training.checkpoint.restore as restoring
+from ebbflow.infra.checks.environment import check_signing_key
+from ebbflow.infra.config.rules import violations
+from ebbflow.infra.config.schema import CheckpointConfig, RunConfig
+from ebbflow.infra.errors import StoreAway, StoreError
+from ebbflow.infra.layout import data_key, index_key, signature_key
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.preflight import PreflightContext
+from ebbflow.infra.ranges import read_blocks
+from ebbflow.infra.signing_key import NAME_VARIABLE
+from ebbflow.infra.store import Store
+from ebbflow.training import worker
+from ebbflow.training.checkpoint import Checkpointer, CommitRef, Generation, open_generation, reachable_commits
+from ebbflow.training.checkpoint.checksum import canonical_json, crc_text, sha256_text
+from ebbflow.training.checkpoint.commands import main as checkpoints
+from ebbflow.training.checkpoint.commit import CommitWatch, try_commit
+from ebbflow.training.checkpoint.dcp_reader import CommitReader
+from ebbflow.training.checkpoint.manifest import DataObject, RankIndex, Save
+from ebbflow.training.checkpoint.reader import VerifiedReader, read_manifest
+from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
+from ebbflow.training.checkpoint.signing import index_bytes
+from ebbflow.training.errors import CheckpointError, CorruptCommit, GangError, NoSigningKey, NothingToRestore
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.spec import WorkerSpec
 from tests.support.gangs import endless_gang
-from training import worker
-from training.checkpoint import Checkpointer, CommitRef, Generation, open_generation, reachable_commits
-from training.checkpoint.checksum import canonical_json, crc_text, sha256_text
-from training.checkpoint.commands import main as checkpoints
-from training.checkpoint.commit import CommitWatch, try_commit
-from training.checkpoint.dcp_reader import CommitReader
-from training.checkpoint.manifest import DataObject, RankIndex, Save
-from training.checkpoint.reader import VerifiedReader, read_manifest
-from training.checkpoint.retention import Retention, RetentionPolicy
-from training.checkpoint.signing import index_bytes
-from training.errors import CheckpointError, CorruptCommit, GangError, NoSigningKey, NothingToRestore
-from training.launch.local import LocalGang
-from training.launch.spec import WorkerSpec
 
 
 def build(fill: float) -> nn.Module:
@@ -197,7 +197,7 @@ def test_a_chunk_hurt_on_the_way_only_is_fetched_again(
                 largest[len(largest) // 2] ^= 16
             yield block
 
-    monkeypatch.setattr("training.checkpoint.reader.read_blocks", hurt_first)
+    monkeypatch.setattr("ebbflow.training.checkpoint.reader.read_blocks", hurt_first)
     assert restore(*damaged) == (2, 2.0, [])
     assert len(fetched) == 4, "two objects, each fetched twice"
 
@@ -211,7 +211,7 @@ def test_an_unreadable_store_is_no_reason_for_quarantine(
         raise StoreError(f"get {key}: timed out")
 
     with monkeypatch.context() as patch:
-        patch.setattr("training.checkpoint.reader.read_blocks", time_out)
+        patch.setattr("ebbflow.training.checkpoint.reader.read_blocks", time_out)
         with pytest.raises(CheckpointError, match=r"says nothing of the commit itself: .*timed out"):
             restore(checkpointer, job)
     assert restore(checkpointer, job) == (2, 2.0, [])
@@ -229,7 +229,7 @@ def test_a_store_that_refuses_for_a_while_is_asked_again(
             raise StoreAway(f"get {key}: 503 SlowDown")
         return CommitReader(store, key)
 
-    monkeypatch.setattr("training.checkpoint.restore.CommitReader", refuse)
+    monkeypatch.setattr("ebbflow.training.checkpoint.restore.CommitReader", refuse)
     assert restore(*damaged) == (2, 2.0, []) and len(asked) == 3
 
 
@@ -454,7 +454,7 @@ def test_commits_from_before_signing_are_refused_until_they_are_signed(
     use_key(monkeypatch)
     with pytest.raises(NothingToRestore) as refused:
         open_generation(job, run="r", attempt=1)
-    line = f"python -m training checkpoints sign {job.uri} --signing-key-env EBBFLOW_TEST_KEY"
+    line = f"ebbflow checkpoints sign {job.uri} --signing-key-env EBBFLOW_TEST_KEY"
     assert line in str(refused.value) and "--from-scratch" in str(refused.value)
     monkeypatch.delenv(NAME_VARIABLE)
     assert checkpoints(line.split()[4:]) == 0

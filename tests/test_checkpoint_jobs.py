@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.events import Event, read_events
-from infra.store import Store
-from tests.support.gangs import PROJECT_ROOT
-from training.checkpoint import reachable_commits
-from training.checkpoint.commands import main as checkpoints
-from training.checkpoint.reader import read_manifest
+from ebbflow.infra.events import Event, read_events
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import reachable_commits
+from ebbflow.training.checkpoint.commands import main as checkpoints
+from ebbflow.training.checkpoint.reader import read_manifest
 
 
 @pytest.fixture(scope="module")

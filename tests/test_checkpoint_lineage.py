@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from infra.config.schema import RunConfig
-from infra.errors import ObjectNotFound
-from infra.layout import job_prefix
-from infra.store import Store
-from training.assembly import open_saver
-from training.checkpoint import (
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import ObjectNotFound
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.assembly import open_saver
+from ebbflow.training.checkpoint import (
     Checkpointer,
     Generation,
     open_generation,
@@ -25,11 +25,17 @@ from training.checkpoint import (
     read_generation,
     trace_lineage,
 )
-from training.checkpoint.checksum import sha256_text
-from training.checkpoint.manifest import Manifest, Save
-from training.errors import CheckpointError, DamagedLineage, GenerationSuperseded, TwoLaunchers, UnreliableReader
-from training.gang import Gang
-from training.launch.spec import WorkerSpec
+from ebbflow.training.checkpoint.checksum import sha256_text
+from ebbflow.training.checkpoint.manifest import Manifest, Save
+from ebbflow.training.errors import (
+    CheckpointError,
+    DamagedLineage,
+    GenerationSuperseded,
+    TwoLaunchers,
+    UnreliableReader,
+)
+from ebbflow.training.gang import Gang
+from ebbflow.training.launch.spec import WorkerSpec
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from infra.layout import commit_key, generation_key, quarantine_key, tombstone_key
-from infra.store import ObjectMeta, Store
-from training.checkpoint import newest_commits, open_generation, reachable_commits, trace_lineage
-from training.checkpoint.checksum import seal, sha256_text
-from training.checkpoint.generations import newest_number
-from training.checkpoint.manifest import VERSION, Manifest, Save
-from training.errors import CheckpointError, DamagedLineage, TwoLaunchers
+from ebbflow.infra.layout import commit_key, generation_key, quarantine_key, tombstone_key
+from ebbflow.infra.store import ObjectMeta, Store
+from ebbflow.training.checkpoint import newest_commits, open_generation, reachable_commits, trace_lineage
+from ebbflow.training.checkpoint.checksum import seal, sha256_text
+from ebbflow.training.checkpoint.generations import newest_number
+from ebbflow.training.checkpoint.manifest import VERSION, Manifest, Save
+from ebbflow.training.errors import CheckpointError, DamagedLineage, TwoLaunchers
 
 COMMITS, GENERATIONS = 5000, 3000
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from infra.layout import pin_key
-from infra.store import Store
-from training.checkpoint import (
+from ebbflow.infra.layout import pin_key
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import (
     Checkpointer,
     Generation,
     RetentionPolicy,
@@ -18,11 +18,11 @@ from training.checkpoint import (
     reachable_commits,
     trace_lineage,
 )
-from training.checkpoint.commands import main as checkpoints
-from training.checkpoint.lineage import CommitRef
-from training.checkpoint.manifest import Save
-from training.checkpoint.retention import Retention, deletion
-from training.errors import CheckpointError
+from ebbflow.training.checkpoint.commands import main as checkpoints
+from ebbflow.training.checkpoint.lineage import CommitRef
+from ebbflow.training.checkpoint.manifest import Save
+from ebbflow.training.checkpoint.retention import Retention, deletion
+from ebbflow.training.errors import CheckpointError
 
 
 class Killed(BaseException):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.store import Store
-from training.checkpoint import open_generation, reachable_commits
-from training.checkpoint.commands import main as checkpoints
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import open_generation, reachable_commits
+from ebbflow.training.checkpoint.commands import main as checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("ddp", "fsdp2", "hsdp")

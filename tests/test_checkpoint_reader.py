@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from infra.errors import StoreError
-from infra.ranges import read_blocks
-from infra.store import Store
-from training.checkpoint import Checkpointer, CommitReader, open_generation
-from training.checkpoint.checksum import crc_text
-from training.checkpoint.chunks import Wanted, plan_chunks
-from training.checkpoint.manifest import DataObject
-from training.checkpoint.reader import VerifiedReader
-from training.errors import CorruptCommit
+from ebbflow.infra.errors import StoreError
+from ebbflow.infra.ranges import read_blocks
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Checkpointer, CommitReader, open_generation
+from ebbflow.training.checkpoint.checksum import crc_text
+from ebbflow.training.checkpoint.chunks import Wanted, plan_chunks
+from ebbflow.training.checkpoint.manifest import DataObject
+from ebbflow.training.checkpoint.reader import VerifiedReader
+from ebbflow.training.errors import CorruptCommit
 
 SIZE, CHUNK = 1000, 64
 

@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.errors import StoreForbidden, StoreFull
-from infra.layout import commit_key, data_key, index_key
-from infra.store import Store
-from training.checkpoint import Generation, RetentionPolicy, open_generation, reachable_commits, trace_lineage
-from training.checkpoint.checksum import sha256_text
-from training.checkpoint.commands import main as checkpoints
-from training.checkpoint.lineage import CommitRef
-from training.checkpoint.manifest import DataObject, Manifest, Save
-from training.checkpoint.retention import Retention
-from training.checkpoint.retention.policy import Kept, choose
-from training.errors import CheckpointError, GenerationSuperseded
+from ebbflow.infra.errors import StoreForbidden, StoreFull
+from ebbflow.infra.layout import commit_key, data_key, index_key
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Generation, RetentionPolicy, open_generation, reachable_commits, trace_lineage
+from ebbflow.training.checkpoint.checksum import sha256_text
+from ebbflow.training.checkpoint.commands import main as checkpoints
+from ebbflow.training.checkpoint.lineage import CommitRef
+from ebbflow.training.checkpoint.manifest import DataObject, Manifest, Save
+from ebbflow.training.checkpoint.retention import Retention
+from ebbflow.training.checkpoint.retention.policy import Kept, choose
+from ebbflow.training.errors import CheckpointError, GenerationSuperseded
 
 ROOT = Path(__file__).resolve().parents[1]
 DAY = 24 * 3600.0

@@ -21,7 +21,7 @@ COUNT = 26
 def test_what_is_committed_survives_every_schedule(tmp_path: Path) -> None:
     outcomes = play_all(list(range(COUNT)), str(tmp_path), workers=2 * (os.cpu_count() or 1))
     problems = [f"--seed {outcome.seed}: {problem}" for outcome in outcomes for problem in outcome.problems]
-    assert not problems, "python -m training soak schedules\n" + "\n".join(problems)
+    assert not problems, "ebbflow soak schedules\n" + "\n".join(problems)
     tally, faults = added_up(one.tally for one in outcomes), added_up(one.faults for one in outcomes)
     victims = {name.split()[2] for name in tally if name.startswith("kill of ")}
     assert victims == {"rank", "uploader", "all"}, "little has happened:\n" + text(outcomes, 0.0)

@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from infra.store import Store
-from training.checkpoint import Checkpointer, open_generation, reachable_commits
-from training.checkpoint.commands import main as checkpoints
-from training.checkpoint.formats import read_commit, read_file, write_file
-from training.errors import CorruptCommit
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
+from ebbflow.training.checkpoint.commands import main as checkpoints
+from ebbflow.training.checkpoint.formats import read_commit, read_file, write_file
+from ebbflow.training.errors import CorruptCommit
 
 _MIB = 2**20
 _PROGRAM = """
 import resource, sys
-from training.checkpoint.commands import main
+from ebbflow.training.checkpoint.commands import main
 import torch, torch.distributed.checkpoint, torch._subclasses.fake_tensor
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 code = main(["export", *sys.argv[1:]])

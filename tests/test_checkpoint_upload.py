@@ -13,18 +13,18 @@ from awscrt.checksums import crc64nvme
 from torch import nn
 
 from benchmarks.training.many_ranks import bench_many_ranks
-from infra.layout import data_key, index_key
-from infra.multipart import Throttle, open_sink
-from infra.store import Store
+from ebbflow.infra.layout import data_key, index_key
+from ebbflow.infra.multipart import Throttle, open_sink
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
+from ebbflow.training.checkpoint.commands import main as checkpoints
+from ebbflow.training.checkpoint.commit import stand_by, try_commit
+from ebbflow.training.checkpoint.deadline import Deadline
+from ebbflow.training.checkpoint.manifest import RankIndex, Save
+from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
+from ebbflow.training.errors import CheckpointError
 from tests.support.swift import Swift
 from tests.support.swift import swift as swift  # a fixture is found by its name here
-from training.checkpoint import Checkpointer, open_generation, reachable_commits
-from training.checkpoint.commands import main as checkpoints
-from training.checkpoint.commit import stand_by, try_commit
-from training.checkpoint.deadline import Deadline
-from training.checkpoint.manifest import RankIndex, Save
-from training.checkpoint.parts import PartSettings, PartUploader
-from training.errors import CheckpointError
 
 MIB = 2**20
 

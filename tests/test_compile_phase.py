@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.ledger_classes import LedgerClass
+from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.training.clock import Clock
+from ebbflow.training.launch.watch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.watch.limits import Deadlines, PhaseLimits
+from ebbflow.training.parallel.compiling import tell_compilation
+from ebbflow.training.reporter import Reporter
 from tests.support.guard_jobs import Job
-from training.clock import Clock
-from training.launch.watch.heartbeat import Beat, Heartbeat
-from training.launch.watch.limits import Deadlines, PhaseLimits
-from training.parallel.compiling import tell_compilation
-from training.reporter import Reporter
 
 DEADLINES = Deadlines(floor_seconds=3.0, start_seconds=120.0, store_seconds=130.0, longest_seconds=300.0)
 

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infra.config import ConfigError, LoadedConfig, RunConfig, load_config, violations
+from ebbflow.infra.config import ConfigError, LoadedConfig, RunConfig, load_config, violations
 
 ROOT = Path(__file__).resolve().parents[1]
 LAPTOP = ROOT / "configs" / "laptop.yaml"

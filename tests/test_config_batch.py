@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.config import ConfigError, LoadedConfig, load_config
-from infra.config.schema import RunConfig
+from ebbflow.infra.config import ConfigError, LoadedConfig, load_config
+from ebbflow.infra.config.schema import RunConfig
 
 QUEUES = """
 batch:

@@ -11,10 +11,10 @@ import jsonschema
 import pytest
 import yaml
 
-from cost.plan.plan import make_plan
-from infra.config import ConfigError, load_config
-from infra.config.json_schema import json_schema, schema_text
-from infra.model_shape import causal_lm_shape
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.infra.config import ConfigError, load_config
+from ebbflow.infra.config.json_schema import json_schema, schema_text
+from ebbflow.infra.model_shape import causal_lm_shape
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
@@ -49,7 +49,7 @@ def test_the_gpt_job_is_of_the_size_that_it_says_and_of_a_shape_that_batch_can_r
 
 
 def test_the_schema_is_current_and_describes_every_key() -> None:
-    fresh = "run: python -m infra schema --write"
+    fresh = "run: ebbflow schema --write"
     assert (ROOT / "configs" / "schema.json").read_text() == schema_text(), fresh
     assert described(json_schema()) == []
     jsonschema.Draft7Validator.check_schema(json_schema())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.config import ConfigError, LoadedConfig, load_config
-from infra.outcome import Outcome
+from ebbflow.infra.config import ConfigError, LoadedConfig, load_config
+from ebbflow.infra.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 

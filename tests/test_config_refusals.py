@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.options import checked_options
+from ebbflow.flows.options import checked_options
 from tests.support.flow import FlowRunner
 
 # A default job that would start, so that each refusal below is for its own reason.

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cost.report.render_html import render as render_html
-from cost.report.render_text import render as render_text
-from cost.report.report import RunReport, build_report
-from infra.config import ConfigError, LoadedConfig, RunConfig, load_config
-from infra.config.sources import render_sources, values_with_sources
-from infra.events import CONFIGURED
+from ebbflow.cost.report.render_html import render as render_html
+from ebbflow.cost.report.render_text import render as render_text
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.infra.config import ConfigError, LoadedConfig, RunConfig, load_config
+from ebbflow.infra.config.sources import render_sources, values_with_sources
+from ebbflow.infra.events import CONFIGURED
 from tests.support.timelines import event
 
 ROOT = Path(__file__).resolve().parents[1]

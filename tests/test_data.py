@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.config.schema import DataConfig
-from infra.store import Store
-from training.data import SampleOrder, open_tokens, prepare_tokens
-from training.data.files import SourceFile, find_files, is_held_out, open_source
-from training.errors import DataError
+from ebbflow.infra.config.schema import DataConfig
+from ebbflow.infra.store import Store
+from ebbflow.training.data import SampleOrder, open_tokens, prepare_tokens
+from ebbflow.training.data.files import SourceFile, find_files, is_held_out, open_source
+from ebbflow.training.errors import DataError
 
 
 @settings(max_examples=60, deadline=None)

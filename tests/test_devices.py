@@ -10,29 +10,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.gang import ranks_of_local_gpus
-from infra.config import RunConfig
-from infra.outcome import Outcome
-from infra.preflight import Finding
+from ebbflow.flows.gang import ranks_of_local_gpus
+from ebbflow.infra.config import RunConfig
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.preflight import Finding
+from ebbflow.training.errors import DeviceUnavailable, GangError
+from ebbflow.training.launch.devices import NodeGpuCheck, VisibleGpus, assign_gpus, see_gpus
+from ebbflow.training.launch.local import LocalGang
 from tests.support.gangs import endless_gang, run_ranks
-from training.errors import DeviceUnavailable, GangError
-from training.launch.devices import NodeGpuCheck, VisibleGpus, assign_gpus, see_gpus
-from training.launch.local import LocalGang
 
 # A rank that joins several gangs with the GPUs named on its command line, and prints its device in each.
 _RANK = """
 import json, os, sys
 import torch
-import training.gang
-from training.launch.devices import VisibleGpus
+import ebbflow.training.gang
+from ebbflow.training.launch.devices import VisibleGpus
 torch.cuda.set_device = lambda device: None
-training.gang.dist.init_process_group = lambda backend, **kwargs: print("backend", backend)
-training.gang.open_wire = lambda *args, **kwargs: None
+ebbflow.training.gang.dist.init_process_group = lambda backend, **kwargs: print("backend", backend)
+ebbflow.training.gang.open_wire = lambda *args, **kwargs: None
 gangs = []
 for number, gpus in enumerate(json.loads(sys.argv[1])):
     own = VisibleGpus(gpus=tuple(gpus[int(os.environ["RANK"])]))
-    training.gang.see_gpus = lambda choice, promised=0: own
-    gangs.append(training.gang.connect(start_seconds=60, collective_seconds=60, generation=f"test-{number}"))
+    ebbflow.training.gang.see_gpus = lambda choice, promised=0: own
+    gangs.append(ebbflow.training.gang.connect(start_seconds=60, collective_seconds=60, generation=f"test-{number}"))
     print("device", gangs[-1].device, gangs[-1].device_note)
 """
 
@@ -136,16 +136,15 @@ def test_a_node_without_its_gpus_ends_the_job_as_refused(tmp_path: Path) -> None
 
 def test_the_check_of_a_node_is_made_beside_the_agent_and_only_where_gpus_are_likely() -> None:
     asked = threading.Event()
-    where = Path()
 
-    def check(project_root: Path, promised: int) -> tuple[Finding, int]:
+    def check(promised: int) -> tuple[Finding, int]:
         asked.wait(60)
         return Finding.failed(f"{promised} GPUs, none works", "mend them"), 0
 
-    assert NodeGpuCheck("auto", promised=0, project_root=where, check=check).done, "nothing says that there is one"
-    assert NodeGpuCheck("cpu", promised=8, project_root=where, check=check).done
-    assert not NodeGpuCheck("cuda", promised=0, project_root=where, check=check).done
-    slow = NodeGpuCheck("auto", promised=8, project_root=where, check=check)
+    assert NodeGpuCheck("auto", promised=0, check=check).done, "nothing says that there is one"
+    assert NodeGpuCheck("cpu", promised=8, check=check).done
+    assert not NodeGpuCheck("cuda", promised=0, check=check).done
+    slow = NodeGpuCheck("auto", promised=8, check=check)
     assert not slow.done and slow.refusal is None
     asked.set()
     slow._thread.join(60)
@@ -162,9 +161,9 @@ def test_a_node_without_gpu_files_trains_on_its_cpu_whatever_tools_its_image_has
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     files: list[str] = []
     monkeypatch.setattr("glob.glob", lambda pattern: files)
-    assert NodeGpuCheck("auto", promised=0, project_root=tmp_path).done
+    assert NodeGpuCheck("auto", promised=0).done
     files.append("/dev/nvidia0")
-    checked = NodeGpuCheck("auto", promised=0, project_root=tmp_path)
+    checked = NodeGpuCheck("auto", promised=0)
     assert checked._thread is not None
     checked._thread.join(60)
     assert "nvidia-smi ended with 9" in str(checked.refusal)

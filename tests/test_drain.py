@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos.imds import FakeMetadata
-from infra.config.schema import RunConfig
-from infra.events import NOTICE
-from infra.metadata import ENDPOINT_VARIABLE
-from infra.notices import rehearse_notice
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import NOTICE
+from ebbflow.infra.metadata import ENDPOINT_VARIABLE
+from ebbflow.infra.notices import rehearse_notice
+from ebbflow.training.launch import standing as standing_module
+from ebbflow.training.launch.control import CAUSES, Control, Order
+from ebbflow.training.launch.drain import Drain
+from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.limits import Limits, Stop
 from tests.support.flow import wait_until
-from training.launch import standing as standing_module
-from training.launch.control import CAUSES, Control, Order
-from training.launch.drain import Drain
-from training.launch.spec import GangSpec
-from training.limits import Limits, Stop
 
 MakeDrain = Callable[..., Drain]
 

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from infra.events import GENERATION_ENDED, NOTICE, STAGED, STEP, Event, read_events
-from infra.layout import job_prefix
-from infra.notices import rehearse_notice
-from infra.store import Store
+from ebbflow.infra.events import GENERATION_ENDED, NOTICE, STAGED, STEP, Event, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.notices import rehearse_notice
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import reachable_commits
+from ebbflow.training.launch import GangOutcome, GangSpec
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.watch.heartbeat import Beat, Heartbeat
 from tests.support.flow import wait_until
 from tests.support.gangs import endless_gang
-from training.checkpoint import reachable_commits
-from training.launch import GangOutcome, GangSpec
-from training.launch.local import LocalGang
-from training.launch.watch.heartbeat import Beat, Heartbeat
 
 NOTICE_SECONDS = 50.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.config.schema import (
+from ebbflow.infra.config.schema import (
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -18,19 +18,19 @@ from infra.config.schema import (
     SchedulerConfig,
     TrainingConfig,
 )
-from infra.events import read_events
-from infra.ledger_classes import LedgerClass
-from infra.outcome import Outcome
-from infra.store import Store
-from infra.terms import Terms
+from ebbflow.infra.events import read_events
+from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
+from ebbflow.infra.terms import Terms
+from ebbflow.training.clock import Clock, process_start_monotonic
+from ebbflow.training.data import prepare_tokens
+from ebbflow.training.errors import DivergenceError
+from ebbflow.training.limits import Limits, Stop
+from ebbflow.training.progress import Progress, Status
+from ebbflow.training.pulse import Pulse, Row
+from ebbflow.training.workload import Cursor
 from tests.support.gangs import run_ranks, train_gang
-from training.clock import Clock, process_start_monotonic
-from training.data import prepare_tokens
-from training.errors import DivergenceError
-from training.limits import Limits, Stop
-from training.progress import Progress, Status
-from training.pulse import Pulse, Row
-from training.workload import Cursor
 
 STEPS = 15
 
@@ -254,7 +254,7 @@ def test_the_clock_leaves_no_gap() -> None:
 def test_a_process_is_older_than_its_first_line_and_no_older_than_its_parent() -> None:
     born = process_start_monotonic()
     assert born < time.monotonic()
-    program = "from training.clock import *; import time; print(time.monotonic() - process_start_monotonic())"
+    program = "from ebbflow.training.clock import *; import time; print(time.monotonic() - process_start_monotonic())"
     before = time.monotonic()
     age = float(run_ranks(1, ["-c", program])[0])
     assert 0.0 <= age <= time.monotonic() - before + 1.0 / os.sysconf("SC_CLK_TCK")
@@ -279,8 +279,8 @@ def test_progress_is_one_whole_line_each_ten_seconds() -> None:
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     program = (
         "import os, json\n"
-        "from training.gang import connect\n"
-        "from training.errors import RendezvousError\n"
+        "from ebbflow.training.gang import connect\n"
+        "from ebbflow.training.errors import RendezvousError\n"
         "os.environ['WORLD_SIZE'] = '3'\n"
         "try:\n    connect(start_seconds=3, collective_seconds=5, generation='g')\n"
         "except RendezvousError as error:\n    print(json.dumps(str(error)), flush=True)\n"
@@ -294,9 +294,9 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 def test_the_peak_of_a_place_is_the_best_of_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    import training.peak
+    import ebbflow.training.peak
 
     measured = iter([3e9, 1e9, 5e9])
-    monkeypatch.setattr(training.peak, "measure_flops_per_second", lambda *given: next(measured))
+    monkeypatch.setattr(ebbflow.training.peak, "measure_flops_per_second", lambda *given: next(measured))
     place = torch.device("cpu"), torch.float32, tmp_path / "peak.json"
-    assert [training.peak.peak_flops_per_second(*place) for _ in range(3)] == [3e9, 3e9, 5e9]
+    assert [ebbflow.training.peak.peak_flops_per_second(*place) for _ in range(3)] == [3e9, 3e9, 5e9]

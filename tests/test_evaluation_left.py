@@ -14,22 +14,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infra.config.schema import RunConfig
-from infra.events import EVALUATION, STEP, read_events
-from infra.layout import job_prefix
-from infra.notices import rehearse_notice
-from infra.outcome import Outcome
-from infra.store import Store
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import EVALUATION, STEP, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.notices import rehearse_notice
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import reachable_commits
+from ebbflow.training.evaluation import Evaluation
+from ebbflow.training.gang import Gang
+from ebbflow.training.launch import GangSpec
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.limits import Limits
+from ebbflow.training.parallel import Spread
 from tests.support.alone import run_alone
 from tests.support.flow import wait_until
 from tests.support.long_evaluation import TOLD_AFTER
-from training.checkpoint import reachable_commits
-from training.evaluation import Evaluation
-from training.gang import Gang
-from training.launch import GangSpec
-from training.launch.local import LocalGang
-from training.limits import Limits
-from training.parallel import Spread
 
 PASSES = 40
 _SOON = timedelta(seconds=60)

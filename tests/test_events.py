@@ -17,18 +17,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import infra.events
-from cost.__main__ import main as cost_main
-from cost.jobs.load import read_job_log
-from cost.report.render_html import render as render_html
-from cost.report.report import build_report
-from infra.errors import StoreError, StoreHung
-from infra.event_log import EventLog
-from infra.events import EndReason, Event, Origin, read_events, read_log
-from infra.layout import event_key
-from infra.outcome import Outcome
-from infra.segments import Damage, seal_segment
-from infra.store import Store
+import ebbflow.infra.events
+from ebbflow.cost.__main__ import main as cost_main
+from ebbflow.cost.jobs.load import read_job_log
+from ebbflow.cost.report.render_html import render as render_html
+from ebbflow.cost.report.report import build_report
+from ebbflow.infra.errors import StoreError, StoreHung
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import EndReason, Event, Origin, read_events, read_log
+from ebbflow.infra.layout import event_key
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.segments import Damage, seal_segment
+from ebbflow.infra.store import Store
 from tests.support.flow import wait_until
 from tests.support.timelines import GangLog
 from tests.support.timelines import event as made_event
@@ -504,8 +504,8 @@ def test_a_number_that_an_early_log_wrote_as_nan_is_read_as_null(tmp_path: Path)
 
 
 def test_the_types_of_every_event_are_declared() -> None:
-    ours = {value for name, value in vars(infra.events).items() if name.isupper() and isinstance(value, str)}
-    assert ours == set(infra.events._DATA)
+    ours = {value for name, value in vars(ebbflow.infra.events).items() if name.isupper() and isinstance(value, str)}
+    assert ours == set(ebbflow.infra.events._DATA)
 
 
 def test_a_segment_with_a_huge_number_costs_no_million_requests(

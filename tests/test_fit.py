@@ -7,14 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from cost.catalogue import load_catalogue
-from cost.plan.fit import CONTEXT_BYTES, memory_fit, micro_batch, why_host_too_small
-from cost.plan.plan import make_plan
-from cost.plan.throughput import MFU_PRIOR, NETWORK_EFFICIENCY, PCIE_BYTES_PER_SECOND, Throughput, estimate_throughput
-from infra.config.schema import FsdpConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
-from infra.footprint import SMALL_MODEL_BYTES, Gang, gpu_host_bytes, host_memory_bytes
-from infra.model_shape import ModelShape, causal_lm_shape
-from infra.reliability import young_interval_seconds
+from ebbflow.cost.catalogue import load_catalogue
+from ebbflow.cost.plan.fit import CONTEXT_BYTES, memory_fit, micro_batch, why_host_too_small
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.cost.plan.throughput import (
+    MFU_PRIOR,
+    NETWORK_EFFICIENCY,
+    PCIE_BYTES_PER_SECOND,
+    Throughput,
+    estimate_throughput,
+)
+from ebbflow.infra.config.schema import FsdpConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from ebbflow.infra.footprint import SMALL_MODEL_BYTES, Gang, gpu_host_bytes, host_memory_bytes
+from ebbflow.infra.model_shape import ModelShape, causal_lm_shape
+from ebbflow.infra.reliability import young_interval_seconds
 
 SHAPE = ModelShape(
     parameters=1_000_001,

@@ -20,13 +20,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import cross_entropy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cost.plan.fit import memory_fit
-from infra.config.schema import RunConfig
-from infra.footprint import rank_bytes
-from infra.model_shape import causal_lm_shape
-from training.gang import Gang
-from training.parallel import spread
-from training.workloads.language_model import CausalLM
+from ebbflow.cost.plan.fit import memory_fit
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.footprint import rank_bytes
+from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.training.gang import Gang
+from ebbflow.training.parallel import spread
+from ebbflow.training.workloads.language_model import CausalLM
 
 _RANKS = 8
 # (width, blocks, heads, length, vocabulary), samples per rank and micro-batch, and what differs from the defaults.

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cost.report.figures import key_figures
-from cost.report.report import RunReport
+from ebbflow.cost.report.figures import key_figures
+from ebbflow.cost.report.report import RunReport
 from tests.support.browser import cut_off, dump
 from tests.support.exposition import values
 from tests.support.flow import ROOT, FlowRun, FlowRunner
@@ -181,7 +181,7 @@ def test_a_store_that_fails_between_the_checks_and_the_training(tmp_path: Path) 
 def test_importing_the_flow_file_is_light_and_without_side_effects(tmp_path: Path) -> None:
     """Every card refresh does it."""
     heavy = "sorted(m for m in ('torch', 'pandas', 'boto3') if m in sys.modules)"
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import flows.train_flow; print({heavy})"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import ebbflow.flows.train_flow; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
     assert not list(tmp_path.iterdir())

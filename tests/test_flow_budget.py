@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from cost.plan.plan import make_plan
-from cost.plan.pools import progress_of
-from cost.prices.recorded import RecordedPrices
-from infra.config.schema import RunConfig
-from infra.events import read_events
-from infra.outcome import Outcome
-from infra.store import Store
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.cost.plan.pools import progress_of
+from ebbflow.cost.prices.recorded import RecordedPrices
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import read_events
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
 from tests.support.flow import FlowRunner, assert_ledger_adds_up, wait_until
 
 pytestmark = pytest.mark.flow

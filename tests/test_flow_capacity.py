@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
 
-from cost.capacity import History, PastAttempt, Placement, history_of
-from flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
-from flows.attempts.placing import in_vain
-from flows.backends import cloud
-from flows.capacity import CapacityDecorator, apply, stay
-from flows.gang import train_round
-from flows.metaflow_fixes import command_of_node, correct_nodes, known_release, needed
-from flows.remote import backend_asked, refusal, set_environment
-from flows.steps import StepFailed
-from infra.config.schema import RunConfig
-from infra.events import BATCH_ATTEMPT, COMMIT, Event
-from infra.events import PLACED as PLACED_EVENT
-from infra.outcome import Outcome
-from infra.store import Store
+from ebbflow.cost.capacity import History, PastAttempt, Placement, history_of
+from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
+from ebbflow.flows.attempts.placing import in_vain
+from ebbflow.flows.backends import cloud
+from ebbflow.flows.capacity import CapacityDecorator, apply, stay
+from ebbflow.flows.gang import train_round
+from ebbflow.flows.metaflow_fixes import command_of_node, correct_nodes, known_release, needed
+from ebbflow.flows.remote import backend_asked, refusal, set_environment
+from ebbflow.flows.steps import StepFailed
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import BATCH_ATTEMPT, COMMIT, Event
+from ebbflow.infra.events import PLACED as PLACED_EVENT
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
 
 PLACED = Placement(
     queue="spot-g5", market="spot", instance_type="g5.xlarge", region="us-east-1", zone=None, nodes=1,
@@ -77,7 +77,7 @@ def test_what_with_cloud_adds_has_begun_in_every_release() -> None:
     """Older ones do not begin what a mutator adds: @batch then had no tags, and its first attempt ended the run."""
     step = SimpleNamespace(decorators=[])
     mutable = SimpleNamespace(
-        decorator_specs=[("capacity", "flows.capacity", [], {})],
+        decorator_specs=[("capacity", "ebbflow.flows.capacity", [], {})],
         add_decorator=lambda name: step.decorators.append(BatchDecorator()),
         _my_step=step,
     )

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from cost.plan.plan import make_plan
-from flows.attempts.order import AttemptName, Order
-from flows.attempts.past import unsettled_jobs
-from flows.attempts.placing import Ask, place_attempt
-from flows.job import Job
-from flows.remote import set_environment
-from infra.batch import lightest_queue
-from infra.config.schema import RunConfig
-from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, read_events
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.flows.attempts.order import AttemptName, Order
+from ebbflow.flows.attempts.past import unsettled_jobs
+from ebbflow.flows.attempts.placing import Ask, place_attempt
+from ebbflow.flows.job import Job
+from ebbflow.flows.remote import set_environment
+from ebbflow.infra.batch import lightest_queue
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, read_events
 from tests.support.batch.fixture import LocalBatch, job_when, local_batch
 from tests.support.capacity import queue, queues
 

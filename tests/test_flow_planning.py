@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from metaflow import FlowSpec, batch, kubernetes, step
 
-from cost.plan.plan import make_plan
-from cost.plan.plan_text import render_plan
-from flows import planning, reporting
-from flows.job import Job
-from infra.config.schema import CostConfig, RunConfig
-from infra.errors import StoreAway
-from infra.event_log import EventLog
-from infra.events import NODE_STARTED, OUTCOME, PLAN, PRICES, Origin, read_events
-from infra.outcome import Outcome
-from infra.store import Store
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.cost.plan.plan_text import render_plan
+from ebbflow.flows import planning, reporting
+from ebbflow.flows.job import Job
+from ebbflow.infra.config.schema import CostConfig, RunConfig
+from ebbflow.infra.errors import StoreAway
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import NODE_STARTED, OUTCOME, PLAN, PRICES, Origin, read_events
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
 from tests.support.batch.fixture import local_batch
 from tests.support.capacity import batch_config
 from tests.support.timelines import WALL
@@ -82,7 +82,7 @@ def test_on_batch_only_what_a_queue_takes_is_planned(
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr("flows.job.RUNS", tmp_path / "runs")
+    monkeypatch.setattr("ebbflow.flows.job.RUNS", tmp_path / "runs")
     return Job(name="demo", run="1", config=RunConfig(store=str(tmp_path / "store")))
 
 

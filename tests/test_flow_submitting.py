@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from infra.batch import batch_client, describe_attempts
-from infra.events import BATCH_SUBMITTED, OUTCOME, read_events
-from infra.layout import job_prefix
-from infra.store import Store
+from ebbflow.infra.batch import batch_client, describe_attempts
+from ebbflow.infra.events import BATCH_SUBMITTED, OUTCOME, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
 from tests.support.batch.fixture import LocalBatch, job_when, local_batch
 from tests.support.flow import wait_until
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SUBMITTER = """
 import sys, time
 import boto3
-from flows.attempts.submitting import submission
+from ebbflow.flows.attempts.submitting import submission
 submission().listen()
 client = boto3.client("batch")
 job = client.submit_job(jobName=sys.argv[1], jobQueue=sys.argv[2], jobDefinition="plain")["jobId"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.training.launch.watch.heartbeat import Heartbeat
 from tests.support.flow import (
     FlowRun,
     FlowRunner,
@@ -18,7 +19,6 @@ from tests.support.flow import (
     processes_with,
     wait_until,
 )
-from training.launch.watch.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.flow
 

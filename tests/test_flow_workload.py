@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.events import read_events
-from infra.store import Store
+from ebbflow.infra.events import read_events
+from ebbflow.infra.store import Store
 from tests.support.flow import FLOW, ROOT, FlowRun, FlowRunner
 
 pytestmark = pytest.mark.flow

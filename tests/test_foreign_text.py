@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.event_log import EventLog
-from infra.events import OUTCOME, Origin
-from infra.foreign_text import GuardedStream, one_line, printable
-from infra.layout import job_prefix
-from infra.logs.line import LogLine, visible
-from infra.store import Store
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import OUTCOME, Origin
+from ebbflow.infra.foreign_text import GuardedStream, one_line, printable
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.logs.line import LogLine, visible
+from ebbflow.infra.store import Store
+from ebbflow.training.launch.echo import Echo, show_last_lines
+from ebbflow.training.launch.watch.dump import WorkerFailure
 from tests.support.rank_logs import beat, rank_log, write
-from training.launch.echo import Echo, show_last_lines
-from training.launch.watch.dump import WorkerFailure
 
 ROOT = Path(__file__).resolve().parents[1]
 # Title, clipboard, cursor, 8-bit CSI, overwritten line, override of the writing direction, line separator, bell.
@@ -89,7 +89,9 @@ DOORS = {
     "run": ["flows/train_flow.py", "run", "--config", f"{HOSTILE}.yaml"],
     "supervise": ["flows/supervise.py", f"{HOSTILE}.yaml"],
     "an exception that is not caught": [
-        "-c", "import sys\nfrom infra.foreign_text import guard_terminal\nguard_terminal()\nraise OSError(sys.argv[1])",
+        "-c",
+        "import sys\nfrom ebbflow.infra.foreign_text import guard_terminal\n"
+        "guard_terminal()\nraise OSError(sys.argv[1])",
         HOSTILE + "\udcff",
     ],
 }  # fmt: skip
@@ -113,7 +115,7 @@ def test_no_door_lets_a_control_character_through(door: str, tmp_path: Path) -> 
 def test_the_merged_log_holds_what_a_rank_printed_and_can_be_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from infra.__main__ import main
+    from ebbflow.infra.__main__ import main
 
     folder = tmp_path / "job"
     log, raw = rank_log(folder)
@@ -169,7 +171,7 @@ def test_what_an_agent_shows_of_its_ranks_is_printable(tmp_path: Path, capsys: p
 def test_a_report_of_hostile_events_can_be_printed_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from cost.__main__ import main
+    from ebbflow.cost.__main__ import main
 
     store = Store.open(str(tmp_path)).sub(job_prefix("job"))
     with EventLog(store, Origin(job="job", run="1", attempt=0, generation=1, process="report")) as events:

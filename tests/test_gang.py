@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from infra.events import COMMIT_SKIPPED, FAULT_DETECTED, GENERATION_ENDED, NODE_ENDED, NODE_STARTED, read_events
-from infra.layout import job_prefix
-from infra.process import all_processes, children, process_state
-from infra.store import Store
+from ebbflow.infra.events import COMMIT_SKIPPED, FAULT_DETECTED, GENERATION_ENDED, NODE_ENDED, NODE_STARTED, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.process import all_processes, children, process_state
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import reachable_commits
+from ebbflow.training.checkpoint.lineage import CommitRef
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch import GangSpec
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.watch.heartbeat import Beat, Heartbeat
 from tests.support.flow import listening_addresses, wait_until
 from tests.support.gangs import endless_gang, free_port
-from training.checkpoint import reachable_commits
-from training.checkpoint.lineage import CommitRef
-from training.errors import GangError
-from training.launch import GangSpec
-from training.launch.local import LocalGang
-from training.launch.watch.heartbeat import Beat, Heartbeat
 
 
 @pytest.fixture

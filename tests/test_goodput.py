@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.soak.goodput import shares_text, time_shares
-from infra.events import NODE_STARTED, PHASE, STEP, Event
+from ebbflow.infra.events import NODE_STARTED, PHASE, STEP, Event
 
 
 def event(name: str, at: float, *, generation: int = 1, rank: int | None = 0, step: int | None = None, **data) -> Event:

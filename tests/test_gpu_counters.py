@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ebbflow.training.launch.watch import Deadlines, GpuCounters, Watch
+from ebbflow.training.launch.watch.heartbeat import Beat
 from tests.support.flow import wait_until
-from training.launch.watch import Deadlines, GpuCounters, Watch
-from training.launch.watch.heartbeat import Beat
 
 GIB = 2**30
 

@@ -14,19 +14,19 @@ import pytest
 import torch
 from torch import nn
 
-from infra.config.schema import GuardsConfig, RunConfig
-from infra.events import GuardAction
-from infra.layout import commit_key
-from infra.store import Store
-from training.checkpoint import FROM_SCRATCH, open_generation, permit, reachable_commits
-from training.checkpoint.checksum import sha256_text
-from training.checkpoint.lineage import AFRESH
-from training.checkpoint.manifest import Manifest, Save
-from training.errors import BatchCannotBeSplit, CorruptCommit, NothingToRestore
-from training.gang import Gang
-from training.guards import memory
-from training.guards.guards import odd_ranks, overridden, weights_sum
-from training.guards.memory import (
+from ebbflow.infra.config.schema import GuardsConfig, RunConfig
+from ebbflow.infra.events import GuardAction
+from ebbflow.infra.layout import commit_key
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import FROM_SCRATCH, open_generation, permit, reachable_commits
+from ebbflow.training.checkpoint.checksum import sha256_text
+from ebbflow.training.checkpoint.lineage import AFRESH
+from ebbflow.training.checkpoint.manifest import Manifest, Save
+from ebbflow.training.errors import BatchCannotBeSplit, CorruptCommit, NothingToRestore
+from ebbflow.training.gang import Gang
+from ebbflow.training.guards import memory
+from ebbflow.training.guards.guards import odd_ranks, overridden, weights_sum
+from ebbflow.training.guards.memory import (
     GrowthWatch,
     fitting_accumulation,
     host_bytes_left,
@@ -34,9 +34,9 @@ from training.guards.memory import (
     more_micro_batches,
     resident_bytes,
 )
-from training.guards.numbers import Action, NumberGuard, RobustWindow
-from training.guards.overrides import Overrides, read_overrides, record_rewind, record_split, rewind_parent
-from training.guards.pace import STEPS_IN_A_ROW, PaceWatch
+from ebbflow.training.guards.numbers import Action, NumberGuard, RobustWindow
+from ebbflow.training.guards.overrides import Overrides, read_overrides, record_rewind, record_split, rewind_parent
+from ebbflow.training.guards.pace import STEPS_IN_A_ROW, PaceWatch
 
 
 def test_the_window_is_median_and_mad_of_the_last_values() -> None:
@@ -194,7 +194,7 @@ def test_files_that_are_mapped_or_cached_are_no_memory_that_runs_out(tmp_path: P
         (tmp_path / f"memory.{name}").write_text(text)
     paths = str(tmp_path / "memory.max"), str(tmp_path / "memory.current")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.guards.memory._CGROUP_FILES", [(*paths, memory._CGROUP_FILES[0][2])])
+        patch.setattr("ebbflow.training.guards.memory._CGROUP_FILES", [(*paths, memory._CGROUP_FILES[0][2])])
         assert host_bytes_left() == 700
 
 

@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from infra.config.schema import ModelConfig, RunConfig, TrainingConfig
-from infra.events import read_events
-from infra.store import Store
+from ebbflow.infra.config.schema import ModelConfig, RunConfig, TrainingConfig
+from ebbflow.infra.events import read_events
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import WorkloadError
+from ebbflow.training.weights.digest import weights_sha256
+from ebbflow.training.weights.files import describe_files
+from ebbflow.training.weights.load import load_weights
+from ebbflow.training.workloads.language_model import CausalLM
 from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks
-from training.errors import WorkloadError
-from training.weights.digest import weights_sha256
-from training.weights.files import describe_files
-from training.weights.load import load_weights
-from training.workloads.language_model import CausalLM
 
 # A width that four ranks do not share evenly: some hold a row less than others.
 MODEL = ModelConfig(hidden_size=18, num_layers=2, num_heads=2, sequence_length=10, vocab_size=30)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.imds import FakeMetadata
-from infra.instance import identify
+from ebbflow.infra.instance import identify
 
 IDENTITY = {
     "instanceId": "i-0abc",

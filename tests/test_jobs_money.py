@@ -15,25 +15,25 @@ from pathlib import Path
 
 import pytest
 
-from cost.errors import PriceError, ReportError
-from cost.jobs import known_job_names, load_report
-from cost.jobs.commands import render_table
-from cost.ledger.ledger import fold
-from cost.prices.ec2_prices import Unavailable
-from cost.prices.recorded import observed_pools
-from cost.report.figures import comparison_rows, key_figures
-from cost.report.money_rows import CAUSE_HEADER, cause_rows
-from cost.report.render_html import render as render_html
-from cost.report.render_text import render as render_text
-from cost.report.report import RunReport, build_report
-from flows.job import Job
-from flows.reporting import record_prices
-from infra.config.schema import CostConfig, RunConfig
-from infra.event_log import EventLog
-from infra.events import BUDGET, CONFIGURED, NODE_STARTED, PLAN, PRICES, Event, Origin, read_events
-from infra.known_jobs import KnownJob
-from infra.layout import event_key
-from infra.store import Store
+from ebbflow.cost.errors import PriceError, ReportError
+from ebbflow.cost.jobs import known_job_names, load_report
+from ebbflow.cost.jobs.commands import render_table
+from ebbflow.cost.ledger.ledger import fold
+from ebbflow.cost.prices.ec2_prices import Unavailable
+from ebbflow.cost.prices.recorded import observed_pools
+from ebbflow.cost.report.figures import comparison_rows, key_figures
+from ebbflow.cost.report.money_rows import CAUSE_HEADER, cause_rows
+from ebbflow.cost.report.render_html import render as render_html
+from ebbflow.cost.report.render_text import render as render_text
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.flows.job import Job
+from ebbflow.flows.reporting import record_prices
+from ebbflow.infra.config.schema import CostConfig, RunConfig
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import BUDGET, CONFIGURED, NODE_STARTED, PLAN, PRICES, Event, Origin, read_events
+from ebbflow.infra.known_jobs import KnownJob
+from ebbflow.infra.layout import event_key
+from ebbflow.infra.store import Store
 from tests.support.timelines import WALL, GangLog, event, plan_event, prices_event
 
 ROOT = Path(__file__).parents[1]

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.keeper import Keeper, RemoteChild, end_below
-from infra.process import descendants, process_state
+from ebbflow.infra.keeper import Keeper, RemoteChild, end_below
+from ebbflow.infra.process import descendants, process_state
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.launch.workers import WorkerGroup
 from tests.support.flow import wait_until
-from tests.support.gangs import PROJECT_ROOT
-from training.launch.spec import WorkerSpec
-from training.launch.workers import WorkerGroup
 
 # Each prints the number of what it leaves, and ends or stays. All have an environment of their own, which is empty.
 HIDE = """
@@ -143,7 +143,7 @@ def test_what_hides_from_its_session_and_environment_is_ended_with_its_generatio
 AGENT = """
 import sys, time
 from pathlib import Path
-from infra.keeper import Keeper
+from ebbflow.infra.keeper import Keeper
 from tests.test_keeper import DAEMON, RUNAWAY, spawn
 keeper = Keeper(Path(sys.argv[1], "keeper.log"))
 _, daemon = spawn(keeper, Path(sys.argv[1]), DAEMON, "daemon")

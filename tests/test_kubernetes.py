@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from flows.pods import markets, with_nodes
-from infra.kubernetes.selectors import TAINT, node_selector, pod_memory_mib
+from ebbflow.flows.pods import markets, with_nodes
+from ebbflow.infra.kubernetes.selectors import TAINT, node_selector, pod_memory_mib
 from tests.support.capacity import JobLog, batch_config, placed_now
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -217,9 +217,9 @@ def test_the_submitter_ends_its_pods_when_it_is_asked_to_leave(number: signal.Si
     """As Metaflow does: in a handler of `atexit`, here a slow one that is interrupted again."""
     program = """
 import atexit, os, pathlib, signal, sys, time
-from infra.process import exit_when_interrupted
+from ebbflow.infra.process import exit_when_interrupted
 exit_when_interrupted()
-from flows import launcher
+from ebbflow.flows import launcher
 launcher._join_in(["kubernetes", "step"])
 def end_pods():
     for again in (signal.SIGTERM, signal.SIGINT):

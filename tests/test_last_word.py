@@ -13,21 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from infra.events import NODE_HEARTBEAT, EndReason, read_events
-from infra.layout import job_prefix
-from infra.store import Store
+from ebbflow.infra.events import NODE_HEARTBEAT, EndReason, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch.channel import Connection, Lobby, join
+from ebbflow.training.launch.control import Order
+from ebbflow.training.launch.handshake import StartSecret, new_nonce
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.member import Member
+from ebbflow.training.launch.peers import Lead
+from ebbflow.training.launch.ports import control_ports
+from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.launch.verdict import Start, Verdict
 from tests.support.flow import wait_until
 from tests.support.gangs import KNOWN, SECRET, endless_gang
-from training.errors import GangError
-from training.launch.channel import Connection, Lobby, join
-from training.launch.control import Order
-from training.launch.handshake import StartSecret, new_nonce
-from training.launch.local import LocalGang
-from training.launch.member import Member
-from training.launch.peers import Lead
-from training.launch.ports import control_ports
-from training.launch.spec import GangSpec
-from training.launch.verdict import Start, Verdict
 
 START = Start(
     generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None, hosts=["a", "b"],

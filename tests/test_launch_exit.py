@@ -14,8 +14,8 @@ import sys
 
 from metaflow import FlowSpec, step
 
-from flows import launcher
-from infra.config.schema import RunConfig
+from ebbflow.flows import launcher
+from ebbflow.infra.config.schema import RunConfig
 
 
 class EarlyFlow(FlowSpec):

@@ -17,22 +17,22 @@ from pathlib import Path
 
 import pytest
 
-from cost.__main__ import main as cost_main
-from cost.jobs import load_report
-from cost.report.render_html import render as render_html
-from cost.report.report import RunReport, build_report
-from flows import launcher, reporting, resuming
-from flows.attempts import past
-from flows.job import Job
-from infra import launchers
-from infra.config.schema import RunConfig
-from infra.errors import JobIsRunning
-from infra.event_log import EventLog
-from infra.events import BATCH_SUBMITTED, OUTCOME, PLAN, PREFLIGHT, Event, Origin, read_events
-from infra.launchers import Claim, Launcher, check_inherited_claim, claim_job, running_launcher
-from infra.layout import launcher_key
-from infra.process import process_state
-from infra.store import Store
+from ebbflow.cost.__main__ import main as cost_main
+from ebbflow.cost.jobs import load_report
+from ebbflow.cost.report.render_html import render as render_html
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.flows import launcher, reporting, resuming
+from ebbflow.flows.attempts import past
+from ebbflow.flows.job import Job
+from ebbflow.infra import launchers
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import JobIsRunning
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import BATCH_SUBMITTED, OUTCOME, PLAN, PREFLIGHT, Event, Origin, read_events
+from ebbflow.infra.launchers import Claim, Launcher, check_inherited_claim, claim_job, running_launcher
+from ebbflow.infra.layout import launcher_key
+from ebbflow.infra.process import process_state
+from ebbflow.infra.store import Store
 from tests.support.flow import ROOT, wait_until
 from tests.support.swift import Swift
 
@@ -120,7 +120,7 @@ def test_a_former_launcher_is_fenced_and_waited_for(store: Store) -> None:
 
 
 def test_a_process_of_this_machine_that_is_gone_holds_nothing(folder: Store) -> None:
-    left = "import sys; from infra.store import Store; from infra.launchers import claim_job;"
+    left = "import sys; from ebbflow.infra.store import Store; from ebbflow.infra.launchers import claim_job;"
     left += "claim_job(Store.open(sys.argv[1]), 'mine', 'run'); import os; os._exit(9)"
     assert subprocess.run([sys.executable, "-c", left, folder.uri], cwd=Path(__file__).parents[1]).returncode == 9
     assert running_launcher(folder) is None
@@ -133,7 +133,7 @@ def test_a_stopped_process_of_this_machine_holds_its_job_at_any_age(
     folder: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after Ctrl-Z: it renews nothing, and goes on with `fg`."""
-    held = "import sys, time; from infra.store import Store; from infra.launchers import claim_job;"
+    held = "import sys, time; from ebbflow.infra.store import Store; from ebbflow.infra.launchers import claim_job;"
     held += "claim_job(Store.open(sys.argv[1]), 'mine', 'run'); time.sleep(600)"
     other = subprocess.Popen([sys.executable, "-c", held, folder.uri], cwd=Path(__file__).parents[1])
     try:
@@ -207,8 +207,8 @@ def test_a_second_interrupt_while_the_claim_is_released_ends_the_process(folder:
     """The handler runs in the thread that releases, and releases as well."""
     program = """
 import os, signal, sys
-from infra.launchers import claim_job
-from infra.store import Store
+from ebbflow.infra.launchers import claim_job
+from ebbflow.infra.store import Store
 claim = claim_job(Store.open(sys.argv[1]), "mine", "run")
 def leave(*_):
     claim.release()
@@ -353,7 +353,7 @@ def test_the_report_of_a_passed_preflight_and_no_plan_is_interrupted() -> None:
 
 
 def test_output_whose_reader_left_is_dropped_and_the_work_goes_on(tmp_path: Path) -> None:
-    program = "from infra.process import survive_lost_readers; survive_lost_readers(); import sys, time\n"
+    program = "from ebbflow.infra.process import survive_lost_readers; survive_lost_readers(); import sys, time\n"
     program += "for each in range(3): print('x' * 100000, flush=True)\nprint('done', file=sys.stderr)"
     reader, writer = os.pipe()
     os.close(reader)

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from infra.config.schema import RunConfig
-from infra.errors import StoreAway
-from infra.event_log import EventLog
-from infra.events import GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Origin
-from infra.layout import commit_key, job_prefix
-from infra.store import Store
-from infra.terms import Terms
-from training.checkpoint import reachable_commits, read_generation
-from training.checkpoint.generations import went_back_to
-from training.launch import GangSpec
-from training.launch.crash_loop import Failed, crash_loop
-from training.launch.leader import Leader
-from training.launch.verdict import Verdict
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import StoreAway
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Origin
+from ebbflow.infra.layout import commit_key, job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.infra.terms import Terms
+from ebbflow.training.checkpoint import reachable_commits, read_generation
+from ebbflow.training.checkpoint.generations import went_back_to
+from ebbflow.training.launch import GangSpec
+from ebbflow.training.launch.crash_loop import Failed, crash_loop
+from ebbflow.training.launch.leader import Leader
+from ebbflow.training.launch.verdict import Verdict
 
 A, B = "ValueError at model.py:12 in loss", "killed by SIGSEGV"
 

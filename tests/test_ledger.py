@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost.errors import LedgerError
-from cost.jobs.commands import HEADER, as_row, table_rows
-from cost.ledger.ledger import Ledger, fold, spent_usd
-from cost.ledger.timeline import paid_nodes
-from cost.money import apportion, rounded
-from cost.report.report import build_report
-from infra.events import NODE_ENDED, NODE_STARTED, PHASE, PLAN, STEP, Event
+from ebbflow.cost.errors import LedgerError
+from ebbflow.cost.jobs.commands import HEADER, as_row, table_rows
+from ebbflow.cost.ledger.ledger import Ledger, fold, spent_usd
+from ebbflow.cost.ledger.timeline import paid_nodes
+from ebbflow.cost.money import apportion, rounded
+from ebbflow.cost.report.report import build_report
+from ebbflow.infra.events import NODE_ENDED, NODE_STARTED, PHASE, PLAN, STEP, Event
 from tests.support.timelines import WALL, GangLog, faulty_jobs, plan_event, timelines
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost.ledger.ledger import Ledger, fold, spent_usd
-from infra.events import BATCH_ATTEMPT, NODE_STARTED, Event
+from ebbflow.cost.ledger.ledger import Ledger, fold, spent_usd
+from ebbflow.infra.events import BATCH_ATTEMPT, NODE_STARTED, Event
 from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
 
 MICRO = 1_000_000

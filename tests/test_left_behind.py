@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.attempts.past import check_left_behind, settle
-from flows.job import PROJECT_ROOT, Job
-from infra.config.schema import RunConfig
-from infra.events import BATCH_SUBMITTED, read_events
-from infra.preflight import PreflightContext
+from ebbflow.flows.attempts.past import check_left_behind, settle
+from ebbflow.flows.job import Job
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import BATCH_SUBMITTED, read_events
+from ebbflow.infra.preflight import PreflightContext
+from ebbflow.infra.program import PROJECT_ROOT
 from tests.support.batch.fixture import LocalBatch, local_batch
 from tests.support.flow import wait_until
 
@@ -27,7 +28,7 @@ QUEUE = "spot-g5"
 _SUBMITTER = """
 import time
 import boto3
-from flows.attempts.submitting import submission
+from ebbflow.flows.attempts.submitting import submission
 
 submission().listen()
 client = boto3.client("batch")

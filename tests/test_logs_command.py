@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.__main__ import main
-from infra.layout import job_prefix
-from infra.logs.line import LogLine, utc_text
-from infra.logs.reading import Wanted, read_logs, select
-from infra.store import Store
+from ebbflow.infra.__main__ import main
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.logs.line import LogLine, utc_text
+from ebbflow.infra.logs.reading import Wanted, read_logs, select
+from ebbflow.infra.store import Store
 from tests.support.rank_logs import three_ranks
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,21 +15,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.layout import job_prefix
-from infra.logs.line import LogLine, utc_text
-from infra.logs.reading import read_logs
-from infra.store import Store
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.logs.line import LogLine, utc_text
+from ebbflow.infra.logs.reading import read_logs
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch import GangSpec
+from ebbflow.training.launch.echo import Echo
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.shipping import LogShipper
+from ebbflow.training.launch.watch.heartbeat import Heartbeat
 from tests.support.exposition import values
 from tests.support.flow import ROOT, wait_until
 from tests.support.gangs import endless_gang, free_port
 from tests.support.gateway import SmallGateway
 from tests.support.swift import Swift
-from training.errors import GangError
-from training.launch import GangSpec
-from training.launch.echo import Echo
-from training.launch.local import LocalGang
-from training.launch.shipping import LogShipper
-from training.launch.watch.heartbeat import Heartbeat
 
 
 def gang_spec(folder: Path, **metrics: object) -> GangSpec:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cost.report.report import build_report
-from infra.events import COMMIT_FAILED, EVALUATION, PREPARED, Event
-from infra.metrics.board import Board
-from infra.metrics.catalogue import JOB_METRICS, NODE_METRICS, Kind
-from infra.metrics.job import job_page
+from ebbflow.cost.report.report import build_report
+from ebbflow.infra.events import COMMIT_FAILED, EVALUATION, PREPARED, Event
+from ebbflow.infra.metrics.board import Board
+from ebbflow.infra.metrics.catalogue import JOB_METRICS, NODE_METRICS, Kind
+from ebbflow.infra.metrics.job import job_page
 from tests.support.exposition import PROMTOOL, lint, parse, values
 from tests.support.timelines import GangLog, event, plan_event
 

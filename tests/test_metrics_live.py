@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from infra.config.schema import RunConfig
-from infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP
-from infra.layout import commit_key
-from infra.metrics.board import Board
-from infra.metrics.catalogue import NODE_METRICS
-from infra.metrics.push import Group, Pusher, delete_group
-from infra.terms import Terms
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP
+from ebbflow.infra.layout import commit_key
+from ebbflow.infra.metrics.board import Board
+from ebbflow.infra.metrics.catalogue import NODE_METRICS
+from ebbflow.infra.metrics.push import Group, Pusher, delete_group
+from ebbflow.infra.terms import Terms
+from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.metrics import live_metrics
 from tests.support.exposition import PROMTOOL, lint, parse, values
 from tests.support.flow import wait_until
 from tests.support.gangs import free_port
 from tests.support.gateway import BINARY, SmallGateway, running_gateway
-from training.launch.spec import WorkerSpec
-from training.launch.watch.heartbeat import Heartbeat
-from training.metrics import live_metrics
 
 Emit = Callable[..., Any]
 NODE_0_ONLY = "node 0 only"

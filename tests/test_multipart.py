@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 from awscrt.checksums import crc64nvme
 
-from infra.errors import ObjectNotFound, StoreAway, StoreForbidden, StoreFull
-from infra.multipart import Bucket, FolderSink, Throttle, open_sink
-from infra.multipart.account import Account
-from infra.multipart.signing import encoded_query, signed_headers
-from infra.multipart.watch import Watch
-from training.checkpoint.checksum import CHUNK_BYTES, digits
-from training.checkpoint.deadline import Deadline
-from training.checkpoint.parts import PartSettings, PartUploader
-from training.errors import CheckpointError
+from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreForbidden, StoreFull
+from ebbflow.infra.multipart import Bucket, FolderSink, Throttle, open_sink
+from ebbflow.infra.multipart.account import Account
+from ebbflow.infra.multipart.signing import encoded_query, signed_headers
+from ebbflow.infra.multipart.watch import Watch
+from ebbflow.training.checkpoint.checksum import CHUNK_BYTES, digits
+from ebbflow.training.checkpoint.deadline import Deadline
+from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
+from ebbflow.training.errors import CheckpointError
 
 MIB = 2**20
 Reply = tuple[int, dict[str, str], bytes]

@@ -12,19 +12,28 @@ from typing import Any
 
 import pytest
 
-from cost.ledger.ledger import fold
-from infra.events import GENERATION_ENDED, NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, NOTICE, STEP, Event, read_events
-from infra.layout import job_prefix
-from infra.store import Store
+from ebbflow.cost.ledger.ledger import fold
+from ebbflow.infra.events import (
+    GENERATION_ENDED,
+    NODE_ENDED,
+    NODE_HEARTBEAT,
+    NODE_STARTED,
+    NOTICE,
+    STEP,
+    Event,
+    read_events,
+)
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch import GangSpec
+from ebbflow.training.launch.control import CAUSES, Order
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.member import Member
+from ebbflow.training.launch.peers import Lead
+from ebbflow.training.launch.ports import control_ports
 from tests.support.flow import wait_until
 from tests.support.gangs import KNOWN, SECRET, endless_gang
-from training.errors import GangError
-from training.launch import GangSpec
-from training.launch.control import CAUSES, Order
-from training.launch.local import LocalGang
-from training.launch.member import Member
-from training.launch.peers import Lead
-from training.launch.ports import control_ports
 
 NOTICE_STANDS = Order(seconds=600.0, cause=CAUSES[2], node=1)
 

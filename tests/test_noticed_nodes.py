@@ -12,24 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from cost.report.report import build_report
-from infra.events import FAULT_DETECTED, GENERATION_ENDED, GENERATION_STARTED, STEP, read_events
-from infra.layout import job_prefix
-from infra.notices import rehearse_notice
-from infra.store import Store
-from infra.terms import Terms
+from ebbflow.cost.report.report import build_report
+from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, GENERATION_STARTED, STEP, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.notices import rehearse_notice
+from ebbflow.infra.store import Store
+from ebbflow.infra.terms import Terms
+from ebbflow.training.checkpoint import reachable_commits
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch import GangSpec
+from ebbflow.training.launch.control import CAUSES, Order
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.member import Member
+from ebbflow.training.launch.peers import Lead
+from ebbflow.training.launch.ports import control_ports
+from ebbflow.training.launch.verdict import Start
+from ebbflow.training.launch.watch import WorkerFailure
 from tests.support.flow import wait_until
 from tests.support.gangs import KNOWN, SECRET, endless_gang
-from training.checkpoint import reachable_commits
-from training.errors import GangError
-from training.launch import GangSpec
-from training.launch.control import CAUSES, Order
-from training.launch.local import LocalGang
-from training.launch.member import Member
-from training.launch.peers import Lead
-from training.launch.ports import control_ports
-from training.launch.verdict import Start
-from training.launch.watch import WorkerFailure
 
 
 def test_on_a_machine_that_is_going_away_no_rank_is_started(tmp_path: Path) -> None:

@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.imds import FakeMetadata
-from infra.metadata import MetadataService
-from infra.notices import MetadataSource, MetaflowSource, Notice, RehearsalSource, Source, Watcher, rehearse_notice
-from infra.notices import watcher as watcher_module
+from ebbflow.infra.metadata import MetadataService
+from ebbflow.infra.notices import (
+    MetadataSource,
+    MetaflowSource,
+    Notice,
+    RehearsalSource,
+    Source,
+    Watcher,
+    rehearse_notice,
+)
+from ebbflow.infra.notices import watcher as watcher_module
 from tests.support.flow import wait_until
 
 SOON = 0.05

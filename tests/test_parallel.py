@@ -10,16 +10,16 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from infra.config.schema import ModelConfig, RunConfig, SchedulerConfig, TrainingConfig
-from infra.model_shape import causal_lm_shape
+from ebbflow.infra.config.schema import ModelConfig, RunConfig, SchedulerConfig, TrainingConfig
+from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.training.errors import WorkloadError
+from ebbflow.training.optimizer import make_optimizer, scale_and_clip
+from ebbflow.training.schedule import learning_rate
+from ebbflow.training.weights.digest import weights_sha256
+from ebbflow.training.weights.load import initialise
+from ebbflow.training.workloads.language_model import CausalLM
 from tests.support.gangs import run_ranks
 from tests.support.spread_rank import ARRANGEMENTS
-from training.errors import WorkloadError
-from training.optimizer import make_optimizer, scale_and_clip
-from training.schedule import learning_rate
-from training.weights.digest import weights_sha256
-from training.weights.load import initialise
-from training.workloads.language_model import CausalLM
 
 MODELS = [
     ModelConfig(hidden_size=32, num_layers=2, num_heads=4, sequence_length=16),

@@ -12,19 +12,20 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from infra.config.schema import DataConfig, DdpConfig, FsdpConfig, ModelConfig, ParallelConfig, RunConfig
-from infra.config.schema import TrainingConfig as Training
-from infra.outcome import Outcome
-from infra.store import Store
+from ebbflow.infra.config.schema import DataConfig, DdpConfig, FsdpConfig, ModelConfig, ParallelConfig, RunConfig
+from ebbflow.infra.config.schema import TrainingConfig as Training
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
+from ebbflow.training.data import prepare_tokens
+from ebbflow.training.errors import ParallelError
+from ebbflow.training.gang import Gang
+from ebbflow.training.parallel import find_refusals, spread_model
+from ebbflow.training.parallel.refusals import Place
 from tests.support.checks import failed, passed
 from tests.support.curves import TEXT
-from tests.support.gangs import PROJECT_ROOT, run_ranks, train_gang
+from tests.support.gangs import run_ranks, train_gang
 from tests.support.spread_rank import ModelOnly
-from training.data import prepare_tokens
-from training.errors import ParallelError
-from training.gang import Gang
-from training.parallel import find_refusals, spread_model
-from training.parallel.refusals import Place
 
 MODEL = ModelConfig(hidden_size=32, num_layers=2, num_heads=2, sequence_length=32)
 STEPS = 12
@@ -154,7 +155,7 @@ def test_replicas_that_go_on_add_up_in_the_same_order() -> None:
 
 
 def test_recomputing_saves_memory_and_changes_no_gradient() -> None:
-    """Against what `infra.footprint` tells the planner; logits, which are kept in any case, apart."""
+    """Against what `ebbflow.infra.footprint` tells the planner; logits, which are kept in any case, apart."""
     live, gradients = {}, {}
     for recompute in ("none", "selective", "full"):
         config = make_config(parallel={"recompute": recompute})

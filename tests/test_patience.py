@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from infra.config.schema import RunConfig
-from infra.errors import StoreAway, StoreMisconfigured
-from infra.outcome import Outcome
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import StoreAway, StoreMisconfigured
+from ebbflow.infra.outcome import Outcome
+from ebbflow.training.launch import leader as leader_module
+from ebbflow.training.launch.channel import Connection
+from ebbflow.training.launch.leading import Leading
+from ebbflow.training.launch.member import Member
+from ebbflow.training.launch.own_node import OwnNode
+from ebbflow.training.launch.ports import control_ports
+from ebbflow.training.launch.spec import GangOutcome, GangSpec
+from ebbflow.training.launch.verdict import Verdict
 from tests.support.flow import wait_until
-from training.launch import leader as leader_module
-from training.launch.channel import Connection
-from training.launch.leading import Leading
-from training.launch.member import Member
-from training.launch.own_node import OwnNode
-from training.launch.ports import control_ports
-from training.launch.spec import GangOutcome, GangSpec
-from training.launch.verdict import Verdict
 
 DONE = Verdict(outcome=GangOutcome(outcome=Outcome.COMPLETED, step=1, generation=1), reason=Outcome.COMPLETED)
 FAILED = Verdict(culprit="rank 0: ValueError: x", reason="rank_failed", fingerprint="x", again=True)

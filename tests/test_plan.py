@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from cost.catalogue import Catalogue, load_catalogue
-from cost.errors import PlanError
-from cost.plan.expect import DETECT_SECONDS
-from cost.plan.plan import Plan, make_plan
-from cost.plan.plan_text import render_plan
-from cost.plan.pools import Candidate
-from infra.config.schema import RunConfig
-from infra.outcome import Outcome
+from ebbflow.cost.catalogue import Catalogue, load_catalogue
+from ebbflow.cost.errors import PlanError
+from ebbflow.cost.plan.expect import DETECT_SECONDS
+from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.cost.plan.plan_text import render_plan
+from ebbflow.cost.plan.pools import Candidate
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.outcome import Outcome
 
 ROOT = Path(__file__).parents[1]
 NOW = 1_790_000_000.0
@@ -184,7 +184,7 @@ def test_a_deadline_and_a_budget_that_bind_together_are_told_together():
 def test_queues_in_a_region_without_a_price_need_a_price_and_no_other_model():
     sections = {"cluster": {"backend": "batch", "instance_types": ["g5.xlarge"]}, "batch": {"region": "eu-west-1"}}
     hint = plan(store="s3://bucket/x", cost={"regions": ["eu-west-1"]}, **sections).refusal.hint
-    assert hint == "run python -m cost catalogue refresh --regions eu-west-1"
+    assert hint == "run ebbflow catalogue refresh --regions eu-west-1"
 
 
 def test_nothing_that_fits_is_refused_with_the_nearest_miss_and_a_hint_that_helps():

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from cost.errors import ReportError
-from cost.experience import EVIDENCE_WORTH, Experience, JobExperience, Stay, experience_of, recall, remember
-from cost.plan.outlook import WAIT_HOURS, Case, chances
-from cost.plan.plan import KEPT_POOLS, Plan, make_plan
-from cost.plan.plan_text import render_plan
-from cost.plan.pools import progress_of
-from cost.prices.history import SpotRecord
-from cost.rates import load_rates
-from cost.tracker import get_accumulated_cost, get_cheapest_suitable_instance
-from infra.config.schema import RunConfig
-from infra.events import FAULT_INJECTED, NODE_STARTED, NOTICE, PLAN, Event
-from infra.model_shape import causal_lm_shape
-from infra.reliability import GammaHazard
-from infra.store import Store
+from ebbflow.cost.errors import ReportError
+from ebbflow.cost.experience import EVIDENCE_WORTH, Experience, JobExperience, Stay, experience_of, recall, remember
+from ebbflow.cost.plan.outlook import WAIT_HOURS, Case, chances
+from ebbflow.cost.plan.plan import KEPT_POOLS, Plan, make_plan
+from ebbflow.cost.plan.plan_text import render_plan
+from ebbflow.cost.plan.pools import progress_of
+from ebbflow.cost.prices.history import SpotRecord
+from ebbflow.cost.rates import load_rates
+from ebbflow.cost.tracker import get_accumulated_cost, get_cheapest_suitable_instance
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import FAULT_INJECTED, NODE_STARTED, NOTICE, PLAN, Event
+from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.reliability import GammaHazard
+from ebbflow.infra.store import Store
 from tests.support.timelines import WALL, GangLog, event
 
 STEPS = 100_000

@@ -7,11 +7,11 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cost.policy.adaptive import Adaptive
-from cost.policy.baselines import Greedy, UniformProgress
-from cost.policy.interface import Action, Policy, State
-from cost.policy.safety_net import SafetyNet
-from cost.policy.slack_value import (
+from ebbflow.cost.policy.adaptive import Adaptive
+from ebbflow.cost.policy.baselines import Greedy, UniformProgress
+from ebbflow.cost.policy.interface import Action, Policy, State
+from ebbflow.cost.policy.safety_net import SafetyNet
+from ebbflow.cost.policy.slack_value import (
     FRESH_END_PER_HOUR,
     FRESH_SETTLE_PER_HOUR,
     PRIOR,
@@ -22,8 +22,8 @@ from cost.policy.slack_value import (
     Spells,
     solve,
 )
-from cost.simulate.simulator import ENACTABLE, PUBLISHED, Job, simulate
-from cost.simulate.world import Distances, World
+from ebbflow.cost.simulate.simulator import ENACTABLE, PUBLISHED, Job, simulate
+from ebbflow.cost.simulate.world import Distances, World
 
 TICK = 0.1
 

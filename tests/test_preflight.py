@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from infra.config import RunConfig
-from infra.preflight import Check, Finding, PreflightContext, Result, blocking, render_results, run_checks
+from ebbflow.infra.config import RunConfig
+from ebbflow.infra.preflight import Check, Finding, PreflightContext, Result, blocking, render_results, run_checks
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = PreflightContext(config=RunConfig(), project_root=ROOT)
@@ -171,7 +171,7 @@ def test_the_command_exits_2_for_a_configuration_that_cannot_be_used(tmp_path: P
 
 def test_the_quick_tier_imports_nothing_heavy() -> None:
     code = (
-        "import sys, infra.__main__ as command; command.main(['preflight', '--quick'])\n"
+        "import sys, ebbflow.infra.__main__ as command; command.main(['preflight', '--quick'])\n"
         "print([name for name in ('torch', 'pandas', 'metaflow', 'boto3') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

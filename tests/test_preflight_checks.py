@@ -18,15 +18,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.checks.advice import ADVICE
-from infra.config import RunConfig
-from infra.footprint import commit_bytes, size_text, staging_bytes
-from infra.preflight import blocking, render_checks
-from infra.requirements import REQUIREMENTS
+from ebbflow.infra.checks.advice import ADVICE
+from ebbflow.infra.config import RunConfig
+from ebbflow.infra.footprint import commit_bytes, size_text, staging_bytes
+from ebbflow.infra.preflight import blocking, render_checks
+from ebbflow.infra.requirements import REQUIREMENTS
+from ebbflow.training.assembly import retention_policy
+from ebbflow.training.checkpoint.retention.policy import Kept, choose
+from ebbflow.training.checks import commits_room
 from tests.support.checks import ALL_CHECKS, CHECKS, ROOT, failed, passed, skipped
-from training.assembly import retention_policy
-from training.checkpoint.retention.policy import Kept, choose
-from training.checks import commits_room
 
 HUGE = {"hidden_size": 65536, "num_layers": 100, "num_heads": 64}
 
@@ -183,10 +183,11 @@ def test_a_small_dev_shm_stops_no_run_since_slabs_are_memory() -> None:
         pytest.skip("skipped, because this system gives tests no mount namespace")
     assert staging_bytes(RunConfig()) > 4 << 20
     code = (
-        "import mmap, os; from infra.config import RunConfig; from infra.footprint import staging_bytes\n"
+        "import mmap, os\nfrom ebbflow.infra.config import RunConfig\n"
+        "from ebbflow.infra.footprint import staging_bytes\n"
         "slab = os.memfd_create('slab'); size = staging_bytes(RunConfig()); os.ftruncate(slab, size)\n"
         "mapping = mmap.mmap(slab, size); mapping[:] = bytes(size)\n"
-        "import sys, infra.__main__ as command; sys.exit(command.main(['preflight', '--quick', '--json']))"
+        "import sys, ebbflow.infra.__main__ as command; sys.exit(command.main(['preflight', '--quick', '--json']))"
     )
     command = f"{small} && exec {shlex.quote(sys.executable)} -c {shlex.quote(code)}"
     done = subprocess.run([unshare, "-rm", "sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -284,7 +285,7 @@ def test_budget_and_deadline() -> None:
 
 def test_the_documentation_lists_every_check_trouble_and_variable() -> None:
     page = (ROOT / "docs" / "preflight.md").read_text()
-    assert render_checks(ALL_CHECKS) in page, "paste what `python -m infra preflight --list` prints"
+    assert render_checks(ALL_CHECKS) in page, "paste what `ebbflow preflight --list` prints"
     troubles = re.findall(r"^\| ([A-J][0-9]{2}) \| ", page, re.MULTILINE)
     assert troubles == sorted({symptom for check in ALL_CHECKS for symptom in check.symptoms})
     for advice in ADVICE:

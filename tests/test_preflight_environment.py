@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos.imds import INTERRUPTION_PATH, FakeMetadata
-from infra.checks.gpu import has_kernels_for, may_have_gpus, try_gpus
-from infra.preflight import blocking
+from ebbflow.infra.checks.gpu import has_kernels_for, may_have_gpus, try_gpus
+from ebbflow.infra.preflight import blocking
 from tests.support.checks import failed, passed, skipped
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,7 +133,7 @@ def test_a_debugging_level_that_crashes_ddp_is_refused(monkeypatch: pytest.Monke
 
 
 def test_advice_looks_at_values_and_at_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("infra.checks.devices.RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr("ebbflow.infra.checks.devices.RDMA_DEVICES", tmp_path)
     for variable, value in {
         "TORCH_DISTRIBUTED_DEBUG": "INFO",
         "CUDA_LAUNCH_BLOCKING": "0",
@@ -275,7 +275,7 @@ def test_a_gpu_that_does_not_work_is_refused_with_the_words_of_torch(gpu: FakeGp
 def test_a_node_that_was_chosen_for_its_gpus_and_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("glob.glob", lambda pattern: [])
-    finding, gpus = try_gpus(tmp_path, promised=8)
+    finding, gpus = try_gpus(promised=8)
     assert finding.status == "failed" and gpus == 0
     assert "no nvidia-smi here, and this node was chosen for its GPUs (8 per node)" in finding.detail
     assert "--gpus all" in str(finding.fix)

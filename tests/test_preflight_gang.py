@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from infra.preflight import blocking
+from ebbflow.infra.preflight import blocking
 from tests.support.checks import failed, passed, skipped
 
 
@@ -72,7 +72,7 @@ def test_ranks_that_share_a_core_are_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_locked_memory_matters_where_there_is_an_rdma_device(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr("infra.checks.devices.RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr("ebbflow.infra.checks.devices.RDMA_DEVICES", tmp_path)
     skipped("locked-memory")
     (tmp_path / "efa_0").mkdir()
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (65536, 65536))

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from cost.catalogue import Catalogue, load_catalogue
-from cost.ledger.ledger import fold
-from cost.plan.plan import Plan, make_plan
-from cost.plan.plan_text import render_plan
-from cost.prices.source import open_prices
-from cost.report.figures import key_figures, trust_lines
-from cost.report.report import build_report
-from infra.config.schema import RunConfig
-from infra.events import PLAN
+from ebbflow.cost.catalogue import Catalogue, load_catalogue
+from ebbflow.cost.ledger.ledger import fold
+from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.cost.plan.plan_text import render_plan
+from ebbflow.cost.prices.source import open_prices
+from ebbflow.cost.report.figures import key_figures, trust_lines
+from ebbflow.cost.report.report import build_report
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import PLAN
 from tests.support.timelines import GangLog, event
 
 SYNTHETIC = Path(__file__).with_name("prices") / "synthetic.json"
@@ -168,8 +168,7 @@ def test_the_static_table_says_its_age_and_offers_no_price_of_another_region():
     refused = planned(config)
     assert not refused.ranked and "no spot price" in refused.refusal.message
     assert refused.refusal.hint == (
-        "run python -m cost catalogue refresh --regions us-west-2, set cost.prices to live, or add us-east-1 to "
-        "cost.regions"
+        "run ebbflow catalogue refresh --regions us-west-2, set cost.prices to live, or add us-east-1 to cost.regions"
     )
     both = planned(configuration({"prices": "static", "regions": ["us-east-1", "us-west-2"]}))
     assert {c.region for c in both.ranked} == {"us-east-1"}

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost.catalogue import load_catalogue
-from cost.checks import CHECKS
-from cost.errors import PriceError
-from cost.prices.history import SpotRecord, prices_at
-from cost.prices.quote import Quote, age_text, is_zone_of
-from cost.prices.recorded import RecordedPrices, Recording, read_recording, write_recording
-from infra.config.schema import RunConfig
-from infra.preflight import PreflightContext, Result, run_checks
+from ebbflow.cost.catalogue import load_catalogue
+from ebbflow.cost.checks import CHECKS
+from ebbflow.cost.errors import PriceError
+from ebbflow.cost.prices.history import SpotRecord, prices_at
+from ebbflow.cost.prices.quote import Quote, age_text, is_zone_of
+from ebbflow.cost.prices.recorded import RecordedPrices, Recording, read_recording, write_recording
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.preflight import PreflightContext, Result, run_checks
 
 ROOT = Path(__file__).parents[1]
 SYNTHETIC = Path("tests/prices/synthetic.json")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.launcher import words_in_order
+from ebbflow.flows.launcher import words_in_order
 from tests.support.flow import FLOW, ROOT
 
 _DOORS = {
@@ -51,14 +51,14 @@ def test_a_missing_package_is_one_line_with_the_fix(door: str) -> None:
 
 
 def test_another_error_keeps_its_traceback() -> None:
-    program = "from infra.program import begin_program; begin_program(); import no_such_module"
+    program = "from ebbflow.infra.program import begin_program; begin_program(); import no_such_module"
     done = run(sys.executable, "-c", program)
     assert done.returncode == 1 and "Traceback" in done.stderr and "no_such_module" in done.stderr
 
 
 def test_the_environment_of_make_finds_the_project_from_any_directory(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
-    assert run(sys.executable, "-m", "venv", "--without-pip", str(venv)).returncode == 0
+    assert run(sys.executable, "-m", "venv", str(venv)).returncode == 0
     made = run("make", "-C", str(ROOT), f"VENV={venv}", f"{venv}/project.stamp")
     assert made.returncode == 0, made.stderr
     for room in ("infra", "cost", "training"):
@@ -74,7 +74,7 @@ def test_a_plan_is_readable_on_an_ascii_terminal() -> None:
 
 
 def test_what_no_encoding_has_is_printed_as_its_escape() -> None:
-    program = r"from infra.program import begin_program; begin_program(); print('│ 2 × é 日 \udc80')"
+    program = r"from ebbflow.infra.program import begin_program; begin_program(); print('│ 2 × é 日 \udc80')"
     ascii_only = run(sys.executable, "-c", program, PYTHONIOENCODING="ascii")
     assert ascii_only.stdout == "| 2 x \\xe9 \\u65e5 \\udc80\n", ascii_only.stderr
     utf8 = run(sys.executable, "-c", program, PYTHONIOENCODING="utf-8")
@@ -122,7 +122,7 @@ def test_records_of_a_read_only_project_are_the_users_own(tmp_path: Path) -> Non
     project = tmp_path / "project"
     project.mkdir()
     program = (
-        "import pathlib, sys; from infra.known_jobs import *; project = pathlib.Path(sys.argv[1])\n"
+        "import pathlib, sys; from ebbflow.infra.known_jobs import *; project = pathlib.Path(sys.argv[1])\n"
         "print(runs_folder(project)); print(records_root(project, METAFLOW_FOLDER))"
     )
     command = (sys.executable, "-c", program, str(project))

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from cost.errors import BillError
-from cost.reconcile.bill import read_bill
-from cost.reconcile.commands import render
-from cost.reconcile.comparison import Reconciliation, compare, explain
-from infra.events import Event
-from infra.layout import event_key
-from infra.store import Store
+from ebbflow.cost.errors import BillError
+from ebbflow.cost.reconcile.bill import read_bill
+from ebbflow.cost.reconcile.commands import render
+from ebbflow.cost.reconcile.comparison import Reconciliation, compare, explain
+from ebbflow.infra.events import Event
+from ebbflow.infra.layout import event_key
+from ebbflow.infra.store import Store
 from tests.support.bills import Instance, rows_of, storage_row, total_usd, write_report
 from tests.support.timelines import WALL, GangLog, plan_event, prices_event
 

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from cost.report.report import build_report
-from infra.config.schema import RunConfig
-from infra.events import GENERATION_ENDED, GENERATION_STARTED, NODE_STARTED, OUTCOME, read_events
-from infra.layout import job_prefix
-from infra.process import children
-from infra.store import Store
-from infra.terms import Terms
+from ebbflow.cost.report.report import build_report
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import GENERATION_ENDED, GENERATION_STARTED, NODE_STARTED, OUTCOME, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.process import children
+from ebbflow.infra.store import Store
+from ebbflow.infra.terms import Terms
+from ebbflow.training.checkpoint import reachable_commits
+from ebbflow.training.errors import GangError
+from ebbflow.training.gang import Gang
+from ebbflow.training.launch import GangSpec
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.workloads.loader import prepare_data, workload_context
 from tests.support.crashing import CRASHES_AT_STEP
 from tests.support.flow import wait_until
 from tests.support.gangs import endless_gang
-from training.checkpoint import reachable_commits
-from training.errors import GangError
-from training.gang import Gang
-from training.launch import GangSpec
-from training.launch.local import LocalGang
-from training.workloads.loader import prepare_data, workload_context
 
 # Of the message: what stands before and after each number.
 MONEY = (("$", " at the planned price"), ("which cost ", " rank-seconds"))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.events import FAULT_DETECTED, FAULT_INJECTED, read_events
-from infra.layout import job_prefix
-from infra.store import Store
+from ebbflow.infra.events import FAULT_DETECTED, FAULT_INJECTED, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import reachable_commits
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.rehearse import KINDS, Fault, RehearsalError
 from tests.support.flow import wait_until
 from tests.support.gangs import endless_gang
-from training.checkpoint import reachable_commits
-from training.launch.local import LocalGang
-from training.rehearse import KINDS, Fault, RehearsalError
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,13 @@ import random
 
 import pytest
 
-from infra.reliability import GammaHazard, PlannedHazard, daly_interval_seconds, expected_loss, young_interval_seconds
+from ebbflow.infra.reliability import (
+    GammaHazard,
+    PlannedHazard,
+    daly_interval_seconds,
+    expected_loss,
+    young_interval_seconds,
+)
 
 
 def time_lost(interval: float, save: float, mean: float, *, work: float, seed: int) -> float:

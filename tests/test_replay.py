@@ -7,10 +7,10 @@ from decimal import Decimal
 
 import pytest
 
-from cost.errors import ReplayError
-from cost.ledger.ledger import fold
-from cost.replay import render, replay
-from infra.events import Event
+from ebbflow.cost.errors import ReplayError
+from ebbflow.cost.ledger.ledger import fold
+from ebbflow.cost.replay import render, replay
+from ebbflow.infra.events import Event
 from tests.support.timelines import GangLog, plan_event, prices_event
 
 

@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from cost.errors import ReportError
-from cost.plan.plan import make_plan
-from cost.report.figures import key_figures, ledger_rows, usd
-from cost.report.frames import events_frame, ledger_frame, loss_frame
-from cost.report.render_html import render as render_html
-from cost.report.render_text import render as render_text
-from cost.report.report import RunReport, build_report
-from infra.config.schema import RunConfig
-from infra.event_log import EventLog
-from infra.events import (
+from ebbflow.cost.errors import ReportError
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.cost.report.figures import key_figures, ledger_rows, usd
+from ebbflow.cost.report.frames import events_frame, ledger_frame, loss_frame
+from ebbflow.cost.report.render_html import render as render_html
+from ebbflow.cost.report.render_text import render as render_text
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import (
     EVALUATION,
     FAULT_DETECTED,
     OUTCOME,
@@ -35,9 +35,9 @@ from infra.events import (
     Event,
     Origin,
 )
-from infra.layout import job_prefix
-from infra.outcome import Outcome
-from infra.store import Store
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
 from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
 
 ROOT = Path(__file__).parents[1]
@@ -274,7 +274,7 @@ def test_frames_hold_the_same_numbers():
 
 
 def test_importing_the_report_imports_neither_pandas_nor_torch():
-    modules = "cost.report.render_html, cost.report.frames"
+    modules = "ebbflow.cost.report.render_html, ebbflow.cost.report.frames"
     code = f"import sys, {modules}; print({{'pandas', 'torch', 'metaflow'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr

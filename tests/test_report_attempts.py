@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from cost.capacity import as_placed, history_of, place
-from cost.report.attempts import attempt_rows, place_rows
-from cost.report.figures import price_text, trust_lines
-from cost.report.render_html import render as render_html
-from cost.report.render_text import render as render_text
-from cost.report.report import RunReport, build_report
-from flows import cards
-from infra.events import BATCH_SUBMITTED, PLAN, PREFLIGHT
+from ebbflow.cost.capacity import as_placed, history_of, place
+from ebbflow.cost.report.attempts import attempt_rows, place_rows
+from ebbflow.cost.report.figures import price_text, trust_lines
+from ebbflow.cost.report.render_html import render as render_html
+from ebbflow.cost.report.render_text import render as render_text
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.flows import cards
+from ebbflow.infra.events import BATCH_SUBMITTED, PLAN, PREFLIGHT
 from tests.support.browser import cut_off
 from tests.support.capacity import BOTH, JobLog, batch_config, planned
 from tests.support.timelines import WALL, GangLog, event

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from cost.plan.plan import Plan, make_plan
-from cost.report.figures import comparison_rows, generation_rows, key_figures
-from cost.report.next_step import resume_line
-from cost.report.render_html import render as render_html
-from cost.report.render_text import render as render_text
-from cost.report.report import RunReport, build_report
-from infra.config.load import load_config
-from infra.config.schema import RunConfig
-from infra.events import EVALUATION, PEAK, PLAN, STEP, EndReason, Event
-from infra.outcome import Outcome
+from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.cost.report.figures import comparison_rows, generation_rows, key_figures
+from ebbflow.cost.report.next_step import resume_line
+from ebbflow.cost.report.render_html import render as render_html
+from ebbflow.cost.report.render_text import render as render_text
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.infra.config.load import load_config
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import EVALUATION, PEAK, PLAN, STEP, EndReason, Event
+from ebbflow.infra.outcome import Outcome
 from tests.support.timelines import WALL, GangLog, event, plan_event
 from tests.test_report import interrupted_job
 

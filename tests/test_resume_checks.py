@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from flows.options import PROJECT_ROOT
-from infra.config.load import load_config
-from infra.event_log import EventLog
-from infra.events import PREFLIGHT, Origin
-from infra.known_jobs import NOTE, KnownJob
-from infra.layout import job_prefix
-from infra.store import Store
+from ebbflow.infra.config.load import load_config
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import PREFLIGHT, Origin
+from ebbflow.infra.known_jobs import NOTE, KnownJob
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
 
 CONFIG = "configs/laptop.yaml"
 

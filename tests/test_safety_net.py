@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cost.policy import policies
-from cost.policy.interface import Action, Run, State, Wait
-from cost.policy.safety_net import SafetyNet
-from cost.simulate.simulator import RULES, Job, Reality, first_state, run_job, simulate
-from cost.simulate.world import Distances, World
+from ebbflow.cost.policy import policies
+from ebbflow.cost.policy.interface import Action, Run, State, Wait
+from ebbflow.cost.policy.safety_net import SafetyNet
+from ebbflow.cost.simulate.simulator import RULES, Job, Reality, first_state, run_job, simulate
+from ebbflow.cost.simulate.world import Distances, World
 
 RUNS = st.lists(st.tuples(st.booleans(), st.integers(1, 25)), min_size=3, max_size=12)
 

@@ -14,31 +14,31 @@ from typing import Any
 
 import pytest
 
-from cost.ledger.ledger import Ledger, LedgerLine
-from cost.report.figures import key_figures
-from cost.report.render_html import render as render_html
-from cost.report.render_text import render as render_text
-from cost.report.report import build_report
-from cost.report.saves import save_figures
-from infra.config.schema import RunConfig
-from infra.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL
-from infra.ledger_classes import LedgerClass
-from infra.outcome import Outcome
-from infra.reliability import GammaHazard
+from ebbflow.cost.ledger.ledger import Ledger, LedgerLine
+from ebbflow.cost.report.figures import key_figures
+from ebbflow.cost.report.render_html import render as render_html
+from ebbflow.cost.report.render_text import render as render_text
+from ebbflow.cost.report.report import build_report
+from ebbflow.cost.report.saves import save_figures
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL
+from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.reliability import GammaHazard
+from ebbflow.training.cadence import Cadence
+from ebbflow.training.clock import Clock
+from ebbflow.training.errors import CheckpointError
+from ebbflow.training.gang import Gang
+from ebbflow.training.guards.guards import Guards
+from ebbflow.training.launch.control import CAUSES, Control, Order
+from ebbflow.training.limits import Limits, Stop
+from ebbflow.training.position import Position
+from ebbflow.training.pulse import Pulse, Row
+from ebbflow.training.rehearse import Fault
+from ebbflow.training.reporter import Reporter
+from ebbflow.training.trainer import Rehearsal, Trainer
 from tests.support.flow import wait_until
 from tests.support.timelines import GangLog, event, plan_event
-from training.cadence import Cadence
-from training.clock import Clock
-from training.errors import CheckpointError
-from training.gang import Gang
-from training.guards.guards import Guards
-from training.launch.control import CAUSES, Control, Order
-from training.limits import Limits, Stop
-from training.position import Position
-from training.pulse import Pulse, Row
-from training.rehearse import Fault
-from training.reporter import Reporter
-from training.trainer import Rehearsal, Trainer
 
 
 def test_predicted_and_actual_loss_stand_side_by_side() -> None:
@@ -241,7 +241,7 @@ def test_leaving_goes_on_without_the_last_save_but_a_finished_job_does_not() -> 
 
 def test_a_cap_says_nothing_of_a_save_that_is_spared_no_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Row] = []
-    monkeypatch.setattr("training.trainer.exchange", lambda gang, row: rows.append(row) or Pulse([row]))
+    monkeypatch.setattr("ebbflow.training.trainer.exchange", lambda gang, row: rows.append(row) or Pulse([row]))
     for cap in (None, 0.5):
         saver = Saver()
         saver.expected_seconds = 40.0

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cost.__main__ import main
-from cost.errors import SimulationError, TraceError
-from cost.policy.interface import Action, Run, State, Wait
-from cost.simulate.optimum import optimum_usd
-from cost.simulate.simulator import (
+from ebbflow.cost.__main__ import main
+from ebbflow.cost.errors import SimulationError, TraceError
+from ebbflow.cost.policy.interface import Action, Run, State, Wait
+from ebbflow.cost.simulate.optimum import optimum_usd
+from ebbflow.cost.simulate.simulator import (
     ENACTABLE,
     PUBLISHED,
     SEES_ALL,
@@ -26,7 +26,7 @@ from cost.simulate.simulator import (
     Rules,
     simulate,
 )
-from cost.simulate.world import Distances, Trace, World, read_trace, world_of, world_of_events
+from ebbflow.cost.simulate.world import Distances, Trace, World, read_trace, world_of, world_of_events
 
 # Read here: tests run without variables of ours.
 PER_SECOND = Rules("per second, sees all", Information.ALL, Billing.PER_SECOND, 0, None)

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.events import read_events
-from infra.layout import check_job_name
-from infra.store import Store
-from tests.support.gangs import PROJECT_ROOT, free_port, run_ranks
+from ebbflow.infra.events import read_events
+from ebbflow.infra.layout import check_job_name
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
+from ebbflow.training.standalone import default_job_name
+from tests.support.gangs import free_port, run_ranks
 from tests.support.tied_rank import STEP_DEADLINE_SECONDS
-from training.standalone import default_job_name
 
 STEPS = 200
 SETTINGS = {

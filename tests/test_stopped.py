@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from flows.gang import end_stopped_tasks
-from flows.supervising import child as child_module
-from flows.supervising.child import Child
-from infra.process import StoppedProcesses, children
+from ebbflow.flows.gang import end_stopped_tasks
+from ebbflow.flows.supervising import child as child_module
+from ebbflow.flows.supervising.child import Child
+from ebbflow.infra.process import StoppedProcesses, children
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.training.launch.own_node import LoopWatchdog
 from tests.support.flow import wait_until
-from tests.support.gangs import PROJECT_ROOT
-from training.launch.own_node import LoopWatchdog
 
 SAY_MUCH = """
 import sys
-from training.launch.echo import flush, say
+from ebbflow.training.launch.echo import flush, say
 for number in range(25_000):  # 1.3 MB
     say(f"line {number:06} " + "x" * 40)
 open(sys.argv[1], "w").close()
@@ -36,7 +36,7 @@ say("after the pause")
 flush(float(sys.argv[2]))
 """
 STUCK_IN_PRINT = """
-from training.launch.own_node import LoopWatchdog
+from ebbflow.training.launch.own_node import LoopWatchdog
 LoopWatchdog(lambda: 17, 0.5)
 while True:
     print("x" * 65536, flush=True)

@@ -12,8 +12,8 @@ import obstore
 import pytest
 from obstore.exceptions import BaseError, GenericError, NotSupportedError
 
-from infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
-from infra.store import Store
+from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
+from ebbflow.infra.store import Store
 from tests.support.flow import ROOT
 from tests.support.s3.fixture import FailingServer, failing_s3
 from tests.support.swift import Swift
@@ -201,8 +201,8 @@ def test_a_full_disk_is_a_full_store(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "from infra.errors import StoreFull\n"
-        "from infra.store import Store\n"
+        "from ebbflow.infra.errors import StoreFull\n"
+        "from ebbflow.infra.store import Store\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try:\n    Store.open(sys.argv[1]).put('k', bytes(8192))\n"
         "except StoreFull as error:\n    print(error)\n"

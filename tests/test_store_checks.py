@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.checks import CHECKS
-from infra.config.schema import RunConfig
-from infra.preflight import PreflightContext, Result, run_checks
+from ebbflow.infra.checks import CHECKS
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.preflight import PreflightContext, Result, run_checks
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 from tests.support.flow import FlowRunner
 from tests.support.swift import Swift

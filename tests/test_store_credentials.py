@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import StoreAway, StoreError, StoreForbidden, StoreMisconfigured
-from infra.multipart.account import Account, find_account
-from infra.store import Store
+from ebbflow.infra.errors import StoreAway, StoreError, StoreForbidden, StoreMisconfigured
+from ebbflow.infra.multipart.account import Account, find_account
+from ebbflow.infra.store import Store
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 from tests.support.flow import ROOT
 from tests.support.swift import Swift
@@ -192,7 +192,7 @@ def test_the_path_carries_the_bucket_where_the_endpoint_is_not_amazons(monkeypat
 
 
 def test_keys_in_the_environment_load_no_sdk() -> None:
-    code = "import sys; from infra.store import Store; Store.open('s3://b/p'); print('botocore' in sys.modules)"
+    code = "import sys; from ebbflow.infra.store import Store; Store.open('s3://b/p'); print('botocore' in sys.modules)"
     environment = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60

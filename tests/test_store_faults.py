@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
-from infra.errors import StoreAway, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
-from infra.outcome import Outcome
-from infra.store import Store
+from ebbflow.infra.errors import StoreAway, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 
 SECONDS = 3.0

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 from torch import nn
 
-from infra.errors import StoreAway, StoreError, StoreHung
-from infra.events import read_events
-from infra.multipart import Throttle, open_sink
-from infra.store import Store, folder
-from infra.store.folder import Abandonable, Folder
-from training.checkpoint import Checkpointer, open_generation, reachable_commits, verify_commit
-from training.checkpoint.commit import await_commit
-from training.checkpoint.deadline import Deadline
-from training.checkpoint.formats import read_file
-from training.checkpoint.manifest import Save
-from training.checkpoint.uploader_client import UploaderClient
-from training.errors import CheckpointError
+from ebbflow.infra.errors import StoreAway, StoreError, StoreHung
+from ebbflow.infra.events import read_events
+from ebbflow.infra.multipart import Throttle, open_sink
+from ebbflow.infra.store import Store, folder
+from ebbflow.infra.store.folder import Abandonable, Folder
+from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits, verify_commit
+from ebbflow.training.checkpoint.commit import await_commit
+from ebbflow.training.checkpoint.deadline import Deadline
+from ebbflow.training.checkpoint.formats import read_file
+from ebbflow.training.checkpoint.manifest import Save
+from ebbflow.training.checkpoint.uploader_client import UploaderClient
+from ebbflow.training.errors import CheckpointError
 
 
 @pytest.fixture

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import StoreAway
-from infra.event_log import EventLog
-from infra.events import Origin, read_events
-from infra.layout import data_key, index_key
-from infra.store import ObjectMeta, Store
-from training.checkpoint import generations
-from training.checkpoint.commit import await_commit
-from training.checkpoint.deadline import Deadline
-from training.checkpoint.generations import newest_number
-from training.checkpoint.lineage import open_generation, reachable_commits
-from training.checkpoint.manifest import DataObject, RankIndex, Save
-from training.checkpoint.settled import put_settled
-from training.errors import CheckpointError
+from ebbflow.infra.errors import StoreAway
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import Origin, read_events
+from ebbflow.infra.layout import data_key, index_key
+from ebbflow.infra.store import ObjectMeta, Store
+from ebbflow.training.checkpoint import generations
+from ebbflow.training.checkpoint.commit import await_commit
+from ebbflow.training.checkpoint.deadline import Deadline
+from ebbflow.training.checkpoint.generations import newest_number
+from ebbflow.training.checkpoint.lineage import open_generation, reachable_commits
+from ebbflow.training.checkpoint.manifest import DataObject, RankIndex, Save
+from ebbflow.training.checkpoint.settled import put_settled
+from ebbflow.training.errors import CheckpointError
 
 
 class LaggingStore(Store):

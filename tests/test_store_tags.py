@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from obstore.store import S3Store
 
-from infra.layout import TOMBSTONE_TAGS, tombstone_key
-from infra.store import Store
+from ebbflow.infra.layout import TOMBSTONE_TAGS, tombstone_key
+from ebbflow.infra.store import Store
 
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_REGION": "us-east-1"}
 

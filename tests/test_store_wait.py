@@ -7,14 +7,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from infra.config.schema import RunConfig
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.training.launch.member import Member
+from ebbflow.training.launch.peers import Lead
+from ebbflow.training.launch.ports import control_ports
+from ebbflow.training.launch.recently import Recently
+from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.launch.verdict import Start
 from tests.support.gangs import KNOWN, SECRET
-from training.launch.member import Member
-from training.launch.peers import Lead
-from training.launch.ports import control_ports
-from training.launch.recently import Recently
-from training.launch.spec import GangSpec
-from training.launch.verdict import Start
 
 _DEADLINE_SECONDS = 60.0
 FREE = {"terms": None, "rehearse": None, "hosts": ["zero", "1", "2"]}

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from flows.supervising.options import read_options
-from flows.supervising.record import Record, Spell, read_record
-from flows.supervising.verdict import Verdict, failures_of, in_a_row, judge, pause_seconds, waited_seconds
-from infra.config.schema import RunConfig
-from infra.event_log import EventLog
-from infra.events import BATCH_ATTEMPT, GENERATION_ENDED, GENERATION_STARTED, SUPERVISED, Origin
-from infra.outcome import Outcome
-from infra.store import Store
+from ebbflow.flows.supervising.options import read_options
+from ebbflow.flows.supervising.record import Record, Spell, read_record
+from ebbflow.flows.supervising.verdict import Verdict, failures_of, in_a_row, judge, pause_seconds, waited_seconds
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import BATCH_ATTEMPT, GENERATION_ENDED, GENERATION_STARTED, SUPERVISED, Origin
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = str(ROOT / "configs" / "laptop.yaml")

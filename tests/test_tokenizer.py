@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infra.config.schema import DataConfig, ModelConfig, RunConfig
-from infra.preflight import PreflightContext, run_checks
-from infra.store import Store
-from training.checks import CHECKS
-from training.data import open_tokens, prepare_tokens
-from training.data.tokenizer import PIECE_BYTES, open_tokenizer, pieces
-from training.errors import DataError
+from ebbflow.infra.config.schema import DataConfig, ModelConfig, RunConfig
+from ebbflow.infra.preflight import PreflightContext, run_checks
+from ebbflow.infra.store import Store
+from ebbflow.training.checks import CHECKS
+from ebbflow.training.data import open_tokens, prepare_tokens
+from ebbflow.training.data.tokenizer import PIECE_BYTES, open_tokenizer, pieces
+from ebbflow.training.errors import DataError
 
 tokenizers = pytest.importorskip("tokenizers", reason="the package tokenizers is an option: pip install tokenizers")
 

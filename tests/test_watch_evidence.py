@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.process import process_state
+from ebbflow.infra.process import process_state
+from ebbflow.training.launch.watch import Deadlines, Watch, WorkerFailure
+from ebbflow.training.launch.watch.evidence import resident_bytes
+from ebbflow.training.launch.watch.heartbeat import Beat, Heartbeat
 from tests.support.flow import wait_until
-from training.launch.watch import Deadlines, Watch, WorkerFailure
-from training.launch.watch.evidence import resident_bytes
-from training.launch.watch.heartbeat import Beat, Heartbeat
 
 CHILD = "import sys; sys.stdin.readline(); memory = bytearray(300_000_000); sys.stdin.readline()"
 LIMIT_BYTES = 100_000_000

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from training.errors import RendezvousError
-from training.gang import Gang
-from training.launch.watch.dump import is_collective_error
-from training.wire import Wire, open_wire
+from ebbflow.training.errors import RendezvousError
+from ebbflow.training.gang import Gang
+from ebbflow.training.launch.watch.dump import is_collective_error
+from ebbflow.training.wire import Wire, open_wire
 
 
 def open_wires(

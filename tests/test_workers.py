@@ -13,26 +13,26 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.config.schema import RunConfig
-from infra.keeper import Keeper, RemoteChild
-from infra.process import children, process_state
-from infra.store import Store
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.keeper import Keeper, RemoteChild
+from ebbflow.infra.process import children, process_state
+from ebbflow.infra.store import Store
+from ebbflow.training.launch import standby as standby_module
+from ebbflow.training.launch import workers as workers_module
+from ebbflow.training.launch.drain import Drain
+from ebbflow.training.launch.generation import NodeGeneration
+from ebbflow.training.launch.node_log import NodeLog
+from ebbflow.training.launch.spec import GangSpec, WorkerSpec
+from ebbflow.training.launch.standby import Standby
+from ebbflow.training.launch.verdict import Start, guilty
+from ebbflow.training.launch.watch import WorkerFailure
+from ebbflow.training.launch.workers import WorkerGroup
 from tests.support.flow import wait_until
-from training.launch import standby as standby_module
-from training.launch import workers as workers_module
-from training.launch.drain import Drain
-from training.launch.generation import NodeGeneration
-from training.launch.node_log import NodeLog
-from training.launch.spec import GangSpec, WorkerSpec
-from training.launch.standby import Standby
-from training.launch.verdict import Start, guilty
-from training.launch.watch import WorkerFailure
-from training.launch.workers import WorkerGroup
 
 # A rank with a child that stayed in its session, one that left it, and one that it forked; none hears of its end.
 STUCK_CHILDREN = """
 import os, subprocess, sys, time
-from infra.process import tie_forked_children
+from ebbflow.infra.process import tie_forked_children
 tie_forked_children()
 sleep = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 told = sys.argv[1]

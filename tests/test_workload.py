@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from infra.config.schema import (
+from ebbflow.infra.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     DataConfig,
@@ -26,16 +26,16 @@ from infra.config.schema import (
     SchedulerConfig,
     TrainingConfig,
 )
-from infra.events import read_events
-from infra.model_shape import causal_lm_shape
-from infra.store import Store
+from ebbflow.infra.events import read_events
+from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import DataError, WorkloadError
+from ebbflow.training.gang import Gang
+from ebbflow.training.workloads.examine import examine, main
+from ebbflow.training.workloads.loader import prepare_data, workload_context
+from ebbflow.training.workloads.trial import Trial, try_evaluate, try_workload
 from tests.support.alone import run_alone
 from tests.support.workload_cases import Endless
-from training.errors import DataError, WorkloadError
-from training.gang import Gang
-from training.workloads.examine import examine, main
-from training.workloads.loader import prepare_data, workload_context
-from training.workloads.trial import Trial, try_evaluate, try_workload
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = "tests.support.workload_cases"

@@ -1,12 +1,12 @@
-"""`torchrun -m training CONFIG` trains; `python -m training checkpoints|examine|certify|soak|bench …` looks closer."""
+"""`torchrun -m training CONFIG` trains; `ebbflow checkpoints|examine|certify|soak|bench …` looks closer."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from infra.foreign_text import guard_terminal
-from infra.program import begin_program
+from ebbflow.infra.foreign_text import guard_terminal
+from ebbflow.infra.program import begin_program
 
 _COMMANDS = ("checkpoints", "examine", "soak", "bench", "certify")
 
@@ -16,37 +16,37 @@ def main(arguments: list[str]) -> None:
     if arguments and arguments[0] in _COMMANDS:  # not in ranks: raw logs keep their bytes
         guard_terminal()
     if arguments[:1] == ["checkpoints"]:
-        from training.checkpoint.commands import main as checkpoints
+        from ebbflow.training.checkpoint.commands import main as checkpoints
 
         sys.exit(checkpoints(arguments[1:]))
     if arguments[:1] == ["examine"]:
-        from training.workloads.examine import main as examine
+        from ebbflow.training.workloads.examine import main as examine
 
         sys.exit(examine(arguments[1:]))
     if arguments[:1] in (["soak"], ["bench"]):
-        from infra.process import run_benchmarks
+        from ebbflow.infra.process import run_benchmarks
 
         run_benchmarks(["soak" if arguments[0] == "soak" else "training", *arguments[1:]])
     if arguments[:1] == ["certify"]:
-        from training.certify import main as certify
+        from ebbflow.training.certify import main as certify
 
         sys.exit(certify(arguments[1:]))
     if arguments[:1] == ["--standby"]:
-        from training.launch.standby import STANDBY_VARIABLE
-        from training.standby import serve
+        from ebbflow.training.launch.standby import STANDBY_VARIABLE
+        from ebbflow.training.standby import serve
 
         serve(int(os.environ[STANDBY_VARIABLE]))
         arguments = []  # returns in a rank that was forked, with its environment in place
     else:
         _tie_to_parent()
-    from training.worker import main as work
+    from ebbflow.training.worker import main as work
 
     work(arguments)
 
 
 def _tie_to_parent() -> None:
     """Before torch is imported, which takes seconds: a rank that is only starting must not outlive its agent either."""
-    from infra.process import die_with_parent
+    from ebbflow.infra.process import die_with_parent
 
     die_with_parent()
 

@@ -12,37 +12,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from infra.config.schema import CheckpointConfig, RunConfig
-from infra.errors import StoreAway
-from infra.events import INITIAL_WEIGHTS, PEAK, RESTORE
-from infra.layout import job_prefix
-from infra.store import Store
-from infra.terms import Terms
-from training.cadence import Cadence, believed_hazard
-from training.checkpoint import Checkpointer, Generation, Rejected, Restored, RetentionPolicy, read_generation
-from training.clock import Clock
-from training.errors import DataError
-from training.gang import Gang
-from training.guards.guards import fit_micro_batch, make_guards, overridden
-from training.guards.overrides import Overrides
-from training.launch.control import Control
-from training.launch.patience import try_again
-from training.launch.spec import WorkerSpec
-from training.launch.watch.heartbeat import Heartbeat
-from training.limits import Limits
-from training.optimizer import make_optimizer
-from training.parallel import spread_model
-from training.parallel.compiling import tell_compilation
-from training.peak import peak_flops_per_second
-from training.position import Position
-from training.progress import Progress
-from training.rehearse import Fault
-from training.reporter import Reporter
-from training.trainer import Rehearsal, Trainer
-from training.weights.files import describe_files
-from training.weights.load import load_weights
-from training.workload import Workload
-from training.workloads.loader import guarded, make_workload, users_code, workload_context
+from ebbflow.infra.config.schema import CheckpointConfig, RunConfig
+from ebbflow.infra.errors import StoreAway
+from ebbflow.infra.events import INITIAL_WEIGHTS, PEAK, RESTORE
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.infra.terms import Terms
+from ebbflow.training.cadence import Cadence, believed_hazard
+from ebbflow.training.checkpoint import Checkpointer, Generation, Rejected, Restored, RetentionPolicy, read_generation
+from ebbflow.training.clock import Clock
+from ebbflow.training.errors import DataError
+from ebbflow.training.gang import Gang
+from ebbflow.training.guards.guards import fit_micro_batch, make_guards, overridden
+from ebbflow.training.guards.overrides import Overrides
+from ebbflow.training.launch.control import Control
+from ebbflow.training.launch.patience import try_again
+from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.limits import Limits
+from ebbflow.training.optimizer import make_optimizer
+from ebbflow.training.parallel import spread_model
+from ebbflow.training.parallel.compiling import tell_compilation
+from ebbflow.training.peak import peak_flops_per_second
+from ebbflow.training.position import Position
+from ebbflow.training.progress import Progress
+from ebbflow.training.rehearse import Fault
+from ebbflow.training.reporter import Reporter
+from ebbflow.training.trainer import Rehearsal, Trainer
+from ebbflow.training.weights.files import describe_files
+from ebbflow.training.weights.load import load_weights
+from ebbflow.training.workload import Workload
+from ebbflow.training.workloads.loader import guarded, make_workload, users_code, workload_context
 
 Emit = Callable[..., object]
 _RECORD_SECONDS = 30.0  # for a store in trouble to give the record of the generation
@@ -102,7 +102,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
 def open_saver(
     spec: WorkerSpec, gang: Gang, emit: Emit, waiting: Callable[[], Callable[[], None]] | None = None
 ) -> Checkpointer:
-    """The commits of this gang's generation. waiting: see `training.checkpoint.flight.Flights`.
+    """The commits of this gang's generation. waiting: see `ebbflow.training.checkpoint.flight.Flights`.
 
     Raises DamagedLineage or StoreError when its record cannot be read.
     """

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from infra.config.schema import CheckpointConfig
-from infra.reliability import GammaHazard, PlannedHazard, daly_interval_seconds, expected_loss
+from ebbflow.infra.config.schema import CheckpointConfig
+from ebbflow.infra.reliability import GammaHazard, PlannedHazard, daly_interval_seconds, expected_loss
 
 # Without a plan's figure, and for capacity that is said never to be taken: machines fail all the same. An assumption.
 _HAZARD_PER_HOUR = 1.0 / (24 * 7)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.events import PHASE
-from infra.ledger_classes import LedgerClass
+from ebbflow.infra.events import PHASE
+from ebbflow.infra.ledger_classes import LedgerClass
 
 
 class Clock:

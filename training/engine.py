@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from infra.outcome import Outcome
-from training.guards.numbers import Action
-from training.limits import Stop
-from training.optimizer import scale_and_clip, set_learning_rate
-from training.position import Ending
-from training.schedule import learning_rate
-from training.trainer import Trainer
-from training.workload import Batch, Loss
+from ebbflow.infra.outcome import Outcome
+from ebbflow.training.guards.numbers import Action
+from ebbflow.training.limits import Stop
+from ebbflow.training.optimizer import scale_and_clip, set_learning_rate
+from ebbflow.training.position import Ending
+from ebbflow.training.schedule import learning_rate
+from ebbflow.training.trainer import Trainer
+from ebbflow.training.workload import Batch, Loss
 
 
 def train(trainer: Trainer) -> Ending:

@@ -17,10 +17,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from training.gang import Gang
-from training.limits import Limits
-from training.parallel import Spread
-from training.workload import Workload, as_numbers
+from ebbflow.training.gang import Gang
+from ebbflow.training.limits import Limits
+from ebbflow.training.parallel import Spread
+from ebbflow.training.workload import Workload, as_numbers
 
 VOTE_SECONDS = 2.0
 _LONGEST_VOTE_SECONDS = 30.0

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.errors import RendezvousError
-from training.launch.devices import DeviceChoice, VisibleGpus, assign_gpus, see_gpus
-from training.launch.ports import on_loopback
-from training.wire import LARGEST_ROW_BYTES, MOST_RANKS, Wire, open_wire
+from ebbflow.training.errors import RendezvousError
+from ebbflow.training.launch.devices import DeviceChoice, VisibleGpus, assign_gpus, see_gpus
+from ebbflow.training.launch.ports import on_loopback
+from ebbflow.training.wire import LARGEST_ROW_BYTES, MOST_RANKS, Wire, open_wire
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 
-from infra.outcome import Outcome
-from infra.terms import BUDGET_THRESHOLDS, Terms
-from training.launch.control import Control
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
+from ebbflow.training.launch.control import Control
 
 _LEAVING_SECONDS = 2.0  # from the last save to the end of the process
 _STEPS_REMEMBERED = 32

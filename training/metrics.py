@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from infra.config.schema import RunConfig
-from infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP
-from infra.layout import parse_commit_key
-from infra.ledger_classes import LedgerClass
-from infra.metrics.board import Board
-from infra.metrics.catalogue import NODE_METRICS
-from infra.metrics.push import Group, Pusher, delete_group
-from infra.metrics.serve import MetricsServer
-from infra.terms import Terms
-from training.clock import process_start_monotonic
-from training.launch.ports import on_loopback
-from training.launch.spec import WorkerSpec
-from training.launch.watch.heartbeat import Heartbeat
-from training.limits import Limits
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP
+from ebbflow.infra.layout import parse_commit_key
+from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.metrics.board import Board
+from ebbflow.infra.metrics.catalogue import NODE_METRICS
+from ebbflow.infra.metrics.push import Group, Pusher, delete_group
+from ebbflow.infra.metrics.serve import MetricsServer
+from ebbflow.infra.terms import Terms
+from ebbflow.training.clock import process_start_monotonic
+from ebbflow.training.launch.ports import on_loopback
+from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.limits import Limits
 
 Emit = Callable[..., Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from infra.config.schema import TrainingConfig
+from ebbflow.infra.config.schema import TrainingConfig
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 

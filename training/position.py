@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infra.outcome import Outcome
+from ebbflow.infra.outcome import Outcome
 
 
 @dataclass(frozen=True)

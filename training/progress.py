@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infra.terms import Terms
+from ebbflow.infra.terms import Terms
 
 _INTERVAL_SECONDS = 10.0
 

@@ -15,10 +15,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from training.errors import DivergenceError
-from training.gang import Gang
-from training.guards.pace import slowest
-from training.limits import Stop
+from ebbflow.training.errors import DivergenceError
+from ebbflow.training.gang import Gang
+from ebbflow.training.guards.pace import slowest
+from ebbflow.training.limits import Stop
 
 
 class Row(NamedTuple):

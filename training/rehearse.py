@@ -4,7 +4,7 @@
 
 A fault strikes after its step was computed and before that step is saved, so that work really is lost; with a notice,
 so that nothing is. It fires once per job: the event it leaves behind keeps it from firing again on resume. What happens
-inside a rank is done by the functions of `training.fault_hooks`, whose names a verdict shows.
+inside a rank is done by the functions of `ebbflow.training.fault_hooks`, whose names a verdict shows.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infra.errors import InfraError
-from infra.notices import rehearse_notice
-from infra.outcome import Outcome
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.notices import rehearse_notice
+from ebbflow.infra.outcome import Outcome
 
 NOTICE = "notice"
 NON_FINITE = "non-finite"
@@ -41,7 +41,7 @@ KINDS = {
 }
 _OF_NODES = (_NODE_LOSS, NOTICE)
 _OF_GANGS = ("extra-collective", "uneven-steps")
-# By kind: the function of `training.fault_hooks` that does it.
+# By kind: the function of `ebbflow.training.fault_hooks` that does it.
 _HOOKS = {
     "exception": "raise_error",
     "sleep": "asleep",
@@ -144,7 +144,7 @@ class Fault:
         if self.kind == NON_FINITE:
             return
         if self.kind in _HOOKS:
-            from training.fault_hooks import HOOKS
+            from ebbflow.training.fault_hooks import HOOKS
 
             HOOKS[_HOOKS[self.kind]](**self._settings)
             return

@@ -1,4 +1,4 @@
-"""What the loop needs of whoever saves: the part of `training.checkpoint.Checkpointer` that it calls."""
+"""What the loop needs of whoever saves: the part of `ebbflow.training.checkpoint.Checkpointer` that it calls."""
 
 from __future__ import annotations
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from infra.config.schema import CheckpointConfig
-from infra.events import COMMIT_SKIPPED, INTERVAL
-from infra.ledger_classes import LedgerClass
-from training.cadence import Cadence
-from training.limits import Limits, Stop
-from training.parallel import Spread
-from training.position import Position
-from training.pulse import Pulse
-from training.reporter import Reporter
-from training.saver import Saver
+from ebbflow.infra.config.schema import CheckpointConfig
+from ebbflow.infra.events import COMMIT_SKIPPED, INTERVAL
+from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.training.cadence import Cadence
+from ebbflow.training.limits import Limits, Stop
+from ebbflow.training.parallel import Spread
+from ebbflow.training.position import Position
+from ebbflow.training.pulse import Pulse
+from ebbflow.training.reporter import Reporter
+from ebbflow.training.saver import Saver
 
 # What a step without its save is made of.
 _STEP_CLASSES = (str(LedgerClass.USEFUL_STEP), str(LedgerClass.DATA_WAIT))

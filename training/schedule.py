@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from infra.config.schema import TrainingConfig
+from ebbflow.infra.config.schema import TrainingConfig
 
 _WSD_DECAY_SHARE = 0.2  # of all steps: warm-up, stable, decay (Hu et al. 2024, MiniCPM, section 4)
 

@@ -13,31 +13,30 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
-from infra.config.load import load_config
-from infra.config.schema import RunConfig
-from infra.config.sources import values_with_sources
-from infra.errors import JobIsRunning, StoreError
-from infra.event_log import EventLog
-from infra.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
-from infra.launchers import Claim, claim_job
-from infra.layout import check_job_name, job_prefix
-from infra.outcome import Outcome
-from infra.store import Store
-from training.checkpoint.lineage import CANDIDATES, Opening, open_generation, reachable_commits
-from training.checkpoint.rollback import PERMITS, check_rollback, newest_generation_known, permit
-from training.errors import RendezvousError
-from training.gang import Gang, leave
-from training.guards.overrides import read_overrides, rewind_parent
-from training.launch.spec import WorkerSpec
-from training.workloads.examine import PREPARE_SECONDS
-from training.workloads.loader import prepare_data, workload_context
-from training.workloads.trial import try_workload
+from ebbflow.infra.config.load import load_config
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.config.sources import values_with_sources
+from ebbflow.infra.errors import JobIsRunning, StoreError
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
+from ebbflow.infra.launchers import Claim, claim_job
+from ebbflow.infra.layout import check_job_name, job_prefix
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.lineage import CANDIDATES, Opening, open_generation, reachable_commits
+from ebbflow.training.checkpoint.rollback import PERMITS, check_rollback, newest_generation_known, permit
+from ebbflow.training.errors import RendezvousError
+from ebbflow.training.gang import Gang, leave
+from ebbflow.training.guards.overrides import read_overrides, rewind_parent
+from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.workloads.examine import PREPARE_SECONDS
+from ebbflow.training.workloads.loader import prepare_data, workload_context
+from ebbflow.training.workloads.trial import try_workload
 
-PROJECT_ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_RUN_ID = 80
 _NAME_KEY = "ebbflow/job"
 
@@ -47,7 +46,7 @@ _claim: Claim | None = None  # rank 0's hold on the job
 @dataclass(frozen=True)
 class Request:
     """What the command line asks for. sources: of every value of the configuration; path: its file. permits: what a
-    start may give up (`training.checkpoint.rollback`). take_over: the job from a launcher that runs it.
+    start may give up (`ebbflow.training.checkpoint.rollback`). take_over: the job from a launcher that runs it.
     """
 
     config: RunConfig
@@ -63,7 +62,7 @@ def parse_arguments(arguments: list[str]) -> Request:
     parser = argparse.ArgumentParser(
         prog="torchrun -m training",
         description="Train without the pipeline: no plan, no retry, commits and events.",
-        epilog="Also: python -m training checkpoints (list, verify), examine (try a workload of your own: "
+        epilog="Also: ebbflow checkpoints (list, verify), examine (try a workload of your own: "
         "docs/workloads.md), bench, soak; each has a --help of its own.",
     )
     parser.add_argument("config", help="YAML file, such as configs/laptop.yaml")

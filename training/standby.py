@@ -19,7 +19,7 @@ import signal
 import sys
 from typing import Any
 
-from infra.process import die_with_parent
+from ebbflow.infra.process import die_with_parent
 
 _PR_SET_NAME = 15  # <linux/prctl.h>
 _LEFT_TO_THE_AGENT = (signal.SIGINT, signal.SIGTERM)  # which decides how its ranks end
@@ -31,7 +31,7 @@ _LATER = (
     "torch.distributed.tensor",
     "torch.nn.parallel",
     "torch.nn.attention",
-    "training.workloads.language_model",
+    "ebbflow.training.workloads.language_model",
 )
 
 
@@ -40,7 +40,7 @@ def serve(agent_pid: int) -> None:
     die_with_parent(agent_pid)
     for number in _LEFT_TO_THE_AGENT:
         signal.signal(number, signal.SIG_IGN)
-    import training.worker  # noqa: F401 - what all this is for
+    import ebbflow.training.worker  # noqa: F401 - what all this is for
 
     for name in _LATER:
         importlib.import_module(name)

@@ -12,29 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infra.config.schema import RunConfig
-from infra.errors import StoreError
-from infra.events import BUDGET, EVALUATION, FAULT_INJECTED, NOTICE, OUTCOME, STEP
-from infra.ledger_classes import LedgerClass
-from infra.outcome import Outcome
-from training.cadence import Cadence
-from training.errors import CheckpointError, GenerationSuperseded
-from training.evaluation import Evaluation
-from training.gang import Gang
-from training.guards.guards import Guards
-from training.guards.numbers import Action, Judgement
-from training.limits import Limits, Stop
-from training.parallel import Spread
-from training.position import Ending, Position
-from training.progress import Progress, Status
-from training.pulse import Pulse, Row, exchange
-from training.rehearse import NON_FINITE, Fault
-from training.rehearse import NOTICE as NOTICE_KIND
-from training.reporter import Reporter
-from training.saver import Saver
-from training.saves import Saves
-from training.weights.digest import weights_sha256
-from training.workload import Batch, Cursor, Loss, Workload
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import StoreError
+from ebbflow.infra.events import BUDGET, EVALUATION, FAULT_INJECTED, NOTICE, OUTCOME, STEP
+from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.outcome import Outcome
+from ebbflow.training.cadence import Cadence
+from ebbflow.training.errors import CheckpointError, GenerationSuperseded
+from ebbflow.training.evaluation import Evaluation
+from ebbflow.training.gang import Gang
+from ebbflow.training.guards.guards import Guards
+from ebbflow.training.guards.numbers import Action, Judgement
+from ebbflow.training.limits import Limits, Stop
+from ebbflow.training.parallel import Spread
+from ebbflow.training.position import Ending, Position
+from ebbflow.training.progress import Progress, Status
+from ebbflow.training.pulse import Pulse, Row, exchange
+from ebbflow.training.rehearse import NON_FINITE, Fault
+from ebbflow.training.rehearse import NOTICE as NOTICE_KIND
+from ebbflow.training.reporter import Reporter
+from ebbflow.training.saver import Saver
+from ebbflow.training.saves import Saves
+from ebbflow.training.weights.digest import weights_sha256
+from ebbflow.training.workload import Batch, Cursor, Loss, Workload
 
 _WORD_SECONDS = 2.0  # less than any silence that is remarkable
 

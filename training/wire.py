@@ -2,7 +2,7 @@
 
 A pulse is a few hundred bytes on the path of every step. gloo's all-gather hands them to a thread and back, which
 takes 0.5 ms where wake-ups are slow; a write and a read, called again and again, take a tenth of that
-(`python -m training bench overhead`). Every rank has one connection to every other, so that a row takes one way. In a
+(`ebbflow bench overhead`). Every rank has one connection to every other, so that a row takes one way. In a
 large gang that is too many: there the group's all-gather serves.
 """
 
@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from training.errors import RendezvousError
+from ebbflow.training.errors import RendezvousError
 
 MOST_RANKS = 16
 LARGEST_ROW_BYTES = 4096  # which a connection's buffers take, so that all may write before they read

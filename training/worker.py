@@ -15,25 +15,25 @@ from typing import NoReturn
 
 import torch
 
-from infra.config.schema import RunConfig
-from infra.errors import InfraError
-from infra.event_log import EventLog
-from infra.events import NOTICE, Origin
-from infra.layout import generation_name, job_prefix
-from infra.outcome import Outcome
-from infra.process import tie_forked_children
-from infra.store import Store
-from training.assembly import build_trainer, make_reporter, open_saver, restore
-from training.checkpoint.signing import signer, use_signing_key
-from training.clock import Clock
-from training.engine import train
-from training.errors import TrainingError, WorkloadError, describe_exception, describe_traceback
-from training.gang import Gang, connect, disconnect, leave
-from training.launch.spec import WorkerSpec
-from training.launch.watch.heartbeat import Observed
-from training.metrics import live_metrics
-from training.position import Ending
-from training.standalone import Request, parse_arguments, release_job, share_spec
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import NOTICE, Origin
+from ebbflow.infra.layout import generation_name, job_prefix
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.process import tie_forked_children
+from ebbflow.infra.store import Store
+from ebbflow.training.assembly import build_trainer, make_reporter, open_saver, restore
+from ebbflow.training.checkpoint.signing import signer, use_signing_key
+from ebbflow.training.clock import Clock
+from ebbflow.training.engine import train
+from ebbflow.training.errors import TrainingError, WorkloadError, describe_exception, describe_traceback
+from ebbflow.training.gang import Gang, connect, disconnect, leave
+from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.launch.watch.heartbeat import Observed
+from ebbflow.training.metrics import live_metrics
+from ebbflow.training.position import Ending
+from ebbflow.training.standalone import Request, parse_arguments, release_job, share_spec
 
 
 def main(arguments: list[str]) -> NoReturn:

@@ -14,9 +14,9 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from infra.config.schema import RunConfig
-from infra.store import Store
-from training.errors import WorkloadError
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import WorkloadError
 
 
 def _only_own(row: Tensor) -> Tensor:

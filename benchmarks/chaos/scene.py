@@ -10,14 +10,14 @@ from pathlib import Path
 from benchmarks.chaos.orders import Orders
 from benchmarks.chaos.places.place import Place
 from benchmarks.chaos.proxy import FaultProxy
-from infra.layout import job_prefix
-from infra.process import children
-from infra.store import Store
-from training.errors import GangError
-from training.launch.local import LocalGang
-from training.launch.ports import control_ports
-from training.launch.spec import GangSpec
-from training.launch.watch.heartbeat import Beat, Heartbeat
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.process import children
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.ports import control_ports
+from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.launch.watch.heartbeat import Beat, Heartbeat
 
 Alter = Callable[[GangSpec], GangSpec | None]
 

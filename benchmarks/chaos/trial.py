@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from benchmarks.chaos.fault import Aim, Fault, Means, Symptom
 from benchmarks.chaos.orders import Strike
 from benchmarks.chaos.scene import Scene
-from infra.errors import InfraError
-from infra.outcome import Outcome
-from training.errors import GangError
-from training.launch.spec import GangOutcome
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.outcome import Outcome
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch.spec import GangOutcome
 
 _STEADY_STEPS = 8
 _STEADY_SECONDS = 120.0  # from a start to steady steps, on a busy machine

@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import nn
 
 from benchmarks.chaos.orders import Order, Orders
-from training.fault_hooks import HOOKS, NOT_A_NUMBER
-from training.workload import Cursor, Loss, WorkloadContext
-from training.workloads.language_model import TextBatch, TextWorkload
+from ebbflow.training.fault_hooks import HOOKS, NOT_A_NUMBER
+from ebbflow.training.workload import Cursor, Loss, WorkloadContext
+from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
 
 
 class Tormented(TextWorkload):

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.money.jobs import world_at, zones_of
-from cost.errors import SimulationError
-from cost.experience import Experience, JobExperience, Stay
-from cost.plan.outlook import Case as Course
-from cost.plan.outlook import outlook, reclaim_prior
-from cost.policy.baselines import Greedy
-from cost.simulate.simulator import PUBLISHED, Job, simulate
-from cost.simulate.world import World
+from ebbflow.cost.errors import SimulationError
+from ebbflow.cost.experience import Experience, JobExperience, Stay
+from ebbflow.cost.plan.outlook import Case as Course
+from ebbflow.cost.plan.outlook import outlook, reclaim_prior
+from ebbflow.cost.policy.baselines import Greedy
+from ebbflow.cost.simulate.simulator import PUBLISHED, Job, simulate
+from ebbflow.cost.simulate.world import World
 
 _SEED = 20230216
 _WEEK_HOURS = 168.0

@@ -6,13 +6,13 @@ import argparse
 import sys
 
 from benchmarks.money import capacity, interval, placements, policy, safety, speed
-from cost.errors import CostError
-from infra.errors import InfraError
+from ebbflow.cost.errors import CostError
+from ebbflow.infra.errors import InfraError
 
 
 def main(arguments: list[str]) -> int:
     """Run one benchmark and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m cost bench", description="Measure plans and policies.")
+    parser = argparse.ArgumentParser(prog="ebbflow bench money", description="Measure plans and policies.")
     benches = parser.add_subparsers(required=True, metavar="BENCH")
     for bench in (interval, capacity, policy, placements, safety, speed):
         bench.add_command(benches)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from infra.reliability import PlannedHazard, daly_interval_seconds
+from ebbflow.infra.reliability import PlannedHazard, daly_interval_seconds
 
 if TYPE_CHECKING:
     import numpy

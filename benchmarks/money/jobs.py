@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from cost.errors import SimulationError
-from cost.policy import policies
-from cost.simulate.optimum import optimum_usd
-from cost.simulate.simulator import RULES, Job, Reality, run_job
-from cost.simulate.world import Distances, World, read_prices, read_traces, world_of
+from ebbflow.cost.errors import SimulationError
+from ebbflow.cost.policy import policies
+from ebbflow.cost.simulate.optimum import optimum_usd
+from ebbflow.cost.simulate.simulator import RULES, Job, Reality, run_job
+from ebbflow.cost.simulate.world import Distances, World, read_prices, read_traces, world_of
 
 OPTIMUM = "optimum"
 GANG_NODES = 4

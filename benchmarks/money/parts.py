@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.money.jobs import OPTIMUM, Case, hours_of, zones_of
-from cost.simulate.simulator import Job
+from ebbflow.cost.simulate.simulator import Job
 
 CELL_ZONES = ("us-east-1c", "us-east-2b", "us-west-2a")
 CELL_STARTS = (179.725, 299.542, 419.358, 479.267, 838.717)

@@ -1,4 +1,4 @@
-"""`python -m cost bench placements`: whole jobs on a virtual AWS Batch over recorded capacity, placed as real ones are.
+"""`ebbflow bench money placements`: whole jobs on a virtual AWS Batch over recorded capacity, placed as real ones are.
 
 Each attempt is planned and placed anew by what a launcher does before a submit (`cost.plan`, `cost.capacity.place`),
 with the history of the attempts before; only Batch itself is simulated (`virtual_batch.py`). Beside what each job
@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cost.errors import SimulationError
+from ebbflow.cost.errors import SimulationError
 
 if TYPE_CHECKING:
-    from cost.simulate.world import Trace
-    from infra.config.schema import RunConfig
+    from ebbflow.cost.simulate.world import Trace
+    from ebbflow.infra.config.schema import RunConfig
 
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/laptop.yaml"
@@ -132,9 +132,9 @@ def _optimum_usd(config: RunConfig, trace: Trace, up: Sequence[bool]) -> float:
     import numpy as np
 
     from benchmarks.money.virtual_batch import BEGAN_UTC, planned
-    from cost.simulate.optimum import optimum_usd
-    from cost.simulate.simulator import Job
-    from cost.simulate.world import World
+    from ebbflow.cost.simulate.optimum import optimum_usd
+    from ebbflow.cost.simulate.simulator import Job
+    from ebbflow.cost.simulate.world import World
 
     ranked = planned(config, BEGAN_UTC).ranked
     cheapest = {market: min(one.usd_per_hour for one in ranked if one.market == market) for market in _MARKETS}
@@ -159,8 +159,8 @@ def _optimum_usd(config: RunConfig, trace: Trace, up: Sequence[bool]) -> float:
 
 
 def _config(deadline_hours: float, overrides: Sequence[str]) -> RunConfig:
-    from infra.config.load import load_config
-    from infra.config.problems import ConfigError
+    from ebbflow.infra.config.load import load_config
+    from ebbflow.infra.config.problems import ConfigError
 
     chosen = [*SETTINGS, f"cost.deadline_hours={deadline_hours}", *overrides]
     try:
@@ -182,7 +182,7 @@ def _deadlines(text: str) -> list[float]:
 
 def _traces(data: Path, hours: float) -> list[Trace]:
     """All zones: in `data` the values are the number of available machines, as its SOURCE.md says."""
-    from cost.simulate.world import read_traces
+    from ebbflow.cost.simulate.world import read_traces
 
     folder = data / "availability"
     if not folder.is_dir():

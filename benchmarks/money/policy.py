@@ -1,4 +1,4 @@
-"""`python -m cost bench policy`: every policy on the published cells, single zones, gangs and the enactable rules."""
+"""`ebbflow bench money policy`: every policy on the published cells, single zones, gangs and the enactable rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cost.errors import SimulationError
+from ebbflow.cost.errors import SimulationError
 
 PARTS = ("published", "zones", "gangs", "enactable")
 _AGAINST = ("uniform_progress", "uniform_progress_staying", "greedy")

@@ -1,4 +1,4 @@
-"""`python -m cost bench safety`: deadlines and budgets under the net, inside and outside of its stated conditions.
+"""`ebbflow bench money safety`: deadlines and budgets under the net, inside and outside of its stated conditions.
 
 Inside: random jobs over all traces under every policy, the deliberately bad one too; none may be late or more than one
 tick over its budget. Outside: misses as a function of the on-demand delay and of the error of throughput; and whether
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.money.jobs import Case, Figure
-from cost.errors import SimulationError
-from cost.simulate.simulator import Job, Reality
+from ebbflow.cost.errors import SimulationError
+from ebbflow.cost.simulate.simulator import Job, Reality
 
 _SEED = 20230803
 _STATED_DELAY_HOURS = 0.5
@@ -44,7 +44,7 @@ def add_command(benches: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from benchmarks.money.calibration import calibrate
     from benchmarks.money.jobs import run_cases
-    from cost.policy import policies
+    from ebbflow.cost.policy import policies
 
     names = tuple(policies()) if arguments.policies is None else tuple(arguments.policies.split(","))
     if missing := [name for name in names if name not in policies()]:
@@ -71,7 +71,7 @@ def random_cases(data: Path, names: tuple[str, ...], count: int) -> Iterator[Cas
     """
     from benchmarks.money.jobs import hours_of, zones_of
     from benchmarks.money.parts import CELL_ZONES, RECORDED
-    from cost.simulate.world import V100_ON_DEMAND_USD_PER_HOUR as PRICE
+    from ebbflow.cost.simulate.world import V100_ON_DEMAND_USD_PER_HOUR as PRICE
 
     chance = random.Random(_SEED)
     zones, gang = zones_of(data, RECORDED), zones_of(data, "gang")

@@ -1,4 +1,4 @@
-"""`python -m cost bench speed`: time of a decision, of a simulated job and of the optimum, against pools and ticks.
+"""`ebbflow bench money speed`: time of a decision, of a simulated job and of the optimum, against pools and ticks.
 
 The traces are synthetic (capacity that comes and goes at fixed rates, fixed seed): only the time is a result. It is
 processor time of this process, which other work on the machine disturbs least. A policy that computes tables does so
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cost.errors import SimulationError
+from ebbflow.cost.errors import SimulationError
 
 _SEED = 5
 _POOLS = (1, 3, 9, 30)
@@ -33,7 +33,7 @@ def add_command(benches: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from cost.policy import policies
+    from ebbflow.cost.policy import policies
 
     names = arguments.policies.split(",")
     if missing := [name for name in names if name not in policies()]:
@@ -56,10 +56,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def measure(name: str, pools: int, tick_seconds: float) -> dict[str, Any]:
     """A 48 h job with a deadline of 72 h under the published rules; the decision with and without the net's part."""
-    from cost.policy import policies
-    from cost.policy.safety_net import SafetyNet
-    from cost.simulate.optimum import optimum_usd
-    from cost.simulate.simulator import PUBLISHED, Job, simulate
+    from ebbflow.cost.policy import policies
+    from ebbflow.cost.policy.safety_net import SafetyNet
+    from ebbflow.cost.simulate.optimum import optimum_usd
+    from ebbflow.cost.simulate.simulator import PUBLISHED, Job, simulate
 
     world, job = synthetic_world(pools, tick_seconds), Job(_WORK_HOURS, _DEADLINE_HOURS, 0.2)
     runs = []
@@ -100,7 +100,7 @@ def synthetic_world(pools: int, tick_seconds: float) -> Any:
     """Zones that lose capacity every 4 h and lack it for 3 h, in the mean, at prices of $0.9–1.8/h."""
     import numpy as np
 
-    from cost.simulate.world import Distances, World
+    from ebbflow.cost.simulate.world import Distances, World
 
     chance, tick = np.random.default_rng(_SEED), tick_seconds / 3600
     ticks = int(_DEADLINE_HOURS / tick) + 2

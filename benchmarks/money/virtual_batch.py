@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cost.capacity import Placement, attempt_record, history_of, place
-from cost.plan.plan import Plan, make_plan
-from cost.plan.pools import Progress
-from infra.batch.attempts import BatchAttempt, Cause
-from infra.batch.queues import QueueState
-from infra.config.schema import RunConfig
-from infra.events import BATCH_ATTEMPT, PLACED, Event
+from ebbflow.cost.capacity import Placement, attempt_record, history_of, place
+from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.cost.plan.pools import Progress
+from ebbflow.infra.batch.attempts import BatchAttempt, Cause
+from ebbflow.infra.batch.queues import QueueState
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import BATCH_ATTEMPT, PLACED, Event
 
 HOUR = 3600.0
 BEGAN_UTC = 1_800_000_000.0  # of every job

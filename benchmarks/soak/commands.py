@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
         return job.main(arguments)  # options without a word are the job's
     if arguments:
         print(
-            f"python -m training soak: {arguments[0]!r} is none of schedules, job, faults and quiet; "
+            f"ebbflow soak: {arguments[0]!r} is none of schedules, job, faults and quiet; "
             "without a word the first two run"
         )
         return 2

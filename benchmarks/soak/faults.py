@@ -1,4 +1,4 @@
-"""`python -m training soak faults`: one job under so many faults per hour: how much of its time was of use.
+"""`ebbflow soak faults`: one job under so many faults per hour: how much of its time was of use.
 
 The faults of `benchmarks.chaos` strike at moments drawn by seed. Goodput is the time that the ranks spent on steps that
 are part of the result (their last execution, without waiting for data), over all time from the first start to the end,
@@ -28,12 +28,12 @@ from benchmarks.training.survival.figures import survival_figures, survival_text
 from benchmarks.training.survival.job import make_scene, survival_config
 from benchmarks.training.survival.judge import judge
 from benchmarks.training.tables import machine_line
-from infra.config.schema import RunConfig
-from infra.errors import InfraError
-from infra.events import read_events
-from infra.ledger_classes import LedgerClass
-from infra.machine import describe_machine
-from training.errors import GangError, TrainingError
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import read_events
+from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.machine import describe_machine
+from ebbflow.training.errors import GangError, TrainingError
 
 DEFAULT_KINDS = ("rank-kill", "rank-stop", "exception", "sleep", "agent-kill", "uploader-kill", "connection-reset")
 _END_SECONDS = 60.0
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m training soak faults", description="One job under so many faults per hour: its goodput."
+        prog="ebbflow soak faults", description="One job under so many faults per hour: its goodput."
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default 30)")
     parser.add_argument("--per-hour", type=float, default=12.0, help="faults (default 12)")

@@ -1,4 +1,4 @@
-"""`python -m training soak`: one job under many random kills ends with the weights of the quiet job, bit for bit.
+"""`ebbflow soak`: one job under many random kills ends with the weights of the quiet job, bit for bit.
 
 Victims are drawn by seed: a rank, its uploader, a node's agent, or everything at once, each by SIGKILL at a random
 moment. The schedule is printed, so that a failing seed can be run again.
@@ -17,14 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.config.schema import RunConfig
-from infra.process import children
-from infra.store import Store
-from training.data import prepare_tokens
-from training.errors import GangError
-from training.launch.local import LocalGang
-from training.launch.spec import GangOutcome, GangSpec
-from training.launch.workers import PROJECT_ROOT
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.process import children
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
+from ebbflow.training.data import prepare_tokens
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.spec import GangOutcome, GangSpec
 
 _VICTIMS = ("rank", "uploader", "agent", "everything")
 _TIMEOUT_SECONDS = 600.0
@@ -46,7 +46,7 @@ class Tally:
 
 def main(arguments: list[str]) -> int:
     """0 when the soaked job ends like the quiet one, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m training soak", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="ebbflow soak", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="how many (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule (default 0)")
     given = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`python -m training soak quiet`: hours in which nothing is broken, and nobody may be killed for being slow.
+"""`ebbflow soak quiet`: hours in which nothing is broken, and nobody may be killed for being slow.
 
 A job with commits, evaluations and, on request, compilation runs with the default limits, while the machine is made
 busy, uploads are frozen for 20 s, data take 20 s to come, and the garbage collector stops the interpreter. Whatever the
@@ -27,12 +27,12 @@ from benchmarks.chaos.scene import Scene
 from benchmarks.soak.faults import soak_config
 from benchmarks.training.survival.job import make_scene
 from benchmarks.training.tables import machine_line
-from infra.errors import InfraError
-from infra.events import COMMIT, EVALUATION, FAULT_DETECTED, STEP, read_events
-from infra.machine import describe_machine
-from infra.outcome import Outcome
-from training.errors import GangError, TrainingError
-from training.launch.workers import PROJECT_ROOT
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import COMMIT, EVALUATION, FAULT_DETECTED, STEP, read_events
+from ebbflow.infra.machine import describe_machine
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.training.errors import GangError, TrainingError
 
 _STALL_SECONDS = 20.0
 _PAUSE_SECONDS = 10.0  # of peace after each disturbance
@@ -54,7 +54,7 @@ class Calm:
 
 def main(arguments: list[str]) -> int:
     """0 when nobody was blamed for anything, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m training soak quiet", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="ebbflow soak quiet", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=120.0, help="how long (default 120)")
     parser.add_argument("--floor", type=float, default=_DEFAULT_FLOOR_SECONDS, help="survival.hang_floor_seconds")
     parser.add_argument("--compile", action="store_true", help="with parallel.compile")
@@ -161,7 +161,7 @@ def _busy_machine(scene: Scene, rank: int, number: int) -> None:
 @contextlib.contextmanager
 def _load() -> Iterator[None]:
     """Other work on the machine: processes that want all of it."""
-    code = "from infra.process import die_with_parent\ndie_with_parent()\nwhile True: pass"
+    code = "from ebbflow.infra.process import die_with_parent\ndie_with_parent()\nwhile True: pass"
     command = [sys.executable, "-c", code]
     processes = [subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=PROJECT_ROOT) for _ in range(_LOAD_PROCESSES)]
     try:

@@ -9,8 +9,8 @@ import sys
 import urllib.request
 from typing import Any
 
-from training.errors import CheckpointError
-from training.launch.workers import PROJECT_ROOT
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.training.errors import CheckpointError
 
 _ANSWER_SECONDS = 30.0
 

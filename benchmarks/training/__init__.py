@@ -1,4 +1,4 @@
-"""`python -m training bench`: what the engine and the commits cost beside what one would write with torch alone.
+"""`ebbflow bench`: what the engine and the commits cost beside what one would write with torch alone.
 
 Figures are measured, on this machine, side by side in one run. Importing this package imports no torch.
 """

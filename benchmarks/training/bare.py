@@ -18,12 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.training.laps import Lap
-from infra.config.schema import RunConfig
-from training.gang import Gang
-from training.optimizer import make_optimizer
-from training.weights.load import initialise
-from training.workload import Cursor
-from training.workloads.language_model import CausalLM
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.training.gang import Gang
+from ebbflow.training.optimizer import make_optimizer
+from ebbflow.training.weights.load import initialise
+from ebbflow.training.workload import Cursor
+from ebbflow.training.workloads.language_model import CausalLM
 
 
 class BareLoop:

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.errors import GangError
-from training.launch.workers import PROJECT_ROOT
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.training.errors import GangError
 
 _START_SECONDS = 60.0
 _SWIFT = "tests.support.swift_server"  # of the project's tests: a checkout has it, an installed package does not
@@ -104,8 +104,8 @@ def _await(url: str) -> None:
 
 
 def _make_bucket(endpoint: str, environment: dict[str, str]) -> None:
-    from infra.multipart.account import Account
-    from infra.multipart.requests import Requests
+    from ebbflow.infra.multipart.account import Account
+    from ebbflow.infra.multipart.requests import Requests
 
     keys = environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"]
     account = Account(environment["AWS_REGION"], endpoint, *keys)

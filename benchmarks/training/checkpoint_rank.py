@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from benchmarks.training.laps import await_all
 from benchmarks.training.savers import CommitSaver, DcpAsyncSaver, DcpProcessSaver, DcpSaver, Saver
 from benchmarks.training.state import local_bytes, local_state, trained_state
-from infra.config.schema import RunConfig
-from infra.layout import job_prefix
-from infra.store import Store
-from training.checkpoint import Generation
-from training.gang import Gang
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Generation
+from ebbflow.training.gang import Gang
 
 _COLD_SAVES = 2  # ours has two buffers, each cold once; all contestants get as many
 _READERS = ("engine", "dcp_save")  # what DCP's asynchronous modes write, DCP reads in the same way

@@ -15,12 +15,12 @@ from benchmarks.training.ranks import run_ranks
 from benchmarks.training.slow_down import bench_slow_down, slow_down_text
 from benchmarks.training.tables import checkpoint_text
 from benchmarks.training.uploads import bench_upload, upload_text
-from infra.config.schema import RunConfig
-from infra.layout import job_prefix
-from infra.machine import file_system
-from infra.store import Store
-from training.checkpoint.lineage import open_generation
-from training.errors import DataError
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.machine import file_system
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.lineage import open_generation
+from ebbflow.training.errors import DataError
 
 PARTS = ("stall", "upload", "slowdown", "ranks")
 _RANKS = 2

@@ -14,15 +14,15 @@ from benchmarks.training.checkpoints import PARTS, bench_checkpoint
 from benchmarks.training.figures import engine_figures, part_figures
 from benchmarks.training.ranks import run_ranks
 from benchmarks.training.tables import engine_text, machine_line
-from infra.config.load import load_config
-from infra.config.schema import RunConfig
-from infra.errors import InfraError
-from infra.machine import describe_machine
-from infra.model_shape import causal_lm_shape
-from infra.store import Store
-from training.data import prepare_tokens
-from training.errors import TrainingError
-from training.launch.workers import PROJECT_ROOT
+from ebbflow.infra.config.load import load_config
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.machine import describe_machine
+from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
+from ebbflow.training.data import prepare_tokens
+from ebbflow.training.errors import TrainingError
 
 _RANKS = 2
 _NEVER = 10**9
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m training bench", description="Measure the engine and the commits beside torch alone."
+        prog="ebbflow bench", description="Measure the engine and the commits beside torch alone."
     )
     parser.add_argument("what", nargs="?", choices=["engine", "checkpoint", "all"], default="all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")

@@ -12,22 +12,22 @@ import torch
 from benchmarks.training.bare import BareLoop
 from benchmarks.training.laps import Contestant, Lap, run_laps
 from benchmarks.training.parts import measure_parts
-from infra.config.schema import RunConfig
-from infra.event_log import EventLog
-from infra.events import STEP, Event, Origin
-from infra.layout import job_prefix
-from infra.store import Store
-from infra.terms import Terms
-from training.assembly import build_trainer, make_reporter
-from training.clock import Clock
-from training.data import SampleOrder, open_tokens
-from training.engine import train
-from training.errors import TrainingError
-from training.gang import Gang
-from training.launch.spec import WorkerSpec
-from training.launch.watch.heartbeat import Heartbeat
-from training.position import Position
-from training.saver import NoSaver
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import STEP, Event, Origin
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.infra.terms import Terms
+from ebbflow.training.assembly import build_trainer, make_reporter
+from ebbflow.training.clock import Clock
+from ebbflow.training.data import SampleOrder, open_tokens
+from ebbflow.training.engine import train
+from ebbflow.training.errors import TrainingError
+from ebbflow.training.gang import Gang
+from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.position import Position
+from ebbflow.training.saver import NoSaver
 
 _UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
 

@@ -1,4 +1,4 @@
-"""`python -m training bench overhead`: what being watched costs a step: heartbeat, pulse and guards, beside none of it.
+"""`ebbflow bench overhead`: what being watched costs a step: heartbeat, pulse and guards, beside none of it.
 
 Two ranks on this machine wait 50 ms for their device (a sleep), reduce 1 MiB of gradients, and go on; step after step
 in turn without anything, with heartbeat and pulse, and with guards as well. What disturbs the machine disturbs all
@@ -19,11 +19,11 @@ from typing import Any
 from benchmarks.training.figures import interval_of_median, part_figures
 from benchmarks.training.ranks import run_ranks
 from benchmarks.training.tables import machine_line, parts_text, table
-from infra.config.schema import RunConfig
-from infra.errors import InfraError
-from infra.machine import describe_machine
-from infra.store import Store
-from training.errors import TrainingError
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.machine import describe_machine
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import TrainingError
 
 _PART_ROUNDS, _CALLS = 15, 200
 _BARE = "bare"
@@ -32,7 +32,7 @@ _NAMES = {_BARE: "bare step", "watched": "heartbeat and pulse", "guarded": "hear
 
 def main(arguments: list[str]) -> int:
     """0; 1 when heartbeat and pulse cost more than --at-most of a step; or the exit code of the error that ended it."""
-    parser = argparse.ArgumentParser(prog="python -m training bench overhead", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="ebbflow bench overhead", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=300, help="steps of each kind (default 300)")
     parser.add_argument("--step-milliseconds", type=float, default=50.0, help="that the device takes (default 50)")
     parser.add_argument("--ranks", type=int, default=2, help="on this machine (default 2)")

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from benchmarks.training.laps import await_all
 from benchmarks.training.parts import example_row, judged, measure_parts
-from infra.config.schema import RunConfig
-from training.gang import Gang
-from training.launch.watch.heartbeat import Heartbeat
-from training.pulse import exchange
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.training.gang import Gang
+from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.pulse import exchange
 
 BARE, WATCHED, GUARDED = "bare", "watched", "guarded"
 _GRADIENTS = 2**18  # float32 numbers that are reduced in each step: 1 MiB

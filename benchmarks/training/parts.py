@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from benchmarks.training.laps import await_all
-from infra.config.schema import RunConfig
-from infra.event_log import EventLog
-from infra.events import STEP, Origin
-from infra.store import Store
-from training.data import SampleOrder
-from training.gang import Gang
-from training.guards.guards import Guards
-from training.launch.watch.heartbeat import Heartbeat
-from training.position import Position
-from training.pulse import Pulse, Row, exchange
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import STEP, Origin
+from ebbflow.infra.store import Store
+from ebbflow.training.data import SampleOrder
+from ebbflow.training.gang import Gang
+from ebbflow.training.guards.guards import Guards
+from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.position import Position
+from ebbflow.training.pulse import Pulse, Row, exchange
 
 _WINDOWS = 100_000
 _STEP_DATA = {

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import training
-from training.errors import GangError
-from training.launch.ports import rendezvous_port
+from ebbflow import training
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch.ports import rendezvous_port
 
 _ADDRESS = "127.0.0.1"
 _POLL_SECONDS = 0.05

@@ -1,4 +1,4 @@
-"""`python -m training bench restore`: recovery split into its parts, beside the raw limit of reading the same bytes.
+"""`ebbflow bench restore`: recovery split into its parts, beside the raw limit of reading the same bytes.
 
 One process and one rank. In each round every contestant reads all bytes once, one after the other:
     raw      ranges of 16 MiB of the same objects in several threads, into memory that is there, unchecked
@@ -31,14 +31,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from benchmarks.training.buckets import swift
 from benchmarks.training.tables import machine_line
-from infra.errors import InfraError, StoreError
-from infra.layout import job_prefix
-from infra.machine import describe_machine, file_system
-from infra.ranges import read_blocks
-from infra.store import Store
-from training.checkpoint import Checkpointer, open_generation, reachable_commits
-from training.checkpoint.reader import read_manifest
-from training.errors import TrainingError
+from ebbflow.infra.errors import InfraError, StoreError
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.machine import describe_machine, file_system
+from ebbflow.infra.ranges import read_blocks
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
+from ebbflow.training.checkpoint.reader import read_manifest
+from ebbflow.training.errors import TrainingError
 
 _WIDTH = 2048
 _BYTES_PER_LAYER = 12 * (_WIDTH * _WIDTH + _WIDTH)  # float32 weight, bias, and AdamW's two moments of each
@@ -49,7 +49,7 @@ _Read = Callable[[], Any]
 
 def main(arguments: list[str]) -> int:
     """0, or the exit code of the error that ended it, which is printed."""
-    parser = argparse.ArgumentParser(prog="python -m training bench restore", description="Measure recovery.")
+    parser = argparse.ArgumentParser(prog="ebbflow bench restore", description="Measure recovery.")
     parser.add_argument("--megabytes", type=float, default=1000.0, help="of state (default 1000)")
     parser.add_argument("--rounds", type=int, default=7, help="of which medians are taken (default 7)")
     parser.add_argument("--store", help="folder, s3://bucket/prefix, or swift (default: a temporary folder)")

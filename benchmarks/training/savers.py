@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim import Optimizer
 
 from benchmarks.training.laps import await_all
-from training.checkpoint import Checkpointer, CommitRef, Generation, RetentionPolicy
-from training.checkpoint.flight import UploadCost
+from ebbflow.training.checkpoint import Checkpointer, CommitRef, Generation, RetentionPolicy
+from ebbflow.training.checkpoint.flight import UploadCost
 
 _PROCESS_SECONDS = 300.0  # it has no time-out of its own
 

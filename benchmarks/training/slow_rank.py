@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from benchmarks.training.laps import await_all
 from benchmarks.training.state import local_bytes, trained_state
-from infra.config.schema import RunConfig
-from infra.layout import job_prefix
-from infra.reliability import daly_interval_seconds
-from infra.store import Store
-from training.checkpoint import Checkpointer, Generation, RetentionPolicy
-from training.gang import Gang
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.reliability import daly_interval_seconds
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Checkpointer, Generation, RetentionPolicy
+from ebbflow.training.gang import Gang
 
 _STALL_SAVES = 5
 _LONGEST_STEPS = 10_000

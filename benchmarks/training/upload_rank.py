@@ -17,13 +17,13 @@ from benchmarks.training.laps import await_all
 from benchmarks.training.rivals import BucketSaver
 from benchmarks.training.savers import CommitSaver
 from benchmarks.training.state import local_bytes, trained_state
-from infra.config.schema import RunConfig
-from infra.layout import job_prefix
-from infra.multipart.account import find_account
-from infra.multipart.requests import Requests
-from infra.store import Store
-from training.checkpoint import Generation
-from training.gang import Gang
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.multipart.account import find_account
+from ebbflow.infra.multipart.requests import Requests
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Generation
+from ebbflow.training.gang import Gang
 
 _PART_BYTES = 32 * 2**20
 _THREADS = 4

@@ -12,9 +12,9 @@ from typing import Any
 from benchmarks.training.buckets import BucketPlace
 from benchmarks.training.figures import spread
 from benchmarks.training.ranks import run_ranks
-from infra.layout import job_prefix
-from infra.store import Store
-from training.checkpoint.lineage import open_generation
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.lineage import open_generation
 
 _RAW = ("raw_obstore", "raw_sockets")
 _NAMES = {

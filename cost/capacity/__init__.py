@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from cost.capacity.history import History, PastAttempt, attempt_record, history_of
-from cost.capacity.place import place
-from cost.capacity.placement import Placement, as_placed
+from ebbflow.cost.capacity.history import History, PastAttempt, attempt_record, history_of
+from ebbflow.cost.capacity.place import place
+from ebbflow.cost.capacity.placement import Placement, as_placed
 
 __all__ = ["History", "PastAttempt", "Placement", "as_placed", "attempt_record", "history_of", "place"]

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any
 
-from cost.capacity.placement import Placement
-from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, GENERATION_ENDED, NODE_STARTED, NOTICE, PLACED, Event
-from infra.notices import RECLAIMS
+from ebbflow.cost.capacity.placement import Placement
+from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, GENERATION_ENDED, NODE_STARTED, NOTICE, PLACED, Event
+from ebbflow.infra.notices import RECLAIMS
 
 RECLAIMED, USER_CODE, NEVER_STARTED, NOT_MADE, TERMINATED, ENDED, UNKNOWN = (
     "reclaimed",

@@ -14,20 +14,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cost.capacity.history import NEVER_STARTED, NOT_MADE, RECLAIMED, TERMINATED, USER_CODE, History
-from cost.capacity.placement import Offer, Placement, lacking, memory_mib, offers
-from cost.capacity.situation import HOUR, Situation, remember, situation, state_json
-from cost.catalogue import Catalogue, InstanceType, load_catalogue
-from cost.errors import PlacementError
-from cost.plan.plan import Plan
-from cost.policy import policies
-from cost.policy.interface import Action, Policy, PoolView, Run, State
-from cost.policy.safety_net import SafetyNet
-from infra.config.schema import RunConfig
-from infra.outcome import Outcome
+from ebbflow.cost.capacity.history import NEVER_STARTED, NOT_MADE, RECLAIMED, TERMINATED, USER_CODE, History
+from ebbflow.cost.capacity.placement import Offer, Placement, lacking, memory_mib, offers
+from ebbflow.cost.capacity.situation import HOUR, Situation, remember, situation, state_json
+from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
+from ebbflow.cost.errors import PlacementError
+from ebbflow.cost.plan.plan import Plan
+from ebbflow.cost.policy import policies
+from ebbflow.cost.policy.interface import Action, Policy, PoolView, Run, State
+from ebbflow.cost.policy.safety_net import SafetyNet
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.outcome import Outcome
 
 if TYPE_CHECKING:
-    from infra.batch.queues import QueueState
+    from ebbflow.infra.batch.queues import QueueState
 
 LEAST_WALL_SECONDS = 60
 # Without budget and deadline: so many times what the rest is expected to take, never less than Metaflow's own limit.
@@ -53,7 +53,7 @@ def place(
     catalogue: Catalogue | None = None,
 ) -> Placement:
     """The next attempt's place. plan: fresh, of the remaining work, with all its pools. queues: by name, as
-    `infra.batch.queues.describe_queues` has them. now_utc: Unix time.
+    `ebbflow.infra.batch.queues.describe_queues` has them. now_utc: Unix time.
 
     Raises PlacementError: what refused the plan (budget, deadline, no capacity), or that no queue can run it.
     """

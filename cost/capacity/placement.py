@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cost.catalogue import Catalogue, InstanceType, load_catalogue
-from cost.plan.plan import Plan
-from cost.plan.pools import Candidate, lack_of, short_name, takes
+from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
+from ebbflow.cost.plan.plan import Plan
+from ebbflow.cost.plan.pools import Candidate, lack_of, short_name, takes
 
 if TYPE_CHECKING:
-    from infra.batch.queues import QueueState
+    from ebbflow.infra.batch.queues import QueueState
 
 
 # Of the installed memory: the kernel and the platform keep 2.5 % (8,192 MiB register as 7,985), the ECS agent 32 MiB,

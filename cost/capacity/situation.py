@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from cost.capacity.history import RECLAIMED, History, PastAttempt
-from cost.capacity.placement import Offer, reserve_usd
-from cost.plan.plan import Plan
-from cost.policy.interface import MINIMUM_HOURS, Market, Policy, PoolView, State
+from ebbflow.cost.capacity.history import RECLAIMED, History, PastAttempt
+from ebbflow.cost.capacity.placement import Offer, reserve_usd
+from ebbflow.cost.plan.plan import Plan
+from ebbflow.cost.policy.interface import MINIMUM_HOURS, Market, Policy, PoolView, State
 
 HOUR = 3600.0
 # Less than this in RUNNABLE is no try: an instance must boot before a job can start (an assumption, not measured).

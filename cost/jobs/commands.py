@@ -1,4 +1,4 @@
-"""`python -m cost report [RUN …] [--json | --csv]`: one job in full, or several side by side."""
+"""`ebbflow report [RUN …] [--json | --csv]`: one job in full, or several side by side."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cost.errors import CostError, ReportError
-from cost.jobs.load import known_job_names, read_job_log, read_running
-from cost.report.figures import number, percent, plain, pool_text, usd, usd_decimals
-from cost.report.report import RunReport, build_report
-from infra.errors import InfraError
-from infra.ledger_classes import LedgerClass
+from ebbflow.cost.errors import CostError, ReportError
+from ebbflow.cost.jobs.load import known_job_names, read_job_log, read_running
+from ebbflow.cost.report.figures import number, percent, plain, pool_text, usd, usd_decimals
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.ledger_classes import LedgerClass
 
 # Of a CSV: plain numbers and words, dollars to six decimals.
 COLUMNS = (
@@ -86,9 +86,7 @@ def _damaged(reports: Sequence[RunReport]) -> list[str]:
     """Jobs whose figures are folded from a damaged event log."""
     places = [(plain(report.job), len(report.events.get("damage") or [])) for report in reports]
     return [
-        f"{job}: the event log is damaged in {found} places: python -m cost report {job}"
-        for job, found in places
-        if found
+        f"{job}: the event log is damaged in {found} places: ebbflow report {job}" for job, found in places if found
     ]
 
 
@@ -179,8 +177,8 @@ def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunR
 
 
 def _print_one(report: RunReport, *, configuration: bool) -> None:
-    from cost.report.render_text import render
-    from infra.config.sources import render_sources
+    from ebbflow.cost.report.render_text import render
+    from ebbflow.infra.config.sources import render_sources
 
     if configuration:
         print(render_sources(report.configuration) or "the configuration of this job was not recorded")

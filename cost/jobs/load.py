@@ -9,19 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cost.errors import ReportError
-from cost.ledger.generations import final_outcome
-from cost.report.report import RunReport, build_report
-from infra.errors import ObjectNotFound, StoreError
-from infra.events import Event, LogContent, read_events, read_log
-from infra.known_jobs import known_job, runs_folder
-from infra.launchers import running_launcher
-from infra.layout import job_prefix
-from infra.outcome import Outcome
-from infra.segments import Damage
-from infra.store import Store
+from ebbflow.cost.errors import ReportError
+from ebbflow.cost.ledger.generations import final_outcome
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.infra.errors import ObjectNotFound, StoreError
+from ebbflow.infra.events import Event, LogContent, read_events, read_log
+from ebbflow.infra.known_jobs import known_job, runs_folder
+from ebbflow.infra.launchers import running_launcher
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.segments import Damage
+from ebbflow.infra.store import Store
 
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _NAME = "report.json"
 _REQUEST_SECONDS = 10.0
 

@@ -21,11 +21,11 @@ from decimal import Decimal, InvalidOperation
 from itertools import pairwise
 from typing import Any
 
-from cost.ledger.generations import Generation
-from cost.ledger.instances import Extra
-from cost.ledger.timeline import MICRO, NodeTime
-from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event
-from infra.ledger_classes import LedgerClass
+from ebbflow.cost.ledger.generations import Generation
+from ebbflow.cost.ledger.instances import Extra
+from ebbflow.cost.ledger.timeline import MICRO, NodeTime
+from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event
+from ebbflow.infra.ledger_classes import LedgerClass
 
 # A node that does not say which job it is of belongs to one that it overlaps with, clocks so far apart.
 CLOCKS_APART_SECONDS = 300.0

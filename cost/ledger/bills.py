@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
-from cost.ledger.batch_jobs import BatchJob, batch_jobs, nodes_by_job, silent_nodes, unheard_extras
-from cost.ledger.charges import node_usd
-from cost.ledger.generations import Generation
-from cost.ledger.instances import Extra, extras
-from cost.ledger.price_curve import PriceCurve
-from cost.ledger.pricing import SIMULATED, NodePrice, Pricing
-from cost.ledger.sharing import Parts, divided, sharing
-from cost.ledger.timeline import MICRO, NodeTime, paid_nodes
-from infra.events import Event
+from ebbflow.cost.ledger.batch_jobs import BatchJob, batch_jobs, nodes_by_job, silent_nodes, unheard_extras
+from ebbflow.cost.ledger.charges import node_usd
+from ebbflow.cost.ledger.generations import Generation
+from ebbflow.cost.ledger.instances import Extra, extras
+from ebbflow.cost.ledger.price_curve import PriceCurve
+from ebbflow.cost.ledger.pricing import SIMULATED, NodePrice, Pricing
+from ebbflow.cost.ledger.sharing import Parts, divided, sharing
+from ebbflow.cost.ledger.timeline import MICRO, NodeTime, paid_nodes
+from ebbflow.infra.events import Event
 
 _ENDS_THAT_BATCH_TELLS = ("reclaimed", "terminated")
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 
-from cost.ledger.generations import Generation
-from cost.money import apportion
-from infra.ledger_classes import LedgerClass
+from ebbflow.cost.ledger.generations import Generation
+from ebbflow.cost.money import apportion
+from ebbflow.infra.ledger_classes import LedgerClass
 
 WORK = "useful work"
 _OWN = {

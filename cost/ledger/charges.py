@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from decimal import Decimal
 
-from cost.ledger.price_curve import PriceCurve
-from cost.ledger.timeline import MICRO, NodeTime, RankTime, Span
-from infra.ledger_classes import LedgerClass
+from ebbflow.cost.ledger.price_curve import PriceCurve
+from ebbflow.cost.ledger.timeline import MICRO, NodeTime, RankTime, Span
+from ebbflow.infra.ledger_classes import LedgerClass
 
 
 def node_usd(node: NodeTime, curve: PriceCurve) -> Decimal:

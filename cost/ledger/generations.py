@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infra.events import (
+from ebbflow.infra.events import (
     COMMIT,
     GENERATION_ENDED,
     GENERATION_STARTED,
@@ -19,8 +19,8 @@ from infra.events import (
     EndReason,
     Event,
 )
-from infra.layout import parse_commit_key
-from infra.outcome import Outcome
+from ebbflow.infra.layout import parse_commit_key
+from ebbflow.infra.outcome import Outcome
 
 # Ends that were meant: the job was done, or stopped itself. Anything else cut the generation short.
 PLANNED_ENDS = frozenset({Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE, Outcome.NO_CAPACITY})

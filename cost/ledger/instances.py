@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cost.ledger.timeline import MICRO, NodeTime
-from infra.ledger_classes import LedgerClass
+from ebbflow.cost.ledger.timeline import MICRO, NodeTime
+from ebbflow.infra.ledger_classes import LedgerClass
 
 MINIMUM_SECONDS = 60.0
 # A longer pause of the same instance may have been another job's: it is left to the reconciliation with the bill.

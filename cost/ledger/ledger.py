@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from cost.ledger.bills import Bills, NodeBill, SilentBill, bills_of, with_batchs_word
-from cost.ledger.causes import CauseLine, blame, cause_lines, cause_of, cause_of_job
-from cost.ledger.charges import rank_charges
-from cost.ledger.generations import Generation, read_generations
-from cost.ledger.pricing import SIMULATED as SIMULATED
-from cost.ledger.pricing import UNPRICED
-from cost.ledger.timeline import MICRO, rank_times
-from cost.money import apportion, rounded
-from infra.events import BUDGET, CONFIGURED, STEP, Event
-from infra.ledger_classes import LedgerClass
+from ebbflow.cost.ledger.bills import Bills, NodeBill, SilentBill, bills_of, with_batchs_word
+from ebbflow.cost.ledger.causes import CauseLine, blame, cause_lines, cause_of, cause_of_job
+from ebbflow.cost.ledger.charges import rank_charges
+from ebbflow.cost.ledger.generations import Generation, read_generations
+from ebbflow.cost.ledger.pricing import SIMULATED as SIMULATED
+from ebbflow.cost.ledger.pricing import UNPRICED
+from ebbflow.cost.ledger.timeline import MICRO, rank_times
+from ebbflow.cost.money import apportion, rounded
+from ebbflow.infra.events import BUDGET, CONFIGURED, STEP, Event
+from ebbflow.infra.ledger_classes import LedgerClass
 
 MEASURED = "measured"
 ESTIMATED = "estimated"
@@ -50,7 +50,7 @@ class Ledger:
 
     price_kind: "recorded …", "estimated …", "simulated" (a local run, priced as if) or "unpriced" (no plan is known).
     useful_on_demand_usd: the useful work alone at the on-demand price of the same nodes, see `fold`; None: no price.
-    causes: the same seconds and dollars by what they were paid for (`cost.ledger.causes`).
+    causes: the same seconds and dollars by what they were paid for (`ebbflow.cost.ledger.causes`).
     nodes: what each node of each generation cost; silent: the nodes of Batch jobs that never spoke.
     owner, project: who pays, as configured; empty: nobody said.
     """

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from cost.errors import LedgerError
-from cost.ledger.batch_jobs import BatchJob
-from cost.ledger.price_curve import PriceCurve
-from cost.ledger.timeline import NodeTime
-from infra.events import PLAN, PRICES, Event
+from ebbflow.cost.errors import LedgerError
+from ebbflow.cost.ledger.batch_jobs import BatchJob
+from ebbflow.cost.ledger.price_curve import PriceCurve
+from ebbflow.cost.ledger.timeline import NodeTime
+from ebbflow.infra.events import PLAN, PRICES, Event
 
 SIMULATED = "simulated"
 UNPRICED = "unpriced"

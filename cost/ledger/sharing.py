@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cost.ledger.charges import wall_micros
-from cost.ledger.instances import by_instance
-from cost.ledger.price_curve import PriceCurve
-from cost.ledger.timeline import NodeTime
+from ebbflow.cost.ledger.charges import wall_micros
+from ebbflow.cost.ledger.instances import by_instance
+from ebbflow.cost.ledger.price_curve import PriceCurve
+from ebbflow.cost.ledger.timeline import NodeTime
 
 # (Unix microseconds since when, how many nodes pay), in the order of time.
 Parts = tuple[tuple[int, int], ...]

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cost.errors import LedgerError
-from cost.ledger.generations import Generation, is_clock, is_of_generation
-from infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, PHASE, EndReason, Event
-from infra.ledger_classes import LedgerClass
-from infra.outcome import Outcome
+from ebbflow.cost.errors import LedgerError
+from ebbflow.cost.ledger.generations import Generation, is_clock, is_of_generation
+from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, PHASE, EndReason, Event
+from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.outcome import Outcome
 
 MICRO = 1_000_000
 _INSTANCE_KEYS = ("instance_id", "instance_type", "zone", "zone_id", "region", "market", "uptime_seconds")

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cost.catalogue import Catalogue, InstanceType
-from cost.experience import Experience
-from cost.plan.expect import (
+from ebbflow.cost.catalogue import Catalogue, InstanceType
+from ebbflow.cost.experience import Experience
+from ebbflow.cost.plan.expect import (
     Course,
     Hazard,
     Work,
@@ -22,18 +22,18 @@ from cost.plan.expect import (
     machine_failures_per_hour,
     save_seconds,
 )
-from cost.plan.fit import batch_arithmetic, gib, memory_fit, micro_batch, why_host_too_small
-from cost.plan.outlook import reclaim_prior
-from cost.plan.pools import FROM_THE_START, Candidate, Pool, Progress, Rejection, without_queue
-from cost.plan.throughput import known_throughput, speed_fingerprint
-from cost.prices.quote import PriceSource, Quote, is_zone_of
-from cost.rates import Rates, load_rates
-from infra.config.schema import RunConfig
-from infra.footprint import COMMIT_BYTES_PER_PARAMETER, shard_ranks
-from infra.model_shape import ModelShape
+from ebbflow.cost.plan.fit import batch_arithmetic, gib, memory_fit, micro_batch, why_host_too_small
+from ebbflow.cost.plan.outlook import reclaim_prior
+from ebbflow.cost.plan.pools import FROM_THE_START, Candidate, Pool, Progress, Rejection, without_queue
+from ebbflow.cost.plan.throughput import known_throughput, speed_fingerprint
+from ebbflow.cost.prices.quote import PriceSource, Quote, is_zone_of
+from ebbflow.cost.rates import Rates, load_rates
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.footprint import COMMIT_BYTES_PER_PARAMETER, shard_ranks
+from ebbflow.infra.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from infra.batch.queues import QueueState
+    from ebbflow.infra.batch.queues import QueueState
 
 # Node counts tried for `cluster.nodes: auto`: powers of two, so that common batch sizes divide.
 AUTO_NODES = (1, 2, 4, 8)

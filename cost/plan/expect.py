@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost.catalogue import InstanceType
-from cost.plan.fit import Fit
-from cost.plan.outlook import FAILURES_PER_GPU_HOUR, MEAN_WAIT_HOURS, Case
-from cost.plan.pools import Candidate, Pool
-from cost.plan.throughput import Throughput
-from cost.prices.quote import Quote
-from cost.rates import Bill, Rates, Usage, other_costs
-from infra.config.schema import RunConfig
-from infra.footprint import COMMIT_BYTES_PER_PARAMETER
-from infra.model_shape import ModelShape
-from infra.reliability import GammaHazard, daly_interval_seconds
+from ebbflow.cost.catalogue import InstanceType
+from ebbflow.cost.plan.fit import Fit
+from ebbflow.cost.plan.outlook import FAILURES_PER_GPU_HOUR, MEAN_WAIT_HOURS, Case
+from ebbflow.cost.plan.pools import Candidate, Pool
+from ebbflow.cost.plan.throughput import Throughput
+from ebbflow.cost.prices.quote import Quote
+from ebbflow.cost.rates import Bill, Rates, Usage, other_costs
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.footprint import COMMIT_BYTES_PER_PARAMETER
+from ebbflow.infra.model_shape import ModelShape
+from ebbflow.infra.reliability import GammaHazard, daly_interval_seconds
 
 # After so much silence an agent takes a peer for lost (training/launch/channel.py).
 DETECT_SECONDS = 20.0

@@ -1,6 +1,6 @@
 """Does a model fit a GPU and its host? Sums of named parts, in bytes, so that a refusal can show its arithmetic.
 
-All of it is estimated. What each part stands on (`infra.footprint.rank_bytes` has the moments of a step):
+All of it is estimated. What each part stands on (`ebbflow.infra.footprint.rank_bytes` has the moments of a step):
 - parameters: float32, also under mixed precision, where the float32 shards are themselves the master weights and
   bfloat16 exists only in gathered units (FSDP2's MixedPrecisionPolicy) or autocast copies (DDP).
 - optimizer: AdamW's two float32 moments. gradients: float32, as many as there are at the peak.
@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from infra.config.schema import RunConfig
-from infra.footprint import Gang, gpu_host_bytes, rank_bytes
-from infra.model_shape import ModelShape, causal_lm_shape
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.footprint import Gang, gpu_host_bytes, rank_bytes
+from ebbflow.infra.model_shape import ModelShape, causal_lm_shape
 
 GIB = 2**30
 # The CUDA context with loaded kernels takes about 0.5 GiB on data-centre GPUs, NCCL's channel buffers about as much,

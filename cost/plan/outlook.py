@@ -3,7 +3,7 @@
 The advisor's band is the share of a type's spot capacity that was reclaimed in the trailing month. Reading it as the
 chance p that one instance is lost within a month of 730 hours gives the hazard −ln(1 − p) / 730 per hour. It is an
 average over a month and all zones: a pool that is running dry is far worse than its band. So the band is only the mean
-of a prior with very little weight, and what own jobs saw of a pool moves it at once (`cost.experience`).
+of a prior with very little weight, and what own jobs saw of a pool moves it at once (`ebbflow.cost.experience`).
 
 A gang lies in one pool, whose interruptions come together: it counts once, not once per node. Failures of machines
 are independent, so they grow with the GPUs, on either market.
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from infra.reliability import GammaHazard
+from ebbflow.infra.reliability import GammaHazard
 
 if TYPE_CHECKING:
     import numpy

@@ -13,23 +13,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cost.catalogue import Catalogue, load_catalogue, on_demand_recorded
-from cost.errors import PlanError
-from cost.experience import Experience
-from cost.plan.candidates import Sources, judged
-from cost.plan.outlook import outlook
-from cost.plan.pools import FROM_THE_START, Candidate, Progress, Rejection, short_name
-from cost.plan.refusals import Refusal, refusal, reserve_usd, within_budget
-from cost.plan.throughput import speed_fingerprint
-from cost.prices.quote import PriceSource, StaticPrices
-from cost.rates import RATES_KIND
-from infra.config.schema import RunConfig
-from infra.model_shape import ModelShape, causal_lm_shape
-from infra.outcome import Outcome
-from infra.terms import Terms
+from ebbflow.cost.catalogue import Catalogue, load_catalogue, on_demand_recorded
+from ebbflow.cost.errors import PlanError
+from ebbflow.cost.experience import Experience
+from ebbflow.cost.plan.candidates import Sources, judged
+from ebbflow.cost.plan.outlook import outlook
+from ebbflow.cost.plan.pools import FROM_THE_START, Candidate, Progress, Rejection, short_name
+from ebbflow.cost.plan.refusals import Refusal, refusal, reserve_usd, within_budget
+from ebbflow.cost.plan.throughput import speed_fingerprint
+from ebbflow.cost.prices.quote import PriceSource, StaticPrices
+from ebbflow.cost.rates import RATES_KIND
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.model_shape import ModelShape, causal_lm_shape
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.terms import Terms
 
 if TYPE_CHECKING:
-    from infra.batch.queues import QueueState
+    from ebbflow.infra.batch.queues import QueueState
 
 
 def plan_notes(config: RunConfig, sources: Sources) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ class Plan:
 
     made_utc: Unix time. started_utc: of the job's first plan, from which the deadline counts. steps, tokens: the work
     that is left, tokens counted in weight_unit; done_steps, spent_usd: what came before.
-    reserve_usd: price of one last save, kept back from the budget. fingerprint: see `cost.plan.throughput`.
+    reserve_usd: price of one last save, kept back from the budget. fingerprint: see `ebbflow.cost.plan.throughput`.
     prices: lines on what the prices are and how old. notes: what the plan takes for granted or leaves out.
     on_demand: dollars per hour as quoted, of the types that may be used, in the chosen pool's region: a machine may
     turn out to be another than planned.
@@ -202,7 +202,7 @@ def make_plan(
 
     now_utc: Unix time at which prices are judged. simulated: the run stays on this machine (always with backend local).
     shape: None: of the built-in model. prices: as `cost.prices.source.open_prices` opens; None: the static table.
-    experience: of `cost.experience`. progress: the rest is planned. queues: pools that none of them takes are
+    experience: of `ebbflow.cost.experience`. progress: the rest is planned. queues: pools that none of them takes are
     rejected; None: of all pools, whatever queues there are. Raises CatalogueError for bad tables.
     """
     sources = Sources(

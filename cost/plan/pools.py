@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from cost.catalogue import Catalogue
-from cost.ledger.generations import read_generations
-from cost.ledger.ledger import spent_usd
-from cost.plan.fit import Fit
-from cost.plan.outlook import Case, Outlook
-from infra.batch.queues import BATCHS_CHOICE
-from infra.events import PLAN, STEP, Event
+from ebbflow.cost.catalogue import Catalogue
+from ebbflow.cost.ledger.generations import read_generations
+from ebbflow.cost.ledger.ledger import spent_usd
+from ebbflow.cost.plan.fit import Fit
+from ebbflow.cost.plan.outlook import Case, Outlook
+from ebbflow.infra.batch.queues import BATCHS_CHOICE
+from ebbflow.infra.events import PLAN, STEP, Event
 
 if TYPE_CHECKING:
-    from infra.batch.queues import QueueState
+    from ebbflow.infra.batch.queues import QueueState
 
 
 @dataclass(frozen=True, kw_only=True)

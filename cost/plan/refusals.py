@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cost.catalogue import ON_DEMAND_REGION, on_demand_recorded
-from cost.plan.candidates import (
+from ebbflow.cost.catalogue import ON_DEMAND_REGION, on_demand_recorded
+from ebbflow.cost.plan.candidates import (
     AUTO_NODES,
     ELSEWHERE,
     HAZARD_UNKNOWN,
@@ -18,10 +18,10 @@ from cost.plan.candidates import (
     Sources,
     candidates,
 )
-from cost.plan.pools import Candidate, Pool, Rejection
-from cost.prices.quote import refresh_command
-from infra.config.schema import RunConfig
-from infra.outcome import Outcome
+from ebbflow.cost.plan.pools import Candidate, Pool, Rejection
+from ebbflow.cost.prices.quote import refresh_command
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.outcome import Outcome
 
 OVER_BUDGET = "over the budget"
 
@@ -145,7 +145,7 @@ def capacity_hint(config: RunConfig, sources: Sources, rejected: tuple[Rejection
         if any(candidates(changed, sources)):
             return text
     if any(rejection.kind == NO_QUEUE for rejection in rejected):
-        return "add a queue that takes such machines to batch.queues (`python -m infra deploy` makes queues)"
+        return "add a queue that takes such machines to batch.queues (`ebbflow deploy` makes queues)"
     return "no single change makes it fit: use a smaller model, or more nodes and gradient accumulation together"
 
 

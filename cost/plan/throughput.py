@@ -16,12 +16,18 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 
-from cost.catalogue import Catalogue, InstanceType
-from cost.experience import Experience, SpeedSeen
-from cost.plan.outlook import UNMEASURED_LOG_DEVIATION
-from infra.config.schema import RunConfig
-from infra.footprint import BFLOAT16_BYTES, FLOAT32_BYTES, reduced_bytes_per_parameter, shard_ranks, stays_gathered
-from infra.model_shape import ModelShape
+from ebbflow.cost.catalogue import Catalogue, InstanceType
+from ebbflow.cost.experience import Experience, SpeedSeen
+from ebbflow.cost.plan.outlook import UNMEASURED_LOG_DEVIATION
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.footprint import (
+    BFLOAT16_BYTES,
+    FLOAT32_BYTES,
+    reduced_bytes_per_parameter,
+    shard_ranks,
+    stays_gathered,
+)
+from ebbflow.infra.model_shape import ModelShape
 
 # Published for tuned runs: 46 % (PaLM 540B, Chowdhery et al. 2022, table 3), 38–43 % (Llama 3 405B, Grattafiori et
 # al. 2024, table 4). Ours is not tuned, so below the lowest of them.

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from cost.policy.interface import PolicyFactory
+from ebbflow.cost.policy.interface import PolicyFactory
 
 
 def policies() -> dict[str, PolicyFactory]:
     """Name → factory of every policy that can be asked for by name."""
-    from cost.policy.adaptive import Adaptive
-    from cost.policy.baselines import Adversary, Greedy, OnDemand, UniformProgress
+    from ebbflow.cost.policy.adaptive import Adaptive
+    from ebbflow.cost.policy.baselines import Adversary, Greedy, OnDemand, UniformProgress
 
     return {
         "adaptive": Adaptive,

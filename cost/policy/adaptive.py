@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost.policy.interface import Action, Market, PoolView, Run, State, Wait
-from cost.policy.slack_value import (
+from ebbflow.cost.policy.interface import Action, Market, PoolView, Run, State, Wait
+from ebbflow.cost.policy.slack_value import (
     AGE_AT_FIRST_SIGHT_HOURS,
     AWAY_OR_IDLE,
     AWAY_OR_STAY,

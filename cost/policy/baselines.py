@@ -6,7 +6,7 @@ behind, spot or on-demand. From on-demand back to spot only when ahead by two ch
 
 from __future__ import annotations
 
-from cost.policy.interface import Action, Market, PoolView, Run, State, Wait
+from ebbflow.cost.policy.interface import Action, Market, PoolView, Run, State, Wait
 
 
 def spot_candidates(state: State) -> list[PoolView]:

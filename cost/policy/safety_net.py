@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cost.policy.interface import MINIMUM_HOURS, Action, Market, Policy, PoolView, Run, State, Wait
+from ebbflow.cost.policy.interface import MINIMUM_HOURS, Action, Market, Policy, PoolView, Run, State, Wait
 
 _TOLERANCE = 1e-9
 

@@ -1,4 +1,4 @@
-"""`python -m cost prices record` and `… show`: what EC2 says, as a file; the quotes of a plan, with their age."""
+"""`ebbflow prices record` and `… show`: what EC2 says, as a file; the quotes of a plan, with their age."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cost.catalogue import InstanceType, load_catalogue
-from cost.errors import PriceError
-from cost.prices.ec2_prices import Answers, ask
-from cost.prices.quote import PriceSource, Quote, is_zone_of, short_age_text
-from cost.prices.recorded import Recording, write_recording
-from cost.prices.source import open_prices
-from cost.report.figures import plain
-from infra.config.load import load_config
-from infra.config.problems import ConfigError
-from infra.config.schema import CostConfig, RunConfig
-from infra.outcome import Outcome
+from ebbflow.cost.catalogue import InstanceType, load_catalogue
+from ebbflow.cost.errors import PriceError
+from ebbflow.cost.prices.ec2_prices import Answers, ask
+from ebbflow.cost.prices.quote import PriceSource, Quote, is_zone_of, short_age_text
+from ebbflow.cost.prices.recorded import Recording, write_recording
+from ebbflow.cost.prices.source import open_prices
+from ebbflow.cost.report.figures import plain
+from ebbflow.infra.config.load import load_config
+from ebbflow.infra.config.problems import ConfigError
+from ebbflow.infra.config.schema import CostConfig, RunConfig
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.program import DEFAULT_CONFIG
 
 # A history of some weeks has many pages, and nobody waits for a plan.
 _RECORD_SECONDS = 300.0
@@ -79,7 +80,7 @@ def record_prices(arguments: argparse.Namespace, *, client: Callable[[str], Any]
 
 def show_prices(arguments: argparse.Namespace, project_root: Path) -> int:
     """Print a line for each quote of the configuration's types, regions and zones, cheapest first."""
-    path = arguments.config or project_root / "configs" / "laptop.yaml"
+    path = arguments.config or DEFAULT_CONFIG
     try:
         config = load_config(path, arguments.set, project_root=project_root).config
     except ConfigError as error:

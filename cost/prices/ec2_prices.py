@@ -16,10 +16,18 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from cost.catalogue import InstanceType
-from cost.errors import PriceError
-from cost.prices.history import LINUX, SpotRecord, ZonePrices, by_name_text, prices_at, read_record, with_zone_ids
-from cost.prices.quote import Quote, StaticPrices, on_demand_text, table_text, time_text
+from ebbflow.cost.catalogue import InstanceType
+from ebbflow.cost.errors import PriceError
+from ebbflow.cost.prices.history import (
+    LINUX,
+    SpotRecord,
+    ZonePrices,
+    by_name_text,
+    prices_at,
+    read_record,
+    with_zone_ids,
+)
+from ebbflow.cost.prices.quote import Quote, StaticPrices, on_demand_text, table_text, time_text
 
 # What EC2 says when it is asked too often, or is troubled itself: asking again later may help.
 _THROTTLED = frozenset(

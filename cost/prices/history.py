@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from cost.catalogue import InstanceType
-from cost.errors import PriceError
-from cost.prices.quote import Quote, QuoteKind, StaticPrices, region_of
+from ebbflow.cost.catalogue import InstanceType
+from ebbflow.cost.errors import PriceError
+from ebbflow.cost.prices.quote import Quote, QuoteKind, StaticPrices, region_of
 
 # Of the products that share a pool, the one without a licence in its price. The second name is EC2-Classic's successor.
 LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Literal, Protocol
 
-from cost.catalogue import InstanceType, advisor_recorded, on_demand_recorded
-from infra.config.rules.names import zone_prefix
+from ebbflow.cost.catalogue import InstanceType, advisor_recorded, on_demand_recorded
+from ebbflow.infra.config.rules.names import zone_prefix
 
 QuoteKind = Literal["live", "recorded", "estimated"]
 
@@ -199,7 +199,7 @@ def on_demand_text(now_utc: float, regions: Sequence[str]) -> str:
 
 
 def refresh_command(regions: Sequence[str]) -> str:
-    return f"python -m cost catalogue refresh --regions {' '.join(regions)}"
+    return f"ebbflow catalogue refresh --regions {' '.join(regions)}"
 
 
 def _unix(date: str) -> float:

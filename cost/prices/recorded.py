@@ -1,7 +1,7 @@
 """Recorded spot prices: files of DescribeSpotPriceHistory's records, and what a job's pools cost while it ran.
 
 - JSON, as `aws ec2 describe-spot-price-history` prints it: {"SpotPriceHistory": [record, …]}. Files of several regions
-  are joined by putting all records into one list. What `python -m cost prices record` writes has two keys more:
+  are joined by putting all records into one list. What `ebbflow prices record` writes has two keys more:
   "RecordedAt", when was asked, and "AvailabilityZones", {region: {zone name: zone id}}, with the zones without a price.
 - CSV with the columns Timestamp, InstanceType, AvailabilityZone and SpotPrice in any order, and any others.
 Either may be gzipped.
@@ -19,9 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cost.catalogue import InstanceType
-from cost.errors import PriceError
-from cost.prices.history import (
+from ebbflow.cost.catalogue import InstanceType
+from ebbflow.cost.errors import PriceError
+from ebbflow.cost.prices.history import (
     LINUX,
     SpotRecord,
     ZonePrices,
@@ -30,8 +30,8 @@ from cost.prices.history import (
     read_record,
     with_zone_ids,
 )
-from cost.prices.quote import age_text, is_zone_of, on_demand_text, time_text
-from infra.config.schema import CostConfig
+from ebbflow.cost.prices.quote import age_text, is_zone_of, on_demand_text, time_text
+from ebbflow.infra.config.schema import CostConfig
 
 _COLUMNS = ("Timestamp", "InstanceType", "AvailabilityZone", "SpotPrice")
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -117,7 +117,7 @@ def read_recording(path: Path) -> Recording:
     except FileNotFoundError as error:
         raise PriceError(
             f"{path}: no such file; cost.prices is static, live or a file of recorded prices, "
-            f"which `python -m cost prices record --output {path}` writes"
+            f"which `ebbflow prices record --output {path}` writes"
         ) from error
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise PriceError(f"{path}: cannot be read: {error}") from error
@@ -230,7 +230,7 @@ def observed_pools(
     if cost.prices != "live":
         records: Iterable[SpotRecord] = read_recording(project_root / cost.prices).records
         return _pools(records, kind, since, now_utc, "recorded")
-    from cost.prices.ec2_prices import ask
+    from ebbflow.cost.prices.ec2_prices import ask
 
     answers = ask(cost.regions, [kind], now_utc=now_utc, since_utc=since, client=client)
     if not answers.answered or chosen.get("region") in answers.failed:

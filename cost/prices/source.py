@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cost.catalogue import load_catalogue
-from cost.prices.quote import PriceSource, StaticPrices
-from cost.prices.recorded import RecordedPrices
-from infra.config.schema import RunConfig
+from ebbflow.cost.catalogue import load_catalogue
+from ebbflow.cost.prices.quote import PriceSource, StaticPrices
+from ebbflow.cost.prices.recorded import RecordedPrices
+from ebbflow.infra.config.schema import RunConfig
 
 NOT_ASKED = "live prices are asked when the plan is made"
 
@@ -36,7 +36,7 @@ def open_prices(
         return RecordedPrices.read(project_root / cost.prices, now_utc)
     if not network:
         return StaticPrices(because=NOT_ASKED)
-    from cost.prices.ec2_prices import LivePrices, ask
+    from ebbflow.cost.prices.ec2_prices import LivePrices, ask
 
     names = [kind.name for kind in load_catalogue().matching(config.cluster.instance_types)]
     answers = ask(cost.regions, names, now_utc=now_utc, client=client)

@@ -23,7 +23,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from cost.errors import BillError
+from ebbflow.cost.errors import BillError
 
 # Normalised names (see `_plain_name`) of what is read; the first of each row that the file has.
 _COLUMNS = {

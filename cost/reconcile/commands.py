@@ -1,4 +1,4 @@
-"""`python -m cost reconcile RUN CUR_FILE`: the comparison as text or JSON."""
+"""`ebbflow reconcile RUN CUR_FILE`: the comparison as text or JSON."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from cost.jobs.load import read_job
-from cost.reconcile.bill import BillLine, read_bill
-from cost.reconcile.comparison import AGREED_SHARE, JOB_TAG, Reconciliation, compare, explain
-from cost.report.figures import percent, plain, usd
+from ebbflow.cost.jobs.load import read_job
+from ebbflow.cost.reconcile.bill import BillLine, read_bill
+from ebbflow.cost.reconcile.comparison import AGREED_SHARE, JOB_TAG, Reconciliation, compare, explain
+from ebbflow.cost.report.figures import percent, plain, usd
 
 _WIDTH = 100
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from cost.ledger.bills import NodeBill
-from cost.ledger.instances import LONGEST_IDLE_SECONDS, MINIMUM_SECONDS, by_instance
-from cost.ledger.ledger import fold
-from cost.ledger.pricing import SIMULATED
-from cost.ledger.sharing import seconds_together
-from cost.reconcile.bill import BillLine, Repeats, tag_key
-from infra.events import PLAN, Event
+from ebbflow.cost.ledger.bills import NodeBill
+from ebbflow.cost.ledger.instances import LONGEST_IDLE_SECONDS, MINIMUM_SECONDS, by_instance
+from ebbflow.cost.ledger.ledger import fold
+from ebbflow.cost.ledger.pricing import SIMULATED
+from ebbflow.cost.ledger.sharing import seconds_together
+from ebbflow.cost.reconcile.bill import BillLine, Repeats, tag_key
+from ebbflow.infra.events import PLAN, Event
 
 JOB_TAG = "ebbflow-job"
 _HOUR = 3600.0

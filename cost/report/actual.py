@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from cost.ledger.generations import Generation
-from cost.ledger.ledger import Ledger
-from cost.report.saves import save_figures
-from infra.events import COMMIT, EVALUATION, NODE_STARTED, PEAK, PREPARED, PRICES, STEP, Event
-from infra.ledger_classes import LedgerClass
+from ebbflow.cost.ledger.generations import Generation
+from ebbflow.cost.ledger.ledger import Ledger
+from ebbflow.cost.report.saves import save_figures
+from ebbflow.infra.events import COMMIT, EVALUATION, NODE_STARTED, PEAK, PREPARED, PRICES, STEP, Event
+from ebbflow.infra.ledger_classes import LedgerClass
 
 
 def actual_figures(events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from cost.capacity.history import UNKNOWN, PastAttempt, history_of
-from cost.ledger.ledger import Ledger
-from cost.money import rounded
-from cost.report.number_text import duration, number, plain, usd
-from infra.events import BATCH_ATTEMPT, Event
+from ebbflow.cost.capacity.history import UNKNOWN, PastAttempt, history_of
+from ebbflow.cost.ledger.ledger import Ledger
+from ebbflow.cost.money import rounded
+from ebbflow.cost.report.number_text import duration, number, plain, usd
+from ebbflow.infra.events import BATCH_ATTEMPT, Event
 
 ATTEMPT_HEADER = ("attempt", "ended", "waited", "hours", "planned", "USD/h", "planned", "USD")
 PLACE_HEADER = ("attempt", "where", "why")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cost.capacity.history import history_of
-from cost.ledger.generations import Generation
-from infra.events import (
+from ebbflow.cost.capacity.history import history_of
+from ebbflow.cost.ledger.generations import Generation
+from ebbflow.infra.events import (
     BATCH_ATTEMPT,
     BUDGET,
     FAULT_DETECTED,

@@ -9,22 +9,22 @@ import time
 from decimal import Decimal
 from typing import Any
 
-from cost.ledger.ledger import MEASURED, SIMULATED, UNPRICED
-from cost.money import apportion
-from cost.report.money_rows import budget_text, owner_text, price_lines, regret_text
-from cost.report.number_text import NONE as NONE
-from cost.report.number_text import count as count
-from cost.report.number_text import duration as duration
-from cost.report.number_text import number as number
-from cost.report.number_text import percent as percent
-from cost.report.number_text import plain as plain
-from cost.report.number_text import seconds as seconds
-from cost.report.number_text import share_of as share_of
-from cost.report.number_text import usd as usd
-from cost.report.number_text import usd_decimals as usd_decimals
-from cost.report.report import RunReport
-from infra.config.sources import DEFAULT, value_text
-from infra.ledger_classes import LedgerClass
+from ebbflow.cost.ledger.ledger import MEASURED, SIMULATED, UNPRICED
+from ebbflow.cost.money import apportion
+from ebbflow.cost.report.money_rows import budget_text, owner_text, price_lines, regret_text
+from ebbflow.cost.report.number_text import NONE as NONE
+from ebbflow.cost.report.number_text import count as count
+from ebbflow.cost.report.number_text import duration as duration
+from ebbflow.cost.report.number_text import number as number
+from ebbflow.cost.report.number_text import percent as percent
+from ebbflow.cost.report.number_text import plain as plain
+from ebbflow.cost.report.number_text import seconds as seconds
+from ebbflow.cost.report.number_text import share_of as share_of
+from ebbflow.cost.report.number_text import usd as usd
+from ebbflow.cost.report.number_text import usd_decimals as usd_decimals
+from ebbflow.cost.report.report import RunReport
+from ebbflow.infra.config.sources import DEFAULT, value_text
+from ebbflow.infra.ledger_classes import LedgerClass
 
 _DAMAGE_SHOWN = 10
 LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")

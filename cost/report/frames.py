@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cost.report.report import RunReport
-from infra.events import Event
+from ebbflow.cost.report.report import RunReport
+from ebbflow.infra.events import Event
 
 if TYPE_CHECKING:
     import pandas

@@ -16,15 +16,15 @@ from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
-from cost.ledger.bills import NodeBill, machines
-from cost.ledger.generations import Generation
-from cost.ledger.ledger import Ledger
-from cost.ledger.price_curve import PriceCurve
-from cost.ledger.pricing import PoolName, Pricing, pool_of
-from cost.ledger.timeline import MICRO, rank_times
-from cost.money import USD_DECIMALS
-from infra.events import PLAN, Event
-from infra.ledger_classes import LedgerClass
+from ebbflow.cost.ledger.bills import NodeBill, machines
+from ebbflow.cost.ledger.generations import Generation
+from ebbflow.cost.ledger.ledger import Ledger
+from ebbflow.cost.ledger.price_curve import PriceCurve
+from ebbflow.cost.ledger.pricing import PoolName, Pricing, pool_of
+from ebbflow.cost.ledger.timeline import MICRO, rank_times
+from ebbflow.cost.money import USD_DECIMALS
+from ebbflow.infra.events import PLAN, Event
+from ebbflow.infra.ledger_classes import LedgerClass
 
 _WORK = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION, LedgerClass.CHECKPOINT_STALL)
 _START = (LedgerClass.STARTUP, LedgerClass.SHUTDOWN)
@@ -140,9 +140,9 @@ def _optimum(
 ) -> float:
     import numpy as np
 
-    from cost.simulate.optimum import optimum_usd
-    from cost.simulate.simulator import Job
-    from cost.simulate.world import World
+    from ebbflow.cost.simulate.optimum import optimum_usd
+    from ebbflow.cost.simulate.simulator import Job
+    from ebbflow.cost.simulate.world import World
 
     # The programme counts whole ticks, rounded up: some more than the job took, and what that adds is taken off again.
     hours = (end - begin) / 3600 * (1 + 4 / _TICKS)

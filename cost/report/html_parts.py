@@ -6,9 +6,9 @@ import html
 import math
 from collections.abc import Callable, Sequence
 
-from cost.report.figures import number
-from cost.report.report import RunReport
-from infra.ledger_classes import LedgerClass
+from ebbflow.cost.report.figures import number
+from ebbflow.cost.report.report import RunReport
+from ebbflow.infra.ledger_classes import LedgerClass
 
 # One hue per class of time: work green, its overheads blue, what interruptions cost warm, the unknown grey.
 COLOURS = {

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from cost.ledger.bills import NodeBill, SilentBill
-from cost.ledger.generations import Generation
-from cost.ledger.ledger import Ledger
-from cost.ledger.timeline import MICRO
-from cost.money import apportion
-from cost.report.attempts import attempt_figures
-from cost.report.hindsight import hindsight
-from infra.events import BUDGET, PLAN, PREFLIGHT, Event
+from ebbflow.cost.ledger.bills import NodeBill, SilentBill
+from ebbflow.cost.ledger.generations import Generation
+from ebbflow.cost.ledger.ledger import Ledger
+from ebbflow.cost.ledger.timeline import MICRO
+from ebbflow.cost.money import apportion
+from ebbflow.cost.report.attempts import attempt_figures
+from ebbflow.cost.report.hindsight import hindsight
+from ebbflow.infra.events import BUDGET, PLAN, PREFLIGHT, Event
 
 
 def money_figures(events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def money_figures(events: Sequence[Event], generations: dict[int, Generation], l
     transfer out, which the ledger does not meter. causes: dollars with six places
     that sum to the total. hindsight: None where it cannot be told. thresholds: shares of the budget that were reached.
     prices: of each kind of machine that nodes really ran on, how its price is known, and its dollars.
-    attempts: on AWS Batch, planned against actual (`cost.report.attempts`).
+    attempts: on AWS Batch, planned against actual (`ebbflow.cost.report.attempts`).
     light_steps_away: the steps around training were sent to other machines as well, which the ledger does not meter.
     """
     found = hindsight(events, generations, ledger)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from cost.money import apportion
-from cost.report.number_text import NONE, percent, plain, seconds, usd, usd_decimals
-from cost.report.report import RunReport
+from ebbflow.cost.money import apportion
+from ebbflow.cost.report.number_text import NONE, percent, plain, seconds, usd, usd_decimals
+from ebbflow.cost.report.report import RunReport
 
 _LONGEST = 48  # a generation's reason is foreign text
 CAUSE_HEADER = ("what it was paid for", "rank-seconds", "share", "USD")

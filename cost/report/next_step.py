@@ -7,9 +7,9 @@ import shlex
 from decimal import ROUND_CEILING, Decimal
 from typing import Any, NamedTuple
 
-from cost.report.figures import plain
-from cost.report.report import RunReport
-from infra.outcome import Outcome
+from ebbflow.cost.report.figures import plain
+from ebbflow.cost.report.report import RunReport
+from ebbflow.infra.outcome import Outcome
 
 PYTHON = ".venv/bin/python"
 _FLOW = "flows/train_flow.py"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from decimal import Decimal
 
-from cost.money import rounded
-from infra.foreign_text import one_line
+from ebbflow.cost.money import rounded
+from ebbflow.infra.foreign_text import one_line
 
 NONE = "n/a"
 _CENTS_FROM = Decimal(10)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cost.report.attempts import ATTEMPT_HEADER, PLACE_HEADER, attempt_rows, place_rows
-from cost.report.figures import (
+from ebbflow.cost.report.attempts import ATTEMPT_HEADER, PLACE_HEADER, attempt_rows, place_rows
+from ebbflow.cost.report.figures import (
     GENERATION_HEADER,
     LEDGER_HEADER,
     comparison_header,
@@ -23,10 +23,10 @@ from cost.report.figures import (
     plain,
     trust_lines,
 )
-from cost.report.html_parts import COLOURS, TABLE_STYLE, escape, ledger_bar, loss_chart, table
-from cost.report.money_rows import CAUSE_HEADER, cause_rows
-from cost.report.next_step import PYTHON, resume_line
-from cost.report.report import RunReport
+from ebbflow.cost.report.html_parts import COLOURS, TABLE_STYLE, escape, ledger_bar, loss_chart, table
+from ebbflow.cost.report.money_rows import CAUSE_HEADER, cause_rows
+from ebbflow.cost.report.next_step import PYTHON, resume_line
+from ebbflow.cost.report.report import RunReport
 
 # Shown large, in this order; the others follow in a table.
 _HEADLINES = (

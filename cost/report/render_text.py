@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from cost.report.attempts import ATTEMPT_HEADER, attempt_rows, place_lines
-from cost.report.figures import (
+from ebbflow.cost.report.attempts import ATTEMPT_HEADER, attempt_rows, place_lines
+from ebbflow.cost.report.figures import (
     GENERATION_HEADER,
     comparison_header,
     comparison_rows,
@@ -17,9 +17,9 @@ from cost.report.figures import (
     plain,
     trust_lines,
 )
-from cost.report.money_rows import CAUSE_HEADER, cause_rows
-from cost.report.next_step import PYTHON, resume_line
-from cost.report.report import RunReport
+from ebbflow.cost.report.money_rows import CAUSE_HEADER, cause_rows
+from ebbflow.cost.report.next_step import PYTHON, resume_line
+from ebbflow.cost.report.report import RunReport
 
 WIDTH = 100
 BAR = "│"  # log viewers drop leading spaces: every line begins with a visible character

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from cost.errors import LedgerError, ReportError
-from cost.ledger.generations import Generation, final_outcome, read_generations, refused_after
-from cost.ledger.ledger import Ledger, LedgerLine, fold
-from cost.ledger.timeline import MICRO
-from cost.money import USD_DECIMALS, rounded
-from cost.report.actual import actual_figures
-from cost.report.failures import failures, notable
-from cost.report.money_figures import money_figures
-from infra.events import CERTIFICATE, CONFIGURED, PLAN, PREFLIGHT, STEP, Event
-from infra.ledger_classes import LedgerClass
-from infra.outcome import Outcome
-from infra.segments import Damage
+from ebbflow.cost.errors import LedgerError, ReportError
+from ebbflow.cost.ledger.generations import Generation, final_outcome, read_generations, refused_after
+from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold
+from ebbflow.cost.ledger.timeline import MICRO
+from ebbflow.cost.money import USD_DECIMALS, rounded
+from ebbflow.cost.report.actual import actual_figures
+from ebbflow.cost.report.failures import failures, notable
+from ebbflow.cost.report.money_figures import money_figures
+from ebbflow.infra.events import CERTIFICATE, CONFIGURED, PLAN, PREFLIGHT, STEP, Event
+from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.segments import Damage
 
 SCHEMA = 1
 
@@ -129,7 +129,7 @@ def build_report(
     """The report of a job from its events, in any order.
 
     running: the launcher that runs the job now (`RunReport.running`), None where the job has ended. damage: of its log
-    (`infra.events.read_log`), which the report names. Raises ReportError without any event, LedgerError for
+    (`ebbflow.infra.events.read_log`), which the report names. Raises ReportError without any event, LedgerError for
     contradictory ones.
     """
     if not events:

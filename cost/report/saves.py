@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
-from cost.ledger.ledger import Ledger
-from infra.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL, Event
-from infra.ledger_classes import LedgerClass
+from ebbflow.cost.ledger.ledger import Ledger
+from ebbflow.infra.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL, Event
+from ebbflow.infra.ledger_classes import LedgerClass
 
 _LOST = (LedgerClass.CHECKPOINT_STALL, LedgerClass.REDONE_STEP)
 

@@ -1,4 +1,4 @@
-"""`python -m cost simulate`: one policy over anyone's traces, as a table or as JSON."""
+"""`ebbflow simulate`: one policy over anyone's traces, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cost.errors import SimulationError
+from ebbflow.cost.errors import SimulationError
 
 if TYPE_CHECKING:
-    from cost.simulate.world import Trace, World
+    from ebbflow.cost.simulate.world import Trace, World
 
 
 _NOT_BELOW_0 = (
@@ -51,8 +51,8 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from cost.policy import policies
-    from cost.simulate.simulator import RULES
+    from ebbflow.cost.policy import policies
+    from ebbflow.cost.simulate.simulator import RULES
 
     known = policies()
     if arguments.policy not in known:
@@ -75,8 +75,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _world(arguments: argparse.Namespace) -> tuple[list[Trace], World]:
-    from cost.simulate import world as worlds
-    from cost.simulate.world import read_prices, read_traces
+    from ebbflow.cost.simulate import world as worlds
+    from ebbflow.cost.simulate.world import read_prices, read_traces
 
     traces = read_traces(arguments.traces, values=arguments.values)
     world = worlds.world_of(
@@ -103,8 +103,8 @@ def _prices(arguments: argparse.Namespace) -> str:
 
 
 def _rows(arguments: argparse.Namespace, world: World, rules: Any, factory: Any) -> list[dict[str, Any]]:
-    from cost.simulate.optimum import optimum_usd
-    from cost.simulate.simulator import Job, run_job
+    from ebbflow.cost.simulate.optimum import optimum_usd
+    from ebbflow.cost.simulate.simulator import Job, run_job
 
     room = world.hours - arguments.deadline_hours
     if room < 0:

@@ -18,8 +18,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from cost.simulate.simulator import Job
-from cost.simulate.world import World
+from ebbflow.cost.simulate.simulator import Job
+from ebbflow.cost.simulate.world import World
 
 Values = NDArray[np.float64]
 

@@ -15,10 +15,20 @@ from enum import StrEnum
 
 import numpy as np
 
-from cost.errors import SimulationError
-from cost.policy.interface import MINIMUM_HOURS, Action, Market, Policy, PolicyFactory, PoolView, Run, State, Wait
-from cost.policy.safety_net import Refusal, SafetyNet, admission
-from cost.simulate.world import World
+from ebbflow.cost.errors import SimulationError
+from ebbflow.cost.policy.interface import (
+    MINIMUM_HOURS,
+    Action,
+    Market,
+    Policy,
+    PolicyFactory,
+    PoolView,
+    Run,
+    State,
+    Wait,
+)
+from ebbflow.cost.policy.safety_net import Refusal, SafetyNet, admission
+from ebbflow.cost.simulate.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +158,7 @@ _DONE = 1e-9
 def simulate(world: World, job: Job, rules: Rules, policy: Policy, *, reality: Reality | None = None) -> Outcome:
     """Run the job from the first tick of `world` until it is done or the world ends.
 
-    Nothing here keeps the deadline: give a policy in its net (`cost.policy.safety_net.SafetyNet`) for that.
+    Nothing here keeps the deadline: give a policy in its net (`ebbflow.cost.policy.safety_net.SafetyNet`) for that.
     """
     return _Simulation(world, job, rules, policy, reality or Reality()).run()
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cost.errors import SimulationError, TraceError
+from ebbflow.cost.errors import SimulationError, TraceError
 
 POLARITIES = ("available_count", "preempted")
 _ZONE = re.compile(r"^(?P<region>[a-z]+(?:-[a-z]+)+-?\d+)-?(?P<letter>[a-z])(?:_|$)")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flows.attempts.lost_answers import LostAnswers
+from ebbflow.flows.attempts.lost_answers import LostAnswers
 
 SUBMIT_SECONDS = 900.0
 # Of one submit, as Metaflow makes it.
@@ -88,7 +88,7 @@ def _curable(response: Any, error: BaseException | None) -> str | None:
     """What went wrong, where it passes by itself; else None. Whether it may have led to a job `LostAnswers` tells."""
     from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError
 
-    from infra.aws.calls import is_throttled
+    from ebbflow.infra.aws.calls import is_throttled
 
     if isinstance(error, EndpointConnectionError | ConnectTimeoutError):
         return "AWS Batch cannot be reached"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from infra.errors import CloudAway, CloudError
+from ebbflow.infra.errors import CloudAway, CloudError
 
 _LOOK_SECONDS = 5.0
 _IN_TROUBLE = (500, 502, 503, 504)  # answers of what stands between, or of Batch after it has made the job
@@ -47,7 +47,7 @@ class LostAnswers:
 
     def mark(self, params: dict[str, Any], **_: Any) -> None:
         """A new submit begins. Changes its parameters in place."""
-        from infra.batch import MARK
+        from ebbflow.infra.batch import MARK
 
         self._mark, self.lost = uuid.uuid4().hex, False
         self._queue, self._name = str(params.get("jobQueue")), str(params.get("jobName"))
@@ -84,7 +84,7 @@ class LostAnswers:
         """End all jobs that this submit has made but that one ("": none is waited for), where an answer was lost. Where
         Batch does not answer, that is said.
         """
-        from infra.batch import TERMINATED, batch_client, cancel_job
+        from ebbflow.infra.batch import TERMINATED, batch_client, cancel_job
 
         if not self.lost or self._denied:
             return
@@ -113,7 +113,7 @@ class LostAnswers:
 
     def _find(self) -> list[str]:
         """Ids of the jobs that this submit has made, the first one first. Raises CloudError."""
-        from infra.batch import batch_client, marked_jobs
+        from ebbflow.infra.batch import batch_client, marked_jobs
 
         client = batch_client(self._region)
         return marked_jobs(self._queue, self._name, self._mark, client, deadline_seconds=_LOOK_SECONDS)

@@ -10,8 +10,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from infra.layout import order_key
-from infra.store import Store
+from ebbflow.infra.layout import order_key
+from ebbflow.infra.store import Store
 
 # Why an attempt is placed nowhere: set for a step that therefore runs beside the scheduler, and fails.
 UNPLACED_VARIABLE = "EBBFLOW_UNPLACED"

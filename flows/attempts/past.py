@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cost.capacity import Placement, attempt_record
-from flows.job import Job
-from infra.batch import NEVER_STARTED, TERMINATED, BatchAttempt, batch_client, cancel_job, describe_attempts
-from infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
-from infra.errors import CloudRefused, InfraError
-from infra.event_log import EventLog
-from infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
-from infra.launchers import check_run_claim
-from infra.preflight import Check, Finding, PreflightContext
+from ebbflow.cost.capacity import Placement, attempt_record
+from ebbflow.flows.job import Job
+from ebbflow.infra.batch import NEVER_STARTED, TERMINATED, BatchAttempt, batch_client, cancel_job, describe_attempts
+from ebbflow.infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
+from ebbflow.infra.errors import CloudRefused, InfraError
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
+from ebbflow.infra.launchers import check_run_claim
+from ebbflow.infra.preflight import Check, Finding, PreflightContext
 
 # A report should not wait long for a service that its container may not reach; the launcher asks again.
 _REPORT_SECONDS = 6.0

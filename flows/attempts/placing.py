@@ -12,22 +12,23 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from flows import pods
-from flows.attempts.order import AttemptName, Order
-from flows.attempts.past import settle
-from flows.job import PROJECT_ROOT, Job
-from flows.planning import experience
-from infra.aws.calls import within
-from infra.errors import JobIsRunning
-from infra.events import COMMIT, PLACED, PLAN, Event, read_events
-from infra.model_shape import ModelShape
-from infra.outcome import Outcome
+from ebbflow.flows import pods
+from ebbflow.flows.attempts.order import AttemptName, Order
+from ebbflow.flows.attempts.past import settle
+from ebbflow.flows.job import Job
+from ebbflow.flows.planning import experience
+from ebbflow.infra.aws.calls import within
+from ebbflow.infra.errors import JobIsRunning
+from ebbflow.infra.events import COMMIT, PLACED, PLAN, Event, read_events
+from ebbflow.infra.model_shape import ModelShape
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.program import PROJECT_ROOT
 
 if TYPE_CHECKING:
-    from cost.capacity import History, PastAttempt, Placement
-    from cost.plan.plan import Plan
-    from infra.batch import QueueState
-    from infra.event_log import EventLog
+    from ebbflow.cost.capacity import History, PastAttempt, Placement
+    from ebbflow.cost.plan.plan import Plan
+    from ebbflow.infra.batch import QueueState
+    from ebbflow.infra.event_log import EventLog
 
 DEADLINE_SECONDS = 60.0
 PLANNED_SECONDS = 30.0  # more, where it is by the plan of the run
@@ -83,9 +84,9 @@ def place_attempt(ask: Ask, *, deadline_seconds: float = DEADLINE_SECONDS) -> An
 
 
 def _order(ask: Ask) -> Order:
-    from cost.capacity import history_of
-    from cost.errors import CostError
-    from infra.batch import batch_client, training_queues
+    from ebbflow.cost.capacity import history_of
+    from ebbflow.cost.errors import CostError
+    from ebbflow.infra.batch import batch_client, training_queues
 
     job, on_batch = _job(ask), ask.backend == "batch"
     config = job.config
@@ -111,9 +112,9 @@ def _as_planned(ask: Ask) -> Order:
 
     Raises where that cannot be either, CostError among others: what little is known then is no reason to stop a job.
     """
-    from cost.capacity import History
-    from cost.plan.plan import Plan
-    from infra.batch import declared_queues
+    from ebbflow.cost.capacity import History
+    from ebbflow.cost.plan.plan import Plan
+    from ebbflow.infra.batch import declared_queues
 
     job = _job(ask)
     queues = declared_queues(job.config.batch) if ask.backend == "batch" else pods.markets()
@@ -123,7 +124,7 @@ def _as_planned(ask: Ask) -> Order:
 
 def _job(ask: Ask) -> Job:
     """With the configuration as it holds where the attempt is to run."""
-    from infra.batch import in_queues_region
+    from ebbflow.infra.batch import in_queues_region
 
     job = replace(Job.of(ask.flow, ask.name.run), request_seconds=_REQUEST_SECONDS)
     if ask.backend == "batch":
@@ -146,7 +147,7 @@ def _placed(
     after_generation: int = 0,
 ) -> Order:
     """Raises CostError where none of the queues will do, or none of the limits. after_generation: the newest known."""
-    from cost.capacity import place
+    from ebbflow.cost.capacity import place
 
     placed = place(job.config, plan=plan, history=history, queues=queues, now_utc=time.time())
     order = shaped(ask, plan, placed)
@@ -174,7 +175,7 @@ def _still_wanted(ask: Ask) -> None:
 
 def shaped(ask: Ask, plan: Plan, placed: Placement) -> Order:
     """What the step can do with a placement: a single node cannot become a gang within its own step."""
-    from cost.capacity import as_placed
+    from ebbflow.cost.capacity import as_placed
 
     shape = {"nodes": placed.nodes, "processes_per_node": placed.processes_per_node}
     if ask.one_node and placed.nodes > 1:
@@ -186,9 +187,9 @@ def shaped(ask: Ask, plan: Plan, placed: Placement) -> Order:
 
 def fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None) -> Plan:
     """Of the work that is left, at the prices of now."""
-    from cost.plan.plan import make_plan
-    from cost.plan.pools import progress_of
-    from cost.prices.source import open_prices
+    from ebbflow.cost.plan.plan import make_plan
+    from ebbflow.cost.plan.pools import progress_of
+    from ebbflow.cost.prices.source import open_prices
 
     now = time.time()
     measured = {} if examined is None else {"shape": ModelShape.from_json(examined["shape"])}

@@ -16,15 +16,15 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from flows.attempts.asking_again import SUBMIT_SECONDS, AskingAgain
-from flows.attempts.lost_answers import LostAnswers
-from flows.attempts.stopping import make_stoppable
-from flows.capacity import SUBMIT_VARIABLE
-from flows.job import Job
-from flows.remote import RUNNABLE_VARIABLE
+from ebbflow.flows.attempts.asking_again import SUBMIT_SECONDS, AskingAgain
+from ebbflow.flows.attempts.lost_answers import LostAnswers
+from ebbflow.flows.attempts.stopping import make_stoppable
+from ebbflow.flows.capacity import SUBMIT_VARIABLE
+from ebbflow.flows.job import Job
+from ebbflow.flows.remote import RUNNABLE_VARIABLE
 
 if TYPE_CHECKING:
-    from infra.event_log import EventLog
+    from ebbflow.infra.event_log import EventLog
 
 # Where a job has no machine yet, and costs nothing. From STARTING on it has, while its image is pulled.
 _WAITING = ("SUBMITTED", "PENDING", "RUNNABLE")
@@ -57,7 +57,7 @@ class _Patience:
 
         status: Batch's; None: it did not tell of the job this time, which then is taken to be as it was before.
         """
-        from infra.batch import NEVER_STARTED, NOT_MADE
+        from ebbflow.infra.batch import NEVER_STARTED, NOT_MADE
 
         now = time.monotonic()
         if status == _STARTING and self._starting is None:
@@ -133,8 +133,8 @@ class Submission:
 
     def _note_refusal(self, why: str) -> None:
         """Into the events: Metaflow ends the run then, and its report is to say what ended it."""
-        from infra.events import OUTCOME
-        from infra.outcome import Outcome
+        from ebbflow.infra.events import OUTCOME
+        from ebbflow.infra.outcome import Outcome
 
         if self._asked:
             with self._events() as log:
@@ -149,8 +149,8 @@ class Submission:
         """Into the events, so that the job is billed whatever becomes of it and of this process. unwanted: another job
         that the same submit has made.
         """
-        from infra.errors import StoreError
-        from infra.events import BATCH_SUBMITTED
+        from ebbflow.infra.errors import StoreError
+        from ebbflow.infra.events import BATCH_SUBMITTED
 
         asked = self._asked
         if not asked:
@@ -167,9 +167,9 @@ class Submission:
 
     def _events(self) -> EventLog:
         """Those of the job that this attempt belongs to."""
-        from infra.config.schema import RunConfig
-        from infra.event_log import EventLog
-        from infra.events import Origin
+        from ebbflow.infra.config.schema import RunConfig
+        from ebbflow.infra.event_log import EventLog
+        from ebbflow.infra.events import Origin
 
         asked = self._asked
         config = RunConfig(store=asked["store"])
@@ -187,8 +187,8 @@ class Submission:
 
     def _watch(self, job_name: str) -> None:
         """End the job when it does not run in time: Metaflow then tries again, and it is placed elsewhere."""
-        from infra.batch import batch_client, cancel_job, describe_attempts
-        from infra.errors import InfraError
+        from ebbflow.infra.batch import batch_client, cancel_job, describe_attempts
+        from ebbflow.infra.errors import InfraError
 
         client = batch_client(self._asked.get("region"))
         patience = _Patience(
@@ -231,7 +231,7 @@ class Submission:
         sys.exit(128 + number)
 
     def _end(self, job_id: str) -> None:
-        from infra.batch import TERMINATED, batch_client, cancel_job, describe_attempts
+        from ebbflow.infra.batch import TERMINATED, batch_client, cancel_job, describe_attempts
 
         if not job_id:
             return
@@ -248,7 +248,7 @@ class Submission:
 
 def refused_for_good(answer: dict[str, Any]) -> str | None:
     """What Batch says of a request that it will not take the next time either; None: it may, or took it."""
-    from infra.aws.calls import is_throttled
+    from ebbflow.infra.aws.calls import is_throttled
 
     error = answer.get("Error") or {}
     status, code = int((answer.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0), str(error.get("Code", ""))

@@ -15,10 +15,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+_ROOT = Path(__file__).resolve().parents[2]
+if (_ROOT / "ebbflow").is_dir():  # a checkout
+    sys.path.insert(1, str(_ROOT))
 
-from infra.outcome import Outcome
-from infra.process import StoppedProcesses, die_with_parent
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.process import StoppedProcesses, die_with_parent
 
 # A drained launcher waits up to 60 s for its last save, and then writes the report.
 LEAVE_SECONDS = 180.0

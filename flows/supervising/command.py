@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from flows.job import PROJECT_ROOT
-from flows.supervising.options import read_options
-from flows.supervising.supervisor import Supervisor
-from infra.config import ConfigError
-from infra.errors import InfraError
-from infra.foreign_text import guard_terminal
-from infra.outcome import Outcome
-from infra.process import survive_lost_readers
+from ebbflow.flows.supervising.options import read_options
+from ebbflow.flows.supervising.supervisor import Supervisor
+from ebbflow.infra.config import ConfigError
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.foreign_text import guard_terminal
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.process import survive_lost_readers
+from ebbflow.infra.program import PROJECT_ROOT
 
 
 def main(arguments: list[str]) -> int:

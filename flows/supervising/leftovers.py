@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from flows.attempts.past import settle, unsettled_jobs
-from flows.job import Job
-from infra.batch import batch_client, describe_attempts
-from infra.errors import InfraError
-from infra.events import read_events
+from ebbflow.flows.attempts.past import settle, unsettled_jobs
+from ebbflow.flows.job import Job
+from ebbflow.infra.batch import batch_client, describe_attempts
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import read_events
 
 _SECONDS = 90.0
 _LOOK_SECONDS = 2.0

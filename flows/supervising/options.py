@@ -8,10 +8,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.options import add_permits, permits_asked
-from infra.config import load_config
-from infra.config.schema import RunConfig
-from infra.layout import check_job_name
+from ebbflow.flows.options import add_permits, permits_asked
+from ebbflow.infra.config import load_config
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.layout import check_job_name
 
 MAX_FAILURES = 3
 PAUSE_SECONDS = 10.0

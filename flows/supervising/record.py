@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 
-from cost.errors import CostError
-from cost.ledger.generations import read_generations
-from cost.report.report import RunReport, build_report
-from flows.attempts.past import unsettled_jobs
-from infra.config.schema import RunConfig
-from infra.events import BATCH_ATTEMPT, PLAN, SUPERVISED, Event, read_events
-from infra.outcome import Outcome
-from infra.store import Store
-from training.checkpoint.lineage import newest_commits
-from training.checkpoint.signing import use_signing_key
-from training.errors import TrainingError
+from ebbflow.cost.errors import CostError
+from ebbflow.cost.ledger.generations import read_generations
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.flows.attempts.past import unsettled_jobs
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import BATCH_ATTEMPT, PLAN, SUPERVISED, Event, read_events
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.lineage import newest_commits
+from ebbflow.training.checkpoint.signing import use_signing_key
+from ebbflow.training.errors import TrainingError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flows.job import Job
-from flows.options import give_permits
-from flows.reporting import write_report
-from flows.supervising.child import Child
-from flows.supervising.leftovers import end_leftovers
-from flows.supervising.options import Options
-from flows.supervising.record import Record, Spell, read_record
-from flows.supervising.verdict import (
+from ebbflow.flows.job import Job
+from ebbflow.flows.options import give_permits
+from ebbflow.flows.reporting import write_report
+from ebbflow.flows.supervising.child import Child
+from ebbflow.flows.supervising.leftovers import end_leftovers
+from ebbflow.flows.supervising.options import Options
+from ebbflow.flows.supervising.record import Record, Spell, read_record
+from ebbflow.flows.supervising.verdict import (
     LONGEST_PAUSE_SECONDS,
     Verdict,
     failures_of,
@@ -25,10 +25,10 @@ from flows.supervising.verdict import (
     pause_seconds,
     waited_seconds,
 )
-from infra.errors import StoreAway, StoreError
-from infra.events import OUTCOME, SUPERVISED
-from infra.launchers import CLAIM_VARIABLE, Claim, claim_job
-from infra.outcome import Outcome
+from ebbflow.infra.errors import StoreAway, StoreError
+from ebbflow.infra.events import OUTCOME, SUPERVISED
+from ebbflow.infra.launchers import CLAIM_VARIABLE, Claim, claim_job
+from ebbflow.infra.outcome import Outcome
 
 _FLOW = Path(__file__).resolve().parents[1] / "train_flow.py"
 _STORE_PAUSE_SECONDS = 30.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from enum import StrEnum
 
-from flows.supervising.record import Record, Spell
-from infra.outcome import Outcome
+from ebbflow.flows.supervising.record import Record, Spell
+from ebbflow.infra.outcome import Outcome
 
 LONGEST_PAUSE_SECONDS = 600.0
 # Between two runs, beyond the usual pause: for so long no supervisor was there, and what was waited for before is over.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from infra.aws.calls import Patience, ask, aws_client, is_amazons, named, told
-from infra.errors import CloudRefused
+from ebbflow.infra.aws.calls import Patience, ask, aws_client, is_amazons, named, told
+from ebbflow.infra.errors import CloudRefused
 
 # An image in ECR: account.dkr.ecr.region.amazonaws.com/repository[:tag][@digest]
 _ECR = re.compile(

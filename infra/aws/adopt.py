@@ -1,4 +1,4 @@
-"""`python -m infra adopt`: write a job's configuration from what an AWS account already has. Reads only."""
+"""`ebbflow adopt`: write a job's configuration from what an AWS account already has. Reads only."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import yaml
 
-from infra.aws.account import CONTAINERS, companion, trusted_services
-from infra.aws.calls import Patience, ask, pages
-from infra.aws.metaflow import metaflow_settings
-from infra.batch import QueueState, batch_client, describe_queues
-from infra.batch.queues import BATCHS_CHOICE
-from infra.errors import CloudError, InfraError
-from infra.outcome import Outcome
+from ebbflow.infra.aws.account import CONTAINERS, companion, trusted_services
+from ebbflow.infra.aws.calls import Patience, ask, pages
+from ebbflow.infra.aws.metaflow import metaflow_settings
+from ebbflow.infra.batch import QueueState, batch_client, describe_queues
+from ebbflow.infra.batch.queues import BATCHS_CHOICE
+from ebbflow.infra.errors import CloudError, InfraError
+from ebbflow.infra.outcome import Outcome
 
 T = TypeVar("T")
 
@@ -342,8 +342,8 @@ def configuration_text(choice: Choice, now_utc: float) -> str:
     document["batch"] = batch | {name: value for name, value in optional.items() if value}
     head = [
         "# yaml-language-server: $schema=schema.json",
-        f"# Read from account {choice.account} in {choice.region} on {_day(now_utc)} by `python -m infra adopt`.",
-        "# Add what is to be trained (model, training, data …), then: python -m infra preflight THIS_FILE",
+        f"# Read from account {choice.account} in {choice.region} on {_day(now_utc)} by `ebbflow adopt`.",
+        "# Add what is to be trained (model, training, data …), then: ebbflow preflight THIS_FILE",
         *_notes(choice),
         "",
     ]
@@ -433,7 +433,7 @@ def adopt(options: argparse.Namespace) -> int:
     if choice.notes:
         print(notes_text(choice), file=sys.stderr)
     if not choice.queues:
-        fix = "make some with python -m infra deploy, or name another --region"
+        fix = "make some with ebbflow deploy, or name another --region"
         print(f"adopt: {facts.region} has no queue that training may go to; fix: {fix}", file=sys.stderr)
         return Outcome.FAILED.exit_code
     return 0

@@ -14,9 +14,9 @@ from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from infra import hanging
-from infra.errors import CloudAway, CloudError, CloudForbidden, CloudRefused
-from infra.store.aws import aws_settings
+from ebbflow.infra import hanging
+from ebbflow.infra.errors import CloudAway, CloudError, CloudForbidden, CloudRefused
+from ebbflow.infra.store.aws import aws_settings
 
 T = TypeVar("T")
 

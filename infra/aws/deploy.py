@@ -1,4 +1,4 @@
-"""`python -m infra deploy`: what the template would make in an account, or make it."""
+"""`ebbflow deploy`: what the template would make in an account, or make it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.aws.calls import Patience, ask, aws_client
-from infra.aws.existing import found_parameters
-from infra.aws.stack import Change, Stack, StackState
-from infra.aws.template import TEMPLATE, Planned, check_parameters, planned, read_template
-from infra.errors import CloudAway, CloudForbidden, CloudRefused, InfraError
-from infra.outcome import Outcome
+from ebbflow.infra.aws.calls import Patience, ask, aws_client
+from ebbflow.infra.aws.existing import found_parameters
+from ebbflow.infra.aws.stack import Change, Stack, StackState
+from ebbflow.infra.aws.template import TEMPLATE, Planned, check_parameters, planned, read_template
+from ebbflow.infra.errors import CloudAway, CloudForbidden, CloudRefused, InfraError
+from ebbflow.infra.outcome import Outcome
 
 _QUESTION_SECONDS = 60.0
 # The queues, the repository and a log group are called after the stack; ECR takes lower case only.

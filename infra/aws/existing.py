@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from infra.aws.calls import Patience, ask, aws_client
-from infra.errors import CloudError
+from ebbflow.infra.aws.calls import Patience, ask, aws_client
+from ebbflow.infra.errors import CloudError
 
 BATCH_LOG_GROUP = "/aws/batch/job"
 _LOG_PARAMETER, _BILL_PARAMETER = "CreateBatchLogGroup", "BillingAlerts"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from infra.aws.calls import Patience, ask, pages
-from infra.errors import CloudAway, CloudError, CloudRefused
+from ebbflow.infra.aws.calls import Patience, ask, pages
+from ebbflow.infra.errors import CloudAway, CloudError, CloudRefused
 
 _POLL_SECONDS = 5.0
 _CAPABILITIES = ["CAPABILITY_IAM"]

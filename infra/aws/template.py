@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from infra.errors import CloudRefused
+from ebbflow.infra.errors import CloudRefused
 
 TEMPLATE = Path(__file__).with_name("template.yaml")
 # https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/cloudformation-limits.html: in a request, in bytes.

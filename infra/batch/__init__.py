@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from infra.batch.attempts import BatchAttempt, Cause, describe_attempts
-from infra.batch.cancel import NEVER_STARTED, NOT_MADE, TERMINATED, cancel_job
-from infra.batch.client import batch_client
-from infra.batch.marked import MARK, marked_jobs
-from infra.batch.queues import (
+from ebbflow.infra.batch.attempts import BatchAttempt, Cause, describe_attempts
+from ebbflow.infra.batch.cancel import NEVER_STARTED, NOT_MADE, TERMINATED, cancel_job
+from ebbflow.infra.batch.client import batch_client
+from ebbflow.infra.batch.marked import MARK, marked_jobs
+from ebbflow.infra.batch.queues import (
     ComputeEnvironment,
     QueueState,
     declared_queues,

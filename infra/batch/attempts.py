@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from infra.aws.calls import Patience, ask
-from infra.batch.cancel import NEVER_STARTED, NOT_MADE, TERMINATED
-from infra.errors import CloudError
+from ebbflow.infra.aws.calls import Patience, ask
+from ebbflow.infra.batch.cancel import NEVER_STARTED, NOT_MADE, TERMINATED
+from ebbflow.infra.errors import CloudError
 
 Cause = Literal["reclaimed", "user_code", "never_started", "not_made", "terminated", "ended", "unknown"]
 """reclaimed: the machine was taken away or lost; Batch tells a Spot reclaim and a broken host alike.

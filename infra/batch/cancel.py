@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infra.aws.calls import Patience, ask
+from ebbflow.infra.aws.calls import Patience, ask
 
 # What our own reasons begin with: a job that was ended by us is told from one that a person or Metaflow ended.
 NEVER_STARTED = "Ebbflow: did not start in time"  # it waited for capacity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infra.aws.calls import aws_client
+from ebbflow.infra.aws.calls import aws_client
 
 
 def batch_client(region: str | None = None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infra.aws.calls import Patience, ask, pages
+from ebbflow.infra.aws.calls import Patience, ask, pages
 
 # Of a submit's parameters, which stand in no job definition and so replace nothing; Batch tells them with the job.
 MARK = "ebbflow_submit"

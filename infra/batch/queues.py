@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from infra.aws.calls import Patience, ask, is_amazons, pages
-from infra.config.batch import BatchConfig, QueueConfig
-from infra.config.schema import RunConfig
-from infra.store.aws import aws_settings
+from ebbflow.infra.aws.calls import Patience, ask, is_amazons, pages
+from ebbflow.infra.config.batch import BatchConfig, QueueConfig
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.store.aws import aws_settings
 
 # Batch takes what fits the job, of the families c6i, c7i, m6i and r6i, or their Arm kin: none of them has a GPU.
 # https://docs.aws.amazon.com/batch/latest/userguide/instance-type-compute-table.html

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from infra.checks.advice import check_advice, check_debug_level
-from infra.checks.batch import CHECKS as BATCH_CHECKS
-from infra.checks.clock import check_store_clock
-from infra.checks.environment import (
+from ebbflow.infra.checks.advice import check_advice, check_debug_level
+from ebbflow.infra.checks.batch import CHECKS as BATCH_CHECKS
+from ebbflow.infra.checks.clock import check_store_clock
+from ebbflow.infra.checks.environment import (
     check_configuration,
     check_host_name,
     check_imports,
@@ -15,9 +15,9 @@ from infra.checks.environment import (
     check_signing_key,
     check_versions,
 )
-from infra.checks.gang import check_batch, check_derived, check_elastic
-from infra.checks.gpu import check_gpu
-from infra.checks.machine import (
+from ebbflow.infra.checks.gang import check_batch, check_derived, check_elastic
+from ebbflow.infra.checks.gpu import check_gpu
+from ebbflow.infra.checks.machine import (
     check_cores,
     check_imds,
     check_interfaces,
@@ -26,13 +26,13 @@ from infra.checks.machine import (
     check_open_files,
     check_shared_memory,
 )
-from infra.checks.store import (
+from ebbflow.infra.checks.store import (
     check_records_folder,
     check_store_folder,
     check_store_multipart,
     check_store_probe,
 )
-from infra.preflight import Check
+from ebbflow.infra.preflight import Check
 
 # A deadline is there for what can hang: a name server, a mounted disk, a remote store. What only computes gets one that
 # a busy machine keeps.

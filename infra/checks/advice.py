@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infra.checks.devices import gpu_files, has_rdma
-from infra.config.overrides import PREFIX
-from infra.instance import VARIABLES as MACHINE_VARIABLES
-from infra.preflight import Finding, PreflightContext
-from infra.signing_key import NAME_VARIABLE
+from ebbflow.infra.checks.devices import gpu_files, has_rdma
+from ebbflow.infra.config.overrides import PREFIX
+from ebbflow.infra.instance import VARIABLES as MACHINE_VARIABLES
+from ebbflow.infra.preflight import Finding, PreflightContext
+from ebbflow.infra.signing_key import NAME_VARIABLE
 
 # All that some part of Ebbflow reads, whether a user sets it or another part; a test finds them in the code.
 _OWN_VARIABLES = (

@@ -7,13 +7,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
-from infra.config.rules import violations
-from infra.config.tree import leaves
-from infra.preflight import Finding, PreflightContext
-from infra.requirements import REQUIREMENTS, TESTED_PYTHON
-from infra.signing_key import signing_key_problem
+from ebbflow.infra.config.rules import violations
+from ebbflow.infra.config.tree import leaves
+from ebbflow.infra.preflight import Finding, PreflightContext
+from ebbflow.infra.program import python_path
+from ebbflow.infra.requirements import REQUIREMENTS, TESTED_PYTHON
+from ebbflow.infra.signing_key import signing_key_problem
 
 _ANSWER_SECONDS = 1.5
 _IMPORT_SECONDS = 90.0
@@ -95,8 +95,8 @@ def check_versions(context: PreflightContext) -> Finding:
 
 def check_imports(context: PreflightContext) -> Finding:
     """What a rank imports can be imported, in a process of its own, from any folder."""
-    code = "import torch.distributed, numpy, obstore, awscrt.checksums, training; print(torch.__version__)"
-    environment = os.environ | {"PYTHONPATH": _python_path(context.project_root)}
+    code = "import torch.distributed, numpy, obstore, awscrt.checksums, ebbflow.training; print(torch.__version__)"
+    environment = os.environ | {"PYTHONPATH": python_path(os.environ.get("PYTHONPATH"))}
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -156,8 +156,3 @@ def check_host_name(context: PreflightContext) -> Finding:
 def _same_environment(python: str) -> bool:
     """Two names of one folder are one environment; links into another folder are not (a venv is a folder of links)."""
     return os.path.dirname(os.path.abspath(python)) == os.path.dirname(os.path.abspath(sys.executable))
-
-
-def _python_path(project_root: Path) -> str:
-    given = os.environ.get("PYTHONPATH")
-    return f"{project_root}{os.pathsep}{given}" if given else str(project_root)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import lcm
 
-from infra.config.rules.arithmetic import division, nearest_divisors, nearest_multiples
-from infra.config.rules.derived import DERIVED
-from infra.footprint import Gang, local_gang
-from infra.preflight import Finding, PreflightContext
+from ebbflow.infra.config.rules.arithmetic import division, nearest_divisors, nearest_multiples
+from ebbflow.infra.config.rules.derived import DERIVED
+from ebbflow.infra.footprint import Gang, local_gang
+from ebbflow.infra.preflight import Finding, PreflightContext
 
 _NEAR = 4  # a batch beyond so many times the given one is no advice
 

@@ -14,9 +14,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.checks.devices import GPU_FILES, gpu_files, gpus_hidden
-from infra.footprint import local_gang
-from infra.preflight import Finding, PreflightContext
+from ebbflow.infra.checks.devices import GPU_FILES, gpu_files, gpus_hidden
+from ebbflow.infra.footprint import local_gang
+from ebbflow.infra.preflight import Finding, PreflightContext
+from ebbflow.infra.program import python_path
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _ANSWER_SECONDS = 15.0  # nvidia-smi initialises each GPU when no process keeps it awake
@@ -71,7 +72,7 @@ def check_gpu(context: PreflightContext) -> Finding:
         return Finding.skipped("there is no NVIDIA driver here")
     if gpus_hidden() and not wanted:
         return Finding.skipped("CUDA_VISIBLE_DEVICES hides all GPUs")
-    finding, gpus = try_gpus(context.project_root)
+    finding, gpus = try_gpus()
     gang = local_gang(config)
     if finding.status != "passed":
         return Finding(finding.status, finding.detail, f"{finding.fix}, or set cluster.device to cpu")
@@ -93,7 +94,7 @@ def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = Tr
     return promised > 0 or wanted or (here and not gpus_hidden())
 
 
-def try_gpus(project_root: Path, promised: int = 0) -> tuple[Finding, int]:
+def try_gpus(promised: int = 0) -> tuple[Finding, int]:
     """(finding, count of GPUs): passed where torch computes on every GPU; else failed with the reason and the fix.
 
     promised: GPUs of this node by its placement; 0: the placement names none.
@@ -109,7 +110,7 @@ def try_gpus(project_root: Path, promised: int = 0) -> tuple[Finding, int]:
     except _NoAnswer as error:
         return Finding.failed(str(error), "run nvidia-smi; reinstall or reload the driver until it lists the GPUs"), 0
     try:
-        answer = _ask_torch(project_root)
+        answer = _ask_torch()
     except _NoAnswer as error:
         return Finding.failed(f"driver {driver.version}: {error}", f"install a torch that works with it: {_WHEELS}"), 0
     return _compare(driver, answer), len(answer["gpus"])
@@ -186,9 +187,8 @@ def _ask_driver() -> _Driver:
     return _Driver(rows[0][0], [name for _, name in rows])
 
 
-def _ask_torch(project_root: Path) -> dict:
-    given = os.environ.get("PYTHONPATH")
-    path = f"{project_root}{os.pathsep}{given}" if given else str(project_root)
+def _ask_torch() -> dict:
+    path = python_path(os.environ.get("PYTHONPATH"))
     said = _run([sys.executable, "-c", _ASK_TORCH], _TORCH_SECONDS, {"PYTHONPATH": path})
     try:
         return json.loads(said.splitlines()[-1])

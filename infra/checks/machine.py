@@ -10,11 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from infra.checks.devices import gpu_files, has_rdma
-from infra.config.schema import RunConfig
-from infra.footprint import host_memory_bytes, local_gang, open_files_per_rank, size_text, staging_bytes
-from infra.metadata import HOP_LIMIT_FIX, MetadataService, endpoint, metadata_unavailable_reason
-from infra.preflight import Finding, PreflightContext
+from ebbflow.infra.checks.devices import gpu_files, has_rdma
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.footprint import host_memory_bytes, local_gang, open_files_per_rank, size_text, staging_bytes
+from ebbflow.infra.metadata import HOP_LIMIT_FIX, MetadataService, endpoint, metadata_unavailable_reason
+from ebbflow.infra.preflight import Finding, PreflightContext
 
 _ALL_ANSWERS_SECONDS = 1.8
 _TOKEN_TTL_SECONDS = 60

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infra.errors import ObjectNotFound, StoreError, StoreForbidden
-from infra.known_jobs import METAFLOW_FOLDER, records_root, runs_folder
-from infra.layout import job_prefix
-from infra.preflight import Finding, PreflightContext
-from infra.store import Store
-from infra.store.aws import AwsSettings, aws_settings
-from infra.store.faults import ACTIONS
-from infra.store.s3 import split_uri
+from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden
+from ebbflow.infra.known_jobs import METAFLOW_FOLDER, records_root, runs_folder
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.preflight import Finding, PreflightContext
+from ebbflow.infra.store import Store
+from ebbflow.infra.store.aws import AwsSettings, aws_settings
+from ebbflow.infra.store.faults import ACTIONS
+from ebbflow.infra.store.s3 import split_uri
 
 _PROBE_BYTES = 4096
 _REQUEST_SECONDS = 10.0

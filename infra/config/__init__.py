@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from infra.config.load import LoadedConfig, load_config
-from infra.config.problems import ConfigError, Place, Problem, render_problems
-from infra.config.rules import violations
-from infra.config.schema import RunConfig
+from ebbflow.infra.config.load import LoadedConfig, load_config
+from ebbflow.infra.config.problems import ConfigError, Place, Problem, render_problems
+from ebbflow.infra.config.rules import violations
+from ebbflow.infra.config.schema import RunConfig
 
 __all__ = [
     "ConfigError",

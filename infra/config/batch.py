@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from infra.config.section import Count, Section
+from ebbflow.infra.config.section import Count, Section
 
 
 class QueueConfig(Section):
@@ -21,7 +21,7 @@ class QueueConfig(Section):
 
 
 class BatchConfig(Section):
-    """AWS Batch. `python -m infra adopt` writes this section from what an account has."""
+    """AWS Batch. `ebbflow adopt` writes this section from what an account has."""
 
     queues: list[QueueConfig] = Field(
         [], description="where training may go; empty: the queues of the account, as they are found at launch"

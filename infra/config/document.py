@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from infra.config.problems import Place, Problem
+from ebbflow.infra.config.problems import Place, Problem
 
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # what PyYAML counts as one
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}

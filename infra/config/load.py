@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.config.document import SourceText, parse
-from infra.config.overrides import ENVIRONMENT, override_name, read_environment, read_override
-from infra.config.problems import ConfigError, Problem
-from infra.config.rules.names import ADDRESS
-from infra.config.schema import RunConfig
-from infra.config.sources import sources_of
-from infra.config.tree import Entry, collect, leaves
-from infra.config.validate import convert_entries, validate
+from ebbflow.infra.config.document import SourceText, parse
+from ebbflow.infra.config.overrides import ENVIRONMENT, override_name, read_environment, read_override
+from ebbflow.infra.config.problems import ConfigError, Problem
+from ebbflow.infra.config.rules.names import ADDRESS
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.config.sources import sources_of
+from ebbflow.infra.config.tree import Entry, collect, leaves
+from ebbflow.infra.config.validate import convert_entries, validate
 
 _LARGEST_FILE_BYTES = 1 << 20
 # Keys whose value is a path, and the words that are none in its place.

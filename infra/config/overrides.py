@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import yaml
 
-from infra.config.document import SourceText, parse
-from infra.config.problems import Place, Problem
-from infra.config.tree import Entry, Origin, collect, leaves, mapping_of, mappings, sections, unknown_key
+from ebbflow.infra.config.document import SourceText, parse
+from ebbflow.infra.config.problems import Place, Problem
+from ebbflow.infra.config.tree import Entry, Origin, collect, leaves, mapping_of, mappings, sections, unknown_key
 
 # EBBFLOW__MODEL__NUM_LAYERS=6: two underscores stand for the dot, since keys have single ones.
 PREFIX = "EBBFLOW__"

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
-from infra.config.document import foreign_tag
-from infra.errors import InfraError
-from infra.outcome import Outcome
+from ebbflow.infra.config.document import foreign_tag
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.outcome import Outcome
 
 Value = None | bool | int | float | str
 

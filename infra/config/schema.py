@@ -1,7 +1,7 @@
 """The one typed configuration of a job. Plain data: no torch, no I/O, safe to import anywhere.
 
-Shapes and cross-field rules live in `infra.config.rules`; reading files and saying what is wrong with them in
-`infra.config.load`.
+Shapes and cross-field rules live in `ebbflow.infra.config.rules`; reading files and saying what is wrong with them in
+`ebbflow.infra.config.load`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from infra.config.batch import BatchConfig
-from infra.config.section import Count, Section
+from ebbflow.infra.config.batch import BatchConfig
+from ebbflow.infra.config.section import Count, Section
 
 
 class ModelConfig(Section):

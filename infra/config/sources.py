@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infra.config.overrides import environment_source
-from infra.config.tree import Entry, leaves, mapping_of, mappings
+from ebbflow.infra.config.overrides import environment_source
+from ebbflow.infra.config.tree import Entry, leaves, mapping_of, mappings
 
 DEFAULT = "default"
 

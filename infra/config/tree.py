@@ -12,10 +12,10 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from infra.config.document import SourceText, is_empty
-from infra.config.problems import Place, Problem
-from infra.config.scalars import describe, nearest
-from infra.config.schema import RunConfig
+from ebbflow.infra.config.document import SourceText, is_empty
+from ebbflow.infra.config.problems import Place, Problem
+from ebbflow.infra.config.scalars import describe, nearest
+from ebbflow.infra.config.schema import RunConfig
 
 Origin = Literal["file", "environment", "set"]
 

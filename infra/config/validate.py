@@ -9,11 +9,11 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from infra.config.problems import Problem
-from infra.config.rules import Violation, violations
-from infra.config.scalars import Expected, MismatchError, convert
-from infra.config.schema import RunConfig
-from infra.config.tree import Entry, Origin, annotation_of, leaves, mapping_of
+from ebbflow.infra.config.problems import Problem
+from ebbflow.infra.config.rules import Violation, violations
+from ebbflow.infra.config.scalars import Expected, MismatchError, convert
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.config.tree import Entry, Origin, annotation_of, leaves, mapping_of
 
 # Who is blamed for a broken rule: the last word had it, and never a default.
 _BLAME: dict[Origin | None, int] = {None: 0, "file": 1, "environment": 2, "set": 3}

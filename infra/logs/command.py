@@ -1,4 +1,4 @@
-"""`python -m infra logs JOB`: find a job's logs, on this machine and in its store, and print what is asked for."""
+"""`ebbflow logs JOB`: find a job's logs, on this machine and in its store, and print what is asked for."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import sys
 from pathlib import Path
 
-from infra.errors import InfraError, StoreError
-from infra.known_jobs import known_job, runs_folder
-from infra.layout import check_job_name, job_prefix
-from infra.logs.reading import Logs, LogsError, Wanted, describe, read_logs, select
-from infra.outcome import Outcome
-from infra.store import Store
+from ebbflow.infra.errors import InfraError, StoreError
+from ebbflow.infra.known_jobs import known_job, runs_folder
+from ebbflow.infra.layout import check_job_name, job_prefix
+from ebbflow.infra.logs.reading import Logs, LogsError, Wanted, describe, read_logs, select
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
 
 _STEP = "step:"
 _REQUEST_SECONDS = 30.0

@@ -12,7 +12,7 @@ import json
 import time
 from dataclasses import dataclass
 
-from infra.foreign_text import one_line, printable, without_colours
+from ebbflow.infra.foreign_text import one_line, printable, without_colours
 
 # A line that is longer becomes several records; `more` marks all of them but the last.
 LONGEST_LINE_BYTES = 16 * 1024

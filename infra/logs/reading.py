@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.errors import InfraError
-from infra.logs.line import LogLine, split_lines, utc_text
-from infra.outcome import Outcome
-from infra.store import Store
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.logs.line import LogLine, split_lines, utc_text
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
 
 # Of a raw log that has no records (its agent was killed): as much as an agent makes records of, the newest.
 _UNRECORDED_BYTES = 64 * 1024 * 1024

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from infra.metrics.catalogue import Kind, Metric
+from ebbflow.infra.metrics.catalogue import Kind, Metric
 
 Labels = tuple[str, ...]
 

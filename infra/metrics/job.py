@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from infra.events import COMMIT, COMMIT_FAILED, STEP, Event
-from infra.metrics.board import Board
-from infra.metrics.catalogue import JOB_METRICS
-from infra.outcome import Outcome
+from ebbflow.infra.events import COMMIT, COMMIT_FAILED, STEP, Event
+from ebbflow.infra.metrics.board import Board
+from ebbflow.infra.metrics.catalogue import JOB_METRICS
+from ebbflow.infra.outcome import Outcome
 
 # Words of a plan or a ledger line, and what they say of a figure: the weakest of several holds.
 _STRENGTH = ("measured", "live", "recorded", "estimated", "simulated")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infra.store.aws import aws_settings, credential_provider
+from ebbflow.infra.store.aws import aws_settings, credential_provider
 
 _CREDENTIALS_SECONDS = 30.0
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 
-from infra.errors import StoreAway
-from infra.multipart.account import Account
-from infra.multipart.requests import Answer, Buffer, Requests
-from infra.multipart.throttle import Throttle
+from ebbflow.infra.errors import StoreAway
+from ebbflow.infra.multipart.account import Account
+from ebbflow.infra.multipart.requests import Answer, Buffer, Requests
+from ebbflow.infra.multipart.throttle import Throttle
 
 _CHECKSUM = "x-amz-checksum-crc64nvme"
 LARGEST_COUNT = 10_000  # parts of one object, by S3

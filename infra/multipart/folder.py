@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden, StoreFull, StoreHung
-from infra.multipart.client import Part
-from infra.multipart.requests import Buffer
-from infra.multipart.throttle import Throttle
-from infra.store.folder import ABANDONABLE, UNFINISHED, sync_folders
+from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden, StoreFull, StoreHung
+from ebbflow.infra.multipart.client import Part
+from ebbflow.infra.multipart.requests import Buffer
+from ebbflow.infra.multipart.throttle import Throttle
+from ebbflow.infra.store.folder import ABANDONABLE, UNFINISHED, sync_folders
 
 _BLOCK = 4096
 _SMALLEST_DIRECT = 2**20

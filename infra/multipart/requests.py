@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import urlsplit
 
-from infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
-from infra.multipart.account import Account
-from infra.multipart.signing import encoded_path, encoded_query, signed_headers
-from infra.multipart.throttle import Throttle
-from infra.multipart.watch import Watch
+from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
+from ebbflow.infra.multipart.account import Account
+from ebbflow.infra.multipart.signing import encoded_path, encoded_query, signed_headers
+from ebbflow.infra.multipart.throttle import Throttle
+from ebbflow.infra.multipart.watch import Watch
 
 Buffer = bytes | bytearray | memoryview
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from urllib.parse import quote
 
-from infra.multipart.account import Account
+from ebbflow.infra.multipart.account import Account
 
 _PAYLOAD = "UNSIGNED-PAYLOAD"
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from infra.errors import ObjectNotFound, StoreError
-from infra.multipart.account import find_account
-from infra.multipart.client import LARGEST_COUNT, Bucket, Part, Upload
-from infra.multipart.folder import FolderSink
-from infra.multipart.requests import Buffer
-from infra.multipart.throttle import Throttle
+from ebbflow.infra.errors import ObjectNotFound, StoreError
+from ebbflow.infra.multipart.account import find_account
+from ebbflow.infra.multipart.client import LARGEST_COUNT, Bucket, Part, Upload
+from ebbflow.infra.multipart.folder import FolderSink
+from ebbflow.infra.multipart.requests import Buffer
+from ebbflow.infra.multipart.throttle import Throttle
 
 _SMALLEST_PART = 5 * 2**20  # by S3, but for the last
 

@@ -8,8 +8,8 @@ import os
 import time
 from pathlib import Path
 
-from infra.notices.metadata import Ending
-from infra.notices.notice import STALE_SECONDS, Notice, NoticeSource
+from ebbflow.infra.notices.metadata import Ending
+from ebbflow.infra.notices.notice import STALE_SECONDS, Notice, NoticeSource
 
 METAFLOW_FILE = "/tmp/spot_termination_notice"  # as Metaflow 2.19 tells it in current.spot_termination_notice
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.metadata import HOP_LIMIT_FIX, MetadataService, endpoint, metadata_unavailable_reason
-from infra.notices.notice import REBALANCE, RECLAIMS, STALE_SECONDS, Notice, NoticeSource
+from ebbflow.infra.metadata import HOP_LIMIT_FIX, MetadataService, endpoint, metadata_unavailable_reason
+from ebbflow.infra.notices.notice import REBALANCE, RECLAIMS, STALE_SECONDS, Notice, NoticeSource
 
 _INSTANCE_ACTION = "meta-data/spot/instance-action"
 _REBALANCE = "meta-data/events/recommendations/rebalance"
@@ -27,7 +27,7 @@ _UNSAID_SECONDS = 30.0  # for an action whose time cannot be read: what the shor
 
 
 class MetadataSource:
-    """What EC2 says of this instance. environment, system: where to look for the service (`infra.metadata`)."""
+    """What EC2 says of this instance. environment, system: where to look for the service (`ebbflow.infra.metadata`)."""
 
     name = NoticeSource.METADATA
 

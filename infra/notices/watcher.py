@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from infra.notices.notice import STALE_SECONDS, Notice, Source
+from ebbflow.infra.notices.notice import STALE_SECONDS, Notice, Source
 
 _SILENT_POLLS = 5  # in a row, before it is said that a source has fallen silent
 _LONGEST_PAUSE_SECONDS = 10.0

@@ -14,8 +14,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from infra.errors import StoreAway, StoreError, StoreForbidden, StoreMisconfigured
-from infra.hanging import within
+from ebbflow.infra.errors import StoreAway, StoreError, StoreForbidden, StoreMisconfigured
+from ebbflow.infra.hanging import within
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ import contextlib
 import secrets
 import time
 
-from infra.errors import StoreError
-from infra.layout import clock_key
-from infra.store import ObjectMeta, Store
+from ebbflow.infra.errors import StoreError
+from ebbflow.infra.layout import clock_key
+from ebbflow.infra.store import ObjectMeta, Store
 
 _ASK_AGAIN_SECONDS = 600.0
 _PROBE = b"the store's clock"

@@ -13,7 +13,7 @@ from typing import Any
 
 from obstore.exceptions import BaseError, NotFoundError
 
-from infra.errors import (
+from ebbflow.infra.errors import (
     ObjectNotFound,
     StoreAway,
     StoreError,
@@ -98,7 +98,7 @@ def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[St
     if missing:
         return ObjectNotFound, "no such object"
     if source := _found(r"External AWS credential provider: ([^\n]+)", text):
-        if source.startswith(f"{StoreAway.__name__}: "):  # what `infra.store.aws` says of a source that hangs
+        if source.startswith(f"{StoreAway.__name__}: "):  # what `ebbflow.infra.store.aws` says of a source that hangs
             return StoreAway, source.partition(": ")[2]
         return StoreForbidden, f"forbidden: the credentials could not be renewed: {source[:200]}; fix: {_RENEW}"
     if code in _REGION_CODES or "BareRedirect" in text:

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from infra.errors import StoreError, StoreHung
+from ebbflow.infra.errors import StoreError, StoreHung
 
 T = TypeVar("T")
-# Unfinished files of this module, of `infra.multipart.folder`, and of obstore, which wrote folders before.
+# Unfinished files of this module, of `ebbflow.infra.multipart.folder`, and of obstore, which wrote folders before.
 UNFINISHED = re.compile(r".+#\d+")
 _MOST_ABANDONED = 64
 _IDLE_SECONDS = 10.0

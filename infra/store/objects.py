@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
-from infra.errors import ObjectNotFound, StoreError, StoreMisconfigured
-from infra.store.faults import translated
-from infra.store.folder import ABANDONABLE, Folder
-from infra.store.s3 import open_bucket, split_uri
+from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreMisconfigured
+from ebbflow.infra.store.faults import translated
+from ebbflow.infra.store.folder import ABANDONABLE, Folder
+from ebbflow.infra.store.s3 import open_bucket, split_uri
 
 Buffer = bytes | bytearray | memoryview
 
@@ -57,7 +57,7 @@ class Store:
 
         request_timeout_seconds bounds each request, its retries included; a large put and a long listing are several.
         In a folder each operation is one request, and a large object has 1 s more for each 10 MB.
-        Credentials, region and endpoint come from where every AWS tool finds them (`infra.store.aws`).
+        Credentials, region and endpoint come from where every AWS tool finds them (`ebbflow.infra.store.aws`).
         """
         if uri.startswith("s3://"):
             bucket, prefix = split_uri(uri)

@@ -9,8 +9,8 @@ from typing import Any
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from infra.errors import StoreMisconfigured
-from infra.store.aws import aws_settings, credential_provider
+from ebbflow.infra.errors import StoreMisconfigured
+from ebbflow.infra.store.aws import aws_settings, credential_provider
 
 # Shares of a request's time, which add up to less than all of it: a last try starts before the second is over, after
 # a pause of at most the third, and takes at most the first.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from infra.config.schema import RunConfig
-from training.gang import Gang
-from training.position import Ending
-from training.standalone import parse_arguments, release_job, share_spec
-from training.worker import run_rank
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.training.gang import Gang
+from ebbflow.training.position import Ending
+from ebbflow.training.standalone import parse_arguments, release_job, share_spec
+from ebbflow.training.worker import run_rank
 
 
 def run_alone(config: RunConfig, job: str) -> Ending:

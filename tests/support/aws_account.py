@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from moto import mock_aws
 
-from infra.aws.calls import aws_client
+from ebbflow.infra.aws.calls import aws_client
 
 REGION = "us-east-1"
 ACCOUNT = "123456789012"

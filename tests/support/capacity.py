@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.money.virtual_batch import BEGAN_UTC, BOTH, JobLog, attempt, placed_now, planned, queue, queues
-from infra.config.load import load_config
-from infra.config.schema import RunConfig
+from ebbflow.infra.config.load import load_config
+from ebbflow.infra.config.schema import RunConfig
 from tests.support.timelines import WALL
 
 __all__ = ["BOTH", "JobLog", "attempt", "batch_config", "placed_now", "planned", "queue", "queues"]

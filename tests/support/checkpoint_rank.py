@@ -26,9 +26,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from infra.store import Store
-from training.checkpoint import Checkpointer, Generation, reachable_commits
-from training.errors import TrainingError
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Checkpointer, Generation, reachable_commits
+from ebbflow.training.errors import TrainingError
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 GANG = {"rank": RANK, "world_size": WORLD_SIZE, "deadline_seconds": 30.0}
@@ -130,8 +130,8 @@ def mismatch(mode: str, job_store: str) -> dict:
 
 def doubt(job_store: str) -> dict:
     """Each rank is a node of its own. What each is told, and what is left, first of wrong reads and then of damage."""
-    import training.checkpoint.reader as reader
-    import training.checkpoint.restore as restoring
+    import ebbflow.training.checkpoint.reader as reader
+    import ebbflow.training.checkpoint.restore as restoring
 
     store, read_blocks, found = Store.open(job_store), reader.read_blocks, {}
     restoring._SUSPECT_FIRST_SECONDS = 0.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cost.checks import CHECKS as COST_CHECKS
-from infra.checks import CHECKS as INFRA_CHECKS
-from infra.config import RunConfig
-from infra.preflight import PreflightContext, Result, run_checks
-from training.checks import CHECKS as TRAINING_CHECKS
+from ebbflow.cost.checks import CHECKS as COST_CHECKS
+from ebbflow.infra.checks import CHECKS as INFRA_CHECKS
+from ebbflow.infra.config import RunConfig
+from ebbflow.infra.preflight import PreflightContext, Result, run_checks
+from ebbflow.training.checks import CHECKS as TRAINING_CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_CHECKS = [*INFRA_CHECKS, *COST_CHECKS, *TRAINING_CHECKS]

@@ -11,10 +11,10 @@ import sys
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
-from infra.config.schema import RunConfig
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.training.gang import Gang, connect, disconnect, leave
+from ebbflow.training.parallel import Spread, spread_model
 from tests.support.spread_rank import ModelOnly
-from training.gang import Gang, connect, disconnect, leave
-from training.parallel import Spread, spread_model
 
 
 def step(spread: Spread, config: RunConfig, gang: Gang, number: int) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from training.workload import Cursor, WorkloadContext
-from training.workloads.language_model import TextBatch, TextWorkload
+from ebbflow.training.workload import Cursor, WorkloadContext
+from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
 
 CRASHES_AT_STEP = 5
 

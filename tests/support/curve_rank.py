@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from training.assembly import build_trainer, open_saver, restore
-from training.clock import Clock
-from training.engine import train
-from training.gang import Gang, connect, disconnect, leave
-from training.launch.spec import WorkerSpec
-from training.reporter import Reporter
-from training.saver import NoSaver
-from training.trainer import Trainer
-from training.workload import Cursor
+from ebbflow.training.assembly import build_trainer, open_saver, restore
+from ebbflow.training.clock import Clock
+from ebbflow.training.engine import train
+from ebbflow.training.gang import Gang, connect, disconnect, leave
+from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.reporter import Reporter
+from ebbflow.training.saver import NoSaver
+from ebbflow.training.trainer import Trainer
+from ebbflow.training.workload import Cursor
 
 
 class Watched:

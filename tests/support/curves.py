@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infra.config.schema import (
+from ebbflow.infra.config.schema import (
     CheckpointConfig,
     DataConfig,
     ModelConfig,
@@ -15,11 +15,12 @@ from infra.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from infra.layout import job_prefix
-from infra.store import Store
-from tests.support.gangs import PROJECT_ROOT, run_ranks
-from training.checkpoint import open_generation, reachable_commits
-from training.data import prepare_tokens
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import open_generation, reachable_commits
+from ebbflow.training.data import prepare_tokens
+from tests.support.gangs import run_ranks
 
 STEPS, STOP_AT = 200, 100
 BATCH_SIZE = 16

@@ -16,26 +16,26 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from infra.config.schema import RunConfig
-from infra.errors import StoreError
-from infra.footprint import SMALL_MODEL_BYTES
-from infra.store import Store
-from training.cadence import Cadence, believed_hazard
-from training.clock import Clock
-from training.engine import train
-from training.gang import Gang, connect, disconnect, leave
-from training.guards.guards import Guards
-from training.limits import Limits
-from training.optimizer import make_optimizer
-from training.parallel import spread_model
-from training.position import Position
-from training.rehearse import Fault
-from training.reporter import Reporter
-from training.saver import NoSaver
-from training.trainer import Rehearsal, Trainer
-from training.workload import Cursor, Loss
-from training.workloads.language_model import TextBatch, TextWorkload
-from training.workloads.loader import workload_context
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import StoreError
+from ebbflow.infra.footprint import SMALL_MODEL_BYTES
+from ebbflow.infra.store import Store
+from ebbflow.training.cadence import Cadence, believed_hazard
+from ebbflow.training.clock import Clock
+from ebbflow.training.engine import train
+from ebbflow.training.gang import Gang, connect, disconnect, leave
+from ebbflow.training.guards.guards import Guards
+from ebbflow.training.limits import Limits
+from ebbflow.training.optimizer import make_optimizer
+from ebbflow.training.parallel import spread_model
+from ebbflow.training.position import Position
+from ebbflow.training.rehearse import Fault
+from ebbflow.training.reporter import Reporter
+from ebbflow.training.saver import NoSaver
+from ebbflow.training.trainer import Rehearsal, Trainer
+from ebbflow.training.workload import Cursor, Loss
+from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
+from ebbflow.training.workloads.loader import workload_context
 
 
 class ScenarioWorkload(TextWorkload):

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from infra.store import Store
-from training.checkpoint import Checkpointer, RetentionPolicy, open_generation, reachable_commits, verify_commit
-from training.checkpoint.commands import main as checkpoints
-from training.errors import NoRoom
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Checkpointer, RetentionPolicy, open_generation, reachable_commits, verify_commit
+from ebbflow.training.checkpoint.commands import main as checkpoints
+from ebbflow.training.errors import NoRoom
 
 _SAVES = 8  # of 2 MB each
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infra.config.schema import RunConfig
-from infra.store import Store
-from training.data import prepare_tokens
-from training.launch import GangSpec
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.store import Store
+from ebbflow.training.data import prepare_tokens
+from ebbflow.training.launch import GangSpec
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE_SECONDS = 120

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from infra.config.schema import RunConfig
-from infra.events import Event, read_events
-from infra.layout import job_prefix
-from infra.store import Store
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import Event, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.launch import GangOutcome, GangSpec
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.position import Ending
+from ebbflow.training.workload import Cursor, Loss
 from tests.support.alone import run_alone
 from tests.support.workload_cases import Points, Sound
-from training.launch import GangOutcome, GangSpec
-from training.launch.local import LocalGang
-from training.position import Ending
-from training.workload import Cursor, Loss
 
 
 class Troubled(Sound):

@@ -13,8 +13,8 @@ from unittest import mock
 from benchmarks.soak.schedules.commands import play, preload
 from benchmarks.soak.schedules.plan import Act, Kill, Schedule
 from benchmarks.soak.server import FailingS3
-from training.checkpoint.generations import Chain
-from training.checkpoint.reader import VerifiedReader
+from ebbflow.training.checkpoint.generations import Chain
+from ebbflow.training.checkpoint.reader import VerifiedReader
 
 _KILL = Kill(victim=0, after_seconds=0.0, early=True, request=None, operation="put", point="before")
 _STAYS = Act(world_size=1, saves=(1,), pauses=(0.0,), waits=(True,), way="quiet", kill=_KILL, overlap_seconds=0.0)
@@ -38,7 +38,7 @@ def played(folder: str) -> dict[str, tuple[list[str], list[str]]]:
             replace(calm, acts=(_THREE, replace(_STAYS, rewind=1), _STAYS)),
         ),
         "retention keeps the oldest": (
-            mock.patch("training.checkpoint.retention.keeper.choose", _keeps_the_oldest),
+            mock.patch("ebbflow.training.checkpoint.retention.keeper.choose", _keeps_the_oldest),
             replace(calm, acts=(_THREE, _STAYS)),
         ),
     }

@@ -9,9 +9,9 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from flows.attempts.order import Order
-from flows.pods import apply, give_grace
-from infra.config.schema import RunConfig
+from ebbflow.flows.attempts.order import Order
+from ebbflow.flows.pods import apply, give_grace
+from ebbflow.infra.config.schema import RunConfig
 
 
 def command_options(placement: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

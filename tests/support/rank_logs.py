@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infra.logs.reading import read_logs
-from training.launch.lines import RankLog
-from training.launch.watch.heartbeat import Beat
+from ebbflow.infra.logs.reading import read_logs
+from ebbflow.training.launch.lines import RankLog
+from ebbflow.training.launch.watch.heartbeat import Beat
 
 
 def beat(step: int, phase: str = "forward") -> Beat:

@@ -7,11 +7,11 @@ import sys
 import torch
 from torch import nn
 
-from infra.config.schema import DdpConfig, FsdpConfig, ParallelConfig, RunConfig
-from training.gang import connect, disconnect, leave
-from training.parallel import spread_model
-from training.weights.digest import weights_sha256
-from training.workloads.language_model import CausalLM
+from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, ParallelConfig, RunConfig
+from ebbflow.training.gang import connect, disconnect, leave
+from ebbflow.training.parallel import spread_model
+from ebbflow.training.weights.digest import weights_sha256
+from ebbflow.training.workloads.language_model import CausalLM
 
 ARRANGEMENTS = {
     "ddp": {"parallel": ParallelConfig(mode="ddp")},

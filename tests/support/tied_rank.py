@@ -10,14 +10,14 @@ import sys
 
 import torch
 
-from infra.config.schema import ParallelConfig, RunConfig
-from infra.store import Store
-from training.gang import connect, disconnect, leave
-from training.parallel import spread_model
-from training.standalone import parse_arguments, share_spec
-from training.weights.digest import weights_sha256
-from training.workload import Cursor
-from training.workloads.loader import make_workload, workload_context
+from ebbflow.infra.config.schema import ParallelConfig, RunConfig
+from ebbflow.infra.store import Store
+from ebbflow.training.gang import connect, disconnect, leave
+from ebbflow.training.parallel import spread_model
+from ebbflow.training.standalone import parse_arguments, share_spec
+from ebbflow.training.weights.digest import weights_sha256
+from ebbflow.training.workload import Cursor
+from ebbflow.training.workloads.loader import make_workload, workload_context
 
 STEP_DEADLINE_SECONDS = 5.0
 

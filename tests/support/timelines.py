@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from infra.events import (
+from ebbflow.infra.events import (
     COMMIT,
     GENERATION_ENDED,
     GENERATION_STARTED,
@@ -19,8 +19,8 @@ from infra.events import (
     EndReason,
     Event,
 )
-from infra.layout import commit_key
-from infra.outcome import Outcome
+from ebbflow.infra.layout import commit_key
+from ebbflow.infra.outcome import Outcome
 
 # The wall clock of the machines runs apart from their monotonic one, as on real machines.
 WALL = 1_800_000_000.0

@@ -10,10 +10,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.support.gangs import PROJECT_ROOT, free_port
-from training.launch.spec import WorkerSpec
-from training.launch.watch import Culprit, Deadlines, Watch, WorkerFailure, blame, mismatch_of, settle_seconds
-from training.launch.workers import Worker
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.launch.watch import Culprit, Deadlines, Watch, WorkerFailure, blame, mismatch_of, settle_seconds
+from ebbflow.training.launch.workers import Worker
+from tests.support.gangs import free_port
 
 WORLD_SIZE = 2
 _POLL_SECONDS = 0.05

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from training.gang import Gang, connect, leave
-from training.launch.watch.heartbeat import Heartbeat, Observed
+from ebbflow.training.gang import Gang, connect, leave
+from ebbflow.training.launch.watch.heartbeat import Heartbeat, Observed
 
 TROUBLE_STEP = 20
 STEPS = 100_000

@@ -12,13 +12,13 @@ from typing import NoReturn
 
 import torch
 
-from infra.config.schema import ParallelConfig, RunConfig
-from infra.process import die_with_parent
+from ebbflow.infra.config.schema import ParallelConfig, RunConfig
+from ebbflow.infra.process import die_with_parent
+from ebbflow.training.gang import connect, disconnect, leave
+from ebbflow.training.parallel import spread_model
+from ebbflow.training.weights.digest import weights_sha256
+from ebbflow.training.weights.load import load_weights
 from tests.support.spread_rank import ModelOnly
-from training.gang import connect, disconnect, leave
-from training.parallel import spread_model
-from training.weights.digest import weights_sha256
-from training.weights.load import load_weights
 
 
 def main() -> int:

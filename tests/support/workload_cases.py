@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from training.workload import Cursor, Loss, WorkloadContext
+from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
 
 class Points(NamedTuple):

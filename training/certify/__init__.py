@@ -1,11 +1,11 @@
-"""`python -m training certify CONFIG`: proof that this job resumes exactly, from running it small with and without
+"""`ebbflow certify CONFIG`: proof that this job resumes exactly, from running it small with and without
 interruptions on this machine. Importing this package imports no torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from infra.config.schema import RunConfig
+from ebbflow.infra.config.schema import RunConfig
 
 
 def certify_in_child(config: RunConfig, **fewer: Any) -> dict[str, Any]:
@@ -13,13 +13,13 @@ def certify_in_child(config: RunConfig, **fewer: Any) -> dict[str, Any]:
 
     fewer: `steps` of each run, `interruptions` by name, where not all of it is wanted.
     """
-    from training.certify.commands import certify_in_child as run
+    from ebbflow.training.certify.commands import certify_in_child as run
 
     return run(config, **fewer)
 
 
 def main(arguments: list[str]) -> int:
     """The command. 0 with a certificate that holds, 1 with one that does not, else the code of what went wrong."""
-    from training.certify.commands import main as run
+    from ebbflow.training.certify.commands import main as run
 
     return run(arguments)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from infra.config.schema import RunConfig
-from training.certify.runs import Run
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.training.certify.runs import Run
 
 VERSION = 1
 

@@ -12,15 +12,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.config.load import load_config
-from infra.config.schema import RunConfig
-from infra.errors import InfraError
-from infra.machine import describe_machine
-from infra.process import die_with_parent
-from training.certify.certificate import certificate, told
-from training.certify.runs import DEFAULT_STEPS, INTERRUPTIONS, NODE_LOST, PEACE, certified_run, recorded, small_config
-from training.errors import TrainingError
-from training.launch.workers import PROJECT_ROOT
+from ebbflow.infra.config.load import load_config
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.machine import describe_machine
+from ebbflow.infra.process import die_with_parent
+from ebbflow.infra.program import PROJECT_ROOT, python_path
+from ebbflow.training.certify.certificate import certificate, told
+from ebbflow.training.certify.runs import (
+    DEFAULT_STEPS,
+    INTERRUPTIONS,
+    NODE_LOST,
+    PEACE,
+    certified_run,
+    recorded,
+    small_config,
+)
+from ebbflow.training.errors import TrainingError
 
 _FEWEST_STEPS = 12  # so that there is a commit before each interruption
 _CHILD_SECONDS = 3600.0
@@ -29,7 +37,7 @@ _CHILD_SECONDS = 3600.0
 def main(arguments: list[str]) -> int:
     """0 when the certificate holds, 1 when not; what could not be run at all has its own exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m training certify",
+        prog="ebbflow certify",
         description="Run a job small, with and without interruptions, and compare losses, samples and weights.",
     )
     parser.add_argument("config", nargs="?", help="YAML file, such as configs/laptop.yaml")
@@ -73,9 +81,9 @@ def certify(
     interruptions: Sequence[str] = tuple(INTERRUPTIONS),
 ) -> dict[str, Any]:
     """The certificate as JSON. Runs the job once in peace and once under each of `interruptions`; some minutes."""
-    from infra.store import Store
-    from training.gang import Gang
-    from training.workloads.loader import prepare_data, workload_context
+    from ebbflow.infra.store import Store
+    from ebbflow.training.gang import Gang
+    from ebbflow.training.workloads.loader import prepare_data, workload_context
 
     with tempfile.TemporaryDirectory(prefix="ebbflow-certify-", dir=parent) as name:
         folder = Path(name)
@@ -98,8 +106,8 @@ def certify_in_child(
     with tempfile.TemporaryDirectory(prefix="ebbflow-certify-") as folder:
         given, found = Path(folder, "config.json"), Path(folder, "certificate.json")
         given.write_text(config.model_dump_json())
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(PROJECT_ROOT)]))
-        command = [sys.executable, "-m", "training", "certify", "--resolved", str(given), "--json", str(found)]
+        path = python_path(os.environ.get("PYTHONPATH"))
+        command = [sys.executable, "-m", "ebbflow.training", "certify", "--resolved", str(given), "--json", str(found)]
         command += ["--steps", str(steps), *(f"--only={one}" for one in interruptions)]
         command += ["--folder", folder]  # which goes with this one, also when the child is killed
         try:

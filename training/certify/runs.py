@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from infra.config.schema import RunConfig
-from infra.events import RESTORE, STEP, Event, read_events
-from infra.layout import job_prefix
-from infra.outcome import Outcome
-from infra.store import Store
-from training.errors import GangError, TrainingError
-from training.launch.local import LocalGang
-from training.launch.spec import GangOutcome, GangSpec
-from training.workload import Batch, Cursor, WorkloadContext
-from training.workloads.loader import make_workload, prepare_data
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import RESTORE, STEP, Event, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import GangError, TrainingError
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.spec import GangOutcome, GangSpec
+from ebbflow.training.workload import Batch, Cursor, WorkloadContext
+from ebbflow.training.workloads.loader import make_workload, prepare_data
 
-RECORDED = "training.certify.runs:Recorded"
+RECORDED = "ebbflow.training.certify.runs:Recorded"
 WORKLOAD_OPTION = "certified_workload"
 FOLDER_OPTION = "certified_records"
 DEFAULT_STEPS = 24

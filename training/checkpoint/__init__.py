@@ -9,21 +9,21 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "Checkpointer": "training.checkpoint.checkpointer",
-    "CommitReader": "training.checkpoint.dcp_reader",
-    "CommitRef": "training.checkpoint.lineage",
-    "Generation": "training.checkpoint.generations",
-    "Rejected": "training.checkpoint.restore",
-    "Restored": "training.checkpoint.restore",
-    "RetentionPolicy": "training.checkpoint.retention",
-    "FROM_SCRATCH": "training.checkpoint.lineage",
-    "newest_commits": "training.checkpoint.lineage",
-    "open_generation": "training.checkpoint.lineage",
-    "permit": "training.checkpoint.rollback",
-    "read_generation": "training.checkpoint.generations",
-    "reachable_commits": "training.checkpoint.lineage",
-    "trace_lineage": "training.checkpoint.lineage",
-    "verify_commit": "training.checkpoint.verify",
+    "Checkpointer": "ebbflow.training.checkpoint.checkpointer",
+    "CommitReader": "ebbflow.training.checkpoint.dcp_reader",
+    "CommitRef": "ebbflow.training.checkpoint.lineage",
+    "Generation": "ebbflow.training.checkpoint.generations",
+    "Rejected": "ebbflow.training.checkpoint.restore",
+    "Restored": "ebbflow.training.checkpoint.restore",
+    "RetentionPolicy": "ebbflow.training.checkpoint.retention",
+    "FROM_SCRATCH": "ebbflow.training.checkpoint.lineage",
+    "newest_commits": "ebbflow.training.checkpoint.lineage",
+    "open_generation": "ebbflow.training.checkpoint.lineage",
+    "permit": "ebbflow.training.checkpoint.rollback",
+    "read_generation": "ebbflow.training.checkpoint.generations",
+    "reachable_commits": "ebbflow.training.checkpoint.lineage",
+    "trace_lineage": "ebbflow.training.checkpoint.lineage",
+    "verify_commit": "ebbflow.training.checkpoint.verify",
 }
 
 __all__ = sorted(_HOME)

@@ -10,23 +10,23 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from infra.events import STAGED
-from infra.layout import data_key
-from infra.store import Store
-from training.checkpoint.checksum import CHUNK_BYTES, canonical_json
-from training.checkpoint.deadline import Deadline, retried
-from training.checkpoint.flight import Flight, Flights, UploadCost
-from training.checkpoint.generations import Generation, went_back_to
-from training.checkpoint.lineage import CommitRef
-from training.checkpoint.manifest import Save
-from training.checkpoint.plan import Planner
-from training.checkpoint.restore import Restored, restore_newest
-from training.checkpoint.retention import RetentionPolicy
-from training.checkpoint.rng import capture_rng
-from training.checkpoint.stage import Stage, Staged
-from training.checkpoint.state import optimizer_settings
-from training.checkpoint.uploader_client import UploaderClient
-from training.errors import CheckpointError
+from ebbflow.infra.events import STAGED
+from ebbflow.infra.layout import data_key
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.checksum import CHUNK_BYTES, canonical_json
+from ebbflow.training.checkpoint.deadline import Deadline, retried
+from ebbflow.training.checkpoint.flight import Flight, Flights, UploadCost
+from ebbflow.training.checkpoint.generations import Generation, went_back_to
+from ebbflow.training.checkpoint.lineage import CommitRef
+from ebbflow.training.checkpoint.manifest import Save
+from ebbflow.training.checkpoint.plan import Planner
+from ebbflow.training.checkpoint.restore import Restored, restore_newest
+from ebbflow.training.checkpoint.retention import RetentionPolicy
+from ebbflow.training.checkpoint.rng import capture_rng
+from ebbflow.training.checkpoint.stage import Stage, Staged
+from ebbflow.training.checkpoint.state import optimizer_settings
+from ebbflow.training.checkpoint.uploader_client import UploaderClient
+from ebbflow.training.errors import CheckpointError
 
 _CLOSE_GRACE_SECONDS = 5.0
 

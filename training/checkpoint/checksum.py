@@ -9,7 +9,7 @@ from typing import Any
 
 from awscrt.checksums import combine_crc64nvme, crc64nvme
 
-from training.errors import CorruptCommit
+from ebbflow.training.errors import CorruptCommit
 
 CHUNK_BYTES = 16 * 2**20
 Buffer = bytes | bytearray | memoryview

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from training.checkpoint.manifest import DataObject
-from training.errors import CorruptCommit
+from ebbflow.training.checkpoint.manifest import DataObject
+from ebbflow.training.errors import CorruptCommit
 
 _MOST_PIECES = 512  # of one read; of more and smaller ones a copy is cheaper than the list of them
 

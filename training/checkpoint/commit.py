@@ -15,16 +15,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from infra.errors import ObjectNotFound, StoreError
-from infra.layout import commit_key, commit_prefix, index_key, index_prefix
-from infra.store import Store
-from training.checkpoint.checksum import sha256_text
-from training.checkpoint.deadline import Deadline, pauses
-from training.checkpoint.lineage import CommitRef
-from training.checkpoint.manifest import Manifest, RankIndex, Save, merge
-from training.checkpoint.settled import fetched, put_settled
-from training.checkpoint.signing import signer
-from training.errors import CheckpointError, CorruptCommit, RefusedCommit
+from ebbflow.infra.errors import ObjectNotFound, StoreError
+from ebbflow.infra.layout import commit_key, commit_prefix, index_key, index_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.checksum import sha256_text
+from ebbflow.training.checkpoint.deadline import Deadline, pauses
+from ebbflow.training.checkpoint.lineage import CommitRef
+from ebbflow.training.checkpoint.manifest import Manifest, RankIndex, Save, merge
+from ebbflow.training.checkpoint.settled import fetched, put_settled
+from ebbflow.training.checkpoint.signing import signer
+from ebbflow.training.errors import CheckpointError, CorruptCommit, RefusedCommit
 
 _ASK_DIRECTLY = 8  # a listing may omit a fresh object for a while: ask for the last few by name
 _READERS = 16  # indexes read at once

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
-from infra.store import Store
-from training.checkpoint.chunks import Wanted
-from training.checkpoint.manifest import Manifest, Piece, TensorEntry
-from training.checkpoint.reader import ReadFigures, VerifiedReader, read_manifest
-from training.errors import CorruptCommit
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.chunks import Wanted
+from ebbflow.training.checkpoint.manifest import Manifest, Piece, TensorEntry
+from ebbflow.training.checkpoint.reader import ReadFigures, VerifiedReader, read_manifest
+from ebbflow.training.errors import CorruptCommit
 
 _Finish = Callable[[], None]
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from infra.errors import StoreError, StoreForbidden, StoreFull, StoreMisconfigured
-from training.errors import CheckpointError
+from ebbflow.infra.errors import StoreError, StoreForbidden, StoreFull, StoreMisconfigured
+from ebbflow.training.errors import CheckpointError
 
 T = TypeVar("T")
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from infra.errors import StoreFull
-from infra.events import COMMIT, COMMIT_FAILED
-from training.checkpoint.deadline import Deadline
-from training.checkpoint.lineage import CommitRef
-from training.checkpoint.manifest import Save
-from training.checkpoint.uploader_client import UploaderClient
-from training.errors import CheckpointError, GenerationSuperseded, NoRoom
+from ebbflow.infra.errors import StoreFull
+from ebbflow.infra.events import COMMIT, COMMIT_FAILED
+from ebbflow.training.checkpoint.deadline import Deadline
+from ebbflow.training.checkpoint.lineage import CommitRef
+from ebbflow.training.checkpoint.manifest import Save
+from ebbflow.training.checkpoint.uploader_client import UploaderClient
+from ebbflow.training.errors import CheckpointError, GenerationSuperseded, NoRoom
 
 _ANSWER_MARGIN_SECONDS = 2.0  # the uploader keeps the deadline itself; past this margin it counts as stuck
 _FAILURES_IN_A_ROW = 2  # one failed save is reported and survived; the second in a row ends the gang

@@ -10,13 +10,13 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 
-from infra.errors import StoreAway
-from infra.layout import generation_key, generation_name, parse_commit_key
-from infra.store import Store
-from training.checkpoint.checksum import seal, unseal
-from training.checkpoint.deadline import pauses
-from training.checkpoint.settled import fetched, put_settled
-from training.errors import CorruptCommit, DamagedLineage, TwoLaunchers
+from ebbflow.infra.errors import StoreAway
+from ebbflow.infra.layout import generation_key, generation_name, parse_commit_key
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.checksum import seal, unseal
+from ebbflow.training.checkpoint.deadline import pauses
+from ebbflow.training.checkpoint.settled import fetched, put_settled
+from ebbflow.training.errors import CorruptCommit, DamagedLineage, TwoLaunchers
 
 LISTING_SECONDS = 10.0
 _BEFORE = 500  # numbers before the one asked for that are listed along with it: a page holds 1,000

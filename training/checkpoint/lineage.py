@@ -16,16 +16,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from infra.errors import ObjectNotFound
-from infra.layout import generation_key, parse_commit_key, permit_prefix, quarantine_key, tombstone_key
-from infra.store import Store
-from training.checkpoint.checksum import seal
-from training.checkpoint.generations import Chain, Generation, listed_ids, newest_number
-from training.checkpoint.manifest import VERSION, Manifest
-from training.checkpoint.second_reader import find_problem_in_new_process
-from training.checkpoint.settled import fetched
-from training.checkpoint.signing import Signer, signer
-from training.errors import (
+from ebbflow.infra.errors import ObjectNotFound
+from ebbflow.infra.layout import generation_key, parse_commit_key, permit_prefix, quarantine_key, tombstone_key
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.checksum import seal
+from ebbflow.training.checkpoint.generations import Chain, Generation, listed_ids, newest_number
+from ebbflow.training.checkpoint.manifest import VERSION, Manifest
+from ebbflow.training.checkpoint.second_reader import find_problem_in_new_process
+from ebbflow.training.checkpoint.settled import fetched
+from ebbflow.training.checkpoint.signing import Signer, signer
+from ebbflow.training.errors import (
     CheckpointError,
     CorruptCommit,
     NothingToRestore,
@@ -36,7 +36,7 @@ from training.errors import (
 
 # What a start is given to restore. When none of so many verifies they are quarantined, and the next start gets others.
 CANDIDATES = 16
-FROM_SCRATCH = "from-scratch"  # a permit: see training.checkpoint.rollback
+FROM_SCRATCH = "from-scratch"  # a permit: see ebbflow.training.checkpoint.rollback
 AFRESH = ""  # instead of a parent: from nothing, though there are commits
 
 
@@ -145,7 +145,7 @@ def open_generation(
 def nothing_to_restore(job_store: Store, cause: str) -> NothingToRestore:
     """The end of a start that would lose every commit of the job."""
     return NothingToRestore(
-        f"{job_store.uri}: {cause}; nothing was started; hint: where `python -m training checkpoints verify "
+        f"{job_store.uri}: {cause}; nothing was started; hint: where `ebbflow checkpoints verify "
         f"{job_store.uri}` on another machine finds a commit sound, delete its record in quarantine/ and start again; "
         "to give up all steps and begin anew, start again with --from-scratch"
     )

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.layout import data_key, parse_commit_key
-from training.checkpoint.checksum import canonical_json, seal, sha256_text, unseal
-from training.errors import CheckpointError, CorruptCommit, MisplacedCommit
+from ebbflow.infra.layout import data_key, parse_commit_key
+from ebbflow.training.checkpoint.checksum import canonical_json, seal, sha256_text, unseal
+from ebbflow.training.errors import CheckpointError, CorruptCommit, MisplacedCommit
 
 VERSION = 1
 ALIGNMENT = 64

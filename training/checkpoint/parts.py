@@ -12,13 +12,13 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from infra.errors import ObjectNotFound, StoreAway, StoreError
-from infra.multipart import Part, Sink, Throttle
-from training.checkpoint.checksum import CHUNK_BYTES, combined, digits, sums_of
-from training.checkpoint.deadline import HOPELESS, Deadline, gave_up, pauses, retried
-from training.checkpoint.manifest import DataObject
-from training.checkpoint.signing import sha256_of_chunks
-from training.errors import CheckpointError
+from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError
+from ebbflow.infra.multipart import Part, Sink, Throttle
+from ebbflow.training.checkpoint.checksum import CHUNK_BYTES, combined, digits, sums_of
+from ebbflow.training.checkpoint.deadline import HOPELESS, Deadline, gave_up, pauses, retried
+from ebbflow.training.checkpoint.manifest import DataObject
+from ebbflow.training.checkpoint.signing import sha256_of_chunks
+from ebbflow.training.errors import CheckpointError
 
 _ABORT_SECONDS = 5.0
 _LARGEST_COUNT = 10_000  # parts of one object, by S3

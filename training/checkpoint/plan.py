@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from training.checkpoint.manifest import ALIGNMENT, Item
-from training.checkpoint.shards import Shard, shards_of_rank
-from training.checkpoint.state import named_state
+from ebbflow.training.checkpoint.manifest import ALIGNMENT, Item
+from ebbflow.training.checkpoint.shards import Shard, shards_of_rank
+from ebbflow.training.checkpoint.state import named_state
 
 _MOMENTS_AT_MOST = 2  # of the optimizers whose settings have betas; one with momentum alone
 

@@ -16,17 +16,17 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.errors import ObjectNotFound, StoreError, StoreHung
-from infra.ranges import read_blocks
-from infra.store import Store
-from infra.store.folder import ABANDONABLE
-from training.checkpoint.checksum import digits, sum_of_pieces
-from training.checkpoint.chunks import ChunkRead, Wanted, plan_chunks
-from training.checkpoint.deadline import HOPELESS, Deadline, pauses
-from training.checkpoint.manifest import DataObject, Manifest
-from training.checkpoint.settled import fetched
-from training.checkpoint.signing import signer
-from training.errors import CorruptCommit
+from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreHung
+from ebbflow.infra.ranges import read_blocks
+from ebbflow.infra.store import Store
+from ebbflow.infra.store.folder import ABANDONABLE
+from ebbflow.training.checkpoint.checksum import digits, sum_of_pieces
+from ebbflow.training.checkpoint.chunks import ChunkRead, Wanted, plan_chunks
+from ebbflow.training.checkpoint.deadline import HOPELESS, Deadline, pauses
+from ebbflow.training.checkpoint.manifest import DataObject, Manifest
+from ebbflow.training.checkpoint.settled import fetched
+from ebbflow.training.checkpoint.signing import signer
+from ebbflow.training.errors import CorruptCommit
 
 _PARALLEL_REMOTE = 8  # a request to a store mostly waits
 _PARALLEL_LOCAL = 2  # a read from the page cache is a copy

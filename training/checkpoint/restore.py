@@ -22,18 +22,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.optim import Optimizer
 
-from infra.errors import InfraError, StoreAway, StoreError, StoreHung
-from infra.layout import quarantine_key
-from infra.store import Store
-from training.checkpoint.checksum import seal
-from training.checkpoint.dcp_reader import CommitReader
-from training.checkpoint.lineage import CommitRef, nothing_to_restore, reachable_commits
-from training.checkpoint.manifest import VERSION
-from training.checkpoint.reader import read_manifest
-from training.checkpoint.rng import reseed_rng, restore_rng, rng_name
-from training.checkpoint.second_reader import find_problem_in_new_process
-from training.checkpoint.state import apply_settings, prepare_for_loading
-from training.errors import (
+from ebbflow.infra.errors import InfraError, StoreAway, StoreError, StoreHung
+from ebbflow.infra.layout import quarantine_key
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.checksum import seal
+from ebbflow.training.checkpoint.dcp_reader import CommitReader
+from ebbflow.training.checkpoint.lineage import CommitRef, nothing_to_restore, reachable_commits
+from ebbflow.training.checkpoint.manifest import VERSION
+from ebbflow.training.checkpoint.reader import read_manifest
+from ebbflow.training.checkpoint.rng import reseed_rng, restore_rng, rng_name
+from ebbflow.training.checkpoint.second_reader import find_problem_in_new_process
+from ebbflow.training.checkpoint.state import apply_settings, prepare_for_loading
+from ebbflow.training.errors import (
     CheckpointError,
     CommitMismatch,
     CorruptCommit,

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infra.events import COMMIT, GENERATION_STARTED, RESTORE, Event, read_events
-from infra.layout import permit_key
-from infra.store import Store
-from training.checkpoint.checksum import seal
-from training.checkpoint.generations import newest_number
-from training.checkpoint.lineage import FROM_SCRATCH, CommitRef, newest_commits, permitted_generation
-from training.checkpoint.manifest import VERSION
-from training.errors import RolledBack
+from ebbflow.infra.events import COMMIT, GENERATION_STARTED, RESTORE, Event, read_events
+from ebbflow.infra.layout import permit_key
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.checksum import seal
+from ebbflow.training.checkpoint.generations import newest_number
+from ebbflow.training.checkpoint.lineage import FROM_SCRATCH, CommitRef, newest_commits, permitted_generation
+from ebbflow.training.checkpoint.manifest import VERSION
+from ebbflow.training.errors import RolledBack
 
 ROLLBACK = "rollback"
 # Option of the command line → what it permits.

@@ -1,6 +1,6 @@
 """A second reader for what one process finds damaged: memory, a cable or a cache may have changed what it read.
 
-    python -m training.checkpoint.second_reader PARENT_PID STORE_URI COMMIT_KEY [OBJECT_KEY [CHUNK]]
+    python -m ebbflow.training.checkpoint.second_reader PARENT_PID STORE_URI COMMIT_KEY [OBJECT_KEY [CHUNK]]
 
 reads again and prints {"problem": text}, empty where the bytes are as they were saved, or {"error": text} where the
 store cannot be read. Torch-free.
@@ -12,14 +12,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import training
-from infra.errors import InfraError, StoreAway
-from infra.process import die_with_parent
-from infra.store import Store
-from training.checkpoint.reader import VerifiedReader, read_manifest
-from training.errors import CheckpointError, CorruptCommit
+from ebbflow.infra.errors import InfraError, StoreAway
+from ebbflow.infra.process import die_with_parent
+from ebbflow.infra.program import python_path
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.reader import VerifiedReader, read_manifest
+from ebbflow.training.errors import CheckpointError, CorruptCommit
 
 _READ_SECONDS = 120.0
 
@@ -43,14 +42,13 @@ def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None
 
 def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", chunk: int | None = None) -> str:
     """`find_problem`, by a process that shares no memory with this one. Raises StoreAway when that cannot tell."""
-    root = str(Path(training.__file__).resolve().parents[1])
-    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+    path = python_path(os.environ.get("PYTHONPATH"))
     arguments = [str(os.getpid()), store_uri, key]
     if object_key:
         arguments += [object_key] if chunk is None else [object_key, str(chunk)]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "training.checkpoint.second_reader", *arguments],
+            [sys.executable, "-m", "ebbflow.training.checkpoint.second_reader", *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_READ_SECONDS,

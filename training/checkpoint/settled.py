@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from infra.errors import ObjectNotFound, StoreError
-from infra.store import Store
-from training.errors import CorruptCommit
+from ebbflow.infra.errors import ObjectNotFound, StoreError
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import CorruptCommit
 
 T = TypeVar("T")
 _READINGS = 6

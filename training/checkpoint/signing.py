@@ -17,14 +17,14 @@ import json
 import os
 from dataclasses import replace
 
-from infra.errors import ObjectNotFound
-from infra.layout import parse_commit_key, signature_key
-from infra.signing_key import NAME_VARIABLE, signing_key_problem
-from infra.store import Store
-from training.checkpoint.checksum import canonical_json
-from training.checkpoint.manifest import Manifest, RankIndex
-from training.checkpoint.settled import fetched, put_settled
-from training.errors import CorruptCommit, NoSigningKey, RefusedCommit
+from ebbflow.infra.errors import ObjectNotFound
+from ebbflow.infra.layout import parse_commit_key, signature_key
+from ebbflow.infra.signing_key import NAME_VARIABLE, signing_key_problem
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.checksum import canonical_json
+from ebbflow.training.checkpoint.manifest import Manifest, RankIndex
+from ebbflow.training.checkpoint.settled import fetched, put_settled
+from ebbflow.training.errors import CorruptCommit, NoSigningKey, RefusedCommit
 
 _VERSION = 1
 # Each derives a key for this use alone.
@@ -58,7 +58,7 @@ class Signer:
         except ObjectNotFound as error:
             raise RefusedCommit(
                 f"{store.uri}/{key}: is refused, because it is not signed; if it was saved before signing was on: "
-                f"python -m training checkpoints sign {store.uri} --signing-key-env {self.name}"
+                f"ebbflow checkpoints sign {store.uri} --signing-key-env {self.name}"
             ) from error
         except CorruptCommit as error:
             raise RefusedCommit(

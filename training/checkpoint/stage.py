@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training.checkpoint.plan import Layout
-from training.checkpoint.slabs import Slab
-from training.errors import CheckpointError
+from ebbflow.training.checkpoint.plan import Layout
+from ebbflow.training.checkpoint.slabs import Slab
+from ebbflow.training.errors import CheckpointError
 
 
 @dataclass(frozen=True)

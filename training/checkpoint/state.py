@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from training.checkpoint.manifest import Manifest, TensorEntry
-from training.errors import CheckpointError, CommitMismatch
+from ebbflow.training.checkpoint.manifest import Manifest, TensorEntry
+from ebbflow.training.errors import CheckpointError, CommitMismatch
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 

@@ -1,6 +1,6 @@
 """The process that carries a rank's staged bytes to the store while training goes on.
 
-    python -m training.checkpoint.uploader PARENT_PID RANK STORE_URI SLAB_FD [SLAB_FD ...]
+    python -m ebbflow.training.checkpoint.uploader PARENT_PID RANK STORE_URI SLAB_FD [SLAB_FD ...]
 
 It is started, not forked, imports no torch, and takes one JSON command per line:
 
@@ -31,19 +31,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from infra.errors import InfraError, StoreFull
-from infra.layout import index_key
-from infra.multipart import Throttle, open_sink
-from infra.process import die_with_parent
-from infra.store import Store
-from training.checkpoint.commit import Attempt, await_commit, stand_by
-from training.checkpoint.deadline import Deadline, retried
-from training.checkpoint.manifest import DataObject, Item, RankIndex, Save
-from training.checkpoint.parts import PartSettings, PartUploader
-from training.checkpoint.retention import Retention, RetentionPolicy
-from training.checkpoint.settled import put_settled
-from training.checkpoint.signing import index_bytes, signer
-from training.errors import GenerationSuperseded, TrainingError
+from ebbflow.infra.errors import InfraError, StoreFull
+from ebbflow.infra.layout import index_key
+from ebbflow.infra.multipart import Throttle, open_sink
+from ebbflow.infra.process import die_with_parent
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.commit import Attempt, await_commit, stand_by
+from ebbflow.training.checkpoint.deadline import Deadline, retried
+from ebbflow.training.checkpoint.manifest import DataObject, Item, RankIndex, Save
+from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
+from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
+from ebbflow.training.checkpoint.settled import put_settled
+from ebbflow.training.checkpoint.signing import index_bytes, signer
+from ebbflow.training.errors import GenerationSuperseded, TrainingError
 
 _LONGEST_REQUEST_SECONDS = 60.0
 _NICENESS = 10

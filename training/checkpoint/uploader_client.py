@@ -10,10 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
-import training
+from ebbflow.infra.program import python_path
 
 _KILLED_SECONDS = 2.0  # a process in the middle of a hanging write does not die before the write ends
 _LOOK_SECONDS = 5.0
@@ -37,9 +36,8 @@ class UploaderClient:
 
     def start(self) -> None:
         """Must run in a thread that lives as long as the trainer: the kernel ends the uploader with it."""
-        root = str(Path(training.__file__).resolve().parents[1])
-        path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
-        name = "training.checkpoint.uploader"
+        path = python_path(os.environ.get("PYTHONPATH"))
+        name = "ebbflow.training.checkpoint.uploader"
         arguments = [str(os.getpid()), str(self._rank), self._store_uri, *map(str, self._slabs)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", name, *arguments],

@@ -6,14 +6,14 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 
-from infra.errors import ObjectNotFound
-from infra.layout import data_key, data_prefix, index_key, index_prefix, parse_commit_key
-from infra.store import Store
-from training.checkpoint.checksum import sha256_text
-from training.checkpoint.manifest import Manifest, RankIndex
-from training.checkpoint.reader import VerifiedReader, read_manifest
-from training.checkpoint.settled import fetched
-from training.errors import CheckpointError, CorruptCommit
+from ebbflow.infra.errors import ObjectNotFound
+from ebbflow.infra.layout import data_key, data_prefix, index_key, index_prefix, parse_commit_key
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.checksum import sha256_text
+from ebbflow.training.checkpoint.manifest import Manifest, RankIndex
+from ebbflow.training.checkpoint.reader import VerifiedReader, read_manifest
+from ebbflow.training.checkpoint.settled import fetched
+from ebbflow.training.errors import CheckpointError, CorruptCommit
 
 
 def verify_commit(store: Store, key: str) -> list[str]:

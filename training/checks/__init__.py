@@ -7,15 +7,15 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from infra.checks.store import nearest_existing, store_folder
-from infra.config.schema import RunConfig
-from infra.footprint import commit_bytes, local_gang, size_text
-from infra.preflight import Check, Finding, PreflightContext
-from training.checks.parallel import CHECKS as PARALLEL_CHECKS
-from training.checks.workload import CHECKS as WORKLOAD_CHECKS
-from training.data.files import SourceFile, check_head, find_files, split_files
-from training.data.tokenizer import BYTES
-from training.errors import DataError
+from ebbflow.infra.checks.store import nearest_existing, store_folder
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.footprint import commit_bytes, local_gang, size_text
+from ebbflow.infra.preflight import Check, Finding, PreflightContext
+from ebbflow.training.checks.parallel import CHECKS as PARALLEL_CHECKS
+from ebbflow.training.checks.workload import CHECKS as WORKLOAD_CHECKS
+from ebbflow.training.data.files import SourceFile, check_head, find_files, split_files
+from ebbflow.training.data.tokenizer import BYTES
+from ebbflow.training.errors import DataError
 
 _OTHERS_NAMED = 5
 _OTHERS_LOOKED_AT = 2000

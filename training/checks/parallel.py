@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import glob
 
-from infra.config.schema import RunConfig
-from infra.footprint import local_gang, shard_ranks
-from infra.model_shape import causal_lm_shape
-from infra.preflight import Check, Finding, PreflightContext
-from training.parallel.refusals import Place, find_refusals
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.footprint import local_gang, shard_ranks
+from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.preflight import Check, Finding, PreflightContext
+from ebbflow.training.parallel.refusals import Place, find_refusals
 
 _GPU_DEVICES = "/dev/nvidia[0-9]*"
 

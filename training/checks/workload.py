@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from infra.model_shape import causal_lm_shape
-from infra.preflight import Check, Finding, PreflightContext
-from training.data.tokenizer import BYTES, check_vocabulary, open_tokenizer
-from training.errors import DataError, WorkloadError
-from training.weights.files import find_weights
-from training.workloads.examine import EXAMINE_SECONDS, examine
+from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.preflight import Check, Finding, PreflightContext
+from ebbflow.training.data.tokenizer import BYTES, check_vocabulary, open_tokenizer
+from ebbflow.training.errors import DataError, WorkloadError
+from ebbflow.training.weights.files import find_weights
+from ebbflow.training.workloads.examine import EXAMINE_SECONDS, examine
 
 WORKLOAD_CHECK = "workload"
 
@@ -73,7 +73,7 @@ def check_initial_weights(context: PreflightContext) -> Finding:
 
 
 def _command(context: PreflightContext) -> str:
-    return f"python -m training examine {context.config_path or 'CONFIG'}"
+    return f"ebbflow examine {context.config_path or 'CONFIG'}"
 
 
 CHECKS: list[Check] = [

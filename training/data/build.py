@@ -12,13 +12,21 @@ from pathlib import Path
 
 import numpy as np
 
-from infra.config.schema import DataConfig
-from infra.layout import tokens_prefix
-from infra.store import Store
-from training.data.files import SourceFile, TextJudge, find_files, open_source, split_files, split_rule
-from training.data.tokenizer import Tokenizer, encoded, open_tokenizer, pieces
-from training.data.tokens import DESCRIPTION, FORMAT_VERSION, SHARDS, Tokens, count_tokens, describe, entropy_nats
-from training.errors import DataError
+from ebbflow.infra.config.schema import DataConfig
+from ebbflow.infra.layout import tokens_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.data.files import SourceFile, TextJudge, find_files, open_source, split_files, split_rule
+from ebbflow.training.data.tokenizer import Tokenizer, encoded, open_tokenizer, pieces
+from ebbflow.training.data.tokens import (
+    DESCRIPTION,
+    FORMAT_VERSION,
+    SHARDS,
+    Tokens,
+    count_tokens,
+    describe,
+    entropy_nats,
+)
+from ebbflow.training.errors import DataError
 
 
 @dataclass(frozen=True)

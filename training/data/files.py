@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from infra.config.schema import DataConfig
-from training.errors import DataError
+from ebbflow.infra.config.schema import DataConfig
+from ebbflow.training.errors import DataError
 
 # Folders of the standard library (or of a source tree) whose text is test data, caches or other people's packages.
 SKIPPED_FOLDERS = frozenset(

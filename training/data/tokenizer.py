@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from infra.config.schema import DataConfig, RunConfig
-from training.errors import DataError
+from ebbflow.infra.config.schema import DataConfig, RunConfig
+from ebbflow.training.errors import DataError
 
 BYTES = "bytes"
 PIECE_BYTES = 2**20

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from infra.errors import ObjectNotFound
-from infra.layout import tokens_prefix
-from infra.store import Store
-from training.data.tokenizer import dtype_of
-from training.errors import DataError
+from ebbflow.infra.errors import ObjectNotFound
+from ebbflow.infra.layout import tokens_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.data.tokenizer import dtype_of
+from ebbflow.training.errors import DataError
 
 FORMAT_VERSION = 2
 DESCRIPTION = "tokens.json"

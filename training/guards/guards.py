@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infra.config.schema import RunConfig
-from infra.events import GUARD, GuardAction
-from infra.layout import job_prefix
-from infra.store import Store
-from training.errors import (
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import GUARD, GuardAction
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import (
     BatchCannotBeSplit,
     CheckpointError,
     DivergenceError,
@@ -26,8 +26,8 @@ from training.errors import (
     Rewind,
     TooManyRewinds,
 )
-from training.gang import Gang
-from training.guards.memory import (
+from ebbflow.training.gang import Gang
+from ebbflow.training.guards.memory import (
     GrowthWatch,
     fitting_accumulation,
     host_bytes_left,
@@ -36,15 +36,15 @@ from training.guards.memory import (
     resident_bytes,
     try_micro_batch,
 )
-from training.guards.numbers import Action, Judgement, NumberGuard
-from training.guards.overrides import Overrides, record_rewind, record_split
-from training.guards.pace import PaceWatch
-from training.launch.spec import WorkerSpec
-from training.parallel import Spread
-from training.position import Position
-from training.pulse import Pulse
-from training.saver import Saver
-from training.workload import Cursor, Workload
+from ebbflow.training.guards.numbers import Action, Judgement, NumberGuard
+from ebbflow.training.guards.overrides import Overrides, record_rewind, record_split
+from ebbflow.training.guards.pace import PaceWatch
+from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.parallel import Spread
+from ebbflow.training.position import Position
+from ebbflow.training.pulse import Pulse
+from ebbflow.training.saver import Saver
+from ebbflow.training.workload import Cursor, Workload
 
 # The pulse carries float64, which holds integers up to 2**53 exactly. A prime, so that no factor is lost to it.
 _MODULUS = 2**47 - 115

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from infra.config.schema import RunConfig
-from training.errors import BatchCannotBeSplit
-from training.gang import Gang
-from training.workload import Batch, Workload
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.training.errors import BatchCannotBeSplit
+from ebbflow.training.gang import Gang
+from ebbflow.training.workload import Batch, Workload
 
 _SAMPLE_SECONDS = 1.0
 _SAMPLES = 60
@@ -143,7 +143,7 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *,
     one sample each.
 
     Raises BatchCannotBeSplit with the arithmetic when there is one sample in each already, and where the next start
-    would refuse more than one (`training.parallel.refusals`).
+    would refuse more than one (`ebbflow.training.parallel.refusals`).
     """
     ddp = config.ddp
     if config.parallel.mode == "ddp" and ddp.static_graph and ddp.gradient_compression != "none":

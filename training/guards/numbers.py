@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from infra.config.schema import GuardsConfig
+from ebbflow.infra.config.schema import GuardsConfig
 
 # The standard deviation of a normal distribution is so many times its median absolute deviation
 # (Rousseeuw and Croux, "Alternatives to the Median Absolute Deviation", 1993).

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from infra.events import GuardAction
-from infra.layout import override_key
-from infra.store import Store
-from training.checkpoint.generations import newest_number
-from training.checkpoint.lineage import AFRESH, reachable_commits, reads_well
-from training.checkpoint.settled import fetched
-from training.errors import CorruptCommit
+from ebbflow.infra.events import GuardAction
+from ebbflow.infra.layout import override_key
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.generations import newest_number
+from ebbflow.training.checkpoint.lineage import AFRESH, reachable_commits, reads_well
+from ebbflow.training.checkpoint.settled import fetched
+from ebbflow.training.errors import CorruptCommit
 
 _EVERY_RECORD = {"action", "generation"}
 

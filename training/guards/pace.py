@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infra.events import GuardAction
+from ebbflow.infra.events import GuardAction
 
 STEPS_IN_A_ROW = 20
 SLOW_RATIO = 1.5

@@ -11,16 +11,16 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from infra.errors import InfraError
-from infra.outcome import Outcome
-from training.checkpoint.signing import use_signing_key
-from training.errors import GangError, TrainingError
-from training.launch.echo import flush
-from training.launch.following import follow
-from training.launch.leading import Leading
-from training.launch.own_node import OwnNode
-from training.launch.spec import GangOutcome, GangSpec
-from training.launch.verdict import Verdict, agent_failed
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.outcome import Outcome
+from ebbflow.training.checkpoint.signing import use_signing_key
+from ebbflow.training.errors import GangError, TrainingError
+from ebbflow.training.launch.echo import flush
+from ebbflow.training.launch.following import follow
+from ebbflow.training.launch.leading import Leading
+from ebbflow.training.launch.own_node import OwnNode
+from ebbflow.training.launch.spec import GangOutcome, GangSpec
+from ebbflow.training.launch.verdict import Verdict, agent_failed
 
 
 def run_gang(spec: GangSpec) -> GangOutcome:

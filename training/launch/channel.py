@@ -2,7 +2,7 @@
 
 Agents, not ranks, hold this conversation, so that a frozen rank cannot block the news of it. A closed connection is
 the fastest sign of a lost node; silence is the slower one. A peer is believed only after both sides have proved that
-they belong to the same start (`training.launch.handshake`); before and after that all it may cost is bounded.
+they belong to the same start (`ebbflow.training.launch.handshake`); before and after that all it may cost is bounded.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.errors import InfraError
-from infra.process import AwakeClock
-from training.errors import GangError
-from training.launch.handshake import (
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.process import AwakeClock
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch.handshake import (
     HANDSHAKE_SECONDS,
     LARGEST_GREETING_BYTES,
     coordinator_proof,
@@ -218,7 +218,7 @@ class Lobby:
         secret: bytes,
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        """secret: of this start; see `training.launch.handshake`."""
+        """secret: of this start; see `ebbflow.training.launch.handshake`."""
         self._token, self._secret, self._silence_seconds = token, secret, silence_seconds
         # A gang on one machine is nobody else's business.
         self._listener = _listen("127.0.0.1" if address == "127.0.0.1" else "", ports)

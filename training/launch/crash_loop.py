@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from infra.events import GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Event
+from ebbflow.infra.events import GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Event
 
 SAME_LIMIT = 3
 ANY_LIMIT = 10  # failures of whatever kind: a job that never gets as far as a commit does not get anywhere

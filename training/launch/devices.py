@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from infra.checks.devices import gpu_files, gpus_hidden
-from infra.checks.gpu import may_have_gpus, try_gpus
-from infra.preflight import Finding
-from training.errors import DeviceUnavailable
+from ebbflow.infra.checks.devices import gpu_files, gpus_hidden
+from ebbflow.infra.checks.gpu import may_have_gpus, try_gpus
+from ebbflow.infra.preflight import Finding
+from ebbflow.training.errors import DeviceUnavailable
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 _RANKS_NAMED = 4
@@ -121,15 +121,12 @@ class NodeGpuCheck:
         choice: DeviceChoice,
         *,
         promised: int,
-        project_root: Path,
-        check: Callable[[Path, int], tuple[Finding, int]] = try_gpus,
+        check: Callable[[int], tuple[Finding, int]] = try_gpus,
     ) -> None:
         self._finding: Finding | None = None
         self._thread: threading.Thread | None = None
         if choice != "cpu" and may_have_gpus(promised=promised, wanted=choice == "cuda", by_tool=False):
-            self._thread = threading.Thread(
-                target=self._run, args=(check, project_root, promised), name="gpu-check", daemon=True
-            )
+            self._thread = threading.Thread(target=self._run, args=(check, promised), name="gpu-check", daemon=True)
             self._thread.start()
 
     @property
@@ -144,7 +141,7 @@ class NodeGpuCheck:
             return None
         return DeviceUnavailable(f"{finding.detail}; fix: {finding.fix}, or set cluster.device to cpu")
 
-    def _run(self, check: Callable[[Path, int], tuple[Finding, int]], project_root: Path, promised: int) -> None:
+    def _run(self, check: Callable[[int], tuple[Finding, int]], project_root: Path, promised: int) -> None:
         try:
             self._finding, _ = check(project_root, promised)
         except Exception as error:  # the ranks look for themselves

@@ -1,7 +1,7 @@
 """A node's notices on their way: from the watcher to the lead, and from the lead's orders to the ranks of this node.
 
 Whoever hears that a machine goes tells the lead, and the lead tells all nodes. Each agent writes the order into the
-record of its ranks (`training.launch.control`), and through the pulse all ranks leave after the same step.
+record of its ranks (`ebbflow.training.launch.control`), and through the pulse all ranks leave after the same step.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from infra.config.schema import CheckpointConfig, SurvivalConfig
-from infra.events import NOTICE, NOTICE_SOURCES
-from infra.notices import (
+from ebbflow.infra.config.schema import CheckpointConfig, SurvivalConfig
+from ebbflow.infra.events import NOTICE, NOTICE_SOURCES
+from ebbflow.infra.notices import (
     LEAVE,
     REBALANCE,
     MetadataSource,
@@ -26,12 +26,12 @@ from infra.notices import (
     RehearsalSource,
     Watcher,
 )
-from training.launch.control import Control, Order
-from training.launch.echo import say
-from training.launch.spec import GangSpec
-from training.launch.standing import Standing, stands, wait_seconds
-from training.launch.watch.dump import SLOW, WorkerFailure
-from training.launch.workers import WorkerGroup
+from ebbflow.training.launch.control import Control, Order
+from ebbflow.training.launch.echo import say
+from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.launch.standing import Standing, stands, wait_seconds
+from ebbflow.training.launch.watch.dump import SLOW, WorkerFailure
+from ebbflow.training.launch.workers import WorkerGroup
 
 _CAUSES = {
     NoticeSource.SIGNAL: "SIGTERM",
@@ -48,7 +48,7 @@ _ECHO_SECONDS = 1.0  # for the lead to order what it was told; then this node's 
 
 
 class Post(Protocol):
-    """Of the other nodes, what concerns orders (`training.launch.peers`)."""
+    """Of the other nodes, what concerns orders (`ebbflow.training.launch.peers`)."""
 
     def order(self, order: Order) -> None: ...
     def orders(self) -> list[Order]: ...

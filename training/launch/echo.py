@@ -14,10 +14,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from infra.logs.line import split_lines, visible
-from infra.program import REPLACE_UNPRINTABLE
-from training.launch.watch.dump import WorkerFailure
-from training.launch.workers import PROJECT_ROOT, Worker, WorkerGroup
+from ebbflow.infra.logs.line import split_lines, visible
+from ebbflow.infra.program import REPLACE_UNPRINTABLE, own_command
+from ebbflow.training.launch.watch.dump import WorkerFailure
+from ebbflow.training.launch.workers import Worker, WorkerGroup
 
 _TRACEBACK = "Traceback (most recent call last)"
 METRICS_PREFIX = "metrics: "
@@ -121,11 +121,8 @@ def _last_lines(path: Path) -> list[str]:
 
 
 def _logs_command(job: str, generation: int, worker: Worker) -> str:
-    interpreter = Path(sys.executable)
-    if interpreter.is_relative_to(PROJECT_ROOT):  # as a user in the project's folder types it
-        interpreter = interpreter.relative_to(PROJECT_ROOT)
     place = f"--rank {worker.rank} --generation {generation} --around step:{worker.beat.step}"
-    return f"{shlex.quote(str(interpreter))} -m infra logs {shlex.quote(job)} {place}"
+    return f"{own_command()} logs {shlex.quote(job)} {place}"
 
 
 class OwnOutput:
@@ -163,7 +160,7 @@ class OwnOutput:
 
     def _enqueue(self, text: str) -> threading.Event:
         if self._dropped:
-            note = f"{self._dropped} lines were dropped while this output took none; python -m infra logs shows them\n"
+            note = f"{self._dropped} lines were dropped while this output took none; ebbflow logs shows them\n"
             text, self._dropped = note + text, 0
         self._kept += len(text)
         written = threading.Event()

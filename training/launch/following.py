@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from training.errors import GangError
-from training.launch.control import Order
-from training.launch.leading import REGROUP_SECONDS
-from training.launch.member import Member
-from training.launch.own_node import OwnNode
-from training.launch.verdict import Start, Verdict, left_out, told_to_leave
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch.control import Order
+from ebbflow.training.launch.leading import REGROUP_SECONDS
+from ebbflow.training.launch.member import Member
+from ebbflow.training.launch.own_node import OwnNode
+from ebbflow.training.launch.verdict import Start, Verdict, left_out, told_to_leave
 
 
 def follow(own: OwnNode) -> Verdict:

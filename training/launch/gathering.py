@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from training.errors import GangError
-from training.launch.channel import Connection, Lobby, Message
-from training.launch.control import Order
-from training.launch.recently import Recently
-from training.launch.spec import GangSpec
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch.channel import Connection, Lobby, Message
+from ebbflow.training.launch.control import Order
+from ebbflow.training.launch.recently import Recently
+from ebbflow.training.launch.spec import GangSpec
 
 _STANDING_SECONDS = 1.0  # between two words that somebody waits out a notice
 _LOOK_SECONDS = 0.02

@@ -8,27 +8,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from infra.config.schema import ClusterConfig, RunConfig
-from infra.errors import InfraError
-from infra.events import EndReason
-from infra.keeper import Keeper
-from infra.layout import generation_name
-from infra.store import Store
-from infra.terms import Terms
-from training.errors import AgentFailure, RankNotStarted, TrainingError, describe_exception, describe_traceback
-from training.launch.devices import NodeGpuCheck
-from training.launch.drain import Drain
-from training.launch.echo import say, show_last_lines
-from training.launch.node_log import NodeLog
-from training.launch.output import GangOutput
-from training.launch.peers import Peers
-from training.launch.recently import Recently
-from training.launch.spec import GangSpec, WorkerSpec
-from training.launch.standby import Standby
-from training.launch.verdict import Start, Verdict
-from training.launch.watch import STORE_PHASE, Deadlines, GpuCounters, Watch, WorkerFailure
-from training.launch.watch.stacks import parse_traceback
-from training.launch.workers import WorkerGroup
+from ebbflow.infra.config.schema import ClusterConfig, RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import EndReason
+from ebbflow.infra.keeper import Keeper
+from ebbflow.infra.layout import generation_name
+from ebbflow.infra.store import Store
+from ebbflow.infra.terms import Terms
+from ebbflow.training.errors import AgentFailure, RankNotStarted, TrainingError, describe_exception, describe_traceback
+from ebbflow.training.launch.devices import NodeGpuCheck
+from ebbflow.training.launch.drain import Drain
+from ebbflow.training.launch.echo import say, show_last_lines
+from ebbflow.training.launch.node_log import NodeLog
+from ebbflow.training.launch.output import GangOutput
+from ebbflow.training.launch.peers import Peers
+from ebbflow.training.launch.recently import Recently
+from ebbflow.training.launch.spec import GangSpec, WorkerSpec
+from ebbflow.training.launch.standby import Standby
+from ebbflow.training.launch.verdict import Start, Verdict
+from ebbflow.training.launch.watch import STORE_PHASE, Deadlines, GpuCounters, Watch, WorkerFailure
+from ebbflow.training.launch.watch.stacks import parse_traceback
+from ebbflow.training.launch.workers import WorkerGroup
 
 _POLL_SECONDS = 0.05
 _WAITING_SECONDS = 1.0  # between two words that a rank here waits for the store

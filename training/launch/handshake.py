@@ -16,11 +16,11 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from infra.errors import InfraError, ObjectNotFound
-from infra.layout import secret_key
-from infra.outcome import Outcome
-from infra.store import Store
-from training.errors import GangError, TrainingError
+from ebbflow.infra.errors import InfraError, ObjectNotFound
+from ebbflow.infra.layout import secret_key
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import GangError, TrainingError
 
 SECRET_BYTES = 32
 LARGEST_GREETING_BYTES = 4096  # of any message before a peer is known

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from training.launch.control import Order
-from training.launch.recently import STORE_WAIT_SECONDS, Recently
+from ebbflow.training.launch.control import Order
+from ebbflow.training.launch.recently import STORE_WAIT_SECONDS, Recently
 
 
 class Heard:
-    """The part of `training.launch.peers.Peers` that is the same for the lead and for a member."""
+    """The part of `ebbflow.training.launch.peers.Peers` that is the same for the lead and for a member."""
 
     def __init__(self) -> None:
         self._orders: list[Order] = []

@@ -7,21 +7,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from infra.errors import InfraError
-from infra.events import FAULT_INJECTED, read_events
-from infra.outcome import Outcome
-from infra.store import Store
-from infra.terms import BUDGET_THRESHOLDS, Terms
-from training.checkpoint.generations import Generation
-from training.checkpoint.lineage import CANDIDATES, Opening, newest_commits, open_generation, reachable_commits
-from training.checkpoint.rollback import MissingCommits, check_rollback, newest_generation_known
-from training.errors import TrainingError
-from training.guards.overrides import read_overrides, rewind_parent
-from training.launch.crash_loop import Failed, crash_loop, describe, failures_on_record
-from training.launch.ports import rendezvous_port
-from training.launch.spec import GangSpec
-from training.launch.verdict import Start, Verdict
-from training.rehearse import Fault
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import FAULT_INJECTED, read_events
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
+from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
+from ebbflow.training.checkpoint.generations import Generation
+from ebbflow.training.checkpoint.lineage import CANDIDATES, Opening, newest_commits, open_generation, reachable_commits
+from ebbflow.training.checkpoint.rollback import MissingCommits, check_rollback, newest_generation_known
+from ebbflow.training.errors import TrainingError
+from ebbflow.training.guards.overrides import read_overrides, rewind_parent
+from ebbflow.training.launch.crash_loop import Failed, crash_loop, describe, failures_on_record
+from ebbflow.training.launch.ports import rendezvous_port
+from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.launch.verdict import Start, Verdict
+from ebbflow.training.rehearse import Fault
 
 
 class Leader:

@@ -9,19 +9,19 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TypeVar
 
-from infra.errors import InfraError
-from infra.events import FAULT_DETECTED, GENERATION_ENDED, GENERATION_STARTED, OUTCOME, ROLLBACK, EndReason
-from infra.outcome import Outcome
-from training.checkpoint.generations import Generation
-from training.errors import GangError, TrainingError
-from training.launch.echo import say
-from training.launch.handshake import SECRET_BYTES
-from training.launch.leader import Leader, failed_to_open
-from training.launch.own_node import OwnNode
-from training.launch.patience import do_meanwhile, try_again
-from training.launch.peers import Lead
-from training.launch.spec import GangSpec
-from training.launch.verdict import Verdict, agent_failed, told_to_leave, unaffordable
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, GENERATION_STARTED, OUTCOME, ROLLBACK, EndReason
+from ebbflow.infra.outcome import Outcome
+from ebbflow.training.checkpoint.generations import Generation
+from ebbflow.training.errors import GangError, TrainingError
+from ebbflow.training.launch.echo import say
+from ebbflow.training.launch.handshake import SECRET_BYTES
+from ebbflow.training.launch.leader import Leader, failed_to_open
+from ebbflow.training.launch.own_node import OwnNode
+from ebbflow.training.launch.patience import do_meanwhile, try_again
+from ebbflow.training.launch.peers import Lead
+from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.launch.verdict import Verdict, agent_failed, told_to_leave, unaffordable
 
 T = TypeVar("T")
 # Outcomes that no rank has told in an event of its own.

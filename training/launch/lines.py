@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.logs.line import LogLine, split_lines, utc_text
-from training.launch.watch.heartbeat import Beat
-from training.launch.workers import Worker, WorkerGroup
+from ebbflow.infra.logs.line import LogLine, split_lines, utc_text
+from ebbflow.training.launch.watch.heartbeat import Beat
+from ebbflow.training.launch.workers import Worker, WorkerGroup
 
 TAIL_BYTES = 1024 * 1024
 _TAIL_SHARE = 8  # at most this part of the limit is the tail

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from infra.outcome import Outcome
-from training.errors import GangError
-from training.launch.ports import control_ports
-from training.launch.spec import GangOutcome, GangSpec
-from training.launch.workers import PROJECT_ROOT
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.program import python_path
+from ebbflow.training.errors import GangError
+from ebbflow.training.launch.ports import control_ports
+from ebbflow.training.launch.spec import GangOutcome, GangSpec
 
 
 class LocalGang:
@@ -37,8 +37,7 @@ class LocalGang:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         ports = control_ports(f"{spec.job}/{spec.run}", spec.attempt)
-        paths = [str(PROJECT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
+        environment = dict(os.environ, PYTHONPATH=python_path(os.environ.get("PYTHONPATH")))
         self._results = [folder / f"node-{node}.result.json" for node in range(spec.nodes)]
         self.agents_by_node: dict[int, subprocess.Popen[bytes]] = {}
         for node, result in enumerate(self._results):
@@ -49,7 +48,7 @@ class LocalGang:
             own = folder / f"node-{node}.spec.json"
             own.write_text(json.dumps(asdict(own_spec)))
             with open(output, "ab") as log:
-                agent = [*command(node), sys.executable, "-m", "training.launch.node", str(own), str(result)]
+                agent = [*command(node), sys.executable, "-m", "ebbflow.training.launch.node", str(own), str(result)]
                 process = subprocess.Popen(agent, env=environment, stdout=log, stderr=subprocess.STDOUT)
             self.agents_by_node[node] = process
 

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 
-from infra.events import EndReason
-from training.launch.channel import Message, join
-from training.launch.control import Order
-from training.launch.heard import Heard
-from training.launch.recently import Recently
-from training.launch.spec import GangSpec
-from training.launch.verdict import Start, Verdict, told_to_leave
-from training.launch.watch import WorkerFailure
+from ebbflow.infra.events import EndReason
+from ebbflow.training.launch.channel import Message, join
+from ebbflow.training.launch.control import Order
+from ebbflow.training.launch.heard import Heard
+from ebbflow.training.launch.recently import Recently
+from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.launch.verdict import Start, Verdict, told_to_leave
+from ebbflow.training.launch.watch import WorkerFailure
 
 _STANDING_SECONDS = 1.0  # between two words that a notice is waited out here
 

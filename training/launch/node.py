@@ -1,4 +1,4 @@
-"""`python -m training.launch.node SPEC.json RESULT.json`: one node's agent as a process of its own.
+"""`python -m ebbflow.training.launch.node SPEC.json RESULT.json`: one node's agent as a process of its own.
 
 Metaflow's task is a node's agent in the flow; this is the same without Metaflow, for several nodes on one machine.
 """
@@ -10,13 +10,13 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from infra.errors import InfraError
-from infra.foreign_text import guard_terminal
-from infra.process import die_with_parent
-from infra.program import begin_program
-from training.errors import TrainingError
-from training.launch.agent import run_gang
-from training.launch.spec import GangSpec
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.foreign_text import guard_terminal
+from ebbflow.infra.process import die_with_parent
+from ebbflow.infra.program import begin_program
+from ebbflow.training.errors import TrainingError
+from ebbflow.training.launch.agent import run_gang
+from ebbflow.training.launch.spec import GangSpec
 
 
 def main(argv: list[str]) -> int:

@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from infra.event_log import EventLog
-from infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, Origin
-from infra.instance import identify
-from infra.store import Store
-from training.launch.echo import say
-from training.launch.spec import GangSpec
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, Origin
+from ebbflow.infra.instance import identify
+from ebbflow.infra.store import Store
+from ebbflow.training.launch.echo import say
+from ebbflow.training.launch.spec import GangSpec
 
 _BEAT_SECONDS = 1.0
 _CLOSE_SECONDS = 6.0

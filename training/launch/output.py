@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infra.store import Store
-from training.launch.echo import Echo, say
-from training.launch.lines import GangLines
-from training.launch.shipping import LogShipper
-from training.launch.spec import GangSpec
-from training.launch.workers import WorkerGroup
+from ebbflow.infra.store import Store
+from ebbflow.training.launch.echo import Echo, say
+from ebbflow.training.launch.lines import GangLines
+from ebbflow.training.launch.shipping import LogShipper
+from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.launch.workers import WorkerGroup
 
 
 class GangOutput:

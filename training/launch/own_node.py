@@ -12,25 +12,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from infra.config.schema import ClusterConfig, SurvivalConfig
-from infra.events import EndReason
-from infra.keeper import Keeper
-from infra.layout import job_prefix
-from infra.process import AwakeClock
-from infra.store import Store
-from training.launch.control import Order
-from training.launch.devices import NodeGpuCheck
-from training.launch.drain import Drain
-from training.launch.echo import say
-from training.launch.generation import NodeGeneration
-from training.launch.handshake import StartSecret
-from training.launch.node_log import NodeLog
-from training.launch.patience import do_meanwhile
-from training.launch.peers import Peers
-from training.launch.spec import GangSpec
-from training.launch.standby import PROJECT_ROOT, Standby
-from training.launch.verdict import Start, Verdict
-from training.launch.watch import GpuCounters
+from ebbflow.infra.config.schema import ClusterConfig, SurvivalConfig
+from ebbflow.infra.events import EndReason
+from ebbflow.infra.keeper import Keeper
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.process import AwakeClock
+from ebbflow.infra.store import Store
+from ebbflow.training.launch.control import Order
+from ebbflow.training.launch.devices import NodeGpuCheck
+from ebbflow.training.launch.drain import Drain
+from ebbflow.training.launch.echo import say
+from ebbflow.training.launch.generation import NodeGeneration
+from ebbflow.training.launch.handshake import StartSecret
+from ebbflow.training.launch.node_log import NodeLog
+from ebbflow.training.launch.patience import do_meanwhile
+from ebbflow.training.launch.peers import Peers
+from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.launch.standby import Standby
+from ebbflow.training.launch.verdict import Start, Verdict
+from ebbflow.training.launch.watch import GpuCounters
 
 LOOP_SECONDS = 180.0  # that an agent's loop may stand still; all that it waits for ends sooner
 _JOIN_SECONDS = 5.0  # for a node that comes late to find the others, who wait for it as long as a start may take
@@ -81,7 +81,7 @@ class OwnNode:
         self.spec = spec
         cluster = ClusterConfig(**spec.config["cluster"])
         self.start_seconds = cluster.start_deadline_seconds
-        self._gpu_check = NodeGpuCheck(cluster.device, promised=spec.promised_gpus, project_root=PROJECT_ROOT)
+        self._gpu_check = NodeGpuCheck(cluster.device, promised=spec.promised_gpus)
         limit = max(1.0, min(60.0, self.start_seconds / _REQUESTS_PER_START))
         self.job_store = Store.open(spec.store_uri, request_timeout_seconds=limit).sub(job_prefix(spec.job))
         self.secret = StartSecret(self.job_store, spec.run, spec.attempt)
@@ -182,7 +182,7 @@ class OwnNode:
         """A pushed group never expires, and a rank that was killed cannot delete its own."""
         url = self.spec.config.get("metrics", {}).get("push_url")
         if url is not None:
-            from infra.metrics.push import Group, delete_group
+            from ebbflow.infra.metrics.push import Group, delete_group
 
             for node in self._pushed:
                 delete_group(Group(url, self.spec.job, node), say=say)

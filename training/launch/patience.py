@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from infra.errors import InfraError, StoreForbidden, StoreMisconfigured
-from training.checkpoint.deadline import pauses
-from training.errors import TrainingError
+from ebbflow.infra.errors import InfraError, StoreForbidden, StoreMisconfigured
+from ebbflow.training.checkpoint.deadline import pauses
+from ebbflow.training.errors import TrainingError
 
 T = TypeVar("T")
 _LOOK_SECONDS = 0.01

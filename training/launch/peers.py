@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Protocol
 
-from infra.events import EndReason
-from infra.outcome import Outcome
-from training.errors import UnreliableReader
-from training.launch.channel import Connection, Message
-from training.launch.control import SIGTERM, Order
-from training.launch.gathering import Gathering
-from training.launch.heard import Heard
-from training.launch.spec import GangSpec
-from training.launch.verdict import Start, Verdict, agreed, guilty, told_to_leave
-from training.launch.watch import WorkerFailure, mismatch_of, settle_seconds
+from ebbflow.infra.events import EndReason
+from ebbflow.infra.outcome import Outcome
+from ebbflow.training.errors import UnreliableReader
+from ebbflow.training.launch.channel import Connection, Message
+from ebbflow.training.launch.control import SIGTERM, Order
+from ebbflow.training.launch.gathering import Gathering
+from ebbflow.training.launch.heard import Heard
+from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.launch.verdict import Start, Verdict, agreed, guilty, told_to_leave
+from ebbflow.training.launch.watch import WorkerFailure, mismatch_of, settle_seconds
 
 _WITNESS_SECONDS = 10.0  # where a rank stood longer ago says nothing of what happens now
 

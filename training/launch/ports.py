@@ -6,7 +6,7 @@ import hashlib
 import ipaddress
 import socket
 
-from training.errors import GangError
+from ebbflow.training.errors import GangError
 
 # Below Linux's default ephemeral range (32768-60999), so that no outgoing connection holds one by chance.
 _FIRST, _COUNT = 20_000, 12_000

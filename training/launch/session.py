@@ -1,16 +1,16 @@
 """What a rank leaves behind: a data loader's process that is stuck in the user's own code does not hear of its end.
 
-All that a rank starts stays below the keeper (`infra.keeper`). Where there is none, because the system has no
+All that a rank starts stays below the keeper (`ebbflow.infra.keeper`). Where there is none, because the system has no
 subreapers or the keeper was killed, what stayed in the rank's own session is found. (What a rank's main thread forks
-the kernel ends with it: `infra.process.tie_forked_children`.)
+the kernel ends with it: `ebbflow.infra.process.tie_forked_children`.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from infra.keeper import Keeper, end_all
-from infra.process import ProcessStat, all_processes, descendants, process_stat
+from ebbflow.infra.keeper import Keeper, end_all
+from ebbflow.infra.process import ProcessStat, all_processes, descendants, process_stat
 
 _KILLED_SECONDS = 3.0
 

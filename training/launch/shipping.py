@@ -11,8 +11,8 @@ import secrets
 import threading
 from collections.abc import Callable
 
-from infra.layout import log_key
-from infra.store import Store
+from ebbflow.infra.layout import log_key
+from ebbflow.infra.store import Store
 
 _INTERVAL_SECONDS = 15.0  # each put is a request to be paid for; a rank that printed nothing costs none
 _CLOSE_DEADLINE_SECONDS = 5.0

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from infra.config.schema import SurvivalConfig
+from ebbflow.infra.config.schema import SurvivalConfig
 
 SPEC_VARIABLE = "EBBFLOW_SPEC"
 _LONGEST_SILENCE_SECONDS = 20.0
@@ -75,8 +75,8 @@ class WorkerSpec:
 
     candidates: commit keys to restore from, newest of the lineage first; empty: start afresh.
     config: `RunConfig.model_dump(mode="json")`. prepared: what the workload's `prepare` returned, with its fingerprint.
-    rehearse: a fault to inject (`training.rehearse.Fault.to_json`), already known never to have fired.
-    overrides: what is to be done otherwise than config says (`training.guards.overrides.Overrides.to_json`).
+    rehearse: a fault to inject (`ebbflow.training.rehearse.Fault.to_json`), already known never to have fired.
+    overrides: what is to be done otherwise than config says (`ebbflow.training.guards.overrides.Overrides.to_json`).
     colocated_ranks: ranks that share this machine's cores.
     promised_gpus: see `GangSpec`.
     kept_path: folder for what ranks need not measure again in the agent's later generations.
@@ -121,7 +121,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GangOutcome:
-    """How a gang ended when it ended by itself: `outcome` is a value of `infra.outcome.Outcome`.
+    """How a gang ended when it ended by itself: `outcome` is a value of `ebbflow.infra.outcome.Outcome`.
 
     goes_on: for this node only; its machine had a notice, and the others go on without it.
     """

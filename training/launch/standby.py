@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from infra.keeper import Keeper, RemoteChild
-from infra.process import MessageReader, process_state
+from ebbflow.infra.keeper import Keeper, RemoteChild
+from ebbflow.infra.process import MessageReader, process_state
+from ebbflow.infra.program import python_path
 
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _FORK_DEADLINE_SECONDS = 10.0
 _END_DEADLINE_SECONDS = 10.0
 STANDBY_VARIABLE = "EBBFLOW_STANDBY_OF"
@@ -51,7 +51,7 @@ class Standby:
         self._answers, its_output = os.pipe()
         try:
             with open(log, "wb") as errors:
-                command = [sys.executable, "-m", "training", "--standby"]
+                command = [sys.executable, "-m", "ebbflow.training", "--standby"]
                 self._process = start_process(command, environment, (its_input, its_output, errors.fileno()), keeper)
         except OSError:
             os.close(self._requests)
@@ -158,7 +158,7 @@ class Standby:
 
 def start_cold(log: Path, environment: Mapping[str, str], keeper: Keeper | None = None) -> Process:
     """A rank as an interpreter of its own."""
-    command = [sys.executable, "-m", "training"]
+    command = [sys.executable, "-m", "ebbflow.training"]
     with open(log, "ab") as output, open(os.devnull, "rb") as nothing:
         return start_process(command, environment, (nothing.fileno(), output.fileno(), output.fileno()), keeper)
 
@@ -182,5 +182,4 @@ def threads_of(colocated_ranks: int) -> int:
 
 def with_project_path(environment: Mapping[str, str]) -> dict[str, str]:
     """The same, for a process that is to find the project's packages."""
-    paths = [str(PROJECT_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    return dict(environment, PYTHONPATH=os.pathsep.join(paths))
+    return dict(environment, PYTHONPATH=python_path(environment.get("PYTHONPATH")))

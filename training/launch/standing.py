@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from infra.notices import STALE_SECONDS, Notice, NoticeSource
+from ebbflow.infra.notices import STALE_SECONDS, Notice, NoticeSource
 
 
 def stands(notice: Notice) -> bool:

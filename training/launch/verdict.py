@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.events import EndReason
-from infra.outcome import Outcome
-from infra.terms import Terms
-from training import errors
-from training.errors import describe_exception, describe_traceback
-from training.launch.echo import say
-from training.launch.spec import GangOutcome
-from training.launch.watch.blame import DIFFERENT_CALLS, LEFT_EARLY, Culprit, blame
-from training.launch.watch.dump import WorkerFailure
-from training.launch.watch.stacks import parse_traceback
+from ebbflow.infra.events import EndReason
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.terms import Terms
+from ebbflow.training import errors
+from ebbflow.training.errors import describe_exception, describe_traceback
+from ebbflow.training.launch.echo import say
+from ebbflow.training.launch.spec import GangOutcome
+from ebbflow.training.launch.watch.blame import DIFFERENT_CALLS, LEFT_EARLY, Culprit, blame
+from ebbflow.training.launch.watch.dump import WorkerFailure
+from ebbflow.training.launch.watch.stacks import parse_traceback
 
 # Signals that anybody may have sent. Only where they come at the same step again are they the program's doing.
 _FROM_OUTSIDE = {number.name for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}

@@ -17,18 +17,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from infra.keeper import Keeper
-from infra.outcome import Outcome
-from infra.process import signal_name
-from training import errors
-from training.errors import bounded_text, error_class
-from training.launch.session import Session, end_left_behind
-from training.launch.spec import SPEC_VARIABLE, WorkerSpec
-from training.launch.standby import PROJECT_ROOT as PROJECT_ROOT
-from training.launch.standby import Process, Standby, start_cold, threads_of, with_project_path
-from training.launch.watch.dump import WorkerFailure, is_collective_error
-from training.launch.watch.heartbeat import Beat, Heartbeat
-from training.launch.watch.recorder import BUFFER_RECORDS, BUFFER_VARIABLE
+from ebbflow.infra.keeper import Keeper
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.process import signal_name
+from ebbflow.training import errors
+from ebbflow.training.errors import bounded_text, error_class
+from ebbflow.training.launch.session import Session, end_left_behind
+from ebbflow.training.launch.spec import SPEC_VARIABLE, WorkerSpec
+from ebbflow.training.launch.standby import Process, Standby, start_cold, threads_of, with_project_path
+from ebbflow.training.launch.watch.dump import WorkerFailure, is_collective_error
+from ebbflow.training.launch.watch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.watch.recorder import BUFFER_RECORDS, BUFFER_VARIABLE
 
 _EXIT_SECONDS = 1.0
 _LONGEST_RECORD = 8 * 1024 * 1024

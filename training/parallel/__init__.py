@@ -9,10 +9,10 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "Spread": "training.parallel.spread",
-    "find_refusals": "training.parallel.refusals",
-    "make_mesh": "training.parallel.spread",
-    "spread_model": "training.parallel.spread",
+    "Spread": "ebbflow.training.parallel.spread",
+    "find_refusals": "ebbflow.training.parallel.refusals",
+    "make_mesh": "ebbflow.training.parallel.spread",
+    "spread_model": "ebbflow.training.parallel.spread",
 }
 
 __all__ = sorted(_HOME)

@@ -1,6 +1,6 @@
 """What cannot be done with a model, a gang and a machine, and why. Asked by preflight and again when ranks start.
 
-Imports no torch. Rules about the configuration alone are in `infra.config.rules`; those repeated here are for a
+Imports no torch. Rules about the configuration alone are in `ebbflow.infra.config.rules`; those repeated here are for a
 configuration that came another way.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.config.schema import RunConfig
-from infra.footprint import shard_ranks
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.footprint import shard_ranks
 
 # What torch's inductor looks for; the variable of that name goes first.
 _COMPILERS = {"CXX": ("g++", "clang++"), "CC": ("gcc", "cc", "clang")}

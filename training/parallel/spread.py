@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from infra.config.schema import DdpConfig, FsdpConfig, RunConfig
-from infra.footprint import SMALL_MODEL_BYTES, shard_ranks
-from training.errors import ParallelError
-from training.gang import Gang
-from training.parallel.refusals import Place, find_refusals
-from training.weights.load import initialise, materialise
-from training.workload import Workload
+from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, RunConfig
+from ebbflow.infra.footprint import SMALL_MODEL_BYTES, shard_ranks
+from ebbflow.training.errors import ParallelError
+from ebbflow.training.gang import Gang
+from ebbflow.training.parallel.refusals import Place, find_refusals
+from ebbflow.training.weights.load import initialise, materialise
+from ebbflow.training.workload import Workload
 
 
 def make_mesh(gang: Gang, *, shard: int) -> DeviceMesh:

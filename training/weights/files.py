@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from training.errors import WorkloadError
+from ebbflow.training.errors import WorkloadError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from training.errors import WorkloadError
-from training.weights.files import Stored, Translate, find_weights, opened, some
+from ebbflow.training.errors import WorkloadError
+from ebbflow.training.weights.files import Stored, Translate, find_weights, opened, some
 
 
 def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:

@@ -1,6 +1,6 @@
 """Looks at a workload of one's own from a process that imports no torch: in a child, within a deadline.
 
-`python -m training examine CONFIG [--set KEY=VALUE ...] [--prepare]` prints what is found, as JSON.
+`ebbflow examine CONFIG [--set KEY=VALUE ...] [--prepare]` prints what is found, as JSON.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.config.load import load_config
-from infra.config.schema import RunConfig
-from infra.errors import InfraError
-from infra.model_shape import ModelShape
-from infra.process import die_with_parent
-from training.errors import TrainingError, WorkloadError
-from training.launch.workers import PROJECT_ROOT
+from ebbflow.infra.config.load import load_config
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.model_shape import ModelShape
+from ebbflow.infra.process import die_with_parent
+from ebbflow.infra.program import PROJECT_ROOT, python_path
+from ebbflow.training.errors import TrainingError, WorkloadError
 
 EXAMINE_SECONDS = 90.0
 # A workload's own preparation may download or convert whatever it likes, once; but not for ever.
@@ -49,7 +49,16 @@ def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECOND
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
         given, found = Path(folder, "config.json"), Path(folder, "found.json")
         given.write_text(config.model_dump_json())
-        command = [sys.executable, "-m", "training", "examine", "--resolved", str(given), "--output", str(found)]
+        command = [
+            sys.executable,
+            "-m",
+            "ebbflow.training",
+            "examine",
+            "--resolved",
+            str(given),
+            "--output",
+            str(found),
+        ]
         what = f"workload {config.workload}"
         output = _run([*command, *(["--prepare"] if prepare else [])], seconds, what, shown=prepare)
         try:
@@ -66,7 +75,7 @@ def examine(config: RunConfig, *, prepare: bool, seconds: float = EXAMINE_SECOND
 def main(arguments: list[str]) -> int:
     """The command, which is the child process too."""
     parser = argparse.ArgumentParser(
-        prog="python -m training examine", description="Try the configured workload and print its model's shape."
+        prog="ebbflow examine", description="Try the configured workload and print its model's shape."
     )
     parser.add_argument("config", nargs="?", help="YAML file, such as configs/laptop.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override")
@@ -100,10 +109,10 @@ def _config(parser: argparse.ArgumentParser, given: argparse.Namespace) -> RunCo
 def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
     from dataclasses import replace
 
-    from infra.store import Store
-    from training.gang import Gang
-    from training.workloads.loader import find_workload, has_prepare, prepare_data, workload_context
-    from training.workloads.trial import try_workload
+    from ebbflow.infra.store import Store
+    from ebbflow.training.gang import Gang
+    from ebbflow.training.workloads.loader import find_workload, has_prepare, prepare_data, workload_context
+    from ebbflow.training.workloads.trial import try_workload
 
     door = find_workload(config)
     if has_prepare(door) and not prepare:
@@ -120,7 +129,7 @@ def _run(command: list[str], seconds: float, what: str, *, shown: bool) -> str:
 
     shown: the output goes where this process's goes, as it comes, and is not returned.
     """
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(PROJECT_ROOT)]))
+    path = python_path(os.environ.get("PYTHONPATH"))
     with subprocess.Popen(
         command,
         env=dict(os.environ, PYTHONPATH=path, CUDA_VISIBLE_DEVICES=""),

@@ -1,6 +1,6 @@
 """The built-in workload: a causal language model on text, as bytes or as tokens of a vocabulary.
 
-`infra.model_shape.causal_lm_shape` holds its size as plain numbers for the planner.
+`ebbflow.infra.model_shape.causal_lm_shape` holds its size as plain numbers for the planner.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor, nn
 
-from infra.config.schema import ModelConfig
-from infra.model_shape import causal_lm_shape
-from training.data import SampleOrder, check_vocabulary, open_tokens, prepare_tokens
-from training.errors import DataError
-from training.workload import Cursor, Loss, WorkloadContext
+from ebbflow.infra.config.schema import ModelConfig
+from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.training.data import SampleOrder, check_vocabulary, open_tokens, prepare_tokens
+from ebbflow.training.errors import DataError
+from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
 _INITIAL_STD = 0.02
 

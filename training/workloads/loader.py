@@ -20,15 +20,15 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, cast
 
-from infra.config.schema import RunConfig
-from infra.errors import InfraError
-from infra.layout import workload_prefix
-from infra.store import Store
-from training.errors import TrainingError, WorkloadError
-from training.gang import Gang
-from training.launch.workers import PROJECT_ROOT
-from training.workload import Workload, WorkloadContext
-from training.workloads.language_model import TextWorkload
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.layout import workload_prefix
+from ebbflow.infra.program import IMPORT_ROOT, PACKAGE_ROOT, PROJECT_ROOT
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import TrainingError, WorkloadError
+from ebbflow.training.gang import Gang
+from ebbflow.training.workload import Workload, WorkloadContext
+from ebbflow.training.workloads.language_model import TextWorkload
 
 # What a program raises by being wrong, the same at every attempt since a sample is a function of its index. Not
 # RuntimeError, OSError or ValueError: memory that ran out, a lost peer or half a file may be better next time.
@@ -69,7 +69,7 @@ def _named(method: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 REQUIRED = ("model", "units", "next_batch", "loss", "flops", "evaluate")
 DEFAULT_WEIGHT_UNIT = "samples"
-_NOT_THE_USERS = (str(PROJECT_ROOT / "training"), os.path.dirname(os.__file__))
+_NOT_THE_USERS = (str(PACKAGE_ROOT / "training"), str(IMPORT_ROOT / "ebbflow"), os.path.dirname(os.__file__))
 
 Door = Callable[[WorkloadContext], Workload]
 

@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from infra.config.schema import RunConfig
-from infra.model_shape import ModelShape
-from training.errors import WorkloadError
-from training.weights.files import find_weights
-from training.weights.load import compare, initialise, materialise, tied_names
-from training.workload import Batch, Cursor, Loss, Workload, WorkloadContext, as_numbers
-from training.workloads.loader import DEFAULT_WEIGHT_UNIT, make_workload, users_code
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.model_shape import ModelShape
+from ebbflow.training.errors import WorkloadError
+from ebbflow.training.weights.files import find_weights
+from ebbflow.training.weights.load import compare, initialise, materialise, tied_names
+from ebbflow.training.workload import Batch, Cursor, Loss, Workload, WorkloadContext, as_numbers
+from ebbflow.training.workloads.loader import DEFAULT_WEIGHT_UNIT, make_workload, users_code
 
 _FLOAT32_BYTES = 4
 

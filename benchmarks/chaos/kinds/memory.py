@@ -10,8 +10,8 @@ from pathlib import Path
 from benchmarks.chaos.fault import Aim, Fault, Means
 from benchmarks.chaos.orders import Order, Strike
 from benchmarks.chaos.scene import Scene
-from infra.events import EndReason
-from training.errors import GangError
+from ebbflow.infra.events import EndReason
+from ebbflow.training.errors import GangError
 
 _AGAIN = "the gang restarts from the newest commit; the third time without a new commit ends the job"
 _MEBIBYTES = 96  # beyond what the rank had before: memory that is charged already stays with its old cgroup

@@ -11,8 +11,8 @@ from benchmarks.chaos.places import Namespaces
 from benchmarks.chaos.places.place import here
 from benchmarks.chaos.proxy import Conduct
 from benchmarks.chaos.scene import Scene
-from infra.events import EndReason
-from training.errors import GangError
+from ebbflow.infra.events import EndReason
+from ebbflow.training.errors import GangError
 
 _ACTION = "the node counts as lost: a new attempt"
 _FLAP_SECONDS = 0.5  # TCP sends again soon after that; the pause that ranks see is up to twice as long

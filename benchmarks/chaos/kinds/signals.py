@@ -8,8 +8,8 @@ import signal
 from benchmarks.chaos.fault import Aim, Fault, Means, Symptom
 from benchmarks.chaos.orders import Strike
 from benchmarks.chaos.scene import Scene
-from infra.events import EndReason
-from training.launch.watch.heartbeat import Beat
+from ebbflow.infra.events import EndReason
+from ebbflow.training.launch.watch.heartbeat import Beat
 
 _AGAIN = "the gang restarts from the newest commit"
 _ELSEWHERE = "a new attempt, on another node"

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from benchmarks.chaos.places.place import Place, needs_tools, run_tool
-from training.errors import GangError
+from ebbflow.training.errors import GangError
 
 SMALL_DISK_MIB = 48
 

@@ -6,7 +6,7 @@ import ctypes
 import os
 
 from benchmarks.chaos.places.place import run_tool
-from training.errors import GangError
+from ebbflow.training.errors import GangError
 
 _CLONE_NEWNS = 0x00020000  # <linux/sched.h>
 

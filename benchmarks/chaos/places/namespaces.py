@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from benchmarks.chaos.places.place import Place, needs_tools, run_tool
-from training.errors import GangError
+from ebbflow.training.errors import GangError
 
 _NODES = (0, 1)
 _ADDRESSES = ("10.213.7.1", "10.213.7.2")  # seen by these two namespaces alone

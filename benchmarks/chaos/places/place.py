@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self, TypeVar
 
-from training.errors import GangError
+from ebbflow.training.errors import GangError
 
 TOOL_SECONDS = 30.0
 

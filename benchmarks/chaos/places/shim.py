@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.chaos.places.place import Place, run_tool
-from training.errors import GangError
+from ebbflow.training.errors import GangError
 
 _COMPILERS = ("gcc", "cc", "clang")
 _COMPILE_SECONDS = 120.0

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.chaos.places.place import Place
 from benchmarks.soak.server import FailingS3
-from training.errors import CheckpointError, GangError
+from ebbflow.training.errors import CheckpointError, GangError
 
 _BUCKET = "chaos"
 CALM: dict[str, Any] = {"rates": {}}

@@ -10,10 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.soak.schedules.state import build, differing, fill
-from infra.errors import InfraError, StoreError
-from infra.multipart import Throttle, open_sink
-from infra.store import Store
-from training.checkpoint import (
+from ebbflow.infra.errors import InfraError, StoreError
+from ebbflow.infra.multipart import Throttle, open_sink
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import (
     FROM_SCRATCH,
     Checkpointer,
     RetentionPolicy,
@@ -23,10 +23,10 @@ from training.checkpoint import (
     read_generation,
     trace_lineage,
 )
-from training.checkpoint.reader import read_manifest
-from training.checkpoint.retention import Retention
-from training.checkpoint.verify import verify_commit
-from training.errors import CheckpointError, GenerationSuperseded, NothingToRestore, TrainingError, TwoLaunchers
+from ebbflow.training.checkpoint.reader import read_manifest
+from ebbflow.training.checkpoint.retention import Retention
+from ebbflow.training.checkpoint.verify import verify_commit
+from ebbflow.training.errors import CheckpointError, GenerationSuperseded, NothingToRestore, TrainingError, TwoLaunchers
 
 Report = Callable[..., None]
 _REQUEST_SECONDS = 2.0

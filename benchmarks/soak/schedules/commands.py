@@ -1,4 +1,4 @@
-"""`python -m training soak schedules`: many seeds, on two processes for each core, or one alone."""
+"""`ebbflow soak schedules`: many seeds, on two processes for each core, or one alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.soak.schedules.plan import Schedule, draw
 from benchmarks.soak.schedules.summary import Outcome, text
 from benchmarks.soak.server import FailingS3
-from infra.process import die_with_parent
+from ebbflow.infra.process import die_with_parent
 
 _LOT = 5  # seeds that a worker takes at once: as few as the start of their server allows
 
@@ -94,7 +94,7 @@ def play_all(seeds: list[int], folder: str, workers: int) -> list[Outcome]:
 
 def main(arguments: list[str]) -> int:
     """0 when everything held in every schedule."""
-    parser = argparse.ArgumentParser(prog="python -m training soak schedules", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="ebbflow soak schedules", description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=1000, help="how many seeds (default 1000)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--seed", type=int, help="play this one alone, and keep what it leaves")
@@ -115,7 +115,7 @@ def main(arguments: list[str]) -> int:
     if not failed and given.folder is None:
         shutil.rmtree(folder, ignore_errors=True)
     for outcome in failed:
-        print(f"again alone: python -m training soak schedules --seed {outcome.seed}    (output: {outcome.log})")
+        print(f"again alone: ebbflow soak schedules --seed {outcome.seed}    (output: {outcome.log})")
     return 1 if failed else 0
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.checkpoint.lineage import CommitRef
+from ebbflow.training.checkpoint.lineage import CommitRef
 
 _ANSWER_MARGIN_SECONDS = 2.0  # of the checkpointer: an uploader that says nothing for so long is replaced
 _MACHINE_SECONDS = 4.0  # for a machine that is busy with other schedules

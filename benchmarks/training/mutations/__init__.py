@@ -1,4 +1,4 @@
-"""`python -m training bench mutations`: what becomes of single changes to what was stored, here and with torch's DCP.
+"""`ebbflow bench mutations`: what becomes of single changes to what was stored, here and with torch's DCP.
 
 `changes` makes and undoes them, `commits` and `dcp` are the two that are asked, each in processes of its own
 (`asked` in them, `asking` here), `trials` counts, `commands` is the command. Only what is asked imports torch.

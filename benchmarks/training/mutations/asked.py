@@ -14,7 +14,7 @@ import resource
 import sys
 from pathlib import Path
 
-from infra.process import die_with_parent
+from ebbflow.infra.process import die_with_parent
 
 _ROOM_BYTES = 2**30
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import training
-from training.errors import CheckpointError
+from ebbflow import training
+from ebbflow.training.errors import CheckpointError
 
 _START_SECONDS = 120.0  # on a busy machine importing torch alone takes many
 _ANSWER_SECONDS = 20.0

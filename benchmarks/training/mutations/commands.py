@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.training.mutations.trials import NAMES, Bench, Tally, as_json
 from benchmarks.training.tables import machine_line, table
-from infra.errors import InfraError
-from infra.machine import describe_machine
-from training.errors import TrainingError
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.machine import describe_machine
+from ebbflow.training.errors import TrainingError
 
 _COLUMNS = ("changes", "refused", "fell back", "untold", "same bits", "crashed", "wrong", "named")
 _TITLES = {"commits": "Ebbflow's commits", "dcp": "torch's DCP"}
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m training bench mutations", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="ebbflow bench mutations", description=__doc__.splitlines()[0])
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--count", type=int, default=10_000, help="changes to each of the two (default 10000)")
     parser.add_argument("--seed", type=int, default=0, help="of the changes (default 0)")

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.training.mutations.contestant import STEPS, Answer, Outcome, model, same, tensors
-from infra.errors import InfraError
-from infra.store import Store
-from training.checkpoint import Checkpointer, open_generation, reachable_commits
-from training.checkpoint.commands import main as checkpoints
-from training.checkpoint.restore import restore_newest
-from training.checkpoint.second_reader import find_problem
-from training.errors import TrainingError
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
+from ebbflow.training.checkpoint.commands import main as checkpoints
+from ebbflow.training.checkpoint.restore import restore_newest
+from ebbflow.training.checkpoint.second_reader import find_problem
+from ebbflow.training.errors import TrainingError
 
 _WORLD_SIZE = 2
 

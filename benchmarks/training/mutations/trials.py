@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.training.mutations.asking import Asked, store
 from benchmarks.training.mutations.changes import Parts, changed, kinds
 from benchmarks.training.mutations.places import parts_of
-from training.errors import CheckpointError
+from ebbflow.training.errors import CheckpointError
 
 NAMES = ("commits", "dcp")
 _EXAMPLES = 20  # trials that are named one by one

@@ -12,9 +12,9 @@ from typing import Any
 from benchmarks.training.notice.scaled import measure_scaled
 from benchmarks.training.notice.shape import ARMS, TARGET_STEPS, WORKERS, measure_shape
 from benchmarks.training.tables import machine_line
-from infra.errors import InfraError
-from infra.machine import describe_machine
-from training.errors import TrainingError
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.machine import describe_machine
+from ebbflow.training.errors import TrainingError
 
 PARTS = ("scaled", "shape")
 
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m training bench notice", description="Measure what becomes of notices of spot interruptions."
+        prog="ebbflow bench notice", description="Measure what becomes of notices of spot interruptions."
     )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)} (default: both)")
     parser.add_argument("--notices", type=int, default=100, help="of the scaled part (default 100)")

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from infra.events import COMMIT, GENERATION_STARTED, NOTICE, STEP, Event
+from ebbflow.infra.events import COMMIT, GENERATION_STARTED, NOTICE, STEP, Event
 
 
 def steps_taken(events: Sequence[Event]) -> list[int]:

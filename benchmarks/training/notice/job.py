@@ -11,17 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.chaos.imds import FakeMetadata
-from infra.config.schema import RunConfig
-from infra.events import Event, read_events
-from infra.layout import job_prefix
-from infra.notices import rehearse_notice
-from infra.store import Store
-from training.data import prepare_tokens
-from training.errors import GangError, TrainingError
-from training.launch.local import LocalGang
-from training.launch.spec import GangOutcome, GangSpec
-from training.launch.watch.heartbeat import Heartbeat
-from training.launch.workers import PROJECT_ROOT
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import Event, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.notices import rehearse_notice
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
+from ebbflow.training.data import prepare_tokens
+from ebbflow.training.errors import GangError, TrainingError
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.spec import GangOutcome, GangSpec
+from ebbflow.training.launch.watch.heartbeat import Heartbeat
 
 SOURCES = ("rehearsal", "metadata", "metaflow", "signal")
 _POLL_SECONDS = 0.005

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.chaos.imds import FakeMetadata
 from benchmarks.training.notice.figures import generation_of_attempt, steps_redone, steps_taken
 from benchmarks.training.notice.job import NoticeJob
-from infra.events import STEP, Event
+from ebbflow.infra.events import STEP, Event
 
 WORKERS, NODES = 8, 2
 TARGET_STEPS, INTERVAL_STEPS = 1600, 400

@@ -1,4 +1,4 @@
-"""`python -m training bench survival`: how soon faults are noticed, who is blamed, how soon the gang is back."""
+"""`ebbflow bench survival`: how soon faults are noticed, who is blamed, how soon the gang is back."""
 
 from __future__ import annotations
 

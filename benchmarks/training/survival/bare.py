@@ -17,7 +17,7 @@ from benchmarks.chaos.fault import Aim, Fault, Means
 from benchmarks.chaos.orders import Strike
 from benchmarks.chaos.scene import Scene
 from benchmarks.training.survival.bare_scene import BareScene
-from training.errors import GangError
+from ebbflow.training.errors import GangError
 
 _START_SECONDS = 90.0
 _STRIKE_SECONDS = 20.0

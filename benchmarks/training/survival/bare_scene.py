@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos.orders import Orders
-from training.errors import GangError
-from training.launch.workers import PROJECT_ROOT
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.training.errors import GangError
 
 _RANK_SCRIPT = "benchmarks.training.survival.bare_rank"
 _NO_HOST = "no-such-host.invalid"

@@ -16,11 +16,11 @@ from benchmarks.chaos.places import Place
 from benchmarks.chaos.trial import Trial, run_trial
 from benchmarks.training.survival.job import make_scene
 from benchmarks.training.survival.judge import Finding, judge
-from infra.config.schema import RunConfig
-from infra.errors import InfraError
-from infra.events import read_events
-from training.errors import TrainingError
-from training.launch.spec import GangOutcome
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import read_events
+from ebbflow.training.errors import TrainingError
+from ebbflow.training.launch.spec import GangOutcome
 
 Planned = list[tuple[Fault, Aim]]
 Judged = tuple[Trial, list[Finding]]

@@ -18,9 +18,9 @@ from benchmarks.training.survival.campaign import Campaign, Planned, available
 from benchmarks.training.survival.figures import survival_figures, survival_text
 from benchmarks.training.survival.job import survival_config
 from benchmarks.training.tables import machine_line
-from infra.errors import InfraError
-from infra.machine import describe_machine
-from training.errors import TrainingError
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.machine import describe_machine
+from ebbflow.training.errors import TrainingError
 
 
 def main(arguments: list[str]) -> int:
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m training bench survival", description="Inject faults into small gangs and judge what is said."
+        prog="ebbflow bench survival", description="Inject faults into small gangs and judge what is said."
     )
     parser.add_argument("--injections", type=int, default=60, help="how many in all (default 60)")
     parser.add_argument("--kinds", default=",".join(FAULTS), metavar="LIST", help=f"of {', '.join(FAULTS)}")

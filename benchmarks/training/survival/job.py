@@ -9,12 +9,12 @@ from pathlib import Path
 from benchmarks.chaos.orders import Orders
 from benchmarks.chaos.places import Place
 from benchmarks.chaos.scene import Scene
-from infra.config.schema import RunConfig
-from infra.layout import workload_prefix
-from infra.store import Store
-from training.data import prepare_tokens
-from training.launch.spec import GangSpec
-from training.launch.workers import PROJECT_ROOT
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.layout import workload_prefix
+from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.store import Store
+from ebbflow.training.data import prepare_tokens
+from ebbflow.training.launch.spec import GangSpec
 
 WORKLOAD = "benchmarks.chaos.workload:Tormented"
 STEPS_PER_INJECTION = 30  # what passes between two injections, with a commit among them

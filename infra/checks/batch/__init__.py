@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from infra.checks.batch.account import check_batch_bucket, check_batch_image, check_batch_rights, check_batch_role
-from infra.checks.batch.queues import ANSWER_SECONDS, check_batch_metaflow, check_batch_queues
-from infra.checks.clock import check_batch_clock
-from infra.preflight import Check
+from ebbflow.infra.checks.batch.account import (
+    check_batch_bucket,
+    check_batch_image,
+    check_batch_rights,
+    check_batch_role,
+)
+from ebbflow.infra.checks.batch.queues import ANSWER_SECONDS, check_batch_metaflow, check_batch_queues
+from ebbflow.infra.checks.clock import check_batch_clock
+from ebbflow.infra.preflight import Check
 
 _DEADLINE_SECONDS = ANSWER_SECONDS + 3.0  # boto3 is imported and its descriptions are read meanwhile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from infra.aws.account import (
+from ebbflow.infra.aws.account import (
     CONTAINERS,
     bucket_state,
     companion,
@@ -14,13 +14,13 @@ from infra.aws.account import (
     image_exists,
     role_state,
 )
-from infra.aws.calls import Patience, is_amazons
-from infra.aws.metaflow import metaflow_setting
-from infra.batch import batch_client
-from infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
-from infra.errors import CloudError, StoreError
-from infra.preflight import Finding, PreflightContext
-from infra.store.s3 import split_uri
+from ebbflow.infra.aws.calls import Patience, is_amazons
+from ebbflow.infra.aws.metaflow import metaflow_setting
+from ebbflow.infra.batch import batch_client
+from ebbflow.infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
+from ebbflow.infra.errors import CloudError, StoreError
+from ebbflow.infra.preflight import Finding, PreflightContext
+from ebbflow.infra.store.s3 import split_uri
 
 # What a node does in the store, by action and what it is done to.
 _OBJECT_ACTIONS = ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from infra.aws.metaflow import metaflow_setting
-from infra.batch import batch_client, describe_queues, has_gpus_only, training_queues
-from infra.batch.queues import QueueState
-from infra.errors import CloudError, StoreError
-from infra.preflight import Finding, PreflightContext
+from ebbflow.infra.aws.metaflow import metaflow_setting
+from ebbflow.infra.batch import batch_client, describe_queues, has_gpus_only, training_queues
+from ebbflow.infra.batch.queues import QueueState
+from ebbflow.infra.errors import CloudError, StoreError
+from ebbflow.infra.preflight import Finding, PreflightContext
 
 # For all answers of one check; its own deadline is a little longer.
 ANSWER_SECONDS = 12.0
-_ADOPT = "python -m infra adopt shows what there is"
+_ADOPT = "ebbflow adopt shows what there is"
 
 
 def why_not_asked(context: PreflightContext) -> str:
@@ -46,9 +46,7 @@ def check_batch_queues(context: PreflightContext) -> Finding:
         return Finding.failed("\n".join(problems), f"correct batch.queues, or enable the queue; {_ADOPT}")
     if not usable:
         where = client.meta.region_name
-        return Finding.failed(
-            f"{where} has no queue that training may go to", f"python -m infra deploy makes them; {_ADOPT}"
-        )
+        return Finding.failed(f"{where} has no queue that training may go to", f"ebbflow deploy makes them; {_ADOPT}")
     refused = [state.problem for state in others.values() if not state.usable]
     if refused:
         fix = "set batch.light_queue (or METAFLOW_BATCH_JOB_QUEUE) to a queue that takes jobs"

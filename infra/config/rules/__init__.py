@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from infra.config.rules import batch, derived, model, names, parallel, survival
-from infra.config.rules.rule import Violation
-from infra.config.schema import RunConfig
+from ebbflow.infra.config.rules import batch, derived, model, names, parallel, survival
+from ebbflow.infra.config.rules.rule import Violation
+from ebbflow.infra.config.schema import RunConfig
 
 __all__ = ["Violation", "violations"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from infra.config.rules.names import is_a_region
-from infra.config.rules.rule import Answer, Rule
-from infra.config.schema import RunConfig
+from ebbflow.infra.config.rules.names import is_a_region
+from ebbflow.infra.config.rules.rule import Answer, Rule
+from ebbflow.infra.config.schema import RunConfig
 
 # https://docs.aws.amazon.com/batch/latest/APIReference/API_CreateJobQueue.html
 _QUEUE = re.compile(r"(arn:aws[a-z-]*:batch:[a-z0-9-]+:[0-9]{12}:job-queue/)?[A-Za-z0-9][A-Za-z0-9_-]{0,127}")

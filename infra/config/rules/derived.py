@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
-from infra.config.rules.arithmetic import product, set_to
-from infra.config.rules.rule import Answer, Rule, ranks, value_of
-from infra.config.schema import RunConfig
+from ebbflow.infra.config.rules.arithmetic import product, set_to
+from ebbflow.infra.config.rules.rule import Answer, Rule, ranks, value_of
+from ebbflow.infra.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

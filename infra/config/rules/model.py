@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from infra.config.rules.arithmetic import division, nearest_divisors, nearest_multiples, set_to
-from infra.config.rules.rule import Answer, Rule, ranks
-from infra.config.schema import RunConfig
+from ebbflow.infra.config.rules.arithmetic import division, nearest_divisors, nearest_multiples, set_to
+from ebbflow.infra.config.rules.rule import Answer, Rule, ranks
+from ebbflow.infra.config.schema import RunConfig
 
 
 def _heads_divide_width(config: RunConfig) -> Answer:

@@ -8,10 +8,10 @@ from collections import Counter
 from pathlib import PurePath
 from urllib.parse import urlsplit
 
-from infra.config.rules.rule import Answer, Rule, value_of
-from infra.config.scalars import nearest
-from infra.config.schema import RunConfig
-from infra.signing_key import NAME_PATTERN
+from ebbflow.infra.config.rules.rule import Answer, Rule, value_of
+from ebbflow.infra.config.scalars import nearest
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.signing_key import NAME_PATTERN
 
 # Such as s3://bucket, and s3:/bucket too, which nobody means as a folder called "s3:".
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")

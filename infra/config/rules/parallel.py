@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from infra.config.rules.arithmetic import division, nearest_divisors, set_to
-from infra.config.rules.rule import Answer, Rule, ranks, value_of
-from infra.config.schema import DdpConfig, FsdpConfig, RunConfig
+from ebbflow.infra.config.rules.arithmetic import division, nearest_divisors, set_to
+from ebbflow.infra.config.rules.rule import Answer, Rule, ranks, value_of
+from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, RunConfig
 
 _SHARDED = ("fsdp2", "hsdp")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from infra.config.schema import RunConfig
+from ebbflow.infra.config.schema import RunConfig
 
 Answer = tuple[str, str | None] | None  # message and hint of a broken rule
 

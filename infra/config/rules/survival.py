@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from infra.config.rules.arithmetic import division, nearest_divisors, set_to
-from infra.config.rules.rule import Answer, Rule
-from infra.config.schema import RunConfig
+from ebbflow.infra.config.rules.arithmetic import division, nearest_divisors, set_to
+from ebbflow.infra.config.rules.rule import Answer, Rule
+from ebbflow.infra.config.schema import RunConfig
 
 
 def _no_more_than_there_are(config: RunConfig) -> Answer:

@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from infra.process import die_with_parent
+from ebbflow.infra.process import die_with_parent
 from tests.support.batch.server import Server
 from tests.support.batch.settings import Settings
 

@@ -11,8 +11,8 @@ import time
 import torch
 from torch import nn
 
-from training.workload import Cursor, Loss, WorkloadContext
-from training.workloads.language_model import TextBatch, TextWorkload
+from ebbflow.training.workload import Cursor, Loss, WorkloadContext
+from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
 
 
 class Paced(TextWorkload):

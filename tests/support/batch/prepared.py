@@ -8,10 +8,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from cost.experience import JobExperience, SpeedSeen
-from cost.plan.throughput import speed_fingerprint
-from infra.config import load_config
-from infra.layout import experience_key
+from ebbflow.cost.experience import JobExperience, SpeedSeen
+from ebbflow.cost.plan.throughput import speed_fingerprint
+from ebbflow.infra.config import load_config
+from ebbflow.infra.layout import experience_key
 from tests.support.batch.flow import PREFIX, BatchRunner
 from tests.support.flow import ROOT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from cost.catalogue import Catalogue, load_catalogue
+from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from tests.support.batch.jobs import Job, Node
 from tests.support.batch.settings import QueueSettings
 

@@ -1,4 +1,4 @@
-"""``python -m training checkpoints …``: a job's commits by hand. Only export and import load torch."""
+"""``ebbflow checkpoints …``: a job's commits by hand. Only export and import load torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from infra.errors import InfraError
-from infra.known_jobs import known_job
-from infra.store import Store
-from training.checkpoint.commands import changing, looking, moving
-from training.checkpoint.commands.selecting import choose_signing_key
-from training.errors import TrainingError
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.known_jobs import known_job
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.commands import changing, looking, moving
+from ebbflow.training.checkpoint.commands.selecting import choose_signing_key
+from ebbflow.training.errors import TrainingError
 
 _BAD_USAGE = 2
 # These act on what they read, so they never go without the key of a job that has one; the others say what is unchecked.
@@ -20,7 +20,7 @@ _CHECKING = ("export", "pin", "prune", "sign")
 
 def main(argv: list[str]) -> int:
     """Exit 0: done and sound; 1: something is bad, missing or could not be checked; 2: bad usage."""
-    parser = argparse.ArgumentParser(prog="python -m training checkpoints", description="a job's commits")
+    parser = argparse.ArgumentParser(prog="ebbflow checkpoints", description="a job's commits")
     commands = parser.add_subparsers(dest="command", required=True)
     for room in (looking, changing, moving):
         room.add_commands(commands)

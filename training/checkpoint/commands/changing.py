@@ -7,13 +7,13 @@ import json
 import time
 from typing import Any
 
-from infra.layout import pin_key, tombstone_key
-from infra.store import Store
-from training.checkpoint.checksum import seal
-from training.checkpoint.commands.selecting import add_uri, find
-from training.checkpoint.manifest import VERSION
-from training.checkpoint.retention import Retention, RetentionPolicy
-from training.errors import CheckpointError
+from ebbflow.infra.layout import pin_key, tombstone_key
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.checksum import seal
+from ebbflow.training.checkpoint.commands.selecting import add_uri, find
+from ebbflow.training.checkpoint.manifest import VERSION
+from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
+from ebbflow.training.errors import CheckpointError
 
 
 def add_commands(commands: Any) -> None:

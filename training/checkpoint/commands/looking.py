@@ -10,18 +10,18 @@ import time
 from collections import Counter
 from typing import Any
 
-from infra.errors import InfraError
-from infra.layout import data_prefix, pin_key, signature_key, verified_key
-from infra.signing_key import NAME_VARIABLE
-from infra.store import Store
-from training.checkpoint.checksum import crc_text, seal, sha256_text, unseal
-from training.checkpoint.commands.selecting import add_commit, add_uri, find
-from training.checkpoint.lineage import Traced, trace_lineage
-from training.checkpoint.manifest import VERSION, Manifest
-from training.checkpoint.reader import read_manifest
-from training.checkpoint.signing import Signer, signer, use_signing_key
-from training.checkpoint.verify import uncommitted_saves, verify_commit
-from training.errors import CheckpointError, CorruptCommit, RefusedCommit
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.layout import data_prefix, pin_key, signature_key, verified_key
+from ebbflow.infra.signing_key import NAME_VARIABLE
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.checksum import crc_text, seal, sha256_text, unseal
+from ebbflow.training.checkpoint.commands.selecting import add_commit, add_uri, find
+from ebbflow.training.checkpoint.lineage import Traced, trace_lineage
+from ebbflow.training.checkpoint.manifest import VERSION, Manifest
+from ebbflow.training.checkpoint.reader import read_manifest
+from ebbflow.training.checkpoint.signing import Signer, signer, use_signing_key
+from ebbflow.training.checkpoint.verify import uncommitted_saves, verify_commit
+from ebbflow.training.errors import CheckpointError, CorruptCommit, RefusedCommit
 
 
 def add_commands(commands: Any) -> None:

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from infra.store import Store
-from training.checkpoint.commands.selecting import add_commit, add_uri, find
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.commands.selecting import add_commit, add_uri, find
 
 _KINDS = ("dcp", "safetensors", "torch")
 
@@ -32,7 +32,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _export(store: Store, options: argparse.Namespace) -> int:
-    from training.checkpoint.formats import read_commit, write_file
+    from ebbflow.training.checkpoint.formats import read_commit, write_file
 
     ref = find(store, options.commit).ref
     content = read_commit(store, ref.key)
@@ -45,7 +45,7 @@ def _export(store: Store, options: argparse.Namespace) -> int:
 
 
 def _import(store: Store, options: argparse.Namespace) -> int:
-    from training.checkpoint.formats import commit_content, read_file
+    from ebbflow.training.checkpoint.formats import commit_content, read_file
 
     content = read_file(options.source, weights_only=options.weights_only)
     commit = commit_content(store, content, source=options.source.name)

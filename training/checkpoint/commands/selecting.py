@@ -6,12 +6,12 @@ import argparse
 import json
 import os
 
-from infra.errors import ObjectNotFound
-from infra.signing_key import NAME_PATTERN, NAME_VARIABLE, signing_key_problem
-from infra.store import Store
-from training.checkpoint.lineage import Traced, trace_lineage
-from training.checkpoint.signing import signer, use_signing_key
-from training.errors import CheckpointError
+from ebbflow.infra.errors import ObjectNotFound
+from ebbflow.infra.signing_key import NAME_PATTERN, NAME_VARIABLE, signing_key_problem
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.lineage import Traced, trace_lineage
+from ebbflow.training.checkpoint.signing import signer, use_signing_key
+from ebbflow.training.errors import CheckpointError
 
 
 def add_uri(command: argparse.ArgumentParser, *, as_json: bool = True) -> None:

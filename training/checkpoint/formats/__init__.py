@@ -3,7 +3,7 @@
 `content` is what they have in common; each format is one file that reads and writes it.
 """
 
-from training.checkpoint.formats.content import Content, commit_content, read_commit
-from training.checkpoint.formats.files import KINDS, read_file, write_file
+from ebbflow.training.checkpoint.formats.content import Content, commit_content, read_commit
+from ebbflow.training.checkpoint.formats.files import KINDS, read_file, write_file
 
 __all__ = ["KINDS", "Content", "commit_content", "read_commit", "read_file", "write_file"]

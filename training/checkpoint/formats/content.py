@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infra.layout import data_key, index_key
-from infra.multipart import Throttle, open_sink
-from infra.store import Store
-from training.checkpoint.commit import await_commit
-from training.checkpoint.dcp_reader import CommitReader
-from training.checkpoint.deadline import Deadline, retried
-from training.checkpoint.generations import newest_number
-from training.checkpoint.lineage import CommitRef, open_generation
-from training.checkpoint.manifest import ALIGNMENT, Item, Manifest, RankIndex, Save, TensorEntry
-from training.checkpoint.parts import PartSettings, PartUploader
-from training.checkpoint.settled import put_settled
-from training.checkpoint.signing import index_bytes, signer
-from training.errors import CheckpointError
+from ebbflow.infra.layout import data_key, index_key
+from ebbflow.infra.multipart import Throttle, open_sink
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.commit import await_commit
+from ebbflow.training.checkpoint.dcp_reader import CommitReader
+from ebbflow.training.checkpoint.deadline import Deadline, retried
+from ebbflow.training.checkpoint.generations import newest_number
+from ebbflow.training.checkpoint.lineage import CommitRef, open_generation
+from ebbflow.training.checkpoint.manifest import ALIGNMENT, Item, Manifest, RankIndex, Save, TensorEntry
+from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
+from ebbflow.training.checkpoint.settled import put_settled
+from ebbflow.training.checkpoint.signing import index_bytes, signer
+from ebbflow.training.errors import CheckpointError
 
 _PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

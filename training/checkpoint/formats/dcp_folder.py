@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from training.checkpoint.formats.content import Content, named_optimizer
-from training.checkpoint.formats.torch_file import parse_document
-from training.errors import CheckpointError
+from ebbflow.training.checkpoint.formats.content import Content, named_optimizer
+from ebbflow.training.checkpoint.formats.torch_file import parse_document
+from ebbflow.training.errors import CheckpointError
 
 
 def read_dcp(path: Path, weights_only: bool) -> Content:

@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from training.checkpoint.formats.content import Content
-from training.checkpoint.formats.dcp_folder import read_dcp, write_dcp
-from training.checkpoint.formats.safetensors_files import read_safetensors, write_safetensors
-from training.checkpoint.formats.torch_file import read_torch, write_torch
-from training.errors import CheckpointError, NoRoom
+from ebbflow.training.checkpoint.formats.content import Content
+from ebbflow.training.checkpoint.formats.dcp_folder import read_dcp, write_dcp
+from ebbflow.training.checkpoint.formats.safetensors_files import read_safetensors, write_safetensors
+from ebbflow.training.checkpoint.formats.torch_file import read_torch, write_torch
+from ebbflow.training.errors import CheckpointError, NoRoom
 
 KINDS = ("dcp", "safetensors", "torch")
 _WRITERS: dict[str, Callable[[Content, Path], None]] = {

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.checkpoint.formats.content import Content, bare_weights
-from training.errors import CheckpointError
+from ebbflow.training.checkpoint.formats.content import Content, bare_weights
+from ebbflow.training.errors import CheckpointError
 
 _OURS = "ebbflow"
 _OPTIMIZER = ".optimizer.safetensors"

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from training.checkpoint.formats.content import Content, add_optimizer, bare_weights, torch_optimizer
-from training.errors import CheckpointError
+from ebbflow.training.checkpoint.formats.content import Content, add_optimizer, bare_weights, torch_optimizer
+from ebbflow.training.errors import CheckpointError
 
 # APPNOTE.TXT of PKWARE, 4.3.7, 4.3.9, 4.3.12: of a local header, a data descriptor, and an entry of the directory
 _LOCAL_BYTES, _LOCAL_LENGTHS = 30, 26

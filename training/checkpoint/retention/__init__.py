@@ -2,7 +2,7 @@
 any point (`deletion`), and what no commit names (`orphans`). Torch-free.
 """
 
-from training.checkpoint.retention.keeper import Retention
-from training.checkpoint.retention.policy import RetentionPolicy
+from ebbflow.training.checkpoint.retention.keeper import Retention
+from ebbflow.training.checkpoint.retention.policy import RetentionPolicy
 
 __all__ = ["Retention", "RetentionPolicy"]

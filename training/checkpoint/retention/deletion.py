@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from infra.errors import ObjectNotFound, StoreError, StoreForbidden
-from infra.layout import (
+from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden
+from ebbflow.infra.layout import (
     TOMBSTONE_TAGS,
     data_prefix,
     index_prefix,
@@ -22,14 +22,14 @@ from infra.layout import (
     tombstone_key,
     verified_key,
 )
-from infra.store import Store
-from training.checkpoint.checksum import seal, unseal
-from training.checkpoint.generations import newest_number
-from training.checkpoint.lineage import CommitRef
-from training.checkpoint.manifest import VERSION
-from training.checkpoint.settled import fetched
-from training.checkpoint.signing import signer
-from training.errors import CorruptCommit, GenerationSuperseded
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.checksum import seal, unseal
+from ebbflow.training.checkpoint.generations import newest_number
+from ebbflow.training.checkpoint.lineage import CommitRef
+from ebbflow.training.checkpoint.manifest import VERSION
+from ebbflow.training.checkpoint.settled import fetched
+from ebbflow.training.checkpoint.signing import signer
+from ebbflow.training.errors import CorruptCommit, GenerationSuperseded
 
 _PARALLEL = 8
 

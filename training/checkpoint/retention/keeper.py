@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infra.errors import ObjectNotFound
-from infra.layout import data_prefix
-from infra.store import ObjectMeta, Store
-from infra.store.clock import StoreClock
-from training.checkpoint.generations import newest_number
-from training.checkpoint.lineage import CommitRef, Traced, trace_lineage
-from training.checkpoint.manifest import Manifest, Save
-from training.checkpoint.retention.deletion import delete_commit, finish_deletions, superseded
-from training.checkpoint.retention.orphans import find_orphans, sweep_orphans
-from training.checkpoint.retention.policy import Kept, RetentionPolicy, choose, metric_of, with_room
-from training.checkpoint.settled import fetched
-from training.errors import CorruptCommit
+from ebbflow.infra.errors import ObjectNotFound
+from ebbflow.infra.layout import data_prefix
+from ebbflow.infra.store import ObjectMeta, Store
+from ebbflow.infra.store.clock import StoreClock
+from ebbflow.training.checkpoint.generations import newest_number
+from ebbflow.training.checkpoint.lineage import CommitRef, Traced, trace_lineage
+from ebbflow.training.checkpoint.manifest import Manifest, Save
+from ebbflow.training.checkpoint.retention.deletion import delete_commit, finish_deletions, superseded
+from ebbflow.training.checkpoint.retention.orphans import find_orphans, sweep_orphans
+from ebbflow.training.checkpoint.retention.policy import Kept, RetentionPolicy, choose, metric_of, with_room
+from ebbflow.training.checkpoint.settled import fetched
+from ebbflow.training.errors import CorruptCommit
 
 _PATIENCE_SECONDS = 30.0  # what is left over waits for the next commit; the next save must not wait for this
 _SHORTEST_ORPHAN_SECONDS = 600.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from infra.layout import parse_commit_key
-from infra.store import ObjectMeta, Store
-from infra.store.clock import StoreClock
-from training.checkpoint.retention.deletion import delete_all
+from ebbflow.infra.layout import parse_commit_key
+from ebbflow.infra.store import ObjectMeta, Store
+from ebbflow.infra.store.clock import StoreClock
+from ebbflow.training.checkpoint.retention.deletion import delete_all
 
 
 def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) -> list[ObjectMeta]:

@@ -4,11 +4,11 @@
 `Observed`. Nothing here imports torch but what runs inside a rank.
 """
 
-from training.launch.watch.blame import Culprit, blame, mismatch_of, settle_seconds
-from training.launch.watch.dump import WorkerFailure
-from training.launch.watch.gpu import GpuCounters
-from training.launch.watch.limits import STORE_PHASE, Deadlines
-from training.launch.watch.watch import Watch
+from ebbflow.training.launch.watch.blame import Culprit, blame, mismatch_of, settle_seconds
+from ebbflow.training.launch.watch.dump import WorkerFailure
+from ebbflow.training.launch.watch.gpu import GpuCounters
+from ebbflow.training.launch.watch.limits import STORE_PHASE, Deadlines
+from ebbflow.training.launch.watch.watch import Watch
 
 __all__ = [
     "STORE_PHASE",

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from training.launch.watch.dump import PROVEN, SLOW, WorkerFailure
-from training.launch.watch.heartbeat import PHASES
-from training.launch.watch.recorder import Mismatch, find_mismatch, furthest_behind, is_unusual
-from training.launch.watch.stacks import in_engine
+from ebbflow.training.launch.watch.dump import PROVEN, SLOW, WorkerFailure
+from ebbflow.training.launch.watch.heartbeat import PHASES
+from ebbflow.training.launch.watch.recorder import Mismatch, find_mismatch, furthest_behind, is_unusual
+from ebbflow.training.launch.watch.stacks import in_engine
 
 DIFFERENT_CALLS = "different collectives"
 LEFT_EARLY = "left early"

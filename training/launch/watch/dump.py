@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.process import process_state
-from training.launch.watch.heartbeat import recorder_door, stacks_path
-from training.launch.watch.recorder import fetch_records, parse_records
-from training.launch.watch.stacks import take_stack
+from ebbflow.infra.process import process_state
+from ebbflow.training.launch.watch.heartbeat import recorder_door, stacks_path
+from ebbflow.training.launch.watch.recorder import fetch_records, parse_records
+from ebbflow.training.launch.watch.stacks import take_stack
 
 PROVEN = "proven"
 SLOW = "slow"

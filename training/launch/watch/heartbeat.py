@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.launch.watch.stacks import DUMP_SIGNAL
+from ebbflow.training.launch.watch.stacks import DUMP_SIGNAL
 
 PHASES = (
     "init",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from infra.config.schema import RunConfig
-from training.launch.watch.heartbeat import Beat
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.training.launch.watch.heartbeat import Beat
 
 MINIMUM_SECONDS = 3.0
 FACTOR = 10.0  # of the p99 of a phase

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PROJECT_ROOT = Path(__file__).resolve().parents[3]
+from ebbflow.infra.program import PACKAGE_ROOT
+
 DUMP_SIGNAL = signal.SIGRTMIN + 3  # nobody else's: SIGUSR1 and 2 belong to schedulers and to users
 _SPY_SECONDS = 3.0
 _ANSWER_SECONDS = 1.0
@@ -74,9 +75,9 @@ class Frame:
         )
 
     def __str__(self) -> str:
-        path = Path(self.file)
-        if path.is_relative_to(PROJECT_ROOT):
-            return f"{path.relative_to(PROJECT_ROOT)}:{self.line} in {self.name}"
+        path, real = Path(self.file), Path(self.file).resolve()
+        if real.is_relative_to(PACKAGE_ROOT):
+            return f"{real.relative_to(PACKAGE_ROOT)}:{self.line} in {self.name}"
         return f"{'/'.join(path.parts[-2:]).lstrip('/')}:{self.line} in {self.name}"
 
 

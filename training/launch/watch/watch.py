@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from infra.process import process_state
-from training.errors import bounded_text
-from training.launch.watch.dump import PROVEN, SLOW, Dump, WorkerFailure
-from training.launch.watch.evidence import MemoryKills, node_sample, resident_bytes
-from training.launch.watch.gpu import GpuCounters
-from training.launch.watch.heartbeat import Beat, records_path
-from training.launch.watch.limits import STORE_PHASE, Deadlines, PhaseLimits
-from training.launch.watch.recorder import parse_records
-from training.launch.watch.stacks import last_words, parse_traceback
+from ebbflow.infra.process import process_state
+from ebbflow.training.errors import bounded_text
+from ebbflow.training.launch.watch.dump import PROVEN, SLOW, Dump, WorkerFailure
+from ebbflow.training.launch.watch.evidence import MemoryKills, node_sample, resident_bytes
+from ebbflow.training.launch.watch.gpu import GpuCounters
+from ebbflow.training.launch.watch.heartbeat import Beat, records_path
+from ebbflow.training.launch.watch.limits import STORE_PHASE, Deadlines, PhaseLimits
+from ebbflow.training.launch.watch.recorder import parse_records
+from ebbflow.training.launch.watch.stacks import last_words, parse_traceback
 
 _LONGEST_PLACE = 500
 _STOPPED_SECONDS = 1.0  # a rank that is stopped for so long is not merely being looked at

@@ -1,0 +1,7 @@
+"""`python -m ebbflow`: the same as the console command."""
+
+import sys
+
+from ebbflow.command import main
+
+sys.exit(main())

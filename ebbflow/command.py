@@ -1,0 +1,94 @@
+"""The console command `ebbflow`: every command of the project under one help."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ebbflow import __version__
+from ebbflow.infra.process import run_benchmarks
+from ebbflow.infra.program import PACKAGE_ROOT, begin_program
+
+# name: (module whose main(words) runs it, one line of help). Modules are imported only when their command is used.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("flows/train_flow.py", "train a job: preflight, plan, training, report"),
+    "supervise": ("flows/supervise.py", "run a job again after each interruption until it is complete"),
+    "preflight": ("ebbflow.infra.__main__", "find what is wrong with a job before it starts"),
+    "plan": ("ebbflow.cost.__main__", "rank the capacity pools that could run a configuration"),
+    "report": ("ebbflow.cost.__main__", "show what a job trained, what it cost and what was lost"),
+    "logs": ("ebbflow.infra.__main__", "show the output of a job's ranks"),
+    "checkpoints": ("ebbflow.training.__main__", "list, verify, pin, export and prune the commits of a job"),
+    "config": ("ebbflow.infra.__main__", "show every value of a configuration and where it comes from"),
+    "schema": ("ebbflow.infra.__main__", "print the JSON schema of configurations, for editors"),
+    "examine": ("ebbflow.training.__main__", "try a workload of your own and print its model's shape"),
+    "certify": ("ebbflow.training.__main__", "prove that a configuration resumes exactly"),
+    "prices": ("ebbflow.cost.__main__", "record live spot prices, or show those that a plan would use"),
+    "replay": ("ebbflow.cost.__main__", "price a job again under other capacity or another checkpoint interval"),
+    "reconcile": ("ebbflow.cost.__main__", "compare a job's ledger with the cloud's bill"),
+    "simulate": ("ebbflow.cost.__main__", "compare placement policies on recorded capacity (simulated)"),
+    "catalogue": ("ebbflow.cost.__main__", "renew the tables of instances, prices and interruptions from AWS"),
+    "deploy": ("ebbflow.infra.__main__", "make the AWS resources of a stack, or show what would change"),
+    "adopt": ("ebbflow.infra.__main__", "write a configuration for queues that an AWS account already has"),
+    "bench": ("benchmarks", "run a benchmark (source checkout only)"),
+    "soak": ("benchmarks", "run a long proof (source checkout only)"),
+    "completion": ("ebbflow.command", "print a completion script for bash, zsh or fish"),
+}
+_USAGE_EXIT = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. An unknown command is one line and exit code 2."""
+    begin_program()
+    name, *words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("--version", "-V"):
+        print(f"ebbflow {__version__}")
+        return 0
+    if name in ("--help", "-h", "help"):
+        print(render_help())
+        return 0
+    if name not in COMMANDS:
+        import difflib
+
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else "ebbflow --help lists the commands"
+        print(f"ebbflow: there is no command {name!r}; {hint}", file=sys.stderr)
+        return _USAGE_EXIT
+    place = COMMANDS[name][0]
+    if name == "completion":
+        return _print_completion(words)
+    if place == "benchmarks":
+        suite = "soak" if name == "soak" else "money" if words[:1] == ["money"] else "training"
+        run_benchmarks([suite, *(words[1:] if suite == "money" else words)])
+    if place.endswith(".py"):  # a program of its own: Metaflow starts it again for each step
+        program = str(PACKAGE_ROOT / place)
+        os.execv(sys.executable, [sys.executable, program, *(["run"] if name == "run" else []), *words])
+    from ebbflow.infra.process import exit_when_interrupted
+
+    exit_when_interrupted()
+    return import_module(place).main([name, *words]) or 0
+
+
+def render_help() -> str:
+    """The help of `ebbflow` without a command."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    usage = "usage: ebbflow COMMAND …    (ebbflow COMMAND --help shows its options; ebbflow --version)"
+    return "\n".join([usage, "", "Cost-aware PyTorch training that survives spot interruptions.", "", *lines])
+
+
+_COMPLETIONS = {
+    "bash": "complete -W '{names}' -o default ebbflow",
+    "zsh": "#compdef ebbflow\n_ebbflow() {{ _arguments '1:command:({names})' '*:file:_files' }}\n"
+    "compdef _ebbflow ebbflow",
+    "fish": "complete -c ebbflow -n __fish_use_subcommand -a '{names}'",
+}
+
+
+def _print_completion(words: Sequence[str]) -> int:
+    if len(words) != 1 or words[0] not in _COMPLETIONS:
+        print("usage: ebbflow completion bash|zsh|fish    (add its output to the shell's start file)", file=sys.stderr)
+        return _USAGE_EXIT
+    print(_COMPLETIONS[words[0]].format(names=" ".join(COMMANDS)))
+    return 0
