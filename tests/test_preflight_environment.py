@@ -206,6 +206,7 @@ class FakeGpu:
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     machine = FakeGpu(tmp_path)
     monkeypatch.setenv("PATH", f"{machine.tools}:/usr/bin:/bin")
+    monkeypatch.setenv("PYTHONPATH", str(machine.project))
     machine.driver("echo '570.86.15, NVIDIA A100'")
     machine.torch("12.8", ["sm_80", "sm_90"])
     return machine

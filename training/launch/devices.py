@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 from ebbflow.infra.checks.devices import gpu_files, gpus_hidden
@@ -141,9 +140,9 @@ class NodeGpuCheck:
             return None
         return DeviceUnavailable(f"{finding.detail}; fix: {finding.fix}, or set cluster.device to cpu")
 
-    def _run(self, check: Callable[[int], tuple[Finding, int]], project_root: Path, promised: int) -> None:
+    def _run(self, check: Callable[[int], tuple[Finding, int]], promised: int) -> None:
         try:
-            self._finding, _ = check(project_root, promised)
+            self._finding, _ = check(promised)
         except Exception as error:  # the ranks look for themselves
             print(f"the GPUs of this node could not be checked: {type(error).__name__}: {error}", flush=True)
 
