@@ -90,7 +90,7 @@ BATCH_ATTEMPT = "batch_attempt"
 BUDGET = "budget"  # threshold (share of the budget), spent_usd, budget_usd, reserve_usd
 # prices: pools (list of {instance_type, market, region, zone, kind, changes: [[Unix time, "dollars per hour"], …]})
 PRICES = "prices"
-# certificate: the resume certificate as JSON (ebbflow.training.certify.certificate), where one was asked for.
+# certificate: the resume certificate as JSON (ebbflow.training.certify), where one was asked for.
 CERTIFICATE = "certificate"
 OUTCOME = "outcome"  # outcome, step, weights_sha256, message
 # Written by the supervisor after each run of the flow: verdict (`flows.supervising.verdict.Verdict`), exit_code,

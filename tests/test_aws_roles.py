@@ -23,7 +23,7 @@ THEIRS = "metaflow:"  # how the paths of Metaflow's files begin here
 BUCKET = {
     "s3:GetObject": ("infra/store/objects.py", "obstore.get("),
     "s3:PutObject": ("infra/multipart/client.py", 'query={"uploads": ""}'),
-    "s3:PutObjectTagging": ("training/checkpoint/retention/deletion.py", "tags=TOMBSTONE_TAGS"),
+    "s3:PutObjectTagging": ("training/checkpoint/retention.py", "tags=TOMBSTONE_TAGS"),
     "s3:DeleteObject": ("infra/store/objects.py", "obstore.delete("),
     "s3:AbortMultipartUpload": ("infra/multipart/client.py", '"DELETE", upload.key'),
     "s3:ListBucket": ("infra/store/objects.py", "obstore.list("),

@@ -20,8 +20,7 @@ from ebbflow.infra.events import CERTIFICATE, Event, read_events
 from ebbflow.infra.events import OUTCOME as OUTCOME_EVENT
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
-from ebbflow.training.certify.certificate import certificate, config_sha256, told
-from ebbflow.training.certify.runs import Run, content_sha256, gang_size, small_config
+from ebbflow.training.certify import Run, certificate, config_sha256, content_sha256, gang_size, small_config, told
 from ebbflow.training.launch.spec import GangOutcome
 from ebbflow.training.workloads.language_model import TextBatch
 from tests.support.timelines import event

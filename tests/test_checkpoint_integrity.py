@@ -28,7 +28,6 @@ from ebbflow.infra.signing_key import NAME_VARIABLE
 from ebbflow.infra.store import Store
 from ebbflow.training import worker
 from ebbflow.training.checkpoint import Checkpointer, CommitRef, Generation, open_generation, reachable_commits
-from ebbflow.training.checkpoint.checksum import canonical_json, crc_text, sha256_text
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.commit import CommitWatch, try_commit
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
@@ -36,6 +35,7 @@ from ebbflow.training.checkpoint.manifest import DataObject, RankIndex, Save
 from ebbflow.training.checkpoint.reader import VerifiedReader, read_manifest
 from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
 from ebbflow.training.checkpoint.signing import index_bytes
+from ebbflow.training.checkpoint.verified_io import canonical_json, crc_text, sha256_text
 from ebbflow.training.errors import CheckpointError, CorruptCommit, GangError, NoSigningKey, NothingToRestore
 from ebbflow.training.launch.local import LocalGang
 from ebbflow.training.launch.spec import WorkerSpec

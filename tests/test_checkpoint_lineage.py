@@ -25,8 +25,8 @@ from ebbflow.training.checkpoint import (
     read_generation,
     trace_lineage,
 )
-from ebbflow.training.checkpoint.checksum import sha256_text
 from ebbflow.training.checkpoint.manifest import Manifest, Save
+from ebbflow.training.checkpoint.verified_io import sha256_text
 from ebbflow.training.errors import (
     CheckpointError,
     DamagedLineage,

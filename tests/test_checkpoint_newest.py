@@ -13,9 +13,9 @@ from obstore.store import MemoryStore
 from ebbflow.infra.layout import commit_key, generation_key, quarantine_key, tombstone_key
 from ebbflow.infra.store import ObjectMeta, Store
 from ebbflow.training.checkpoint import newest_commits, open_generation, reachable_commits, trace_lineage
-from ebbflow.training.checkpoint.checksum import seal, sha256_text
-from ebbflow.training.checkpoint.generations import newest_number
+from ebbflow.training.checkpoint.lineage import newest_number
 from ebbflow.training.checkpoint.manifest import VERSION, Manifest, Save
+from ebbflow.training.checkpoint.verified_io import seal, sha256_text
 from ebbflow.training.errors import CheckpointError, DamagedLineage, TwoLaunchers
 
 COMMITS, GENERATIONS = 5000, 3000

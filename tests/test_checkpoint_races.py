@@ -16,12 +16,13 @@ from ebbflow.training.checkpoint import (
     RetentionPolicy,
     open_generation,
     reachable_commits,
+    retention,
     trace_lineage,
 )
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import Save
-from ebbflow.training.checkpoint.retention import Retention, deletion
+from ebbflow.training.checkpoint.retention import Retention
 from ebbflow.training.errors import CheckpointError
 
 
@@ -85,9 +86,9 @@ def test_a_pin_outlives_a_deletion_that_was_cut_short_before_it_looked(
     def killed(*_: object, **__: object) -> int:
         raise Killed
 
-    monkeypatch.setattr(deletion, "newest_number", killed)  # the first thing behind the tombstone
+    monkeypatch.setattr(retention, "newest_number", killed)  # the first thing behind the tombstone
     with pytest.raises(Killed):
-        deletion.delete_commit(job, ref, generation.name, newest=1)
+        retention.delete_commit(job, ref, generation.name, newest=1)
     monkeypatch.undo()
     for _ in range(2):
         Retention(RetentionPolicy(keep_last=1)).run(job, _save(generation, 30))

@@ -15,10 +15,9 @@ from ebbflow.infra.errors import StoreError
 from ebbflow.infra.ranges import read_blocks
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, CommitReader, open_generation
-from ebbflow.training.checkpoint.checksum import crc_text
-from ebbflow.training.checkpoint.chunks import Wanted, plan_chunks
 from ebbflow.training.checkpoint.manifest import DataObject
-from ebbflow.training.checkpoint.reader import VerifiedReader
+from ebbflow.training.checkpoint.reader import VerifiedReader, Wanted, plan_chunks
+from ebbflow.training.checkpoint.verified_io import crc_text
 from ebbflow.training.errors import CorruptCommit
 
 SIZE, CHUNK = 1000, 64

@@ -18,12 +18,11 @@ from ebbflow.infra.errors import StoreForbidden, StoreFull
 from ebbflow.infra.layout import commit_key, data_key, index_key
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Generation, RetentionPolicy, open_generation, reachable_commits, trace_lineage
-from ebbflow.training.checkpoint.checksum import sha256_text
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import DataObject, Manifest, Save
-from ebbflow.training.checkpoint.retention import Retention
-from ebbflow.training.checkpoint.retention.policy import Kept, choose
+from ebbflow.training.checkpoint.retention import Kept, Retention, choose
+from ebbflow.training.checkpoint.verified_io import sha256_text
 from ebbflow.training.errors import CheckpointError, GenerationSuperseded
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,9 +19,9 @@ from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.commit import stand_by, try_commit
-from ebbflow.training.checkpoint.deadline import Deadline
 from ebbflow.training.checkpoint.manifest import RankIndex, Save
 from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
+from ebbflow.training.checkpoint.verified_io import Deadline
 from ebbflow.training.errors import CheckpointError
 from tests.support.swift import Swift
 from tests.support.swift import swift as swift  # a fixture is found by its name here

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ebbflow.infra.config.schema import DataConfig
 from ebbflow.infra.store import Store
 from ebbflow.training.data import SampleOrder, open_tokens, prepare_tokens
-from ebbflow.training.data.files import SourceFile, find_files, is_held_out, open_source
+from ebbflow.training.data.build import SourceFile, find_files, is_held_out, open_source
 from ebbflow.training.errors import DataError
 
 

@@ -19,9 +19,9 @@ from ebbflow.infra.events import GuardAction
 from ebbflow.infra.layout import commit_key
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import FROM_SCRATCH, open_generation, permit, reachable_commits
-from ebbflow.training.checkpoint.checksum import sha256_text
 from ebbflow.training.checkpoint.lineage import AFRESH
 from ebbflow.training.checkpoint.manifest import Manifest, Save
+from ebbflow.training.checkpoint.verified_io import sha256_text
 from ebbflow.training.errors import BatchCannotBeSplit, CorruptCommit, NothingToRestore
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards import memory

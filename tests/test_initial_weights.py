@@ -15,9 +15,8 @@ from ebbflow.infra.config.schema import ModelConfig, RunConfig, TrainingConfig
 from ebbflow.infra.events import read_events
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import WorkloadError
-from ebbflow.training.weights.digest import weights_sha256
 from ebbflow.training.weights.files import describe_files
-from ebbflow.training.weights.load import load_weights
+from ebbflow.training.weights.load import load_weights, weights_sha256
 from ebbflow.training.workloads.language_model import CausalLM
 from tests.support.alone import run_alone
 from tests.support.gangs import run_ranks

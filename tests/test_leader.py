@@ -16,7 +16,7 @@ from ebbflow.infra.layout import commit_key, job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.checkpoint import reachable_commits, read_generation
-from ebbflow.training.checkpoint.generations import went_back_to
+from ebbflow.training.checkpoint.lineage import went_back_to
 from ebbflow.training.launch import GangSpec
 from ebbflow.training.launch.crash_loop import Failed, crash_loop
 from ebbflow.training.launch.leader import Leader

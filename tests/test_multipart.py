@@ -21,9 +21,8 @@ from ebbflow.infra.multipart import Bucket, FolderSink, Throttle, open_sink
 from ebbflow.infra.multipart.account import Account
 from ebbflow.infra.multipart.signing import encoded_query, signed_headers
 from ebbflow.infra.multipart.watch import Watch
-from ebbflow.training.checkpoint.checksum import CHUNK_BYTES, digits
-from ebbflow.training.checkpoint.deadline import Deadline
 from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
+from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, digits
 from ebbflow.training.errors import CheckpointError
 
 MIB = 2**20

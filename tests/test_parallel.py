@@ -15,8 +15,7 @@ from ebbflow.infra.model_shape import causal_lm_shape
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.optimizer import make_optimizer, scale_and_clip
 from ebbflow.training.schedule import learning_rate
-from ebbflow.training.weights.digest import weights_sha256
-from ebbflow.training.weights.load import initialise
+from ebbflow.training.weights.load import initialise, weights_sha256
 from ebbflow.training.workloads.language_model import CausalLM
 from tests.support.gangs import run_ranks
 from tests.support.spread_rank import ARRANGEMENTS

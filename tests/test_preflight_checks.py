@@ -24,7 +24,7 @@ from ebbflow.infra.footprint import commit_bytes, size_text, staging_bytes
 from ebbflow.infra.preflight import blocking, render_checks
 from ebbflow.infra.requirements import REQUIREMENTS
 from ebbflow.training.assembly import retention_policy
-from ebbflow.training.checkpoint.retention.policy import Kept, choose
+from ebbflow.training.checkpoint.retention import Kept, choose
 from ebbflow.training.checks import commits_room
 from tests.support.checks import ALL_CHECKS, CHECKS, ROOT, failed, passed, skipped
 

@@ -20,10 +20,10 @@ from ebbflow.infra.store import Store, folder
 from ebbflow.infra.store.folder import Abandonable, Folder
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits, verify_commit
 from ebbflow.training.checkpoint.commit import await_commit
-from ebbflow.training.checkpoint.deadline import Deadline
-from ebbflow.training.checkpoint.formats import read_file
+from ebbflow.training.checkpoint.file_formats import read_file
+from ebbflow.training.checkpoint.inflight_save import UploaderClient
 from ebbflow.training.checkpoint.manifest import Save
-from ebbflow.training.checkpoint.uploader_client import UploaderClient
+from ebbflow.training.checkpoint.verified_io import Deadline
 from ebbflow.training.errors import CheckpointError
 
 

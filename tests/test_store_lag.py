@@ -12,13 +12,11 @@ from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import Origin, read_events
 from ebbflow.infra.layout import data_key, index_key
 from ebbflow.infra.store import ObjectMeta, Store
-from ebbflow.training.checkpoint import generations
+from ebbflow.training.checkpoint import lineage
 from ebbflow.training.checkpoint.commit import await_commit
-from ebbflow.training.checkpoint.deadline import Deadline
-from ebbflow.training.checkpoint.generations import newest_number
-from ebbflow.training.checkpoint.lineage import open_generation, reachable_commits
+from ebbflow.training.checkpoint.lineage import newest_number, open_generation, reachable_commits
 from ebbflow.training.checkpoint.manifest import DataObject, RankIndex, Save
-from ebbflow.training.checkpoint.settled import put_settled
+from ebbflow.training.checkpoint.verified_io import Deadline, put_settled
 from ebbflow.training.errors import CheckpointError
 
 
@@ -92,7 +90,7 @@ def test_a_generation_goes_on_once_it_is_listed(tmp_path: Path) -> None:
 
 
 def test_a_generation_that_is_never_listed_is_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generations, "LISTING_SECONDS", 0.2)
+    monkeypatch.setattr(lineage, "LISTING_SECONDS", 0.2)
     with pytest.raises(StoreAway, match=r"000001-\w+\.json was put and is not listed within 0\.2 s"):
         open_generation(LaggingStore(tmp_path, ("generations/",)), run="r", attempt=0)
 

@@ -102,7 +102,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
 def open_saver(
     spec: WorkerSpec, gang: Gang, emit: Emit, waiting: Callable[[], Callable[[], None]] | None = None
 ) -> Checkpointer:
-    """The commits of this gang's generation. waiting: see `ebbflow.training.checkpoint.flight.Flights`.
+    """The commits of this gang's generation. waiting: see `ebbflow.training.checkpoint.inflight_save.Flights`.
 
     Raises DamagedLineage or StoreError when its record cannot be read.
     """

@@ -33,7 +33,7 @@ from ebbflow.training.rehearse import NOTICE as NOTICE_KIND
 from ebbflow.training.reporter import Reporter
 from ebbflow.training.saver import Saver
 from ebbflow.training.saves import Saves
-from ebbflow.training.weights.digest import weights_sha256
+from ebbflow.training.weights.load import weights_sha256
 from ebbflow.training.workload import Batch, Cursor, Loss, Workload
 
 _WORD_SECONDS = 2.0  # less than any silence that is remarkable

@@ -21,14 +21,11 @@ from obstore.store import MemoryStore
 from ebbflow.infra.layout import commit_key, data_key, generation_key, index_key
 from ebbflow.infra.multipart import Part, Throttle
 from ebbflow.infra.store import ObjectMeta, Store
-from ebbflow.training.checkpoint.checksum import seal, sha256_text
 from ebbflow.training.checkpoint.commit import await_commit, stand_by
-from ebbflow.training.checkpoint.deadline import Deadline
-from ebbflow.training.checkpoint.generations import Generation
-from ebbflow.training.checkpoint.lineage import newest_commits, open_generation
+from ebbflow.training.checkpoint.lineage import Generation, newest_commits, open_generation
 from ebbflow.training.checkpoint.manifest import VERSION, Item, Manifest, RankIndex, Save
 from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
-from ebbflow.training.checkpoint.settled import put_settled
+from ebbflow.training.checkpoint.verified_io import Deadline, put_settled, seal, sha256_text
 
 _REQUEST_SECONDS = 0.02
 _SKEW_SECONDS = 2.0  # between the first rank whose upload ends and the last

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from benchmarks.training.laps import await_all
 from ebbflow.training.checkpoint import Checkpointer, CommitRef, Generation, RetentionPolicy
-from ebbflow.training.checkpoint.flight import UploadCost
+from ebbflow.training.checkpoint.inflight_save import UploadCost
 
 _PROCESS_SECONDS = 300.0  # it has no time-out of its own
 

@@ -10,7 +10,7 @@ from torch import nn
 from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, ParallelConfig, RunConfig
 from ebbflow.training.gang import connect, disconnect, leave
 from ebbflow.training.parallel import spread_model
-from ebbflow.training.weights.digest import weights_sha256
+from ebbflow.training.weights.load import weights_sha256
 from ebbflow.training.workloads.language_model import CausalLM
 
 ARRANGEMENTS = {

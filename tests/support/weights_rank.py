@@ -16,8 +16,7 @@ from ebbflow.infra.config.schema import ParallelConfig, RunConfig
 from ebbflow.infra.process import die_with_parent
 from ebbflow.training.gang import connect, disconnect, leave
 from ebbflow.training.parallel import spread_model
-from ebbflow.training.weights.digest import weights_sha256
-from ebbflow.training.weights.load import load_weights
+from ebbflow.training.weights.load import load_weights, weights_sha256
 from tests.support.spread_rank import ModelOnly
 
 

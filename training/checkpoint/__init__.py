@@ -12,7 +12,7 @@ _HOME = {
     "Checkpointer": "ebbflow.training.checkpoint.checkpointer",
     "CommitReader": "ebbflow.training.checkpoint.dcp_reader",
     "CommitRef": "ebbflow.training.checkpoint.lineage",
-    "Generation": "ebbflow.training.checkpoint.generations",
+    "Generation": "ebbflow.training.checkpoint.lineage",
     "Rejected": "ebbflow.training.checkpoint.restore",
     "Restored": "ebbflow.training.checkpoint.restore",
     "RetentionPolicy": "ebbflow.training.checkpoint.retention",
@@ -20,10 +20,10 @@ _HOME = {
     "newest_commits": "ebbflow.training.checkpoint.lineage",
     "open_generation": "ebbflow.training.checkpoint.lineage",
     "permit": "ebbflow.training.checkpoint.rollback",
-    "read_generation": "ebbflow.training.checkpoint.generations",
+    "read_generation": "ebbflow.training.checkpoint.lineage",
     "reachable_commits": "ebbflow.training.checkpoint.lineage",
     "trace_lineage": "ebbflow.training.checkpoint.lineage",
-    "verify_commit": "ebbflow.training.checkpoint.verify",
+    "verify_commit": "ebbflow.training.checkpoint.reader",
 }
 
 __all__ = sorted(_HOME)

@@ -13,19 +13,15 @@ from torch.optim import Optimizer
 from ebbflow.infra.events import STAGED
 from ebbflow.infra.layout import data_key
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.checksum import CHUNK_BYTES, canonical_json
-from ebbflow.training.checkpoint.deadline import Deadline, retried
-from ebbflow.training.checkpoint.flight import Flight, Flights, UploadCost
-from ebbflow.training.checkpoint.generations import Generation, went_back_to
-from ebbflow.training.checkpoint.lineage import CommitRef
+from ebbflow.training.checkpoint.inflight_save import Flight, Flights, UploadCost, UploaderClient
+from ebbflow.training.checkpoint.lineage import CommitRef, Generation, went_back_to
 from ebbflow.training.checkpoint.manifest import Save
-from ebbflow.training.checkpoint.plan import Planner
 from ebbflow.training.checkpoint.restore import Restored, restore_newest
 from ebbflow.training.checkpoint.retention import RetentionPolicy
-from ebbflow.training.checkpoint.rng import capture_rng
-from ebbflow.training.checkpoint.stage import Stage, Staged
-from ebbflow.training.checkpoint.state import optimizer_settings
-from ebbflow.training.checkpoint.uploader_client import UploaderClient
+from ebbflow.training.checkpoint.save_plan import Planner
+from ebbflow.training.checkpoint.staging import Stage, Staged
+from ebbflow.training.checkpoint.state import capture_rng, optimizer_settings
+from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, canonical_json, retried
 from ebbflow.training.errors import CheckpointError
 
 _CLOSE_GRACE_SECONDS = 5.0

@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from ebbflow.infra.errors import ObjectNotFound, StoreError
 from ebbflow.infra.layout import commit_key, commit_prefix, index_key, index_prefix
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.checksum import sha256_text
-from ebbflow.training.checkpoint.deadline import Deadline, pauses
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import Manifest, RankIndex, Save, merge
-from ebbflow.training.checkpoint.settled import fetched, put_settled
 from ebbflow.training.checkpoint.signing import signer
+from ebbflow.training.checkpoint.verified_io import Deadline, fetched, pauses, put_settled, sha256_text
 from ebbflow.training.errors import CheckpointError, CorruptCommit, RefusedCommit
 
 _ASK_DIRECTLY = 8  # a listing may omit a fresh object for a while: ask for the last few by name

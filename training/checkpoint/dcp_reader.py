@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.chunks import Wanted
 from ebbflow.training.checkpoint.manifest import Manifest, Piece, TensorEntry
-from ebbflow.training.checkpoint.reader import ReadFigures, VerifiedReader, read_manifest
+from ebbflow.training.checkpoint.reader import ReadFigures, VerifiedReader, Wanted, read_manifest
 from ebbflow.training.errors import CorruptCommit
 
 _Finish = Callable[[], None]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebbflow.infra.layout import data_key, parse_commit_key
-from ebbflow.training.checkpoint.checksum import canonical_json, seal, sha256_text, unseal
+from ebbflow.training.checkpoint.verified_io import canonical_json, seal, sha256_text, unseal
 from ebbflow.training.errors import CheckpointError, CorruptCommit, MisplacedCommit
 
 VERSION = 1

@@ -14,10 +14,19 @@ from typing import Any
 
 from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError
 from ebbflow.infra.multipart import Part, Sink, Throttle
-from ebbflow.training.checkpoint.checksum import CHUNK_BYTES, combined, digits, sums_of
-from ebbflow.training.checkpoint.deadline import HOPELESS, Deadline, gave_up, pauses, retried
 from ebbflow.training.checkpoint.manifest import DataObject
 from ebbflow.training.checkpoint.signing import sha256_of_chunks
+from ebbflow.training.checkpoint.verified_io import (
+    CHUNK_BYTES,
+    HOPELESS,
+    Deadline,
+    combined,
+    digits,
+    gave_up,
+    pauses,
+    retried,
+    sums_of,
+)
 from ebbflow.training.errors import CheckpointError
 
 _ABORT_SECONDS = 5.0

@@ -1,32 +1,126 @@
-"""Reads a commit's bytes and believes none of them: each chunk is compared with the sum that the manifest has of it.
+"""Read a commit and verify every byte.
 
 A sum covers a whole chunk, so whole chunks are read, even where a rank needs a part only; several at once, each into
 the memory where its bytes belong, and summed there.
+
+    python -m ebbflow.training.checkpoint.reader PARENT_PID STORE_URI COMMIT_KEY [OBJECT_KEY [CHUNK]]
+
+reads again and prints {"problem": text}, empty where the bytes are as they were saved, or {"error": text} where the
+store cannot be read. Torch-free.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreHung
+from ebbflow.infra.errors import InfraError, ObjectNotFound, StoreAway, StoreError, StoreHung
+from ebbflow.infra.layout import data_key, data_prefix, index_key, index_prefix, parse_commit_key
+from ebbflow.infra.process import die_with_parent
+from ebbflow.infra.program import python_path
 from ebbflow.infra.ranges import read_blocks
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.folder import ABANDONABLE
-from ebbflow.training.checkpoint.checksum import digits, sum_of_pieces
-from ebbflow.training.checkpoint.chunks import ChunkRead, Wanted, plan_chunks
-from ebbflow.training.checkpoint.deadline import HOPELESS, Deadline, pauses
-from ebbflow.training.checkpoint.manifest import DataObject, Manifest
-from ebbflow.training.checkpoint.settled import fetched
+from ebbflow.training.checkpoint.manifest import DataObject, Manifest, RankIndex
 from ebbflow.training.checkpoint.signing import signer
-from ebbflow.training.errors import CorruptCommit
+from ebbflow.training.checkpoint.verified_io import (
+    HOPELESS,
+    Deadline,
+    digits,
+    fetched,
+    pauses,
+    sha256_text,
+    sum_of_pieces,
+)
+from ebbflow.training.errors import CheckpointError, CorruptCommit
+
+_MOST_PIECES = 512  # of one read; of more and smaller ones a copy is cheaper than the list of them
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """`len(view)` bytes from `start` of data object number `object`, to be put into `view`, which can be written."""
+
+    object: int
+    start: int
+    view: memoryview
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What of a chunk belongs where: `view` from `at`, counted from the chunk's beginning."""
+
+    at: int
+    view: memoryview
+
+
+@dataclass(frozen=True)
+class ChunkRead:
+    """Chunk `number` of data object `object`: `length` bytes from `start`; `parts` in the order of their places."""
+
+    object: int
+    number: int
+    start: int
+    length: int
+    parts: tuple[_Part, ...]
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether one read can put every byte where it belongs."""
+        ends = [part.at + len(part.view) for part in self.parts]
+        return len(ends) <= _MOST_PIECES and all(
+            end <= part.at for end, part in zip(ends, self.parts[1:], strict=False)
+        )
+
+    def buffers(self, gap: memoryview) -> list[memoryview]:
+        """The memory that the chunk's bytes fill, in order; what nobody wants goes to `gap`, of the chunk's length."""
+        found, at = [], 0
+        for part in self.parts:
+            if part.at > at:
+                found.append(gap[at : part.at])
+            found.append(part.view)
+            at = part.at + len(part.view)
+        if at < self.length:
+            found.append(gap[at : self.length])
+        return found
+
+    def place(self, data: memoryview) -> None:
+        """Copy the chunk's bytes to where they belong."""
+        for part in self.parts:
+            part.view[:] = data[part.at : part.at + len(part.view)]
+
+
+def plan_chunks(wanted: Iterable[Wanted], objects: Sequence[DataObject]) -> list[ChunkRead]:
+    """Each chunk that is needed, once, in the order of the bytes. Raises CorruptCommit beyond an object's end."""
+    parts: dict[tuple[int, int], list[_Part]] = defaultdict(list)
+    for want in wanted:
+        data, end = objects[want.object], want.start + len(want.view)
+        if want.start < 0 or end > data.size:
+            raise CorruptCommit(f"{data.key}: bytes {want.start} to {end} are beyond its {data.size}")
+        size = data.chunk_bytes
+        for number in range(want.start // size, -(-end // size) if len(want.view) else 0):
+            low, high = max(want.start, number * size), min(end, (number + 1) * size)
+            piece = want.view[low - want.start : high - want.start]
+            parts[want.object, number].append(_Part(low - number * size, piece))
+    chunks = []
+    for (place, number), found in sorted(parts.items(), key=lambda item: item[0]):
+        data = objects[place]
+        base = number * data.chunk_bytes
+        length = min(data.chunk_bytes, data.size - base)
+        chunks.append(ChunkRead(place, number, base, length, tuple(sorted(found, key=lambda part: part.at))))
+    return chunks
+
 
 _PARALLEL_REMOTE = 8  # a request to a store mostly waits
 _PARALLEL_LOCAL = 2  # a read from the page cache is a copy
@@ -235,3 +329,138 @@ def _forget_cached(path: Path | None, start: int, length: int) -> None:
                 os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
+
+
+_READ_SECONDS = 120.0
+
+
+def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None = None) -> str:
+    """Describe what is wrong with a commit's manifest, and with one of its data objects where one is named.
+
+    chunk: of that object; None: its presence and its size. Returns "" where all of it is sound. Raises StoreError when
+    the store cannot be read, and CheckpointError for a manifest of another version.
+    """
+    try:
+        manifest = read_manifest(store, key)
+        if problem := next(manifest.problems(), ""):
+            return f"{key}: {problem}"
+        if object_key:
+            VerifiedReader(store, manifest.data).check(object_key, chunk)
+    except CorruptCommit as error:
+        return str(error)
+    return ""
+
+
+def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", chunk: int | None = None) -> str:
+    """`find_problem`, by a process that shares no memory with this one. Raises StoreAway when that cannot tell."""
+    path = python_path(os.environ.get("PYTHONPATH"))
+    arguments = [str(os.getpid()), store_uri, key]
+    if object_key:
+        arguments += [object_key] if chunk is None else [object_key, str(chunk)]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "ebbflow.training.checkpoint.reader", *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_READ_SECONDS,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        answer = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise StoreAway(f"{store_uri}/{key}: no second process could read it again: {error!r}"[:500]) from error
+    if answer.get("error"):
+        raise StoreAway(f"{store_uri}/{key}: a second process could not read it again: {answer['error']}")
+    return answer["problem"]
+
+
+def main(argv: list[str]) -> int:
+    parent_pid, store_uri, key, *rest = argv
+    die_with_parent(int(parent_pid))
+    object_key = rest[0] if rest else ""
+    chunk = int(rest[1]) if rest[1:] else None
+    try:
+        answer = {"problem": find_problem(Store.open(store_uri), key, object_key, chunk)}
+    except (CheckpointError, InfraError) as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+    return 0
+
+
+def verify_commit(store: Store, key: str) -> list[str]:
+    """What is wrong, one line per object; empty when all of it is sound.
+
+    Compared are: the manifest with its key, each index with the manifest's hash of it, each data object's size and
+    chunks with their sums, and the objects that lie there with those that should. Raises StoreError when the store
+    cannot be read, which says nothing of the commit.
+    """
+    try:
+        manifest = read_manifest(store, key)
+    except CheckpointError as error:
+        return [str(error)]
+    inside = [f"{key}: {problem}" for problem in manifest.problems()]
+    return [*inside, *_index_problems(store, manifest), *_data_problems(store, manifest)]
+
+
+def uncommitted_saves(store: Store) -> Iterator[tuple[int, str]]:
+    """(step, index prefix) of saves that all ranks finished and no manifest names.
+
+    A manifest that is lost looks the same as a save that is just being committed or deleted, or whose processes were
+    all killed between its last index and its manifest; only a person can tell, so it is said.
+    """
+    ranks: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for meta in store.list("index"):  # before the commits, so that one that comes meanwhile is seen
+        parts = meta.key.split("/")
+        if len(parts) == 4:
+            ranks[parts[1], parts[2]].add(meta.key)
+    committed = set()
+    for meta in store.list("commits"):
+        with contextlib.suppress(ValueError):  # not a key of ours
+            step, generation, _ = parse_commit_key(meta.key)
+            committed.add((generation, step))
+    for (generation, text), keys in ranks.items():
+        number = generation.split("-")[0]
+        if not (number.isdigit() and text.isdigit()) or (int(number), int(text)) in committed:
+            continue
+        step = int(text)
+        with contextlib.suppress(CorruptCommit, ObjectNotFound):
+            first = fetched(store, index_key(generation, step, 0), RankIndex.from_bytes)
+            if all(index_key(generation, step, rank) in keys for rank in range(first.save.world_size)):
+                yield step, index_prefix(generation, step)
+
+
+def _index_problems(store: Store, manifest: Manifest) -> Iterator[str]:
+    save = manifest.save
+    expected = [index_key(save.generation, save.step, rank) for rank in range(save.world_size)]
+    for key, stated in zip(expected, manifest.indexes, strict=False):
+        try:
+            if (actual := sha256_text(store.get(key))) != stated:
+                yield f"{key}: SHA-256 {actual}, the manifest says {stated}"
+        except ObjectNotFound:
+            yield f"{key}: there is no such object"
+    yield from _extra(store, index_prefix(save.generation, save.step), expected)
+
+
+def _data_problems(store: Store, manifest: Manifest) -> Iterator[str]:
+    save = manifest.save
+    whole = []
+    for rank, data in enumerate(manifest.data):
+        if data.key != data_key(save.generation, save.step, rank):
+            yield f"{data.key}: is not the place of rank {rank} of this commit"
+        meta = store.head(data.key)
+        if meta is None or meta.size != data.size:
+            yield f"{data.key}: {f'{meta.size} bytes' if meta else 'no such object'}, {data.size} bytes were saved"
+            continue
+        whole.append(data)
+    for problem in VerifiedReader(store, whole).problems():
+        yield str(problem)
+    yield from _extra(store, data_prefix(save.generation, save.step), [data.key for data in manifest.data])
+
+
+def _extra(store: Store, prefix: str, expected: list[str]) -> Iterator[str]:
+    for meta in store.list(prefix):
+        if meta.key not in expected:
+            yield f"{meta.key}: is no part of this commit"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

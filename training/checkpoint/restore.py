@@ -25,14 +25,12 @@ from torch.optim import Optimizer
 from ebbflow.infra.errors import InfraError, StoreAway, StoreError, StoreHung
 from ebbflow.infra.layout import quarantine_key
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.checksum import seal
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
 from ebbflow.training.checkpoint.lineage import CommitRef, nothing_to_restore, reachable_commits
 from ebbflow.training.checkpoint.manifest import VERSION
-from ebbflow.training.checkpoint.reader import read_manifest
-from ebbflow.training.checkpoint.rng import reseed_rng, restore_rng, rng_name
-from ebbflow.training.checkpoint.second_reader import find_problem_in_new_process
-from ebbflow.training.checkpoint.state import apply_settings, prepare_for_loading
+from ebbflow.training.checkpoint.reader import find_problem_in_new_process, read_manifest
+from ebbflow.training.checkpoint.state import apply_settings, prepare_for_loading, reseed_rng, restore_rng, rng_name
+from ebbflow.training.checkpoint.verified_io import seal
 from ebbflow.training.errors import (
     CheckpointError,
     CommitMismatch,

@@ -14,10 +14,15 @@ from typing import Any
 from ebbflow.infra.events import COMMIT, GENERATION_STARTED, RESTORE, Event, read_events
 from ebbflow.infra.layout import permit_key
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.checksum import seal
-from ebbflow.training.checkpoint.generations import newest_number
-from ebbflow.training.checkpoint.lineage import FROM_SCRATCH, CommitRef, newest_commits, permitted_generation
+from ebbflow.training.checkpoint.lineage import (
+    FROM_SCRATCH,
+    CommitRef,
+    newest_commits,
+    newest_number,
+    permitted_generation,
+)
 from ebbflow.training.checkpoint.manifest import VERSION
+from ebbflow.training.checkpoint.verified_io import seal
 from ebbflow.training.errors import RolledBack
 
 ROLLBACK = "rollback"

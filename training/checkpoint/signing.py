@@ -21,9 +21,8 @@ from ebbflow.infra.errors import ObjectNotFound
 from ebbflow.infra.layout import parse_commit_key, signature_key
 from ebbflow.infra.signing_key import NAME_VARIABLE, signing_key_problem
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.checksum import canonical_json
 from ebbflow.training.checkpoint.manifest import Manifest, RankIndex
-from ebbflow.training.checkpoint.settled import fetched, put_settled
+from ebbflow.training.checkpoint.verified_io import canonical_json, fetched, put_settled
 from ebbflow.training.errors import CorruptCommit, NoSigningKey, RefusedCommit
 
 _VERSION = 1

@@ -37,12 +37,11 @@ from ebbflow.infra.multipart import Throttle, open_sink
 from ebbflow.infra.process import die_with_parent
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.commit import Attempt, await_commit, stand_by
-from ebbflow.training.checkpoint.deadline import Deadline, retried
 from ebbflow.training.checkpoint.manifest import DataObject, Item, RankIndex, Save
 from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
 from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
-from ebbflow.training.checkpoint.settled import put_settled
 from ebbflow.training.checkpoint.signing import index_bytes, signer
+from ebbflow.training.checkpoint.verified_io import Deadline, put_settled, retried
 from ebbflow.training.errors import GenerationSuperseded, TrainingError
 
 _LONGEST_REQUEST_SECONDS = 60.0

@@ -13,7 +13,7 @@ from ebbflow.infra.footprint import commit_bytes, local_gang, size_text
 from ebbflow.infra.preflight import Check, Finding, PreflightContext
 from ebbflow.training.checks.parallel import CHECKS as PARALLEL_CHECKS
 from ebbflow.training.checks.workload import CHECKS as WORKLOAD_CHECKS
-from ebbflow.training.data.files import SourceFile, check_head, find_files, split_files
+from ebbflow.training.data.build import SourceFile, check_head, find_files, split_files
 from ebbflow.training.data.tokenizer import BYTES
 from ebbflow.training.errors import DataError
 

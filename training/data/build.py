@@ -1,21 +1,26 @@
-"""Builds token shards, file by file: nothing larger than a piece of a file is held in memory."""
+"""B"""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import mmap
+import os
+import stat
+import sysconfig
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from ebbflow.infra.config.schema import DataConfig
 from ebbflow.infra.layout import tokens_prefix
 from ebbflow.infra.store import Store
-from ebbflow.training.data.files import SourceFile, TextJudge, find_files, open_source, split_files, split_rule
 from ebbflow.training.data.tokenizer import Tokenizer, encoded, open_tokenizer, pieces
 from ebbflow.training.data.tokens import (
     DESCRIPTION,
@@ -27,6 +32,237 @@ from ebbflow.training.data.tokens import (
     entropy_nats,
 )
 from ebbflow.training.errors import DataError
+
+# Folders of the standard library (or of a source tree) whose text is test data, caches or other people's packages.
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "node_modules", ".git", ".venv"}
+)
+
+
+# First bytes of formats that are kept beside text, and what they are called.
+_SIGNATURES = (
+    (b"\x89PNG\r\n", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"GIF8", "a GIF image"),
+    (b"RIFF", "a RIFF file (WebP, WAV, AVI)"),
+    (b"PAR1", "a Parquet table"),
+    (b"ARROW1", "an Arrow file"),
+    (b"Obj\x01", "an Avro file"),
+    (b"ORC", "an ORC table"),
+    (b"SQLite format 3\x00", "an SQLite database"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"\x93NUMPY", "a NumPy array"),
+    (b"\x1f\x8b", "compressed by gzip"),
+    (b"BZh", "compressed by bzip2"),
+    (b"\xfd7zXZ\x00", "compressed by xz"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
+    (b"\x04\x22\x4d\x18", "compressed by lz4"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"PK\x03\x04", "a zip archive (or docx, xlsx, npz, pt)"),
+    (b"%PDF-", "a PDF document"),
+    (b"\x7fELF", "a program"),
+    (b"\xff\xfe", "text in UTF-16 or UTF-32"),
+    (b"\xfe\xff", "text in UTF-16"),
+)
+_ASCII_ONLY = (b"%PDF-",)  # a whole file of these may look like text
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# Latin-1 text of European languages has up to 5 %; compressed data and images have more than 30 %.
+_MOST_INVALID_SHARE = 0.1
+_HEAD_BYTES = 64 * 1024
+_LINE_SEARCH_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read; `name` is its path below the data's root, with "/" on every system.
+
+    start, end: the bytes that belong to it, where a single file is split into two sides; None: to its end.
+    """
+
+    name: str
+    path: Path
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the part. Raises OSError."""
+        return (os.stat(self.path).st_size if self.end is None else self.end) - self.start
+
+
+def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
+    """The files of `data`, sorted by name. Relative paths count from `project_root`. Raises DataError."""
+    if data.path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        return _below(root, tuple(data.suffixes), f"the standard library at {root}")
+    path = Path(data.path).expanduser()
+    path = path if path.is_absolute() else project_root / path
+    if path.is_file():
+        return [SourceFile(path.name, path)]
+    if path.exists() and not path.is_dir():
+        raise DataError(
+            f"data.path {data.path!r} is {_kind(path.stat().st_mode)}, which cannot be read twice; "
+            "fix: copy what it delivers into a regular file"
+        )
+    if path.is_dir():
+        return _below(path, tuple(data.suffixes), f"data.path {data.path!r}")
+    return _matching(str(path), data.path)
+
+
+def is_held_out(name: str, fraction: float) -> bool:
+    """Whether one of several files is kept for evaluation: by its name alone, so that others cannot move it over.
+
+    Whole files are kept apart: windows of one file share vocabulary and copied passages.
+    """
+    return _lot(name) < fraction
+
+
+def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
+    """(train, held out), neither of them empty. A single file is split inside: its last part is held out.
+
+    Raises DataError when that cannot be done.
+    """
+    if len(files) == 1:
+        return _split_inside(files[0], fraction)
+    # With few files all lots can fall on one side; then the lowest (or highest) changes it.
+    lots = sorted(_lot(file.name) for file in files)
+    limit = min(max(fraction, lots[1]), lots[-1])
+    train = [file for file in files if not is_held_out(file.name, limit)]
+    return train, [file for file in files if is_held_out(file.name, limit)]
+
+
+def split_rule(files: list[SourceFile], fraction: float) -> str:
+    """The rule of `split_files` in words that change when it does, for fingerprints."""
+    return f"last {fraction!r} of one file" if len(files) == 1 else f"sha256(name) < {fraction!r}"
+
+
+@contextmanager
+def open_source(file: SourceFile) -> Iterator[BinaryIO]:
+    """The file, at the first byte of its part. Never waits, as opening a FIFO would. Raises DataError."""
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as stream:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                raise DataError(f"{file.path} is {_kind(mode)}, not a regular file; fix: move it away")
+            stream.seek(file.start)
+            yield stream
+    except OSError as error:
+        raise DataError(f"{file.path} cannot be read: {error.strerror}; fix: its permissions, or data.path") from error
+
+
+class TextJudge:
+    """Whether the bytes of a file are text, piece by piece: binary files would train a model on noise.
+
+    UTF-8 without NUL bytes is text; up to 10 % of bytes that are no UTF-8 pass, since older encodings have them.
+    """
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file = file
+        self._bytes = self._invalid = 0
+        self._signature = ""
+
+    def look(self, piece: bytes) -> None:
+        """Judge the next bytes. Raises DataError as soon as they cannot be text."""
+        if not self._bytes and self._file.start == 0:
+            self._signature = next((name for head, name in _SIGNATURES if piece.startswith(head)), "")
+            if piece.startswith(_ASCII_ONLY):
+                raise self._refusal(f"is {self._signature}")
+            if piece.startswith(_LFS_POINTER):
+                raise DataError(f"{self._file.path} is a pointer of Git LFS, not the file itself; fix: git lfs pull")
+        if (at := piece.find(b"\0")) >= 0:
+            raise self._refusal(f"has a NUL byte at offset {self._file.start + self._bytes + at:,}")
+        self._bytes += len(piece)
+        try:
+            piece.decode("utf-8")
+        except UnicodeDecodeError:
+            self._invalid += _invalid_bytes(piece)
+            self.decide()
+
+    def decide(self) -> None:
+        """Judge what was seen so far as a whole. Raises DataError."""
+        if self._invalid > _MOST_INVALID_SHARE * self._bytes:
+            share = 100 * self._invalid / self._bytes
+            raise self._refusal(f"is no UTF-8 text: {share:.0f} % of its first {self._bytes:,} bytes are invalid")
+
+    def _refusal(self, found: str) -> DataError:
+        named = f" (it is {self._signature})" if self._signature and self._signature not in found else ""
+        return DataError(
+            f"{self._file.path} {found}{named}; fix: convert it into UTF-8 text, or leave it out by data.path or "
+            "data.suffixes"
+        )
+
+
+def check_head(file: SourceFile) -> None:
+    """Judge the first 64 KiB. Raises DataError for a file that is not text or cannot be read."""
+    with open_source(file) as stream:
+        head = stream.read(_HEAD_BYTES)
+    judge = TextJudge(file)
+    judge.look(head)
+    judge.decide()
+
+
+def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
+    """Cut before the last `fraction` of the bytes, at the next line, or where there is none between two characters."""
+    with open_source(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        nominal = size - max(1, round(size * fraction))
+        stream.seek(max(0, nominal - 1))
+        block = stream.read(_LINE_SEARCH_BYTES)
+    feed = block.find(b"\n", 0, -1)  # not the last byte, which would leave nothing
+    if feed >= 0 and nominal > 0:
+        cut = nominal + feed
+    else:
+        skipped = next((at for at, byte in enumerate(block[1:5]) if byte & 0xC0 != 0x80), 0)
+        cut = nominal + skipped
+    if not 0 < cut < size:
+        raise DataError(
+            f"{file.path} has {size} bytes, too few to split into train and held-out text; "
+            "fix: set data.path to more text"
+        )
+    return [replace(file, end=cut)], [replace(file, start=cut, end=size)]
+
+
+def _invalid_bytes(piece: bytes) -> int:
+    """Bytes that are part of no UTF-8 character."""
+    return len(piece) - len(piece.decode("utf-8", "ignore").encode())
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+    return kinds.get(stat.S_IFMT(mode), "no file")
+
+
+def _lot(name: str) -> float:
+    """A number in [0, 1) drawn by the name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
+
+
+def _below(root: Path, suffixes: tuple[str, ...], what: str) -> list[SourceFile]:
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS)
+        for name in names:
+            path = Path(folder) / name
+            if name.endswith(suffixes) and path.is_file():
+                found.append(SourceFile(path.relative_to(root).as_posix(), path))
+    if not found:
+        raise DataError(
+            f"{what} holds no file that ends in {', '.join(suffixes)}; fix: set data.suffixes to the endings there are"
+        )
+    return sorted(found, key=lambda file: file.name)
+
+
+def _matching(pattern: str, written: str) -> list[SourceFile]:
+    paths = [Path(path) for path in glob.glob(pattern, recursive=True)]
+    paths = [path for path in paths if path.is_file()]
+    if not paths:
+        raise DataError(
+            f"data.path {written!r} is no folder, no file, and matches no file as a glob ({pattern}); "
+            "fix: name text that exists, or leave data.path out to train on the standard library"
+        )
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    return sorted((SourceFile(p.relative_to(root).as_posix(), p) for p in paths), key=lambda file: file.name)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from typing import Any
 from ebbflow.infra.events import GuardAction
 from ebbflow.infra.layout import override_key
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.generations import newest_number
-from ebbflow.training.checkpoint.lineage import AFRESH, reachable_commits, reads_well
-from ebbflow.training.checkpoint.settled import fetched
+from ebbflow.training.checkpoint.lineage import AFRESH, newest_number, reachable_commits, reads_well
+from ebbflow.training.checkpoint.verified_io import fetched
 from ebbflow.training.errors import CorruptCommit
 
 _EVERY_RECORD = {"action", "generation"}

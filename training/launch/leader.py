@@ -12,8 +12,14 @@ from ebbflow.infra.events import FAULT_INJECTED, read_events
 from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
-from ebbflow.training.checkpoint.generations import Generation
-from ebbflow.training.checkpoint.lineage import CANDIDATES, Opening, newest_commits, open_generation, reachable_commits
+from ebbflow.training.checkpoint.lineage import (
+    CANDIDATES,
+    Generation,
+    Opening,
+    newest_commits,
+    open_generation,
+    reachable_commits,
+)
 from ebbflow.training.checkpoint.rollback import MissingCommits, check_rollback, newest_generation_known
 from ebbflow.training.errors import TrainingError
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent

@@ -23,9 +23,8 @@ from ebbflow.training.checkpoint import (
     read_generation,
     trace_lineage,
 )
-from ebbflow.training.checkpoint.reader import read_manifest
+from ebbflow.training.checkpoint.reader import read_manifest, verify_commit
 from ebbflow.training.checkpoint.retention import Retention
-from ebbflow.training.checkpoint.verify import verify_commit
 from ebbflow.training.errors import CheckpointError, GenerationSuperseded, NothingToRestore, TrainingError, TwoLaunchers
 
 Report = Callable[..., None]

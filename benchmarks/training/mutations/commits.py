@@ -13,8 +13,8 @@ from ebbflow.infra.errors import InfraError
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.commands import main as checkpoints
+from ebbflow.training.checkpoint.reader import find_problem
 from ebbflow.training.checkpoint.restore import restore_newest
-from ebbflow.training.checkpoint.second_reader import find_problem
 from ebbflow.training.errors import TrainingError
 
 _WORLD_SIZE = 2

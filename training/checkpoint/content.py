@@ -1,4 +1,4 @@
-"""Weights and optimizer state as every format holds them, read from a commit or written as one."""
+"""Whole commits in other formats."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from ebbflow.infra.multipart import Throttle, open_sink
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.commit import await_commit
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
-from ebbflow.training.checkpoint.deadline import Deadline, retried
-from ebbflow.training.checkpoint.generations import newest_number
-from ebbflow.training.checkpoint.lineage import CommitRef, open_generation
+from ebbflow.training.checkpoint.lineage import CommitRef, newest_number, open_generation
 from ebbflow.training.checkpoint.manifest import ALIGNMENT, Item, Manifest, RankIndex, Save, TensorEntry
 from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
-from ebbflow.training.checkpoint.settled import put_settled
 from ebbflow.training.checkpoint.signing import index_bytes, signer
+from ebbflow.training.checkpoint.verified_io import Deadline, put_settled, retried
 from ebbflow.training.errors import CheckpointError
 
 _PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")

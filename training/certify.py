@@ -1,0 +1,434 @@
+"""Certify"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebbflow.infra.config.load import load_config
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import InfraError
+from ebbflow.infra.events import RESTORE, STEP, Event, read_events
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.machine import describe_machine
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.process import die_with_parent
+from ebbflow.infra.program import PROJECT_ROOT, python_path
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import GangError, TrainingError
+from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.spec import GangOutcome, GangSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ebbflow.training.workload import Batch, Cursor, WorkloadContext
+
+RECORDED = "ebbflow.training.certify:Recorded"
+WORKLOAD_OPTION = "certified_workload"
+FOLDER_OPTION = "certified_records"
+DEFAULT_STEPS = 24
+_SAVES = 6
+
+
+def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
+    """The same model, data, batch, optimizer and mode; fewer steps, with a commit after each sixth of them.
+
+    Ranks: as configured, as far as this machine has cores for them; two nodes where there are several, and never fewer
+    after a loss, since other ranks add up otherwise. Figures that would reach others (metrics) are off.
+    """
+    nodes, processes = gang_size(config)
+    sections = {
+        "training": {"max_steps": steps, "evaluation_interval_steps": max(1, steps // 2)},
+        "checkpoint": {
+            "interval": "steps",
+            "interval_steps": max(1, steps // _SAVES),
+            "when_busy": "wait",
+            "upload_mib_per_second": None,
+        },
+        "cluster": {"nodes": nodes, "processes_per_node": processes, "min_nodes": None},
+        "metrics": {"port": None, "push_url": None},
+    }
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update={**changed, "store": str(store)})
+
+
+def recorded(config: RunConfig, folder: Path) -> RunConfig:
+    """The same with the workload behind its witness, whose records go to `folder`."""
+    options = {**config.workload_options, WORKLOAD_OPTION: config.workload or "", FOLDER_OPTION: str(folder)}
+    return config.model_copy(update={"workload": RECORDED, "workload_options": options})
+
+
+def gang_size(config: RunConfig) -> tuple[int, int]:
+    """(nodes, ranks of each) for this machine."""
+    nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
+    nodes = 2 if nodes == "auto" else min(nodes, 2)
+    processes = 1 if processes == "auto" else processes
+    cores = len(os.sched_getaffinity(0))
+    return nodes, max(1, min(processes, cores // nodes))
+
+
+class Recorded:
+    """Options: those of the workload itself, its name, and the folder for the records; the latter two it never sees."""
+
+    def __init__(self, context: WorkloadContext) -> None:
+        from ebbflow.training.workloads.loader import make_workload
+
+        self._workload: Any = make_workload(own_config(context.config), _own_context(context))
+        self._name = str(context.options[WORKLOAD_OPTION] or "the built-in one")
+        self._path = Path(str(context.options[FOLDER_OPTION])) / f"rank-{context.rank}.jsonl"
+
+    @classmethod
+    def prepare(cls, context: WorkloadContext) -> dict:
+        """Prepare what the wrapped workload prepares."""
+        from ebbflow.training.workloads.loader import prepare_data
+
+        return prepare_data(own_config(context.config), _own_context(context))
+
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> Batch:
+        batch = self._workload.next_batch(model, cursor)
+        record = {"first": cursor.first, "count": cursor.count, "sha256": content_sha256(batch)}
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._workload, name)
+
+
+def own_config(config: RunConfig) -> RunConfig:
+    """The configuration as the workload itself is to see it."""
+    assert config.workload == RECORDED
+    options = dict(config.workload_options)
+    options.pop(FOLDER_OPTION)
+    return config.model_copy(update={"workload": options.pop(WORKLOAD_OPTION) or None, "workload_options": options})
+
+
+def _own_context(context: WorkloadContext) -> WorkloadContext:
+    return dataclasses.replace(context, config=own_config(context.config))
+
+
+def content_sha256(batch: Any) -> str:
+    """Of every tensor and number that a batch holds, in the order of its fields."""
+    digest = hashlib.sha256()
+    for part in _parts(batch):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    import numpy as np
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        array = value.detach().cpu().contiguous()
+        yield f"{array.dtype}{tuple(array.shape)}".encode()
+        yield array.flatten().view(torch.uint8).numpy().tobytes() if array.numel() else b""
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes()
+    elif isinstance(value, dict):
+        for key in value:
+            yield str(key).encode()
+            yield from _parts(value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _parts(item)
+    elif hasattr(value, "__dict__") and not callable(value):
+        yield from _parts(vars(value))
+    else:
+        yield repr(value).encode()
+
+
+_SECONDS = 900.0  # for one start of the gang
+_MOST_STARTS = 4
+_NUMBERS = ("loss", "gradient_norm", "tokens", "learning_rate")
+# By name: what is rehearsed at which share of the steps. Off the commits, so that work is lost or saved just in time.
+PEACE, NODE_LOST = "none", "a node is lost"
+INTERRUPTIONS = {
+    "a rank is killed": "rank-kill@55%",
+    NODE_LOST: "node-loss@70%",
+    "a notice": "notice@40%",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one run left behind.
+
+    steps: (step, its numbers), as often as each was taken. samples: (rank, first sample, hash of the batch), likewise.
+    generations: how many. resumed: the steps that were restored.
+    """
+
+    interruption: str
+    outcome: GangOutcome
+    steps: list[tuple[int, dict[str, Any]]]
+    samples: list[tuple[int, int, str]]
+    starts: int
+    generations: int
+    resumed: list[int]
+
+
+def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption: str) -> Run:
+    """Run the job to its end under one of INTERRUPTIONS or in PEACE, started as often as it needs."""
+    job = interruption.replace(" ", "-")
+    records, logs = folder / job / "records", folder / job / "logs"
+    records.mkdir(parents=True)
+    config = recorded(config, records)
+    nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
+    assert isinstance(nodes, int) and isinstance(processes, int)
+    spec = GangSpec(
+        job=job,
+        run=job,
+        attempt=0,
+        node=0,
+        nodes=nodes,
+        processes_per_node=processes,
+        main_address="127.0.0.1",
+        config=config.model_dump(mode="json"),
+        store_uri=config.store,
+        prepared=prepared,
+        log_folder=str(logs),
+        rehearse=INTERRUPTIONS.get(interruption),
+    )
+    outcome, starts = _to_the_end(spec, folder / job)
+    events = read_events(Store.open(config.store).sub(job_prefix(job)))
+    return Run(
+        interruption=interruption,
+        outcome=outcome,
+        steps=[(event.step or 0, _numbers(event)) for event in events if event.name == STEP and event.rank == 0],
+        samples=_samples(records),
+        starts=starts,
+        generations=len({event.generation for event in events if event.name == STEP}),
+        resumed=[event.step or 0 for event in events if event.name == RESTORE],
+    )
+
+
+def _to_the_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
+    for attempt in range(_MOST_STARTS):
+        gang = LocalGang(replace(spec, attempt=attempt), folder / f"start-{attempt}", folder / "output.log")
+        try:
+            outcome = gang.wait(_SECONDS)
+        except GangError as error:
+            if not error.curable:
+                raise
+            last = str(error)
+            continue
+        finally:
+            gang.kill()
+        if outcome.outcome != Outcome.INTERRUPTED:
+            return outcome, attempt + 1
+        last = outcome.message
+    raise TrainingError(f"certify: {spec.job}: {_MOST_STARTS} starts did not bring the job to its end; last: {last}")
+
+
+def _numbers(event: Event) -> dict[str, Any]:
+    return {name: event.data.get(name) for name in _NUMBERS}
+
+
+def _samples(folder: Path) -> list[tuple[int, int, str]]:
+    """A last line that a kill tore apart is passed over."""
+    found = []
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        rank = int(path.stem.removeprefix("rank-"))
+        for line in path.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            found.append((rank, record["first"], record["sha256"]))
+    return found
+
+
+VERSION = 1
+
+
+def certificate(config: RunConfig, small: RunConfig, runs: Sequence[Run], machine: dict[str, object]) -> dict[str, Any]:
+    """As JSON. runs: the quiet one first. config: the job's; small: what was run of it."""
+    quiet, *interrupted = runs
+    compared = [_compare(quiet, run) for run in interrupted]
+    nodes, processes = small.cluster.nodes, small.cluster.processes_per_node
+    return {
+        "version": VERSION,
+        "kind": "measured",
+        "holds": all(not one["differences"] for one in compared),
+        "issued_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "config_sha256": config_sha256(config),
+        "workload": config.workload or "text",
+        "steps": quiet.outcome.step,
+        "nodes": nodes,
+        "processes_per_node": processes,
+        "mode": small.parallel.mode,
+        "weights_sha256": quiet.outcome.weights_sha256,
+        "samples_sha256": _sha256(sorted(set(quiet.samples))),
+        "losses_sha256": _sha256(_by_step(quiet)),
+        "interruptions": compared,
+        "machine": machine,
+    }
+
+
+def config_sha256(config: RunConfig) -> str:
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+
+
+def told(found: dict[str, Any]) -> str:
+    """The certificate in lines of text."""
+    verdict = "holds" if found["holds"] else "DOES NOT HOLD"
+    ranks = f"{found['nodes']} × {found['processes_per_node']} ranks, {found['mode']}"
+    lines = [f"resume certificate {verdict}: {found['workload']}, {found['steps']} steps on {ranks}"]
+    for one in found["interruptions"]:
+        resumed = ", ".join(map(str, one["resumed_from"])) or "nowhere"
+        what = "; ".join(one["differences"]) or "losses, samples and weights equal, bit for bit"
+        lines.append(f"  {one['interruption']}: resumed at {resumed}, {one['redone_steps']} steps redone: {what}")
+    return "\n".join(lines)
+
+
+def _compare(quiet: Run, run: Run) -> dict[str, Any]:
+    """differences: in words, empty where there is none. Redone steps count too: each time they must be the same."""
+    found = [*_losses(quiet, run), *_batches(quiet, run)]
+    for name in ("outcome", "step", "weights_sha256"):
+        was, now = getattr(quiet.outcome, name), getattr(run.outcome, name)
+        if was != now or was is None:
+            found.append(f"{name}: {was} in peace, {now} here")
+    if run.generations < 2 or not any(run.resumed):
+        found.append("it was never interrupted after a commit, so that this proves nothing")
+    return {
+        "interruption": run.interruption,
+        "starts": run.starts,
+        "generations": run.generations,
+        "resumed_from": run.resumed,
+        "redone_steps": len(run.steps) - len({step for step, _ in run.steps}),
+        "differences": found,
+    }
+
+
+def _losses(quiet: Run, run: Run) -> list[str]:
+    expected, seen = _by_step(quiet), {step for step, _ in run.steps}
+    found = [f"step {step}: {expected.get(step)} in peace, {numbers} here" for step, numbers in run.steps
+             if expected.get(step) != numbers]  # fmt: skip
+    if missing := sorted(set(expected) - seen):
+        found.append(f"{len(missing)} steps have no record, the first is {missing[0]}")
+    return found[:3]
+
+
+def _batches(quiet: Run, run: Run) -> list[str]:
+    expected = {(rank, first): sha256 for rank, first, sha256 in quiet.samples}
+    found = [
+        f"rank {rank}: the batch from sample {first} on held something else"
+        for rank, first, sha256 in run.samples
+        if expected.get((rank, first)) != sha256
+    ]
+    seen = {(rank, first) for rank, first, _ in run.samples}
+    if missing := sorted(set(expected) - seen):
+        found.append(f"rank {missing[0][0]} never read sample {missing[0][1]}")
+    return found[:3]
+
+
+def _by_step(run: Run) -> dict[int, dict[str, Any]]:
+    return dict(run.steps)
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+_FEWEST_STEPS = 12  # so that there is a commit before each interruption
+_CHILD_SECONDS = 3600.0
+
+
+def main(arguments: list[str]) -> int:
+    """0 when the certificate holds, 1 when not; what could not be run at all has its own exit code."""
+    parser = argparse.ArgumentParser(
+        prog="ebbflow certify",
+        description="Run a job small, with and without interruptions, and compare losses, samples and weights.",
+    )
+    parser.add_argument("config", nargs="?", help="YAML file, such as configs/laptop.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, model.num_layers=2")
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help=f"of each run (default {DEFAULT_STEPS})")
+    parser.add_argument(
+        "--only", action="append", choices=INTERRUPTIONS, help="one of the interruptions, as often as wanted (all)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the certificate there as well")
+    parser.add_argument("--folder", type=Path, help="where the runs are made (default: the temporary folder)")
+    parser.add_argument("--resolved", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.steps < _FEWEST_STEPS:
+        parser.error(f"--steps {given.steps}: at least {_FEWEST_STEPS}, or no commit comes before the interruptions")
+    if given.config is None and given.resolved is None:
+        parser.error("CONFIG is missing")
+    try:
+        only = given.only or tuple(INTERRUPTIONS)
+        found = certify(_config(given), steps=given.steps, parent=given.folder, interruptions=only)
+    except (InfraError, TrainingError) as error:
+        print(error, file=sys.stderr)
+        return error.outcome.exit_code
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(told(found), flush=True)
+    return 0 if found["holds"] else 1
+
+
+def _config(given: argparse.Namespace) -> RunConfig:
+    if given.resolved is not None:
+        die_with_parent()
+        return RunConfig.model_validate_json(given.resolved.read_text())
+    return load_config(given.config, given.set, project_root=PROJECT_ROOT).config
+
+
+def certify(
+    config: RunConfig,
+    *,
+    steps: int = DEFAULT_STEPS,
+    parent: Path | None = None,
+    interruptions: Sequence[str] = tuple(INTERRUPTIONS),
+) -> dict[str, Any]:
+    """The certificate as JSON. Runs the job once in peace and once under each of `interruptions`; some minutes."""
+    from ebbflow.training.gang import Gang
+    from ebbflow.training.workloads.loader import prepare_data, workload_context
+
+    with tempfile.TemporaryDirectory(prefix="ebbflow-certify-", dir=parent) as name:
+        folder = Path(name)
+        small = small_config(config, store=folder / "store", steps=steps)
+        witnessed = recorded(small, folder)
+        prepared = prepare_data(witnessed, workload_context(witnessed, Gang(), store=Store.open(small.store)))
+        runs = []
+        for interruption in (PEACE, *interruptions):
+            if interruption == NODE_LOST and small.cluster.nodes == 1:
+                continue  # it is the whole gang
+            runs.append(certified_run(small, prepared, folder, interruption))
+            print(f"{interruption}: step {runs[-1].outcome.step}, {runs[-1].starts} starts", flush=True)
+        return certificate(config, small, runs, describe_machine())
+
+
+def certify_in_child(
+    config: RunConfig, *, steps: int = DEFAULT_STEPS, interruptions: Sequence[str] = tuple(INTERRUPTIONS)
+) -> dict[str, Any]:
+    """The same from a process that imports no torch. Raises TrainingError when no certificate could be made."""
+    with tempfile.TemporaryDirectory(prefix="ebbflow-certify-") as folder:
+        given, found = Path(folder, "config.json"), Path(folder, "certificate.json")
+        given.write_text(config.model_dump_json())
+        path = python_path(os.environ.get("PYTHONPATH"))
+        command = [sys.executable, "-m", "ebbflow.training", "certify", "--resolved", str(given), "--json", str(found)]
+        command += ["--steps", str(steps), *(f"--only={one}" for one in interruptions)]
+        command += ["--folder", folder]  # which goes with this one, also when the child is killed
+        try:
+            done = subprocess.run(
+                command, env=dict(os.environ, PYTHONPATH=path), stdin=subprocess.DEVNULL, timeout=_CHILD_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise TrainingError(f"certify: no certificate within {_CHILD_SECONDS:g} s") from None
+        if not found.exists():
+            raise TrainingError(f"certify: ended with exit code {done.returncode}; its output stands above")
+        return json.loads(found.read_text())

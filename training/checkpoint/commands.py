@@ -1,0 +1,432 @@
+"""Commands"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ebbflow.infra.errors import InfraError, ObjectNotFound
+from ebbflow.infra.known_jobs import known_job
+from ebbflow.infra.layout import data_prefix, pin_key, signature_key, tombstone_key, verified_key
+from ebbflow.infra.signing_key import NAME_PATTERN, NAME_VARIABLE, signing_key_problem
+from ebbflow.infra.store import Store
+from ebbflow.training.checkpoint.lineage import Traced, trace_lineage
+from ebbflow.training.checkpoint.manifest import VERSION, Manifest
+from ebbflow.training.checkpoint.reader import read_manifest, uncommitted_saves, verify_commit
+from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
+from ebbflow.training.checkpoint.signing import Signer, signer, use_signing_key
+from ebbflow.training.checkpoint.verified_io import crc_text, seal, sha256_text, unseal
+from ebbflow.training.errors import CheckpointError, CorruptCommit, RefusedCommit, TrainingError
+
+_BAD_USAGE = 2
+# These act on what they read, so they never go without the key of a job that has one; the others say what is unchecked.
+_CHECKING = ("export", "pin", "prune", "sign")
+
+
+def main(argv: list[str]) -> int:
+    """Exit 0: done and sound; 1: something is bad, missing or could not be checked; 2: bad usage."""
+    parser = argparse.ArgumentParser(prog="ebbflow checkpoints", description="a job's commits")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for add in (_add_looking, _add_changing, _add_moving):
+        add(commands)
+    options = parser.parse_args(argv)
+    try:
+        fresh = options.command == "import"  # the only one that may make a job
+        if not fresh and "://" not in options.uri and not Path(options.uri).is_dir():  # opening it would create it
+            print(f"error: {options.uri}: no such folder; hint: it is STORE/jobs/JOB", file=sys.stderr)
+            return _BAD_USAGE
+        store = Store.open(options.uri if fresh else _place(options.uri))
+        choose_signing_key(store, options.signing_key_env, must_check=options.command in _CHECKING)
+        return options.run(store, options)
+    except (TrainingError, InfraError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _place(uri: str) -> str:
+    """Of a folder that has only the job's reports, the store in which the job lies."""
+    known = None if (Path(uri) / "commits").is_dir() else known_job(Path(uri))
+    return uri if known is None else known.uri
+
+
+def add_uri(command: argparse.ArgumentParser, *, as_json: bool = True) -> None:
+    command.add_argument(
+        "uri", metavar="URI", help="STORE/jobs/JOB, s3://bucket/prefix/jobs/JOB, or runs/JOB on this machine"
+    )
+    command.add_argument(
+        "--signing-key-env",
+        metavar="NAME",
+        help="variable with the signing key; default: as the job is configured",
+    )
+    if as_json:
+        command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> None:
+    """Check signatures as `name` says, else as the environment or the job's own configuration does.
+
+    must_check: raise NoSigningKey where the configuration names a variable that is not set, instead of not checking.
+    """
+    name = name or os.environ.get(NAME_VARIABLE)
+    if name is None and (named := _configured_name(store)):
+        name = named if must_check or not signing_key_problem(named) else None
+    use_signing_key(name)
+    signer()
+
+
+def _configured_name(store: Store) -> str | None:
+    try:
+        name = json.loads(store.get("config.json"))["config"]["checkpoint"]["signing_key_env"]
+    except (ObjectNotFound, ValueError, KeyError, TypeError):
+        return None
+    return name if isinstance(name, str) and NAME_PATTERN.fullmatch(name) else None
+
+
+def add_commit(command: argparse.ArgumentParser, *, default: str) -> None:
+    command.add_argument("--commit", metavar="COMMIT", help=f"a step, a key, or the start of its hash; {default}")
+
+
+def find(store: Store, wanted: str | None) -> Traced:
+    """The one commit that `wanted` means, the newest that counts for None. Raises CheckpointError naming the others."""
+    traced = trace_lineage(store)
+    if wanted is None:
+        found = [one for one in traced if one.unreachable_because is None][:1]
+        if not found:
+            raise CheckpointError(f"{store.uri}: no commit that counts; hint: `checkpoints list` says why not")
+        return found[0]
+    found = [one for one in traced if _means(one, wanted)]
+    if len(found) > 1:  # of several at one step, the one that counts
+        found = [one for one in found if one.unreachable_because is None] or found
+    if len(found) != 1:
+        among = found or traced
+        keys = "".join(f"\n  {one.ref.key}" for one in among[:10])
+        raise CheckpointError(f"{store.uri}: {wanted!r} is {len(found)} commits, not one; there are:{keys or ' none'}")
+    return found[0]
+
+
+def _means(traced: Traced, wanted: str) -> bool:
+    ref = traced.ref
+    if wanted.isdigit() and int(wanted) == ref.step:
+        return True
+    return wanted == ref.key or (len(wanted) >= 6 and ref.sha256.startswith(wanted))
+
+
+def _add_looking(commands: Any) -> None:
+    listing = commands.add_parser("list", help="what is there, and what counts")
+    add_uri(listing)
+    listing.set_defaults(run=_list)
+    show = commands.add_parser("show", help="one commit: what is in it, where it can be loaded, what it carries")
+    add_uri(show)
+    add_commit(show, default="default: the newest that counts")
+    show.set_defaults(run=_show)
+    verify = commands.add_parser("verify", help="read and check every byte")
+    add_uri(verify)
+    add_commit(verify, default="default: all")
+    verify.set_defaults(run=_verify)
+    sign = commands.add_parser("sign", help="verify commits that count and are not signed, and sign them")
+    add_uri(sign, as_json=False)
+    add_commit(sign, default="default: all")
+    sign.set_defaults(run=_sign)
+
+
+def _list(store: Store, options: argparse.Namespace) -> int:
+    rows = [_row(store, traced) for traced in trace_lineage(store)]
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    if not rows:
+        print(f"{store.uri}: no commits")
+    for row in rows:
+        standing = "counts" if row["reachable"] else f"does not count: {row['reason']}"
+        size = "unknown size" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f} MB"
+        ranks = "? ranks" if row["world_size"] is None else f"of {row['world_size']} ranks, loads at {row['loads_at']}"
+        pinned = "  pinned" if row["pinned"] else ""
+        place = f"step {row['step']:>8}  generation {row['generation']:>4}"
+        print(f"{place}  {ranks}  {size}  {row['age_seconds']:.0f} s old  {row['state']}{pinned}  {standing}")
+    return 0
+
+
+def _row(store: Store, traced: Traced) -> dict[str, Any]:
+    """state: verified (every byte was read, and when), whole (manifest and sizes are right), or torn."""
+    ref, reason = traced.ref, traced.unreachable_because
+    row: dict[str, Any] = {
+        "step": ref.step,
+        "generation": ref.generation,
+        "key": ref.key,
+        "age_seconds": max(0.0, time.time() - traced.modified),
+        "bytes": None,
+        "world_size": None,
+        "loads_at": None,
+        "pinned": store.head(pin_key(ref.sha256)) is not None,
+        "state": "torn",
+        "verified_at": None,
+    }
+    try:
+        manifest = read_manifest(store, ref.key)
+        row |= {"bytes": manifest.size, "world_size": manifest.save.world_size, "loads_at": "any number"}
+        row |= _state(store, manifest, ref.sha256)
+    except CheckpointError as error:
+        reason = reason or str(error)
+    return {**row, "reachable": reason is None, "reason": reason}
+
+
+def _state(store: Store, manifest: Manifest, sha256: str) -> dict[str, Any]:
+    sizes = {meta.key: meta.size for meta in store.list(data_prefix(manifest.save.generation, manifest.save.step))}
+    if any(sizes.get(data.key) != data.size for data in manifest.data):
+        return {"state": "torn"}
+    key = verified_key(sha256)
+    if store.head(key) is None:
+        return {"state": "whole"}
+    try:
+        return {"state": "verified", "verified_at": unseal(store.get(key), key)["t_wall"]}
+    except CorruptCommit:
+        return {"state": "whole"}
+
+
+def _show(store: Store, options: argparse.Namespace) -> int:
+    traced = find(store, options.commit)
+    manifest = read_manifest(store, traced.ref.key)
+    kinds = Counter[str]()
+    for name, entry in manifest.tensors.items():
+        kinds[name.split(".", 1)[0]] += sum(piece.length for piece in entry.pieces)
+    ranks = manifest.save.world_size
+    random = any(name.startswith("rng.") for name in manifest.tensors)
+    about = {
+        **_row(store, traced),
+        "job": manifest.save.job,
+        "tensors": len(manifest.tensors),
+        "bytes_by_kind": dict(kinds),
+        "loads_at": "any number of ranks, in any mode",  # the pieces of every tensor are boxes with a place
+        "random_states_at": ranks if random else None,
+        "parent": manifest.common.get("parent"),
+        "extra": manifest.common.get("extra"),
+    }
+    if options.json:
+        print(json.dumps(about, indent=2))
+        return 0
+    for name, value in about.items():
+        print(f"{name:>18}  {value if not isinstance(value, dict | list) else json.dumps(value)}")
+    exact = f"bit for bit, random states too, at {ranks}" if random else "it has no random states"
+    print(f"{'':>18}  ({exact})")
+    return 0
+
+
+def _verify(store: Store, options: argparse.Namespace) -> int:
+    rows, signed = [], {meta.key for meta in store.list("signatures")}
+    for traced in [find(store, options.commit)] if options.commit else trace_lineage(store):
+        problems = verify_commit(store, traced.ref.key)
+        has_signature = signature_key(traced.ref.sha256) in signed
+        standing = _signature_standing(store, traced.ref.key) if has_signature else "unsigned"
+        row = {"step": traced.ref.step, "key": traced.ref.key, "sound": not problems, "problems": problems}
+        rows.append({**row, "signature": standing})
+        _mark(store, traced, sound=not problems)
+        if not options.json:
+            print(
+                f"step {traced.ref.step:>8}  {'sound' if not problems else 'BAD'}  {standing}  {traced.ref.key}",
+                flush=True,
+            )
+            for problem in problems:
+                print(f"    {problem}")
+    uncommitted = [] if options.commit else [_uncommitted(*found) for found in uncommitted_saves(store)]
+    if options.json:
+        print(json.dumps(rows + uncommitted, indent=2))
+    if not rows:
+        print(f"{store.uri}: skipped, because there are no commits", file=sys.stderr)
+    for row in [] if options.json else uncommitted:
+        print(f"step {row['step']:>8}  no commit  {row['key']}\n    {row['problems'][0]}")
+    return 0 if rows and all(row["sound"] for row in rows) else 1
+
+
+def _signature_standing(store: Store, key: str) -> str:
+    signs = signer()
+    if signs is None:
+        return "signed (not checked: no --signing-key-env)"
+    try:
+        signs.check(store, key)
+    except RefusedCommit:
+        return "wrongly signed"
+    return "signed"
+
+
+def _sign(store: Store, options: argparse.Namespace) -> int:
+    """Sign commits that were saved without a signature, after every byte of them was read and found sound."""
+    name = os.environ.get(NAME_VARIABLE)
+    if name is None:
+        raise CheckpointError("sign: which key? name its variable with --signing-key-env")
+    signs, bad = Signer(name), 0
+    use_signing_key(None)  # what is not signed yet is read here
+    signed = {meta.key for meta in store.list("signatures")}
+    wanted = [find(store, options.commit)] if options.commit else trace_lineage(store)
+    for ref in [one.ref for one in wanted if one.unreachable_because is None]:
+        if signature_key(ref.sha256) in signed:
+            print(f"step {ref.step:>8}  has a signature, left as it is  {ref.key}")
+            continue
+        problems = verify_commit(store, ref.key)
+        bad += bool(problems)
+        if not problems:
+            signs.sign(store, ref.key, _sha256_of_data(store, read_manifest(store, ref.key)))
+        print(f"step {ref.step:>8}  {'BAD, not ' if problems else ''}signed  {ref.key}", flush=True)
+    return int(bad > 0)
+
+
+def _sha256_of_data(store: Store, manifest: Manifest) -> dict[str, list[str]]:
+    """SHA-256 of each chunk by data object, of bytes whose CRC was compared in the same memory."""
+    found: dict[str, list[str]] = {}
+    for data in manifest.data:
+        rows = found[data.key] = []
+        for number, crc in enumerate(data.chunks):
+            start = number * data.chunk_bytes
+            raw = store.get_range(data.key, start, min(data.chunk_bytes, data.size - start))
+            if crc_text(raw) != crc:
+                raise CorruptCommit(f"{data.key}: chunk {number} has changed since it was verified")
+            rows.append(sha256_text(raw))
+    return found
+
+
+def _uncommitted(step: int, prefix: str) -> dict[str, Any]:
+    """A row beside those of the commits. sound: None, since it is none."""
+    problem = (
+        "all ranks have saved, and no manifest names it: it is being committed or deleted now, or that was cut off, or "
+        "its manifest is lost"
+    )
+    return {"step": step, "key": prefix, "sound": None, "problems": [problem]}
+
+
+def _mark(store: Store, traced: Traced, *, sound: bool) -> None:
+    """What was read, for `list`; who may read but not write does without."""
+    key = verified_key(traced.ref.sha256)
+    try:
+        if sound:
+            store.put(key, seal({"version": VERSION, "key": traced.ref.key, "t_wall": time.time()}))
+        else:
+            store.delete(key)
+    except InfraError as error:
+        print(f"note: {key} was not written: {error}", file=sys.stderr)
+
+
+def _add_changing(commands: Any) -> None:
+    for name, run, text in (("pin", _pin, "keep a commit whatever the policy says"), ("unpin", _unpin, "no longer")):
+        command = commands.add_parser(name, help=text)
+        add_uri(command, as_json=False)
+        command.add_argument("commit", metavar="COMMIT", help="a step, a key, or the start of its hash")
+        command.set_defaults(run=run)
+    prune = commands.add_parser("prune", help="delete what need not be kept, and what no commit names")
+    add_uri(prune)
+    prune.add_argument("--keep-last", type=int, default=3, metavar="K", help="default 3")
+    prune.add_argument("--keep-every-steps", type=int, metavar="N", help="also the first at or after each multiple")
+    prune.add_argument("--keep-best", type=int, default=0, metavar="N", help="also those of the lowest held_out_loss")
+    prune.add_argument("--max-total-gib", type=float, metavar="GIB", help="of all that is kept")
+    prune.add_argument("--orphan-hours", type=float, default=24.0, help="age of what no commit names (default 24)")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    prune.set_defaults(run=_prune)
+
+
+def _pin(store: Store, options: argparse.Namespace) -> int:
+    """Pin first, look afterwards: who deletes does it the other way round, so that one of both sees the other."""
+    ref = find(store, options.commit).ref
+    store.put(pin_key(ref.sha256), seal({"version": VERSION, "key": ref.key, "t_wall": time.time()}))
+    if store.head(tombstone_key(ref.sha256)) is not None:
+        store.delete(pin_key(ref.sha256))
+        raise CheckpointError(f"{store.uri}/{ref.key}: is just being deleted and cannot be pinned any more")
+    print(f"pinned: step {ref.step}  {ref.key}")
+    return 0
+
+
+def _unpin(store: Store, options: argparse.Namespace) -> int:
+    ref = find(store, options.commit).ref
+    store.delete(pin_key(ref.sha256))
+    print(f"no longer pinned: step {ref.step}  {ref.key}")
+    return 0
+
+
+def _prune(store: Store, options: argparse.Namespace) -> int:
+    cap = options.max_total_gib
+    try:
+        policy = RetentionPolicy(
+            keep_last=options.keep_last,
+            keep_every_steps=options.keep_every_steps,
+            keep_best=options.keep_best,
+            max_total_bytes=None if cap is None else int(cap * 2**30),
+            orphan_seconds=3600 * options.orphan_hours,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"prune: {error}") from error
+    retention = Retention(policy)
+    choice = retention.choose(store)
+    orphans = retention.orphans(store)
+    done = list(choice.delete) if options.dry_run else retention.prune(store)
+    document = {
+        "dry_run": options.dry_run,
+        "kept": [{"step": ref.step, "key": ref.key, "because": why} for ref, why in choice.keep.items()],
+        "deleted": [{"step": ref.step, "key": ref.key} for ref in done],
+        "orphan_objects": len(orphans),
+        "orphan_bytes": sum(meta.size for meta in orphans),
+    }
+    if options.json:
+        print(json.dumps(document, indent=2))
+        return 0
+    for row in document["kept"]:
+        print(f"keep    step {row['step']:>8}  {row['key']}  ({row['because']})")
+    for row in document["deleted"]:
+        print(f"{'would delete' if options.dry_run else 'deleted'}  step {row['step']:>8}  {row['key']}")
+    print(f"orphans: {len(orphans)} objects, {document['orphan_bytes'] / 1e6:.1f} MB")
+    return 0
+
+
+_KINDS = ("dcp", "safetensors", "torch")
+
+
+def _add_moving(commands: Any) -> None:
+    export = commands.add_parser("export", help="a commit as DCP folder, safetensors or one torch file")
+    add_uri(export, as_json=False)
+    export.add_argument("target", type=Path, metavar="TARGET", help="file, or folder for dcp; must not exist")
+    export.add_argument("--kind", choices=_KINDS, help="default: by the name: .safetensors; .pt, .pth, .bin; else dcp")
+    add_commit(export, default="default: the newest that counts")
+    export.add_argument("--weights-only", action="store_true", help="without the optimizer")
+    export.set_defaults(run=_export)
+    imports = commands.add_parser(
+        "import",
+        help="a DCP folder, safetensors or torch state dict as the first commit of a new job",
+        description="A DCP folder's metadata is a pickle, which can run code: import only what you trust.",
+    )
+    imports.add_argument("source", type=Path, metavar="SOURCE", help="file or folder; its kind is recognised")
+    add_uri(imports, as_json=False)
+    imports.add_argument("--weights-only", action="store_true", help="without the optimizer")
+    imports.set_defaults(run=_import)
+
+
+def _export(store: Store, options: argparse.Namespace) -> int:
+    from ebbflow.training.checkpoint.content import read_commit
+    from ebbflow.training.checkpoint.file_formats import write_file
+
+    ref = find(store, options.commit).ref
+    content = read_commit(store, ref.key)
+    content = content.without_optimizer() if options.weights_only else content
+    kind = options.kind or _kind_by_name(options.target)
+    write_file(content, options.target, kind)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in content.named().values())
+    print(f"exported: step {ref.step}, {size / 1e6:.1f} MB, verified, as {kind} to {options.target}")
+    return 0
+
+
+def _import(store: Store, options: argparse.Namespace) -> int:
+    from ebbflow.training.checkpoint.content import commit_content
+    from ebbflow.training.checkpoint.file_formats import read_file
+
+    content = read_file(options.source, weights_only=options.weights_only)
+    commit = commit_content(store, content, source=options.source.name)
+    what = f"{len(content.weights)} weights, " + ("no optimizer" if content.settings is None else "optimizer")
+    print(f"imported: {what}, as step {commit.step}: {store.uri}/{commit.key}")
+    return 0
+
+
+def _kind_by_name(target: Path) -> str:
+    if target.suffix == ".safetensors":
+        return "safetensors"
+    return "torch" if target.suffix in (".pt", ".pth", ".bin") else "dcp"

@@ -1,0 +1,393 @@
+"""Files
+
+First everything but the tensors' bytes, whose places `torch.serialization.skip_data` leaves free; then these bytes, at
+the places that the file's own directory gives them. The file is a zip archive of stored entries; the CRC-32 of what
+is filled in is written too, so that unzip and Python's zipfile read it as well as torch does.
+
+NAME.optimizer.safetensors has `<parameter>.<state>`; step, settings and extra are JSON in the metadata of the first.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from ebbflow.training.checkpoint.content import Content, add_optimizer, bare_weights, named_optimizer, torch_optimizer
+from ebbflow.training.errors import CheckpointError, NoRoom
+
+KINDS = ("dcp", "safetensors", "torch")
+
+
+def read_file(path: Path, *, weights_only: bool = False) -> Content:
+    """What is at `path`, whatever its kind. Raises CheckpointError."""
+    _refuse_what_is_no_file(path)
+    kind = _kind_of(path)
+    try:
+        return {"dcp": read_dcp, "safetensors": read_safetensors, "torch": read_torch}[kind](path, weights_only)
+    except CheckpointError:
+        raise
+    except Exception as error:  # each library has exceptions of its own for what it cannot read
+        cause = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{path}: cannot be read as {kind}: {type(error).__name__}: {cause}") from error
+
+
+def _refuse_what_is_no_file(path: Path) -> None:
+    """A FIFO would be waited for without end. Raises CheckpointError."""
+    for one in [path, *(path.iterdir() if path.is_dir() else ())]:
+        if one.exists() and not (one.is_file() or one.is_dir()):
+            raise CheckpointError(f"{one}: is no regular file")
+
+
+def write_file(content: Content, path: Path, kind: str) -> None:
+    """Raises CheckpointError when something is there already, NoRoom when the disk is full; then nothing is left."""
+    if os.path.lexists(path) and not _is_device(path):
+        raise CheckpointError(f"{path}: is there already; hint: give another name")
+    try:
+        {"dcp": write_dcp, "safetensors": write_safetensors, "torch": write_torch}[kind](content, path)
+    except Exception as error:
+        remove(path)
+        if is_full(error):
+            cause = " ".join(str(error).split())[:200]
+            raise NoRoom(f"{path}: the disk is full ({cause}); hint: free space, or export to another disk") from error
+        raise
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a full disk or a used-up quota is behind an error. torch's file writer says only that it is not where it
+    should be ("unexpected pos 704 vs 662"): it takes a short write for its own mistake."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        text = str(error)
+        if "unexpected pos" in text or "No space left on device" in text or "Disk quota exceeded" in text:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    elif not _is_device(path):
+        path.unlink(missing_ok=True)
+
+
+def _is_device(path: Path) -> bool:
+    return path.is_char_device()
+
+
+def _kind_of(path: Path) -> str:
+    if path.is_dir():
+        if (path / ".metadata").exists():
+            return "dcp"
+        if any(path.glob("*.safetensors")):
+            return "safetensors"
+        raise CheckpointError(f"{path}: neither a DCP folder (no .metadata) nor one with *.safetensors")
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file")
+    return "safetensors" if path.suffix == ".safetensors" else "torch"
+
+
+def read_dcp(path: Path, weights_only: bool) -> Content:
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    flat: dict[str, Any] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        tensor = isinstance(entry, TensorStorageMetadata)
+        flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if tensor else None
+    dcp.load(flat, storage_reader=FileSystemReader(path), no_dist=True)
+    paths = metadata.planner_data or {}
+    document: Any = {}
+    for key, value in flat.items():
+        _put(document, tuple(paths.get(key) or (key,)), value)
+    document = _listed(document)
+    if isinstance(document.get("extra"), str):
+        document["extra"] = json.loads(document["extra"])
+    return parse_document(document, str(path), weights_only)
+
+
+def write_dcp(content: Content, path: Path) -> None:
+    """As `get_state_dict` names it, so that `dcp.load` and `set_state_dict` take it."""
+    document: dict[str, Any] = {"model": content.weights, "step": content.step, "extra": json.dumps(content.extra)}
+    if content.settings is not None:
+        document["optimizer"] = named_optimizer(content)
+    # Copying ahead, which it does where there is CUDA, would ask for a tensor before the one before it is written.
+    writer = FileSystemWriter(path, single_file_per_rank=True, per_thread_copy_ahead=0)
+    try:
+        dcp.save(document, storage_writer=writer, planner=_Planner(content), no_dist=True)
+    except CheckpointException as error:  # a BaseException, around what happened
+        cause, _ = next(iter(error.failures.values()))
+        raise cause from None
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans with shapes alone, and takes each tensor's values from the content when it is written."""
+
+    def __init__(self, content: Content) -> None:
+        super().__init__()
+        self._content = content
+        self._names = {id(tensor): name for name, tensor in content.named().items()}
+        self._values: Iterator[tuple[str, Tensor]] = iter(())
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        self._values = self._content.stream([self._name(item) for item in tensors])
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return super().resolve_data(write_item)
+        name, value = next(self._values)  # the one before it is written: the writer keeps it, but reads it no more
+        if name != self._name(write_item):
+            raise CheckpointError(f"torch's writer asks for {self._name(write_item)}, and {name} is planned to be next")
+        return value
+
+    def _name(self, item: WriteItem) -> str:
+        return self._names[id(self.lookup_object(item.index))]
+
+
+def _put(document: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for part in path[:-1]:
+        document = document.setdefault(part, {})
+    document[path[-1]] = value
+
+
+def _listed(document: Any) -> Any:
+    """Where all keys are whole numbers from 0 on, a list was taken apart; keys of mappings are text."""
+    if not isinstance(document, dict):
+        return document
+    inner = {key: _listed(value) for key, value in document.items()}
+    if inner and all(isinstance(key, int) for key in inner):
+        return [inner[key] for key in sorted(inner)]
+    return inner
+
+
+# APPNOTE.TXT of PKWARE, 4.3.7, 4.3.9, 4.3.12: of a local header, a data descriptor, and an entry of the directory
+_LOCAL_BYTES, _LOCAL_LENGTHS = 30, 26
+_DESCRIPTOR, _DESCRIPTOR_CRC = b"PK\x07\x08", 4
+_ENTRY, _ENTRY_BYTES, _ENTRY_CRC, _ENTRY_LENGTHS = b"PK\x01\x02", 46, 16, 28
+
+
+def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str]:
+    """Save `document`, whose tensors have no values, with room for them. names: of each tensor, by its `id`.
+
+    Returns the names in the order of the storages in the file, each of which belongs to one tensor.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # a second, and only here
+
+    order: list[str] = []
+    with FakeTensorMode():  # torch.save refuses tensors on the device "meta"
+        hollow = _faked(document, names, order)
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(hollow, path)
+    return order
+
+
+def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Put the values of the tensors, given in the order of the storages, where room was left for them."""
+    with path.open("r+b") as file:
+        with zipfile.ZipFile(file) as archive:
+            entries = [info for info in archive.infolist() if info.filename.split("/")[1:-1] == ["data"]]
+            directory = archive.start_dir
+        sums: dict[str, int] = {}
+        for number, (name, tensor) in enumerate(tensors):
+            raw = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            info = entries[number] if number < len(entries) else None
+            if info is None or (info.filename.rsplit("/", 1)[-1], info.file_size) != (str(number), len(raw)):
+                raise CheckpointError(f"{path}: no room was left for {name}, {len(raw)} bytes; there is {info}")
+            sums[info.filename] = zlib.crc32(raw)
+            _fill_entry(file, info, raw, sums[info.filename])
+        _fill_directory(file, directory, sums)
+
+
+def _faked(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
+    """The same in the order in which pickle walks through it, with tensors that have a storage in name only."""
+    if isinstance(value, Tensor):
+        order.append(names[id(value)])
+        return torch.empty(value.shape, dtype=value.dtype)
+    if isinstance(value, dict):
+        return {key: _faked(inner, names, order) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_faked(inner, names, order) for inner in value)
+    return value
+
+
+def _fill_entry(file: BinaryIO, info: zipfile.ZipInfo, raw: memoryview, crc: int) -> None:
+    file.seek(info.header_offset + _LOCAL_LENGTHS)
+    start = info.header_offset + _LOCAL_BYTES + sum(struct.unpack("<HH", file.read(4)))
+    file.seek(start)
+    file.write(raw)
+    if file.read(len(_DESCRIPTOR)) == _DESCRIPTOR:
+        file.seek(start + len(raw) + _DESCRIPTOR_CRC)
+        file.write(struct.pack("<I", crc))
+
+
+def _fill_directory(file: BinaryIO, start: int, sums: Mapping[str, int]) -> None:
+    at = start
+    while True:
+        file.seek(at)
+        entry = file.read(_ENTRY_BYTES)
+        if entry[: len(_ENTRY)] != _ENTRY:
+            return
+        lengths = struct.unpack("<HHH", entry[_ENTRY_LENGTHS : _ENTRY_LENGTHS + 6])
+        if (crc := sums.get(file.read(lengths[0]).decode())) is not None:
+            file.seek(at + _ENTRY_CRC)
+            file.write(struct.pack("<I", crc))
+        at += _ENTRY_BYTES + sum(lengths)
+
+
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+_OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
+
+
+def read_torch(path: Path, weights_only: bool) -> Content:
+    """Without running code from it (`weights_only`)."""
+    return parse_document(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path), weights_only)
+
+
+def write_torch(content: Content, path: Path) -> None:
+    document: dict[str, Any] = {"model": content.weights, "step": content.step, "extra": content.extra}
+    if content.settings is not None:
+        document["optimizer"] = torch_optimizer(content)
+    if content.source is None:
+        torch.save(document, path)
+    else:
+        names = save_hollow(document, {id(tensor): name for name, tensor in content.named().items()}, path)
+        fill(path, content.stream(names))
+
+
+def parse_document(document: Any, what: str, weights_only: bool) -> Content:
+    """A state dict, or a mapping that has one under a usual name."""
+    if not isinstance(document, Mapping):
+        raise CheckpointError(f"{what}: is a {type(document).__name__}, no state dict")
+    if all(isinstance(value, Tensor) for value in document.values()):
+        return Content(weights=bare_weights(document, what))
+    key = next((key for key in _MODEL_KEYS if isinstance(document.get(key), Mapping)), None)
+    if key is None:
+        found = ", ".join(map(str, list(document)[:8]))
+        raise CheckpointError(f"{what}: no weights under any of {', '.join(_MODEL_KEYS)}; it has {found}")
+    content = Content(weights=bare_weights(document[key], what))
+    if isinstance(document.get("extra"), Mapping):  # one of ours, which goes on where it was; another's begins anew
+        content.step, content.extra = int(document["step"]), dict(document["extra"])
+    for key in () if weights_only else _OPTIMIZER_KEYS:
+        found = document.get(key)
+        if isinstance(found, Mapping) and {"state", "param_groups"} <= set(found):
+            add_optimizer(content, found, what)
+            break
+    return content
+
+
+_OURS = "ebbflow"
+_OPTIMIZER = ".optimizer.safetensors"
+_WEIGHTS, _STATES = "model.", "optimizer."
+_ALIGNMENT = 8
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def read_safetensors(path: Path, weights_only: bool) -> Content:
+    """One file, or a folder whose files together hold the weights."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.glob("*.safetensors") if not file.name.endswith(_OPTIMIZER))
+    state: dict[str, Tensor] = {}
+    about: dict[str, Any] = {}
+    for file in files:
+        tensors, metadata = _read(file)
+        if doubled := set(tensors) & set(state):
+            raise CheckpointError(f"{path}: {sorted(doubled)[:3]} are in more than one of its files")
+        state |= tensors
+        about |= json.loads(metadata.get(_OURS, "{}"))
+    content = Content(weights=bare_weights(state, str(path)), step=about.get("step", 0), extra=about.get("extra", {}))
+    beside = _beside(path)
+    if not weights_only and beside.exists() and about.get("settings") is not None:
+        content.settings = about["settings"]
+        for name, tensor in _read(beside)[0].items():
+            parameter, key = name.rsplit(".", 1)
+            content.moments.setdefault(parameter, {})[key] = tensor
+    return content
+
+
+def write_safetensors(content: Content, path: Path) -> None:
+    """One tensor after the other, which the library's own writer does not do: it wants all of them in memory."""
+    about = {"step": content.step, "extra": content.extra, "settings": content.settings}
+    metadata = {"format": "pt", _OURS: json.dumps(about)}
+    _write(content, _WEIGHTS, path, metadata)
+    if content.settings is not None:
+        _write(content, _STATES, _beside(path), {"format": "pt"})
+
+
+def _write(content: Content, prefix: str, path: Path, metadata: dict[str, str]) -> None:
+    """The tensors of `Content.named` that begin with `prefix`, under their names without it.
+
+    The format (https://github.com/huggingface/safetensors, "Format"): eight bytes with the length of the header, the
+    header as JSON, and the bytes of the tensors without gaps. As the library does, larger elements come first, so that
+    each tensor is aligned to its own.
+    """
+    named = {name: tensor for name, tensor in content.named().items() if name.startswith(prefix)}
+    order = sorted(named, key=lambda name: -named[name].element_size())
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in order:
+        start, end = end, end + named[name].numel() * named[name].element_size()
+        about = {"dtype": _dtype(named[name], name), "shape": list(named[name].shape), "data_offsets": [start, end]}
+        header[name.removeprefix(prefix)] = about
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for _, tensor in content.stream(order):
+            file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+
+
+def _dtype(tensor: Tensor, name: str) -> str:
+    if tensor.dtype not in _DTYPES:
+        raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors has no name for; hint: --kind dcp")
+    return _DTYPES[tensor.dtype]
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(".safetensors") + _OPTIMIZER)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise CheckpointError(f"{path}: the package safetensors is missing; fix: pip install safetensors") from error
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
