@@ -11,19 +11,22 @@ if __name__ == "__main__":  # before the imports that need a package
     exit_when_interrupted()
 
 import argparse
+import csv
 import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue_refresh import add_commands as add_catalogue_commands
-from ebbflow.cost.errors import CostError
-from ebbflow.cost.jobs.commands import add_command as add_report
+from ebbflow.cost.errors import CostError, ReportError
+from ebbflow.cost.jobs import known_job_names, read_job_log, read_running
 from ebbflow.cost.prices.commands import add_commands
-from ebbflow.cost.reconcile.commands import add_command as add_reconcile
+from ebbflow.cost.reconcile import add_command as add_reconcile
 from ebbflow.cost.replay import add_command as add_replay
+from ebbflow.cost.report.render_text import COLUMNS, as_row, render_table
+from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.simulate.command import add_simulate
 from ebbflow.infra.errors import InfraError
 from ebbflow.infra.foreign_text import guard_terminal
@@ -77,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from ebbflow.cost.jobs.load import read_job
+    from ebbflow.cost.jobs import read_job
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.plan.plan_text import render_plan
     from ebbflow.cost.plan.pools import progress_of
@@ -98,6 +101,68 @@ def _plan(arguments: argparse.Namespace) -> int:
     plan = make_plan(loaded.config, now_utc=now, prices=prices, **known)
     print(json.dumps(plan.to_json(), indent=1, allow_nan=False) if arguments.json else render_plan(plan))
     return 0 if plan.refusal is None else plan.refusal.outcome.exit_code
+
+
+def add_report(commands: Any) -> None:
+    parser = commands.add_parser("report", help="a job's report from its events, or several jobs side by side")
+    parser.add_argument(
+        "job",
+        nargs="*",
+        metavar="RUN",
+        help="names of jobs, 'latest', folders or s3:// URIs; none: all of this machine",
+    )
+    parser.add_argument("--store", default=None, metavar="URI", help="where the jobs lie, if not as this machine knows")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="the report as JSON; of several jobs a list of them")
+    shape.add_argument("--csv", action="store_true", help="one line for each job")
+    shape.add_argument("--configuration", action="store_true", help="each key's value and where it came from instead")
+    parser.set_defaults(run=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    jobs = arguments.job or known_job_names()
+    if not jobs:
+        raise ReportError("no job is known to this machine; name one, or say where with --store")
+    reports = _reports(jobs, arguments.store, all_must=bool(arguments.job))
+    if arguments.csv:
+        writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(as_row(report) for report in reports)
+    elif arguments.json:
+        found = [report.to_json() for report in reports]
+        print(json.dumps(found[0] if len(arguments.job) == 1 else found, indent=1, allow_nan=False))
+    elif len(arguments.job) == 1:
+        _print_one(reports[0], configuration=arguments.configuration)
+    else:
+        print(render_table(reports))
+    return 0
+
+
+def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunReport]:
+    """all_must: a job that cannot be read is an error; else it is named, and the others are reported."""
+    found = []
+    for job in jobs:
+        try:
+            content = read_job_log(job, store)
+            running = read_running(job, content.events, store)
+            found.append(build_report(content.events, running=running, damage=content.damage))
+        except (CostError, InfraError) as error:
+            if all_must:
+                raise
+            print(f"{job} is left out: {' '.join(str(error).split())}", file=sys.stderr)
+    if not found:
+        raise ReportError("none of the jobs that this machine knows can be read")
+    return found
+
+
+def _print_one(report: RunReport, *, configuration: bool) -> None:
+    from ebbflow.cost.report.render_text import render
+    from ebbflow.infra.config.sources import render_sources
+
+    if configuration:
+        print(render_sources(report.configuration) or "the configuration of this job was not recorded")
+    else:
+        print(render(report))
 
 
 def _experience(config: RunConfig) -> Experience:

@@ -19,16 +19,15 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
+from ebbflow.cost.amounts import duration, percent, usd
 from ebbflow.cost.errors import ReplayError
-from ebbflow.cost.jobs.load import read_job
+from ebbflow.cost.jobs import read_job
 from ebbflow.cost.ledger.bills import machines
 from ebbflow.cost.ledger.generations import Generation, read_generations
 from ebbflow.cost.ledger.ledger import Ledger, fold
-from ebbflow.cost.ledger.price_curve import PriceCurve
-from ebbflow.cost.ledger.pricing import PoolName, Pricing, pool_of
+from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, pool_of
 from ebbflow.cost.ledger.timeline import MICRO, rank_times
-from ebbflow.cost.report.hindsight import recorded_curves
-from ebbflow.cost.report.number_text import duration, percent, usd
+from ebbflow.cost.report.figures import recorded_curves
 from ebbflow.infra.events import COMMIT, PLAN, STEP, Event
 from ebbflow.infra.ledger_classes import LedgerClass
 

@@ -10,22 +10,25 @@ from typing import Any
 
 from metaflow.cards import Markdown, VegaChart
 
-from ebbflow.cost.jobs.commands import HEADER, kinds_text, table_rows
-from ebbflow.cost.report.attempts import ATTEMPT_HEADER, PLACE_HEADER, attempt_rows, place_rows
-from ebbflow.cost.report.figures import (
+from ebbflow.cost.report.figure_text import (
+    ATTEMPT_HEADER,
+    CAUSE_HEADER,
     GENERATION_HEADER,
     LEDGER_HEADER,
+    PLACE_HEADER,
+    attempt_rows,
+    cause_rows,
     comparison_header,
     comparison_rows,
     generation_rows,
     key_figures,
     ledger_rows,
     loss_unit,
+    place_rows,
     trust_lines,
 )
-from ebbflow.cost.report.html_parts import COLOURS, TABLE_STYLE, table
-from ebbflow.cost.report.money_rows import CAUSE_HEADER, cause_rows
-from ebbflow.cost.report.next_step import resume_line
+from ebbflow.cost.report.render_html import COLOURS, TABLE_STYLE, table
+from ebbflow.cost.report.render_text import HEADER, kinds_text, resume_line, table_rows
 from ebbflow.cost.report.report import RunReport
 
 

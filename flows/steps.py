@@ -181,8 +181,7 @@ def write_report(flow: Any) -> dict:
 
 def frames(report: dict) -> tuple[Any, Any]:
     """Loss curve and ledger as pandas DataFrames, for notebooks."""
-    from ebbflow.cost.report.frames import ledger_frame, loss_frame
-    from ebbflow.cost.report.report import RunReport
+    from ebbflow.cost.report.report import RunReport, ledger_frame, loss_frame
 
     run_report = RunReport.from_json(report)
     return loss_frame(run_report), ledger_frame(run_report)

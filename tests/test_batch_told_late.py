@@ -10,7 +10,7 @@ from botocore import handlers
 from botocore.stub import Stubber
 from metaflow.plugins.aws.batch.batch_client import RunningJob
 
-from ebbflow.cost.report.failures import failures
+from ebbflow.cost.report.report import failures
 from ebbflow.flows import metaflow_fixes
 from ebbflow.flows.attempts.past import settle
 from ebbflow.flows.job import Job

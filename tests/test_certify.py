@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ebbflow.training.certify
-from ebbflow.cost.report.figures import key_figures
+from ebbflow.cost.report.figure_text import key_figures
 from ebbflow.cost.report.report import build_report
 from ebbflow.flows import certifying, steps
 from ebbflow.infra.config.schema import RunConfig

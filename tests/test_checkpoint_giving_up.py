@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from ebbflow.cost.report.next_step import resume_line
+from ebbflow.cost.report.render_text import resume_line
 from ebbflow.cost.report.report import build_report
 from ebbflow.flows import launcher
 from ebbflow.flows.options import checked_options, job_and_config, permits_in

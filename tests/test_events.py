@@ -19,7 +19,7 @@ import pytest
 
 import ebbflow.infra.events
 from ebbflow.cost.__main__ import main as cost_main
-from ebbflow.cost.jobs.load import read_job_log
+from ebbflow.cost.jobs import read_job_log
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import build_report
 from ebbflow.infra.errors import StoreError, StoreHung

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.cost.report.figures import key_figures
+from ebbflow.cost.report.figure_text import key_figures
 from ebbflow.cost.report.report import RunReport
 from tests.support.browser import cut_off, dump
 from tests.support.exposition import values

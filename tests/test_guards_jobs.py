@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ebbflow.cost.ledger.ledger import fold
-from ebbflow.cost.report.failures import notable
+from ebbflow.cost.report.report import notable
 from ebbflow.infra.events import GUARD, RESTORE, STEP, read_events
 from ebbflow.infra.outcome import Outcome
 from ebbflow.training.errors import MemoryGrowth, MicroBatchTooLarge, Rewind, TooManyRewinds

@@ -17,14 +17,13 @@ import pytest
 
 from ebbflow.cost.errors import PriceError, ReportError
 from ebbflow.cost.jobs import known_job_names, load_report
-from ebbflow.cost.jobs.commands import render_table
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.prices.ec2_prices import Unavailable
 from ebbflow.cost.prices.recorded import observed_pools
-from ebbflow.cost.report.figures import comparison_rows, key_figures
-from ebbflow.cost.report.money_rows import CAUSE_HEADER, cause_rows
+from ebbflow.cost.report.figure_text import CAUSE_HEADER, cause_rows, comparison_rows, key_figures
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
+from ebbflow.cost.report.render_text import render_table
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.job import Job
 from ebbflow.flows.reporting import record_prices

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbflow.cost.amounts import apportion, rounded
 from ebbflow.cost.errors import LedgerError
-from ebbflow.cost.jobs.commands import HEADER, as_row, table_rows
 from ebbflow.cost.ledger.ledger import Ledger, fold, spent_usd
 from ebbflow.cost.ledger.timeline import paid_nodes
-from ebbflow.cost.money import apportion, rounded
+from ebbflow.cost.report.render_text import HEADER, as_row, table_rows
 from ebbflow.cost.report.report import build_report
 from ebbflow.infra.events import NODE_ENDED, NODE_STARTED, PHASE, PLAN, STEP, Event
 from tests.support.timelines import WALL, GangLog, faulty_jobs, plan_event, timelines

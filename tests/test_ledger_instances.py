@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.cost.ledger.ledger import Ledger, fold
-from ebbflow.cost.report.figures import trust_lines
+from ebbflow.cost.report.figure_text import trust_lines
 from ebbflow.cost.report.report import build_report
 from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, Event
 from tests.support.timelines import GangLog, plan_event, prices_event, timelines

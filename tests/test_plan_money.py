@@ -12,13 +12,13 @@ import pytest
 
 from ebbflow.cost.errors import ReportError
 from ebbflow.cost.experience import EVIDENCE_WORTH, Experience, JobExperience, Stay, experience_of, recall, remember
+from ebbflow.cost.jobs import get_accumulated_cost, get_cheapest_suitable_instance
 from ebbflow.cost.plan.outlook import WAIT_HOURS, Case, chances
 from ebbflow.cost.plan.plan import KEPT_POOLS, Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.cost.plan.pools import progress_of
 from ebbflow.cost.prices.history import SpotRecord
 from ebbflow.cost.rates import load_rates
-from ebbflow.cost.tracker import get_accumulated_cost, get_cheapest_suitable_instance
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import FAULT_INJECTED, NODE_STARTED, NOTICE, PLAN, Event
 from ebbflow.infra.model_shape import causal_lm_shape

@@ -13,7 +13,7 @@ from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.cost.prices.source import open_prices
-from ebbflow.cost.report.figures import key_figures, trust_lines
+from ebbflow.cost.report.figure_text import key_figures, trust_lines
 from ebbflow.cost.report.report import build_report
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import PLAN

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.cost.bill import read_bill
 from ebbflow.cost.errors import BillError
-from ebbflow.cost.reconcile.bill import read_bill
-from ebbflow.cost.reconcile.commands import render
-from ebbflow.cost.reconcile.comparison import Reconciliation, compare, explain
+from ebbflow.cost.reconcile import Reconciliation, compare, explain, render
 from ebbflow.infra.events import Event
 from ebbflow.infra.layout import event_key
 from ebbflow.infra.store import Store

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from ebbflow.cost.amounts import usd
 from ebbflow.cost.errors import ReportError
 from ebbflow.cost.plan.plan import make_plan
-from ebbflow.cost.report.figures import key_figures, ledger_rows, usd
-from ebbflow.cost.report.frames import events_frame, ledger_frame, loss_frame
+from ebbflow.cost.report.figure_text import key_figures, ledger_rows
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
-from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.cost.report.report import RunReport, build_report, events_frame, ledger_frame, loss_frame
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import (
@@ -274,7 +274,7 @@ def test_frames_hold_the_same_numbers():
 
 
 def test_importing_the_report_imports_neither_pandas_nor_torch():
-    modules = "ebbflow.cost.report.render_html, ebbflow.cost.report.frames"
+    modules = "ebbflow.cost.report.render_html, ebbflow.cost.report.report"
     code = f"import sys, {modules}; print({{'pandas', 'torch', 'metaflow'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ebbflow.cost.capacity import as_placed, history_of, place
-from ebbflow.cost.report.attempts import attempt_rows, place_rows
-from ebbflow.cost.report.figures import price_text, trust_lines
+from ebbflow.cost.report.figure_text import attempt_rows, place_rows, price_text, trust_lines
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import RunReport, build_report

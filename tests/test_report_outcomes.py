@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from ebbflow.cost.plan.plan import Plan, make_plan
-from ebbflow.cost.report.figures import comparison_rows, generation_rows, key_figures
-from ebbflow.cost.report.next_step import resume_line
+from ebbflow.cost.report.figure_text import comparison_rows, generation_rows, key_figures
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
+from ebbflow.cost.report.render_text import resume_line
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine
-from ebbflow.cost.report.figures import key_figures
+from ebbflow.cost.report.figure_text import key_figures
+from ebbflow.cost.report.figures import save_figures
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import build_report
-from ebbflow.cost.report.saves import save_figures
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL
 from ebbflow.infra.ledger_classes import LedgerClass

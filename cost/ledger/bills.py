@@ -1,20 +1,132 @@
-"""What each node of a job cost: those whose agents spoke, and those of AWS Batch's jobs that never did."""
+"""Compute the cost of each node: its paid time at the price of each moment, shared by the nodes of one instance.
+
+Kubernetes packs pods onto one machine, and two nodes of a gang may be such pods. At each moment the price is divided by
+the nodes of the job that are alive on the instance. What other jobs run there is not known to these events.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
-from ebbflow.cost.ledger.batch_jobs import BatchJob, batch_jobs, nodes_by_job, silent_nodes, unheard_extras
-from ebbflow.cost.ledger.charges import node_usd
 from ebbflow.cost.ledger.generations import Generation
-from ebbflow.cost.ledger.instances import Extra, extras
-from ebbflow.cost.ledger.price_curve import PriceCurve
-from ebbflow.cost.ledger.pricing import SIMULATED, NodePrice, Pricing
-from ebbflow.cost.ledger.sharing import Parts, divided, sharing
-from ebbflow.cost.ledger.timeline import MICRO, NodeTime, paid_nodes
+from ebbflow.cost.ledger.instances import (
+    BatchJob,
+    Extra,
+    batch_jobs,
+    by_instance,
+    extras,
+    nodes_by_job,
+    silent_nodes,
+    unheard_extras,
+)
+from ebbflow.cost.ledger.pricing import SIMULATED, NodePrice, PriceCurve, Pricing
+from ebbflow.cost.ledger.timeline import MICRO, NodeTime, RankTime, Span, paid_nodes
 from ebbflow.infra.events import Event
+from ebbflow.infra.ledger_classes import LedgerClass
+
+
+def node_usd(node: NodeTime, curve: PriceCurve) -> Decimal:
+    """What the node cost: its paid time at the price of each moment."""
+    start = wall_micros(node)
+    return curve.usd(start, start + node.paid_micros)
+
+
+def rank_charges(node: NodeTime, rank: RankTime, curve: PriceCurve) -> dict[LedgerClass, Decimal]:
+    """Dollars of one rank by class; they sum to the rank's share of `node_usd`.
+
+    With one price they are in proportion to the seconds. When the price changed, each span of the rank's time is
+    charged at the mean price while it lasted, and what no span covers at that of the gaps.
+    """
+    start = wall_micros(node)
+    share = curve.usd(start, start + rank.paid) / len(node.ranks)
+    if rank.paid <= 0:
+        return {}
+    if curve.constant(start, start + rank.paid):
+        return {kind: share * spent / rank.paid for kind, spent in rank.classes.items()}
+    weights = _weights(rank, curve, start)
+    whole = sum(weights.values())
+    if not whole:  # every moment was free
+        return dict.fromkeys(rank.classes, Decimal(0))
+    return {kind: share * weight / whole for kind, weight in weights.items()}
+
+
+def wall_micros(node: NodeTime) -> int:
+    return round(node.started_wall * MICRO)
+
+
+def _weights(rank: RankTime, curve: PriceCurve, start: int) -> dict[LedgerClass, Decimal]:
+    spent: dict[LedgerClass, Decimal] = {}
+    seconds: dict[LedgerClass, int] = {}
+    for span in [*rank.spans, *_gaps(rank)]:
+        price = _mean(curve, start + span.start, start + span.end)
+        for kind, micros in span.classes.items():
+            spent[kind] = spent.get(kind, Decimal(0)) + price * micros
+            seconds[kind] = seconds.get(kind, 0) + micros
+    whole = _mean(curve, start, start + rank.paid)
+    return {
+        kind: spent[kind] / seconds[kind] * micros if seconds.get(kind) else whole * micros
+        for kind, micros in rank.classes.items()
+    }
+
+
+def _gaps(rank: RankTime) -> Iterator[Span]:
+    """Where no span lies."""
+    reached = 0
+    for span in sorted(rank.spans, key=lambda span: span.start):
+        if span.start > reached:
+            yield Span(reached, span.start, {LedgerClass.UNATTRIBUTED: span.start - reached})
+        reached = max(reached, span.end)
+    if reached < rank.paid:
+        yield Span(reached, rank.paid, {LedgerClass.UNATTRIBUTED: rank.paid - reached})
+
+
+def _mean(curve: PriceCurve, start: int, end: int) -> Decimal:
+    """Per hour; of a moment, the price at it."""
+    if end <= start:
+        return curve.at(start / MICRO)
+    return curve.usd(start, end) * 3600 * MICRO / (end - start)
+
+
+# (Unix microseconds since when, how many nodes pay), in the order of time.
+Parts = tuple[tuple[int, int], ...]
+
+
+def sharing(nodes: Sequence[NodeTime]) -> dict[int, Parts]:
+    """By the node's `id`, of nodes that were not alone on their instance all the time: how many paid since when."""
+    found: dict[int, Parts] = {}
+    for lived in by_instance(nodes).values():
+        lives = [(wall_micros(node), wall_micros(node) + node.paid_micros) for node in lived]
+        moments = sorted({moment for life in lives for moment in life})
+        alive = [(at, sum(start <= at < end for start, end in lives)) for at in moments]
+        for node, (start, end) in zip(lived, lives, strict=True):
+            mine = tuple((at, number) for at, number in alive if start <= at < end)
+            if any(number > 1 for _, number in mine):
+                found[id(node)] = mine
+    return found
+
+
+def divided(curve: PriceCurve, parts: Parts) -> PriceCurve:
+    """The curve with each moment's price over the number that pays it; before the first of `parts`, as it is."""
+    if not parts:
+        return curve
+    moments = sorted({at for at, _ in curve.changes} | {at for at, _ in parts})
+    changes, price, number, numbers, prices = [], curve.first, 1, dict(parts), dict(curve.changes)
+    for at in moments:
+        price, number = prices.get(at, price), numbers.get(at, number)
+        changes.append((at, price / number))
+    return PriceCurve(curve.first, tuple(changes))
+
+
+def seconds_together(nodes: Sequence[NodeTime]) -> float:
+    """Seconds in which at least one of the nodes was alive."""
+    total, reached = 0, 0
+    for start, end in sorted((wall_micros(node), wall_micros(node) + node.paid_micros) for node in nodes):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total / 1_000_000
+
 
 _ENDS_THAT_BATCH_TELLS = ("reclaimed", "terminated")
 
@@ -23,8 +135,8 @@ _ENDS_THAT_BATCH_TELLS = ("reclaimed", "terminated")
 class NodeBill:
     """One node of one generation: its paid time, its price and what it cost, to full precision.
 
-    parts: how many nodes paid for its instance since when, where it was not alone there (`cost.ledger.sharing`).
-    extras: what its instance cost beyond that (`cost.ledger.instances`, `cost.ledger.batch_jobs`); usd includes it.
+    parts: how many nodes paid for its instance since when, where it was not alone there (`cost.ledger.bills`).
+    extras: what its instance cost beyond that (`cost.ledger.instances`, `cost.ledger.instances`); usd includes it.
     job: of AWS Batch that it was part of, as far as Batch has told of it.
     """
 

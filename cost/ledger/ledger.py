@@ -1,4 +1,4 @@
-"""Where every paid rank-second went, and what it cost: `fold` turns a job's events into a `Ledger` that adds up.
+"""Where every paid rank-second went, and what it cost: `fold` turns a job's events into a `Ledger`.
 
 The identity: paid time is what the agents say their nodes lived, and what AWS Batch says beyond that of its jobs, times
 the node's ranks. The ranks' own intervals
@@ -11,18 +11,16 @@ The ledger is append-only as the events are: a later event adds to it, and only 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from ebbflow.cost.ledger.bills import Bills, NodeBill, SilentBill, bills_of, with_batchs_word
-from ebbflow.cost.ledger.causes import CauseLine, blame, cause_lines, cause_of, cause_of_job
-from ebbflow.cost.ledger.charges import rank_charges
+from ebbflow.cost.amounts import apportion, rounded
+from ebbflow.cost.ledger.bills import Bills, NodeBill, SilentBill, bills_of, rank_charges, with_batchs_word
 from ebbflow.cost.ledger.generations import Generation, read_generations
 from ebbflow.cost.ledger.pricing import SIMULATED as SIMULATED
 from ebbflow.cost.ledger.pricing import UNPRICED
 from ebbflow.cost.ledger.timeline import MICRO, rank_times
-from ebbflow.cost.money import apportion, rounded
 from ebbflow.infra.events import BUDGET, CONFIGURED, STEP, Event
 from ebbflow.infra.ledger_classes import LedgerClass
 
@@ -50,7 +48,7 @@ class Ledger:
 
     price_kind: "recorded …", "estimated …", "simulated" (a local run, priced as if) or "unpriced" (no plan is known).
     useful_on_demand_usd: the useful work alone at the on-demand price of the same nodes, see `fold`; None: no price.
-    causes: the same seconds and dollars by what they were paid for (`ebbflow.cost.ledger.causes`).
+    causes: the same seconds and dollars by what they were paid for (`ebbflow.cost.ledger.ledger`).
     nodes: what each node of each generation cost; silent: the nodes of Batch jobs that never spoke.
     owner, project: who pays, as configured; empty: nobody said.
     """
@@ -203,3 +201,70 @@ def told_threshold(events: Sequence[Event], budget_usd: float | None) -> float:
     """The highest share of this very budget that was already told of as reached; another budget begins anew."""
     told = [event.data for event in events if event.name == BUDGET]
     return max((data["threshold"] for data in told if data.get("budget_usd") == budget_usd), default=0.0)
+
+
+WORK = "useful work"
+_OWN = {
+    LedgerClass.USEFUL_STEP: WORK,
+    LedgerClass.DATA_WAIT: "waiting for data",
+    LedgerClass.EVALUATION: "evaluation",
+    LedgerClass.CHECKPOINT_STALL: "saves",
+    LedgerClass.SHUTDOWN: "start and end",
+    LedgerClass.UNATTRIBUTED: "unattributed",
+    LedgerClass.MINIMUM_CHARGE: "minimum charge",
+    LedgerClass.HANG: "interruption: hang",
+    LedgerClass.SKIPPED_STEP: "steps left out",
+}
+# What only a generation's end has made necessary: its own end for the first two, the end before it for the others.
+_OF_ITS_END = (LedgerClass.REDONE_STEP, LedgerClass.INTERRUPTION)
+_OF_THE_END_BEFORE = (LedgerClass.STARTUP, LedgerClass.RESTORE, LedgerClass.IDLE)
+_NOT_RECORDED = "lost without a word"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CauseLine:
+    """One cause with its paid time and dollars, as the ledger's lines have them by class."""
+
+    cause: str
+    rank_microseconds: int
+    usd: Decimal
+
+
+def blame(generations: Mapping[int, Generation]) -> dict[int, str]:
+    """For each generation, the cause of its having to start: the unplanned end before it, or none."""
+    found, before = {}, ""
+    for number in sorted(generations):
+        found[number] = before
+        before = interruption(generations[number]) if generations[number].unplanned else ""
+    return found
+
+
+def interruption(generation: Generation) -> str:
+    return f"interruption: {str(generation.reason or _NOT_RECORDED).replace('_', ' ')}"
+
+
+def cause_of(kind: LedgerClass, generation: Generation, started_by: str) -> str:
+    """started_by: as `blame` has it. A step redone after a planned end (a budget) was lost to that end."""
+    if kind in _OF_ITS_END:
+        return interruption(generation)
+    if kind is LedgerClass.IDLE:
+        return interruption(generation) if generation.unplanned else "idle"
+    if kind in _OF_THE_END_BEFORE:
+        return started_by or "start and end"
+    return _OWN[kind]
+
+
+def cause_of_job(cause: str) -> str:
+    """Of a Batch job that ended, as Batch tells it, before its agents said a word."""
+    return "start and end" if cause == "ended" else f"interruption: {cause.replace('_', ' ')} before the first word"
+
+
+def cause_lines(micros: Mapping[str, int], usd: Mapping[str, Decimal], total_usd: Decimal) -> tuple[CauseLine, ...]:
+    """Work first, then the dearest; their dollars sum to the rounded total."""
+    names = sorted(micros, key=lambda name: (name != WORK, -usd[name], name))
+    amounts = apportion([usd[name] for name in names], total=total_usd)
+    return tuple(
+        CauseLine(cause=name, rank_microseconds=micros[name], usd=amount)
+        for name, amount in zip(names, amounts, strict=True)
+        if micros[name]
+    )

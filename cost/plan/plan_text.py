@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
+from ebbflow.cost.amounts import count, duration, number, percent, plain, usd
 from ebbflow.cost.catalogue import advisor_recorded
 from ebbflow.cost.plan.fit import gib
 from ebbflow.cost.plan.plan import RANKED, Plan
 from ebbflow.cost.plan.pools import Candidate, Rejection
 from ebbflow.cost.prices.quote import short_age_text
-from ebbflow.cost.report.figures import count, duration, number, percent, plain, usd
 
 WIDTH = 100
 BAR = "│"

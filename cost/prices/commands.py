@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ebbflow.cost.amounts import plain
 from ebbflow.cost.catalogue import InstanceType, load_catalogue
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.prices.ec2_prices import Answers, ask
 from ebbflow.cost.prices.quote import PriceSource, Quote, is_zone_of, short_age_text
 from ebbflow.cost.prices.recorded import Recording, write_recording
 from ebbflow.cost.prices.source import open_prices
-from ebbflow.cost.report.figures import plain
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.problems import ConfigError
 from ebbflow.infra.config.schema import CostConfig, RunConfig

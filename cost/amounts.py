@@ -1,4 +1,4 @@
-"""How single figures are written: one place, so that terminal, card and page can be compared letter by letter.
+"""Dollars and other amounts: round them, divide them so that the parts sum to the whole, format them as text.
 
 Dollars: cents from $10 on, else four decimals, since a laptop's whole run costs less than a cent's worth of any GPU.
 """
@@ -6,10 +6,41 @@ Dollars: cents from $10 on, else four decimals, since a laptop's whole run costs
 from __future__ import annotations
 
 import math
-from decimal import Decimal
+from decimal import ROUND_FLOOR, ROUND_HALF_EVEN, Decimal
 
-from ebbflow.cost.money import rounded
 from ebbflow.infra.foreign_text import one_line
+
+# Dollars are kept to six decimals: a rank-second of the cheapest pool costs about a ten-thousandth of a dollar.
+USD_DECIMALS = 6
+
+
+def quantum(decimals: int) -> Decimal:
+    return Decimal(1).scaleb(-decimals)
+
+
+def rounded(amount: Decimal, decimals: int = USD_DECIMALS) -> Decimal:
+    return amount.quantize(quantum(decimals), ROUND_HALF_EVEN)
+
+
+def apportion(amounts: list[Decimal], decimals: int = USD_DECIMALS, *, total: Decimal | None = None) -> list[Decimal]:
+    """Round each amount so that their sum is exactly the rounded sum of the exact amounts.
+
+    total: that rounded sum, where it is already known. Give it wherever one whole is divided in several ways: Decimal
+    sums depend on their order in the 28th digit, and a sum that lies half-way between two units rounds to either.
+
+    Rule of the largest remainder: every amount is rounded down to `decimals`, and the units that are then missing
+    from the rounded total go, one each, to the amounts that lost most (to the earlier one when equal). No amount
+    moves by a whole unit or more.
+    """
+    unit = quantum(decimals)
+    floors = [amount.quantize(unit, ROUND_FLOOR) for amount in amounts]
+    whole = rounded(sum(amounts, Decimal(0)), decimals) if total is None else total
+    missing = int((whole - sum(floors, Decimal(0))) / unit)
+    by_loss = sorted(range(len(amounts)), key=lambda index: (floors[index] - amounts[index], index))
+    for index in by_loss[:missing]:
+        floors[index] += unit
+    return floors
+
 
 NONE = "n/a"
 _CENTS_FROM = Decimal(10)

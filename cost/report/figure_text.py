@@ -1,0 +1,443 @@
+"""The figures of a report as rows and lines of text, the same for the terminal, the card and the page.
+
+The lines of a ledger are rounded by the largest remainder at those decimals, so that what is displayed adds up too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from ebbflow.cost.amounts import (
+    NONE,
+    apportion,
+    count,
+    duration,
+    number,
+    percent,
+    plain,
+    seconds,
+    share_of,
+    usd,
+    usd_decimals,
+)
+from ebbflow.cost.capacity.history import UNKNOWN
+from ebbflow.cost.ledger.ledger import MEASURED, SIMULATED, UNPRICED
+from ebbflow.cost.report.report import RunReport
+from ebbflow.infra.config.sources import DEFAULT, value_text
+from ebbflow.infra.ledger_classes import LedgerClass
+
+_DAMAGE_SHOWN = 10
+LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")
+
+
+def ledger_rows(report: RunReport) -> list[tuple[str, str, str, str, str]]:
+    """(class, rank-seconds, share of the paid time, dollars, kind) of each line, and of the total as the last row.
+
+    The displayed seconds and dollars of the lines sum to the displayed totals.
+    """
+    decimals = usd_decimals(report.total_usd)
+    dollars = apportion([line.usd for line in report.ledger], decimals)
+    time = apportion([Decimal(line.rank_microseconds) / 1_000_000 for line in report.ledger], 2)
+    paid = report.paid_rank_seconds
+    rows = [
+        (
+            str(line.ledger_class).replace("_", " "),
+            f"{shown_seconds:,}",
+            percent(line.rank_seconds / paid if paid else None),
+            usd(shown_usd, decimals),
+            line.kind,
+        )
+        for line, shown_seconds, shown_usd in zip(report.ledger, time, dollars, strict=True)
+    ]
+    kinds = {line.kind for line in report.ledger}
+    kind = "estimated" if kinds - {MEASURED} else MEASURED
+    return [*rows, ("total", seconds(paid), percent(1.0 if paid else None), usd(report.total_usd, decimals), kind)]
+
+
+def key_figures(report: RunReport) -> dict[str, str]:
+    """The headline figures by name. Every rendering holds each of them, letter by letter. Unknown ones are left out."""
+    actual = report.actual
+    figures = {
+        "job": plain(report.job),
+        "outcome": outcome_text(report),
+        "total": usd(report.total_usd),
+        "savings": usd(report.savings_usd, usd_decimals(report.total_usd)),
+        "regret": regret_text(report),
+        "budget": budget_text(report),
+        "paid by": owner_text(report),
+        "prices": price_text(report),
+        "paid time": f"{seconds(report.paid_rank_seconds)} rank-seconds",
+        "wall time": duration(_seconds_of(actual.get("wall_hours"))),
+        "speed": f"{number(actual.get('tokens_per_second'), 0)} {weight_unit(report)}/s",
+        "MFU": mfu_text(report),
+        **_quality(report),
+        "final loss": number(final_loss(report)),
+        "commits": count(actual.get("commits", 0), "commit"),
+        "saves": _saves(actual.get("saves") or {}),
+        "interruptions": count(report.interruptions, "interruption"),
+        "failures": count(report.failures, "failure"),
+        "redone": count(report.redone_steps, "redone step"),
+        "goodput": percent(actual.get("goodput")),
+        "unattributed": percent(actual.get("unattributed_share"), 2),
+        "weights": report.weights_sha256 or NONE,
+        **_certificate(report),
+    }
+    return {name: figure for name, figure in figures.items() if not _is_unknown(figure)}
+
+
+def _is_unknown(figure: str) -> bool:
+    """n/a, with or without the unit behind it."""
+    return figure.split(" ")[0] == NONE
+
+
+def mfu_text(report: RunReport) -> str:
+    """Such as "41.0 % of measured peak", or why it is withheld."""
+    withheld = report.actual.get("mfu_withheld")
+    return f"withheld: {plain(withheld)}" if withheld else share_of(report.actual.get("mfu"), "measured peak")
+
+
+def outcome_text(report: RunReport) -> str:
+    """The outcome with its exit code, or since when and where the job is running."""
+    if report.running is None:
+        return f"{report.outcome} (exit code {report.exit_code})"
+    running = {name: plain(str(value)) for name, value in report.running.items()}
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(report.running["since_utc"]))
+    by = f"`{running['command']}` of {running['user']}, pid {running['pid']}"
+    return f"running since {since} on host {running['host']} ({by}); all figures are so far"
+
+
+def weight_unit(report: RunReport) -> str:
+    """What the weight of a batch counts, and with it speeds and losses: tokens for text."""
+    return plain(report.actual.get("weight_unit") or "tokens")
+
+
+def loss_unit(report: RunReport) -> str:
+    unit = weight_unit(report)
+    return "nats per token" if unit == "tokens" else f"per {unit.removesuffix('s')}"
+
+
+def _quality(report: RunReport) -> dict[str, str]:
+    """How good the model is: loss against entropy for text, else whatever the workload's own evaluation gave."""
+    actual = report.actual
+    if weight_unit(report) == "tokens":
+        return {
+            "held-out loss": f"{number(actual.get('held_out_loss'))} nats per token",
+            "unigram entropy": f"{number(actual.get('unigram_entropy_nats'))} nats per token",
+            "loss / entropy": number(actual.get("held_out_ratio"), 3),
+        }
+    return {plain(name).replace("_", " "): number(value) for name, value in (actual.get("metrics") or {}).items()}
+
+
+def _certificate(report: RunReport) -> dict[str, str]:
+    """Whether resuming was proven before the job began; nothing where nobody asked."""
+    found = report.events.get("certificate")
+    if not found:
+        return {}
+    verdict = "holds" if found.get("holds") else "DOES NOT HOLD"
+    tried = count(len(found.get("interruptions") or []), "interruption")
+    return {"certificate": f"resume {verdict}: {tried} of {count(found.get('steps') or 0, 'step')}, bit for bit"}
+
+
+def _saves(found: dict[str, Any]) -> str:
+    """What they cost, with redone work: predicted, and as it came; n/a when neither is known."""
+    lost, predicted = found.get("actual_loss"), found.get("predicted_loss")
+    known = [] if lost is None else [f"stalls and redone steps {share_of(lost, 'paid time')}"]
+    known += [] if predicted is None else [f"predicted {percent(predicted)}"]
+    if known and found.get("skipped"):
+        known[-1] += f"; {found['skipped']:,} left out"
+    return ", ".join(known) or NONE
+
+
+def price_text(report: RunReport) -> str:
+    """How the dollars are to be read."""
+    kind = plain(report.actual.get("price_kind", UNPRICED))
+    if kind == SIMULATED:
+        return f"simulated: priced as if on {plain(pool_text(report.plan))}"
+    if _nothing_paid(report):
+        chosen = (report.plan or {}).get("chosen")
+        planned = f"it was to run on {plain(pool_text(report.plan))}" if chosen else "it has no plan"
+        return f"none: nothing of the job has started, so that nothing was paid for; {planned}"
+    if kind == UNPRICED:
+        return "unpriced: the events hold no plan"
+    return kind
+
+
+def _nothing_paid(report: RunReport) -> bool:
+    return report.actual.get("price_kind", UNPRICED) == UNPRICED and not report.paid_microseconds
+
+
+def pool_text(plan: dict[str, Any] | None) -> str:
+    """Such as "2 × g5.xlarge spot in use1-az4"; n/a without a pool."""
+    chosen = (plan or {}).get("chosen")
+    if not chosen:
+        return NONE
+    pool = f"{chosen['nodes']} × {chosen['instance_type']} {str(chosen['market']).replace('_', '-')}"
+    place = chosen.get("zone") or chosen.get("region")  # plans before there were several have none
+    return f"{pool} in {place}" if place else pool
+
+
+def final_loss(report: RunReport) -> float | None:
+    return report.loss_curve[-1][1] if report.loss_curve else None
+
+
+def comparison_header(report: RunReport) -> tuple[str, str, str]:
+    """Column titles of `comparison_rows`: a local run is not what was planned, so it must not look like it."""
+    if (report.plan or {}).get("simulated"):
+        return "plan against actual", "planned on the pool (estimated)", "actual on this machine"
+    return "plan against actual", "planned (estimated)", "actual (measured)"
+
+
+def comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
+    """(figure, planned, actual): what the plan promised and what came of it. Empty without a plan."""
+    chosen = (report.plan or {}).get("chosen")
+    if not chosen:
+        return []
+    actual = report.actual
+    # The newest plan of a job that went on is for the rest alone: hours and dollars are those of the first.
+    forecast = report.money.get("forecast") or {
+        "hours": chosen["expected_hours"],
+        "compute_usd": chosen["expected_usd"],
+        "interruptions": chosen["interruptions"],
+    }
+    rows = [
+        ("hours", number(forecast["hours"]), number(actual.get("wall_hours"))),
+        ("dollars", usd(forecast["compute_usd"]), usd(report.total_usd)),
+        (
+            f"{weight_unit(report)}/s",
+            number(chosen["tokens_per_second"], 0),
+            number(actual.get("tokens_per_second"), 0),
+        ),
+        ("MFU", share_of(chosen["mfu"], "data sheet peak"), share_of(actual.get("mfu"), "measured peak")),
+        ("interruptions", number(forecast["interruptions"], 4), str(report.interruptions)),
+    ]
+    return [row for row in rows if not (_is_unknown(row[1]) and _is_unknown(row[2]))]
+
+
+GENERATION_HEADER = ("generation", "from step", "last step", "paid rank-seconds", "ended", "culprit")
+
+
+def generation_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str]]:
+    """`GENERATION_HEADER` of each start of the gang, oldest first. Empty with a single one, which the rest describes.
+
+    The displayed seconds sum to those of the ledger, but for nodes of AWS Batch that never joined a generation.
+    """
+    lines = report.events.get("generations", [])
+    if len(lines) < 2:
+        return []
+    paid = apportion([Decimal(str(line["paid_rank_seconds"])) for line in lines], 2)
+    return [
+        (
+            str(line["generation"]),
+            f"{line['from_step']:,}",
+            NONE if line["last_step"] is None else f"{line['last_step']:,}",
+            f"{paid_seconds:,}",
+            plain(line["ended"] or "not recorded").replace("_", " "),
+            plain(line["culprit"] or ""),
+        )
+        for line, paid_seconds in zip(lines, paid, strict=True)
+    ]
+
+
+def configuration_rows(report: RunReport, *, defaults: bool) -> list[tuple[str, str, str]]:
+    """(key, value, source) of what was set, or of what was left at its default."""
+    return [
+        (plain(row["key"]), plain(value_text(row["value"])), plain(row["source"]))
+        for row in report.configuration
+        if (row["source"] == DEFAULT) is defaults
+    ]
+
+
+def trust_lines(report: RunReport) -> list[str]:
+    """What each kind of figure rests on."""
+    billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
+    estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
+    inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
+    rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]
+    exact = "" if _nothing_paid(report) else "exact at that price, "
+    lines = [
+        *damage_lines(report),
+        "measured: losses, steps, speed and all time that agents and ranks recorded",
+        f"dollars: {_price_in_full(report)}; {exact}no invoice (taxes, credits, storage, transfer left out)",
+    ]
+    if report.money.get("light_steps_away"):
+        lines.append(
+            "not counted: the jobs of the steps around training (start, preflight, plan, prepare, report …), which ran "
+            "on other machines as well; the provider's bill has them, that of AWS Batch by the run's tags"
+        )
+    if inferred:
+        why = "a node's end was not recorded, so it is billed to its last sign of life"
+        if report.money.get("attempts"):
+            why += (
+                ", or as long as AWS Batch says: before the first word it is start-up, after the last what ended "
+                "it; their sum is Batch's own, how it divides follows from two clocks"
+            )
+        lines.append(f"estimated: {', '.join(inferred)}: {why}")
+    if rules:
+        lines.append(f"estimated: {', '.join(rules)}: by the provider's rules, for an instance that is known by its id")
+    lines += price_lines(report)
+    lines += [plain(line) for line in (report.plan or {}).get("prices", [])]
+    if (report.plan or {}).get("chosen"):
+        lines.append("estimated: the plan's hours, dollars, speed and interruptions")
+    share = report.actual.get("unattributed_share") or 0.0
+    if share > 0.01:
+        lines.append(f"caution: {percent(share, 2)} of the paid time is unattributed, more than 1 %")
+    if (report.money.get("hindsight") or {}).get("usd") is not None:
+        lines.append(
+            "regret: against the cheapest recorded prices of the same shape with the whole future known, as if there "
+            "had always been capacity; estimated, the most that could have been saved"
+        )
+    if report.savings_usd is not None:
+        lines.append(
+            "savings: the useful work alone (completed steps that are in the final weights) at the on-demand price, "
+            "less the total: start-up, saves and redone work count against"
+        )
+    return lines
+
+
+def damage_lines(report: RunReport) -> list[str]:
+    """What is damaged or missing in the event log, the first places by name. Empty for a sound log."""
+    damage = report.events.get("damage") or []  # reports of before it was recorded have none
+    if not damage:
+        return []
+    places = count(len(damage), "place")
+    lines = [f"DAMAGED: the event log is damaged in {places}; time, dollars and losses are folded from what is left"]
+    for one in damage[:_DAMAGE_SHOWN]:
+        line = f" line {one['line']}" if one.get("line") else ""
+        lines.append(f"damaged: {plain(one['segment'])}{line}: {plain(one['what'])}")
+    if len(damage) > _DAMAGE_SHOWN:
+        lines.append(f"damaged: {len(damage) - _DAMAGE_SHOWN:,} more places are in report.json (events.damage)")
+    return lines
+
+
+def _price_in_full(report: RunReport) -> str:
+    """The price as it was quoted, and how it was known; plans that were made before quotes were kept lack both."""
+    chosen = (report.plan or {}).get("chosen") or {}
+    text, quoted = price_text(report), chosen.get("quoted_usd_per_hour")
+    # The quote is of the planned pool: of other machines the lines on prices say more.
+    if not quoted or report.actual.get("price_kind") not in (SIMULATED, chosen.get("price_kind")):
+        return text
+    known = f" ({plain(chosen.get('price_kind', NONE))})" if report.actual.get("price_kind") == SIMULATED else ""
+    return f"{text}, ${plain(quoted)}/h per node{known}"
+
+
+def failure_lines(report: RunReport) -> list[str]:
+    """The failures, first one first."""
+    return [
+        f"{duration(failure['seconds'])}: {plain(failure['what'])}"
+        + (f" ({plain(failure['culprit'])})" if failure.get("culprit") else "")
+        for failure in report.events.get("failures", [])
+    ]
+
+
+def _seconds_of(hours: float | None) -> float | None:
+    return None if hours is None else hours * 3600
+
+
+_LONGEST = 48  # a generation's reason is foreign text
+CAUSE_HEADER = ("what it was paid for", "rank-seconds", "share", "USD")
+
+
+def cause_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
+    """`CAUSE_HEADER` of each cause and of the total. What is displayed sums to the displayed totals."""
+    causes = report.money.get("causes") or []
+    if not causes:
+        return []
+    decimals = usd_decimals(report.total_usd)
+    dollars = apportion([Decimal(str(line["usd"])) for line in causes], decimals)
+    time = apportion([Decimal(str(line["rank_seconds"])) for line in causes], 2)
+    total = float(report.total_usd)
+    rows = [
+        (
+            _short(plain(line["cause"])),
+            f"{shown_seconds:,}",
+            percent(line["usd"] / total if total else None),
+            usd(shown_usd, decimals),
+        )
+        for line, shown_seconds, shown_usd in zip(causes, time, dollars, strict=True)
+    ]
+    whole = percent(1.0 if total else None)
+    return [*rows, ("total", seconds(report.paid_rank_seconds), whole, usd(report.total_usd, decimals))]
+
+
+def regret_text(report: RunReport) -> str:
+    """Such as "$0.0012 (34.0 %) over $0.0035 in hindsight, estimated"."""
+    found = report.money.get("hindsight")
+    if not found:
+        return NONE
+    decimals = usd_decimals(report.total_usd)
+    share = percent(found.get("regret_share"))
+    return f"{usd(found['regret_usd'], decimals)} ({share}) over {usd(found['usd'], decimals)} in hindsight, estimated"
+
+
+def budget_text(report: RunReport) -> str:
+    """Such as "62.0 % of $5.0000, told at 50 %"; n/a without a budget."""
+    limit = (report.plan or {}).get("budget_usd")
+    if not limit:
+        return NONE
+    told = [percent(share, 0) for share in report.money.get("thresholds") or []]
+    return f"{percent(float(report.total_usd) / limit)} of {usd(limit)}" + (
+        f", told at {', '.join(told)}" if told else ""
+    )
+
+
+def owner_text(report: RunReport) -> str:
+    """Owner and project of the configuration; n/a where nobody set them."""
+    owner, project = (plain(report.money.get(name) or NONE) for name in ("owner", "project"))
+    return NONE if owner == project == NONE else f"{owner}, project {project}"
+
+
+def price_lines(report: RunReport) -> list[str]:
+    """How the price of each kind of machine is known, where they were not all of one."""
+    found = report.money.get("prices") or []
+    nodes, decimals = sum(line["nodes"] for line in found), usd_decimals(report.total_usd)
+    if len(found) < 2:
+        return []
+    return [
+        f"prices: {line['nodes']} of {nodes} nodes on {plain(line['pool'] or NONE)}, "
+        f"{usd(line['usd'], decimals)}: {plain(line['kind'])}"
+        for line in found
+    ]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+ATTEMPT_HEADER = ("attempt", "ended", "waited", "hours", "planned", "USD/h", "planned", "USD")
+PLACE_HEADER = ("attempt", "where", "why")
+_NOTHING_TOLD = "not told"
+
+
+def attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """`ATTEMPT_HEADER` of each: hours and dollars per hour beside what was planned."""
+    return [
+        (
+            str(one["number"]),
+            _ended(one),
+            duration(one["actual"]["wait_seconds"]),
+            number(one["actual"]["hours"]),
+            number(one["planned"]["hours"]),
+            usd(one["actual"]["usd_per_hour"], 4),
+            usd(one["planned"]["usd_per_hour"], 4),
+            usd(one["actual"]["usd"], 4),
+        )
+        for one in attempts
+    ]
+
+
+def place_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """`PLACE_HEADER` of each."""
+    return [(str(one["number"]), plain(one["where"]), plain(one["why"])) for one in attempts]
+
+
+def place_lines(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where each was placed and why, a line for each."""
+    return [f"{name}: {where}: {why}" for name, where, why in place_rows(attempts)]
+
+
+def _ended(one: Mapping[str, Any]) -> str:
+    cause = plain(one["ended"] or "")
+    return _NOTHING_TOLD if cause in ("", UNKNOWN) else cause.replace("_", " ")
