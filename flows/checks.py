@@ -22,7 +22,7 @@ _OF_AN_ACCOUNT = "aws-"  # how the ids of checks begin that ask an AWS account
 def all_checks() -> list[Check]:
     """The checks of every room, in the order in which they are told."""
     from ebbflow.cost.checks import CHECKS as cost_checks
-    from ebbflow.flows.attempts.past import CHECKS as batch_checks
+    from ebbflow.flows.attempts.settlement import CHECKS as batch_checks
     from ebbflow.flows.metaflow_fixes import CHECKS as metaflow_checks
     from ebbflow.infra.checks import CHECKS as infra_checks
     from ebbflow.training.checks import CHECKS as training_checks

@@ -220,7 +220,7 @@ def prepare(module_name: str) -> None:
         sys.argv[at + 1 :] = checked_options(sys.argv[at + 1 :])
         _launch.claim_job(*job_and_config(sys.argv[at + 1 :]), "run", permits)
     else:
-        from ebbflow.flows.resuming import check_resume, refuse_settings
+        from ebbflow.flows.options import check_resume, refuse_settings
 
         refuse_settings(sys.argv[at + 1 :])
         if (known := check_resume(sys.argv)) is not None:
@@ -336,7 +336,7 @@ def _join_in(words: list[str]) -> None:
 
     mended = metaflow_fixes.needed(sys.argv)
     if words[:2] == ["batch", "step"]:
-        from ebbflow.flows.attempts.submitting import submission
+        from ebbflow.flows.attempts.submission import submission
 
         submission().listen()
         if mended:
@@ -349,7 +349,7 @@ def _join_in(words: list[str]) -> None:
         exit_when_asked()
         give_grace()
     elif words[:1] == ["step"] and remote.in_container():
-        from ebbflow.flows.attempts.stopping import listen_to_stop
+        from ebbflow.flows.attempts.submission import listen_to_stop
 
         listen_to_stop()
         if mended:

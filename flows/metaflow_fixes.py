@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from ebbflow.infra.aws.metaflow import metaflow_setting
+from ebbflow.infra.aws.account import metaflow_setting
 from ebbflow.infra.checks.batch.queues import why_not_asked
 from ebbflow.infra.preflight import Check, Finding, PreflightContext
 

@@ -6,12 +6,12 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from ebbflow.infra.aws.metaflow import metaflow_setting
+from ebbflow.infra.aws.account import metaflow_setting
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError
-from ebbflow.infra.store.aws import aws_settings
+from ebbflow.infra.store.s3 import aws_settings
 
-# Of a light step's job: how long it may wait for capacity (`ebbflow.flows.attempts.submitting`).
+# Of a light step's job: how long it may wait for capacity (`ebbflow.flows.attempts.submission`).
 RUNNABLE_VARIABLE = "EBBFLOW_RUNNABLE_SECONDS"
 
 _BACKENDS = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}

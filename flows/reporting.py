@@ -16,7 +16,7 @@ from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.job import RUNS, Job, write_whole
 from ebbflow.infra.errors import InfraError
 from ebbflow.infra.events import NODE_STARTED, PLAN, PRICES, Event, read_events, read_log
-from ebbflow.infra.metrics.job import job_page
+from ebbflow.infra.metrics import job_page
 from ebbflow.infra.program import PROJECT_ROOT
 
 _COMPARED_JOBS = 8
@@ -53,7 +53,7 @@ def write_report(job: Job) -> RunReport:
     Here first: a store that is full or takes no more writes still has events to tell from. Raises StoreError where it
     does not take the report.
     """
-    from ebbflow.flows.attempts.past import settle_all  # not for each card's process, which imports this as well
+    from ebbflow.flows.attempts.settlement import settle_all  # not for each card's process, which imports this as well
 
     settle_all(job)
     record_prices(job)

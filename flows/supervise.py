@@ -24,6 +24,6 @@ if __name__ == "__main__":
     from ebbflow.infra.process import exit_when_interrupted
 
     exit_when_interrupted()
-    from ebbflow.flows.supervising.command import main
+    from ebbflow.flows.supervising.supervisor import main
 
     sys.exit(main(sys.argv[1:]))

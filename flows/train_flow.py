@@ -2,10 +2,11 @@
 
     python flows/train_flow.py run [--config configs/laptop.yaml] [--set model.num_layers=8] [--rehearse node-loss@60%]
 
-Each step is a few lines; what happens in it lives in `training/`, `cost/` and `infra/`. `train` runs on every node of
-the gang, `train_node` on a single one in AWS Batch, which runs no several nodes on Spot. Both are retried from the last
-commit when something dies, and where they run is chosen afresh for each attempt (`flows/capacity.py`). Neither decides
-how the run ends: `report` tells it in any case, and `end` fails the run when the job is not complete.
+Each step is a few lines; the work is in `training/`, `cost/` and `infra/`. `train` runs on every node of the gang,
+`train_node` on a single node in AWS Batch, because Batch runs no job of several nodes on Spot. Metaflow retries both
+from the last commit when something dies, and `@capacity` (`flows/decorators.py`) chooses where each attempt runs.
+Neither step decides how the run ends: `report` always runs and shows it, and `end` fails the run when the job is not
+complete.
 """
 
 import sys
@@ -32,10 +33,8 @@ launcher.prepare(__name__)
 
 from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, parallel, retry, step
 
-from ebbflow.flows import cards, certifying, gang, reporting, steps
-from ebbflow.flows.backends import cloud, local  # noqa: F401 - makes `--with cloud` and `--with local` known
-from ebbflow.flows.capacity import capacity
-from ebbflow.flows.packaging import package_sources
+from ebbflow.flows import cards, gang, reporting, steps
+from ebbflow.flows.decorators import capacity, cloud, local, package_sources  # noqa: F401 - makes `--with cloud` and `--with local` known
 
 
 @package_sources()
@@ -92,7 +91,7 @@ class TrainFlow(FlowSpec):
     def prepare(self):
         """Put the data where all ranks find them, once: the text as token shards; then start training."""
         self.prepared = steps.prepare_data(self)
-        self.certificate = certifying.certify(self)
+        self.certificate = steps.certify(self)
         self.num_nodes = gang.gang_shape(self).nodes
         self.rounds = 0
         self.way = gang.first_way(self)

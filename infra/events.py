@@ -77,7 +77,7 @@ PREPARED = "prepared"
 PLAN = "plan"  # the plan as JSON
 # Written by whoever submits an attempt to AWS Batch. placed: placement (`cost.capacity.Placement` as JSON), attempt,
 # round, why, after_generation (the newest that was known then).
-# batch_attempt: what Batch told of the job once it was over (`ebbflow.infra.batch.attempts.BatchAttempt`): job_id,
+# batch_attempt: what Batch told of the job once it was over (`ebbflow.infra.batch.jobs.BatchAttempt`): job_id,
 # job_name, queue, nodes, status, created_utc, started_utc, stopped_utc (Unix times by Batch's clock, null: it did not
 # come to that), exit_code, reason, cause, node_times (of several nodes: [started, stopped] of each); and of its
 # placement instance_type, market, region, zone, processes_per_node, usd_per_hour, quoted_usd_per_hour, price_kind.

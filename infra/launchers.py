@@ -29,7 +29,7 @@ from ebbflow.infra.errors import InfraError, JobIsRunning, ObjectNotFound, Store
 from ebbflow.infra.layout import LAUNCHERS_PREFIX, launcher_key
 from ebbflow.infra.process import process_stat
 from ebbflow.infra.store import Store
-from ebbflow.infra.store.clock import StoreClock
+from ebbflow.infra.store.objects import StoreClock
 
 # The id of the claim under which a process runs the flow: the supervisor's runs have none of their own.
 CLAIM_VARIABLE = "EBBFLOW_LAUNCHER"

@@ -1,7 +1,7 @@
 """The instance metadata service of EC2, asked by version 2: a token by PUT first, each request within a deadline.
 
 Who the instance is (`infra.instance`), what preflight tries (`infra.checks.machine`) and notices that it is about to be
-taken away (`ebbflow.infra.notices.metadata`) are asked of it by this one client.
+taken away (`ebbflow.infra.notices`) are asked of it by this one client.
 """
 
 from __future__ import annotations

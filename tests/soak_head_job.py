@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.aws.template import TEMPLATE, read_template
+from ebbflow.infra.aws.deploy import TEMPLATE, read_template
 from tests.support.batch.fixture import LocalBatch
 from tests.support.batch.flow import LIGHT, PREFIX, BatchRunner, account
 from tests.support.batch.prepared import paced_settings, with_paced

@@ -12,7 +12,7 @@ import pytest
 from botocore.stub import Stubber
 
 from ebbflow.infra.batch import BatchAttempt, batch_client, cancel_job, describe_attempts, describe_queues
-from ebbflow.infra.batch.attempts import cause_of
+from ebbflow.infra.batch.jobs import cause_of
 from ebbflow.infra.errors import CloudAway, CloudForbidden, CloudRefused
 from tests.support.batch.fixture import LocalBatch, local_batch
 

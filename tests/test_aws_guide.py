@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.infra.aws.template import TEMPLATE, read_template
+from ebbflow.infra.aws.deploy import TEMPLATE, read_template
 
 ROOT = Path(__file__).resolve().parents[1]
 HOURS = 730

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.aws.template import TEMPLATE, read_template
+from ebbflow.infra.aws.deploy import TEMPLATE, read_template
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = ROOT / "infra" / "docker" / "Dockerfile"

@@ -11,7 +11,7 @@ from typing import Any
 import metaflow
 import pytest
 
-from ebbflow.infra.aws.template import TEMPLATE, read_template
+from ebbflow.infra.aws.deploy import TEMPLATE, read_template
 from tests.support.aws.calls import calls, longest_match
 from tests.support.aws.policies import actions, broad_actions, listed, roles, statements
 
@@ -22,18 +22,18 @@ THEIRS = "metaflow:"  # how the paths of Metaflow's files begin here
 # What needs an action: a file, and the text in it that makes, or leads to, the call.
 BUCKET = {
     "s3:GetObject": ("infra/store/objects.py", "obstore.get("),
-    "s3:PutObject": ("infra/multipart/client.py", 'query={"uploads": ""}'),
+    "s3:PutObject": ("infra/multipart/sinks.py", 'query={"uploads": ""}'),
     "s3:PutObjectTagging": ("training/checkpoint/retention.py", "tags=TOMBSTONE_TAGS"),
     "s3:DeleteObject": ("infra/store/objects.py", "obstore.delete("),
-    "s3:AbortMultipartUpload": ("infra/multipart/client.py", '"DELETE", upload.key'),
+    "s3:AbortMultipartUpload": ("infra/multipart/sinks.py", '"DELETE", upload.key'),
     "s3:ListBucket": ("infra/store/objects.py", "obstore.list("),
-    "s3:ListBucketMultipartUploads": ("infra/multipart/client.py", 'query = {"uploads": "", "prefix": prefix'),
+    "s3:ListBucketMultipartUploads": ("infra/multipart/sinks.py", 'query = {"uploads": "", "prefix": prefix'),
 }
 STEP = BUCKET | {
     "ec2:DescribeSpotPriceHistory": ("cost/prices/ec2_prices.py", "client.describe_spot_price_history"),
     "ec2:DescribeAvailabilityZones": ("cost/prices/ec2_prices.py", "client.describe_availability_zones"),
-    "batch:DescribeJobs": ("infra/batch/attempts.py", "describe_jobs"),
-    "batch:TerminateJob": ("infra/batch/cancel.py", "terminate_job"),
+    "batch:DescribeJobs": ("infra/batch/jobs.py", "describe_jobs"),
+    "batch:TerminateJob": ("infra/batch/jobs.py", "terminate_job"),
 }
 BATCH_CLIENT = f"{THEIRS}plugins/aws/batch/batch_client.py"
 NEEDS: dict[str, dict[str, tuple[str, str]]] = {
@@ -43,7 +43,7 @@ NEEDS: dict[str, dict[str, tuple[str, str]]] = {
         "batch:DescribeJobQueues": ("infra/batch/queues.py", '"describe_job_queues"'),
         "batch:DescribeComputeEnvironments": ("infra/batch/queues.py", '"describe_compute_environments"'),
         "batch:DescribeJobDefinitions": (BATCH_CLIENT, "describe_job_definitions("),
-        "batch:ListJobs": ("infra/batch/marked.py", '"list_jobs"'),
+        "batch:ListJobs": ("infra/batch/queues.py", '"list_jobs"'),
         "batch:RegisterJobDefinition": (BATCH_CLIENT, "register_job_definition("),
         "batch:SubmitJob": (BATCH_CLIENT, "submit_job("),
         "batch:TagResource": (BATCH_CLIENT, 'self.payload["tags"]'),
@@ -71,9 +71,7 @@ RUN_BY: dict[str, set[str]] = {
     "cost/prices": {STEPS, HEAD},
     "cost/catalogue_refresh.py": {PERSON},
     "infra/aws": {PERSON},
-    "infra/batch/attempts.py": {STEPS, HEAD},
-    "infra/batch/cancel.py": {STEPS, HEAD},
-    "infra/batch/marked.py": {HEAD},
+    "infra/batch/jobs.py": {STEPS, HEAD},
     "infra/batch/queues.py": {HEAD},
     "infra/checks/store.py": {STEPS, HEAD},
     f"{THEIRS}plugins/aws/batch/batch_client.py": {HEAD},

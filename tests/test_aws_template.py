@@ -11,7 +11,7 @@ import pytest
 from cfnlint.api import ManualArgs, lint
 
 from ebbflow.cost.catalogue import load_catalogue
-from ebbflow.infra.aws.template import LARGEST_TEMPLATE, TEMPLATE, planned, read_template
+from ebbflow.infra.aws.deploy import LARGEST_TEMPLATE, TEMPLATE, planned, read_template
 from ebbflow.infra.config import load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.layout import TOMBSTONE_TAGS

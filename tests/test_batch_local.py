@@ -22,7 +22,7 @@ _NO_CAPACITY = "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"
 _AWAITS_NOTICE = """
 import time
 from ebbflow.infra.instance import identify
-from ebbflow.infra.notices.metadata import MetadataSource
+from ebbflow.infra.notices import MetadataSource
 machine = identify()
 source = MetadataSource(poll_seconds=0.1)
 print(machine.instance_id, machine.instance_type, machine.zone, machine.market, repr(source.begin()), flush=True)

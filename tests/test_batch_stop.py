@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.flows.attempts.stopping import make_stoppable
+from ebbflow.flows.attempts.submission import make_stoppable
 from ebbflow.flows.metaflow_fixes import command_of_node
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,7 +19,7 @@ _TASK = f"""
 import signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from ebbflow.flows.attempts.stopping import listen_to_stop
+from ebbflow.flows.attempts.submission import listen_to_stop
 
 def leave(number, frame):
     signal.signal(number, signal.SIG_IGN)  # sent to all of the group, it comes twice

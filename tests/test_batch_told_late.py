@@ -12,7 +12,7 @@ from metaflow.plugins.aws.batch.batch_client import RunningJob
 
 from ebbflow.cost.report.report import failures
 from ebbflow.flows import metaflow_fixes
-from ebbflow.flows.attempts.past import settle
+from ebbflow.flows.attempts.settlement import settle
 from ebbflow.flows.job import Job
 from ebbflow.infra.batch import batch_client
 from ebbflow.infra.config.schema import RunConfig

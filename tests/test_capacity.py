@@ -12,7 +12,7 @@ from ebbflow.cost.capacity.placement import offers
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.errors import PlacementError
 from ebbflow.infra.batch import ComputeEnvironment, in_queues_region
-from ebbflow.infra.batch.attempts import Cause
+from ebbflow.infra.batch.jobs import Cause
 from ebbflow.infra.batch.queues import contradiction
 from ebbflow.infra.config.batch import QueueConfig
 from ebbflow.infra.events import GENERATION_ENDED, NODE_STARTED, NOTICE

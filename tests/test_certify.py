@@ -14,7 +14,7 @@ import torch
 import ebbflow.training.certify
 from ebbflow.cost.report.figure_text import key_figures
 from ebbflow.cost.report.report import build_report
-from ebbflow.flows import certifying, steps
+from ebbflow.flows import steps
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import CERTIFICATE, Event, read_events
 from ebbflow.infra.events import OUTCOME as OUTCOME_EVENT
@@ -108,8 +108,7 @@ def told_by(config: RunConfig) -> list[Event]:
 @pytest.fixture
 def in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(run_id="7", step_name="prepare")
-    for module in (certifying, steps):
-        monkeypatch.setattr(module, "current", now)
+    monkeypatch.setattr(steps, "current", now)
 
 
 @pytest.mark.usefixtures("in_a_run")
@@ -130,7 +129,7 @@ def test_the_flow_certifies_a_job_that_is_killed_and_the_report_has_it(
     )
     fewer = functools.partial(ebbflow.training.certify.certify_in_child, steps=12, interruptions=["a rank is killed"])
     monkeypatch.setattr(ebbflow.training.certify, "certify_in_child", fewer)
-    found = certifying.certify(flow_of(config))
+    found = steps.certify(flow_of(config))
     assert found is not None and found["holds"], told(found)
     [killed] = found["interruptions"]
     assert killed["generations"] == 2 and killed["redone_steps"] >= 1 and killed["resumed_from"][-1] >= 2
@@ -149,9 +148,9 @@ def test_a_certificate_that_does_not_hold_ends_the_run_before_the_gang_starts(
     monkeypatch.setattr(ebbflow.training.certify, "certify_in_child", lambda config: spoiled)
     config = RunConfig(store=str(tmp_path / "store"))
     with pytest.raises(steps.StepFailed, match="would not resume exactly"):
-        certifying.certify(flow_of(config))
+        steps.certify(flow_of(config))
     assert [(event.name, event.data.get("outcome")) for event in told_by(config)] == [
         (CERTIFICATE, None),
         (OUTCOME_EVENT, "failed"),
     ]
-    assert certifying.certify(SimpleNamespace(certify=False)) is None
+    assert steps.certify(SimpleNamespace(certify=False)) is None

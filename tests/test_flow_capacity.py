@@ -13,9 +13,8 @@ from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
 
 from ebbflow.cost.capacity import History, PastAttempt, Placement, history_of
 from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
-from ebbflow.flows.attempts.placing import in_vain
-from ebbflow.flows.backends import cloud
-from ebbflow.flows.capacity import CapacityDecorator, apply, stay
+from ebbflow.flows.attempts.placement import in_vain
+from ebbflow.flows.decorators import CapacityDecorator, apply, cloud, stay
 from ebbflow.flows.gang import train_round
 from ebbflow.flows.metaflow_fixes import command_of_node, correct_nodes, known_release, needed
 from ebbflow.flows.remote import backend_asked, refusal, set_environment
@@ -77,7 +76,7 @@ def test_what_with_cloud_adds_has_begun_in_every_release() -> None:
     """Older ones do not begin what a mutator adds: @batch then had no tags, and its first attempt ended the run."""
     step = SimpleNamespace(decorators=[])
     mutable = SimpleNamespace(
-        decorator_specs=[("capacity", "ebbflow.flows.capacity", [], {})],
+        decorator_specs=[("capacity", "ebbflow.flows.decorators", [], {})],
         add_decorator=lambda name: step.decorators.append(BatchDecorator()),
         _my_step=step,
     )

@@ -15,8 +15,8 @@ import pytest
 
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.flows.attempts.order import AttemptName, Order
-from ebbflow.flows.attempts.past import unsettled_jobs
-from ebbflow.flows.attempts.placing import Ask, place_attempt
+from ebbflow.flows.attempts.placement import Ask, place_attempt
+from ebbflow.flows.attempts.settlement import unsettled_jobs
 from ebbflow.flows.job import Job
 from ebbflow.flows.remote import set_environment
 from ebbflow.infra.batch import lightest_queue

@@ -10,7 +10,7 @@ from metaflow import FlowSpec, batch, kubernetes, step
 
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.plan.plan_text import render_plan
-from ebbflow.flows import planning, reporting
+from ebbflow.flows import reporting, steps
 from ebbflow.flows.job import Job
 from ebbflow.infra.config.schema import CostConfig, RunConfig
 from ebbflow.infra.errors import StoreAway
@@ -50,7 +50,7 @@ class OnKubernetes(FlowSpec):
 
 
 def test_only_what_stays_on_this_machine_is_simulated() -> None:
-    assert [planning.stays_here(flow) for flow in (Here, OnBatch, OnKubernetes)] == [True, False, False]
+    assert [steps.stays_here(flow) for flow in (Here, OnBatch, OnKubernetes)] == [True, False, False]
 
 
 def test_on_batch_only_what_a_queue_takes_is_planned(
@@ -64,8 +64,8 @@ def test_on_batch_only_what_a_queue_takes_is_planned(
     with local_batch(tmp_path, queues=there) as batch:
         monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
         batch.client().update_job_queue(jobQueue="spot-g6", state="DISABLED")
-        found = planning.queues_there(OnBatch, config)
-        assert planning.queues_there(Here, config) is None
+        found = steps.queues_there(OnBatch, config)
+        assert steps.queues_there(Here, config) is None
     free = make_plan(config, now_utc=WALL)
     bound = make_plan(config, now_utc=WALL, queues=found)
     assert free.chosen is not None and free.chosen.instance_type != "g6.xlarge"
@@ -76,7 +76,7 @@ def test_on_batch_only_what_a_queue_takes_is_planned(
     none = make_plan(batch_config(), now_utc=WALL, queues=found)
     assert none.refusal is not None and none.refusal.outcome is Outcome.NO_CAPACITY
     assert "spot-g6: has g6.xlarge" in none.refusal.message and "cluster.instance_types" in none.refusal.hint
-    assert planning.queues_there(OnBatch, config) is None, "Batch is away, and no queue is configured"
+    assert steps.queues_there(OnBatch, config) is None, "Batch is away, and no queue is configured"
     assert "the plan goes by all instance types" in capsys.readouterr().out
 
 
@@ -89,13 +89,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 def test_a_store_that_does_not_tell_of_earlier_jobs_ends_none(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert planning.experience(job).stays == {}
+    assert steps.experience(job).stays == {}
 
     def away(*_: object) -> None:
         raise StoreAway("the store does not answer")
 
     monkeypatch.setattr(Store, "list", away)
-    assert planning.experience(job).stays == {}
+    assert steps.experience(job).stays == {}
     assert "what own jobs have shown of pools and speeds is not known: the store does" in capsys.readouterr().out
 
 

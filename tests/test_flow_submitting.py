@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SUBMITTER = """
 import sys, time
 import boto3
-from ebbflow.flows.attempts.submitting import submission
+from ebbflow.flows.attempts.submission import submission
 submission().listen()
 client = boto3.client("batch")
 job = client.submit_job(jobName=sys.argv[1], jobQueue=sys.argv[2], jobDefinition="plain")["jobId"]

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from ebbflow.flows.pods import markets, with_nodes
-from ebbflow.infra.kubernetes.selectors import TAINT, node_selector, pod_memory_mib
+from ebbflow.flows.pods import TAINT, markets, node_selector, pod_memory_mib, with_nodes
 from tests.support.capacity import JobLog, batch_config, placed_now
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")

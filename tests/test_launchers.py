@@ -21,8 +21,8 @@ from ebbflow.cost.__main__ import main as cost_main
 from ebbflow.cost.jobs import load_report
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.flows import launcher, reporting, resuming
-from ebbflow.flows.attempts import past
+from ebbflow.flows import launcher, options, reporting
+from ebbflow.flows.attempts import settlement
 from ebbflow.flows.job import Job
 from ebbflow.infra import launchers
 from ebbflow.infra.config.schema import RunConfig
@@ -229,7 +229,7 @@ def test_a_run_id_file_that_is_used_again_names_no_earlier_run(tmp_path: Path, m
     words = ["train_flow.py", "resume", "--run-id-file", str(file)]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(launcher._launch, "listen", lambda: None)
-    monkeypatch.setattr(resuming, "check_resume", lambda words: None)
+    monkeypatch.setattr(options, "check_resume", lambda words: None)
     for name in ("survive_lost_readers", "guard_terminal", "_set_environment"):
         monkeypatch.setattr(launcher, name, lambda **_: None)
     launcher.prepare("__main__")
@@ -377,14 +377,14 @@ def test_a_run_whose_job_was_taken_over_ends_no_batch_job_and_writes_no_report(
     former = elsewhere(job.store, id="former")
     monkeypatch.setenv(launchers.RUN_CLAIM_VARIABLE, former.id)
     asked: list[object] = []
-    monkeypatch.setattr(past, "describe_attempts", lambda job_ids, *_, **__: asked.append(job_ids) or {})
+    monkeypatch.setattr(settlement, "describe_attempts", lambda job_ids, *_, **__: asked.append(job_ids) or {})
     with job.events("settle") as log:
-        assert past.settle(job, read_events(job.store), None, log) == []
+        assert settlement.settle(job, read_events(job.store), None, log) == []
     assert asked == [["x-1"]]
 
     elsewhere(job.store, number=2, id="successor")
     with job.events("settle") as log, pytest.raises(JobIsRunning, match="job mine was taken over: `run` of ann"):
-        past.settle(job, read_events(job.store), None, log)
+        settlement.settle(job, read_events(job.store), None, log)
     monkeypatch.setattr(reporting, "write_report", pytest.fail)
     monkeypatch.setattr(launcher, "mark_latest", lambda job: None)
     monkeypatch.setattr(Job, "remember", lambda job: None)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.flows.attempts.past import check_left_behind, settle
+from ebbflow.flows.attempts.settlement import check_left_behind, settle
 from ebbflow.flows.job import Job
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import BATCH_SUBMITTED, read_events
@@ -28,7 +28,7 @@ QUEUE = "spot-g5"
 _SUBMITTER = """
 import time
 import boto3
-from ebbflow.flows.attempts.submitting import submission
+from ebbflow.flows.attempts.submission import submission
 
 submission().listen()
 client = boto3.client("batch")

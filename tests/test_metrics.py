@@ -11,9 +11,7 @@ import pytest
 
 from ebbflow.cost.report.report import build_report
 from ebbflow.infra.events import COMMIT_FAILED, EVALUATION, PREPARED, Event
-from ebbflow.infra.metrics.board import Board
-from ebbflow.infra.metrics.catalogue import JOB_METRICS, NODE_METRICS, Kind
-from ebbflow.infra.metrics.job import job_page
+from ebbflow.infra.metrics import JOB_METRICS, NODE_METRICS, Board, Kind, job_page
 from tests.support.exposition import PROMTOOL, lint, parse, values
 from tests.support.timelines import GangLog, event, plan_event
 

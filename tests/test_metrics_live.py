@@ -13,9 +13,7 @@ import pytest
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP
 from ebbflow.infra.layout import commit_key
-from ebbflow.infra.metrics.board import Board
-from ebbflow.infra.metrics.catalogue import NODE_METRICS
-from ebbflow.infra.metrics.push import Group, Pusher, delete_group
+from ebbflow.infra.metrics import NODE_METRICS, Board, Group, Pusher, delete_group
 from ebbflow.infra.terms import Terms
 from ebbflow.training.launch.spec import WorkerSpec
 from ebbflow.training.launch.watch.heartbeat import Heartbeat

@@ -18,9 +18,7 @@ from awscrt.checksums import crc64nvme
 
 from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreForbidden, StoreFull
 from ebbflow.infra.multipart import Bucket, FolderSink, Throttle, open_sink
-from ebbflow.infra.multipart.account import Account
-from ebbflow.infra.multipart.signing import encoded_query, signed_headers
-from ebbflow.infra.multipart.watch import Watch
+from ebbflow.infra.multipart.requests import Account, Watch, encoded_query, signed_headers
 from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
 from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, digits
 from ebbflow.training.errors import CheckpointError

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.imds import FakeMetadata
+from ebbflow.infra import notices as notices_module
 from ebbflow.infra.metadata import MetadataService
 from ebbflow.infra.notices import (
     MetadataSource,
@@ -20,7 +21,6 @@ from ebbflow.infra.notices import (
     Watcher,
     rehearse_notice,
 )
-from ebbflow.infra.notices import watcher as watcher_module
 from tests.support.flow import wait_until
 
 SOON = 0.05
@@ -214,7 +214,7 @@ def test_what_follows_a_notice_whose_time_has_passed_is_heard(
     """A machine that was left alone after all, and is noticed again."""
     service.interrupt(-3600)
     assert source_of(service).look() == [], "of an earlier life of this machine"
-    monkeypatch.setattr(watcher_module, "STALE_SECONDS", 0.1)
+    monkeypatch.setattr(notices_module, "STALE_SECONDS", 0.1)
     service.interrupt(1.0)
     watcher = watching(source_of(service))
     assert watcher.await_first_look(10) and [notice.action for notice in watcher.news()] == ["terminate"]

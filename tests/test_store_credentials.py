@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.infra.errors import StoreAway, StoreError, StoreForbidden, StoreMisconfigured
-from ebbflow.infra.multipart.account import Account, find_account
+from ebbflow.infra.multipart.requests import Account, find_account
 from ebbflow.infra.store import Store
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 from tests.support.flow import ROOT

@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from ebbflow.flows.supervising.options import read_options
-from ebbflow.flows.supervising.record import Record, Spell, read_record
-from ebbflow.flows.supervising.verdict import Verdict, failures_of, in_a_row, judge, pause_seconds, waited_seconds
+from ebbflow.flows.supervising.record import (
+    Record,
+    Spell,
+    Verdict,
+    failures_of,
+    in_a_row,
+    judge,
+    pause_seconds,
+    read_record,
+    waited_seconds,
+)
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import BATCH_ATTEMPT, GENERATION_ENDED, GENERATION_STARTED, SUPERVISED, Origin

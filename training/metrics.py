@@ -16,10 +16,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP
 from ebbflow.infra.layout import parse_commit_key
 from ebbflow.infra.ledger_classes import LedgerClass
-from ebbflow.infra.metrics.board import Board
-from ebbflow.infra.metrics.catalogue import NODE_METRICS
-from ebbflow.infra.metrics.push import Group, Pusher, delete_group
-from ebbflow.infra.metrics.serve import MetricsServer
+from ebbflow.infra.metrics import NODE_METRICS, Board, Group, MetricsServer, Pusher, delete_group
 from ebbflow.infra.terms import Terms
 from ebbflow.training.clock import process_start_monotonic
 from ebbflow.training.launch.ports import on_loopback

@@ -13,7 +13,7 @@ from typing import Any
 from ebbflow.cost.capacity import Placement, attempt_record, history_of, place
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.plan.pools import Progress
-from ebbflow.infra.batch.attempts import BatchAttempt, Cause
+from ebbflow.infra.batch.jobs import BatchAttempt, Cause
 from ebbflow.infra.batch.queues import QueueState
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import BATCH_ATTEMPT, PLACED, Event

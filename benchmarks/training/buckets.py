@@ -104,8 +104,7 @@ def _await(url: str) -> None:
 
 
 def _make_bucket(endpoint: str, environment: dict[str, str]) -> None:
-    from ebbflow.infra.multipart.account import Account
-    from ebbflow.infra.multipart.requests import Requests
+    from ebbflow.infra.multipart.requests import Account, Requests
 
     keys = environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"]
     account = Account(environment["AWS_REGION"], endpoint, *keys)

@@ -19,8 +19,7 @@ from benchmarks.training.savers import CommitSaver
 from benchmarks.training.state import local_bytes, trained_state
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.multipart.account import find_account
-from ebbflow.infra.multipart.requests import Requests
+from ebbflow.infra.multipart.requests import Requests, find_account
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Generation
 from ebbflow.training.gang import Gang

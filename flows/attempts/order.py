@@ -13,6 +13,8 @@ from typing import Any, Literal
 from ebbflow.infra.layout import order_key
 from ebbflow.infra.store import Store
 
+# What the process that submits needs besides its command line (`ebbflow.flows.attempts.submission`).
+SUBMIT_VARIABLE = "EBBFLOW_SUBMIT"
 # Why an attempt is placed nowhere: set for a step that therefore runs beside the scheduler, and fails.
 UNPLACED_VARIABLE = "EBBFLOW_UNPLACED"
 TRAIN: Does = "train"

@@ -1,4 +1,4 @@
-"""The loop: start the flow, judge how it ended, go on or stop. What it knows of the job it reads from the store."""
+"""The supervisor of a job: start the flow, judge how it ended, go on or stop."""
 
 from __future__ import annotations
 
@@ -9,26 +9,32 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ebbflow.flows.attempts.settlement import end_leftovers
 from ebbflow.flows.job import Job
 from ebbflow.flows.options import give_permits
 from ebbflow.flows.reporting import write_report
 from ebbflow.flows.supervising.child import Child
-from ebbflow.flows.supervising.leftovers import end_leftovers
-from ebbflow.flows.supervising.options import Options
-from ebbflow.flows.supervising.record import Record, Spell, read_record
-from ebbflow.flows.supervising.verdict import (
+from ebbflow.flows.supervising.options import Options, read_options
+from ebbflow.flows.supervising.record import (
     LONGEST_PAUSE_SECONDS,
+    Record,
+    Spell,
     Verdict,
     failures_of,
     in_a_row,
     judge,
     pause_seconds,
+    read_record,
     waited_seconds,
 )
-from ebbflow.infra.errors import StoreAway, StoreError
+from ebbflow.infra.config import ConfigError
+from ebbflow.infra.errors import InfraError, StoreAway, StoreError
 from ebbflow.infra.events import OUTCOME, SUPERVISED
+from ebbflow.infra.foreign_text import guard_terminal
 from ebbflow.infra.launchers import CLAIM_VARIABLE, Claim, claim_job
 from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.process import survive_lost_readers
+from ebbflow.infra.program import PROJECT_ROOT
 
 _FLOW = Path(__file__).resolve().parents[1] / "train_flow.py"
 _STORE_PAUSE_SECONDS = 30.0
@@ -257,3 +263,22 @@ class Supervisor:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def main(arguments: list[str]) -> int:
+    """Supervise one job; the exit code says how it ended."""
+    survive_lost_readers()
+    guard_terminal()
+    try:
+        options = read_options(arguments, project_root=PROJECT_ROOT)
+        return Supervisor(options, _say).supervise()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return Outcome.CONFIG.exit_code
+    except InfraError as error:
+        print(f"supervise: {error}", file=sys.stderr)
+        return error.outcome.exit_code
+
+
+def _say(text: str) -> None:
+    print(f"supervise: {text}", flush=True)

@@ -1,11 +1,13 @@
-"""What an account says of the things that a job needs: read-only questions, each answered or refused by name."""
+"""Read-only questions to an AWS account: quotas, roles, buckets, images, and Metaflow's settings on this machine."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -195,3 +197,34 @@ def _or_none(client: Any, operation: str, patience: Patience, absent: str, *, ri
         if error.code == absent:
             return None
         raise
+
+
+def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
+    """Every METAFLOW_* setting as (value, where it stands). A file that cannot be read has none.
+
+    The file is ~/.metaflowconfig/config.json, or config_<profile>.json there; METAFLOW_HOME moves the folder.
+    """
+    variables = os.environ if environment is None else environment
+    path = _file(variables)
+    found = {name: (str(value), str(path)) for name, value in _read(path).items() if name.startswith("METAFLOW_")}
+    given = {name: (value, "the environment") for name, value in variables.items() if name.startswith("METAFLOW_")}
+    return found | given
+
+
+def metaflow_setting(name: str, environment: Mapping[str, str] | None = None) -> str:
+    """The value of one, "" where nobody sets it."""
+    return metaflow_settings(environment).get(name, ("", ""))[0]
+
+
+def _file(variables: Mapping[str, str]) -> Path:
+    folder = Path(variables.get("METAFLOW_HOME") or "~/.metaflowconfig").expanduser()
+    profile = variables.get("METAFLOW_PROFILE")
+    return folder / (f"config_{profile}.json" if profile else "config.json")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}

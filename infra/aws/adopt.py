@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from ebbflow.infra.aws.account import CONTAINERS, companion, trusted_services
+from ebbflow.infra.aws.account import CONTAINERS, companion, metaflow_settings, trusted_services
 from ebbflow.infra.aws.calls import Patience, ask, pages
-from ebbflow.infra.aws.metaflow import metaflow_settings
 from ebbflow.infra.batch import QueueState, batch_client, describe_queues
 from ebbflow.infra.batch.queues import BATCHS_CHOICE
 from ebbflow.infra.errors import CloudError, InfraError

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from ebbflow.infra import hanging
 from ebbflow.infra.errors import CloudAway, CloudError, CloudForbidden, CloudRefused
-from ebbflow.infra.store.aws import aws_settings
+from ebbflow.infra.store.s3 import aws_settings
 
 T = TypeVar("T")
 

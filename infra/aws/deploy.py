@@ -1,4 +1,7 @@
-"""`ebbflow deploy`: what the template would make in an account, or make it."""
+"""The command `ebbflow deploy`: show what the CloudFormation template would create or change, or apply it.
+
+Only for what a stack does not have yet: a stack that made the log group itself would find it, and give it up.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,352 @@ import re
 import shlex
 import sys
 import textwrap
+import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.aws.calls import Patience, ask, aws_client
-from ebbflow.infra.aws.existing import found_parameters
-from ebbflow.infra.aws.stack import Change, Stack, StackState
-from ebbflow.infra.aws.template import TEMPLATE, Planned, check_parameters, planned, read_template
-from ebbflow.infra.errors import CloudAway, CloudForbidden, CloudRefused, InfraError
+import yaml
+
+from ebbflow.infra.aws.calls import Patience, ask, aws_client, pages
+from ebbflow.infra.errors import CloudAway, CloudError, CloudForbidden, CloudRefused, InfraError
 from ebbflow.infra.outcome import Outcome
+
+TEMPLATE = Path(__file__).with_name("template.yaml")
+# https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/cloudformation-limits.html: in a request, in bytes.
+LARGEST_TEMPLATE = 51_200
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A resource of the template. kind: such as AWS::S3::Bucket."""
+
+    name: str
+    kind: str
+
+
+def read_template(text: str) -> dict[str, Any]:
+    """The template as CloudFormation reads it, short forms (`!Ref X`) written out (`{"Ref": "X"}`)."""
+    return yaml.load(text, _loader())
+
+
+def check_parameters(template: Mapping[str, Any], given: Mapping[str, str]) -> None:
+    """Raises CloudRefused, naming each parameter that the template does not have or whose value it does not allow."""
+    known = template["Parameters"]
+    problems = []
+    for name, value in given.items():
+        if name not in known:
+            problems.append(f"--parameter {name}: there is none; the template has {', '.join(sorted(known))}")
+        elif reason := _not_allowed(known[name], value):
+            problems.append(f"--parameter {name}={value}: {reason}")
+    if problems:
+        raise CloudRefused("\n".join(problems))
+
+
+def planned(template: Mapping[str, Any], given: Mapping[str, str], *, region: str) -> list[Planned]:
+    """What would be made with these parameters, in the template's order."""
+    values = {name: str(of["Default"]) for name, of in template["Parameters"].items() if "Default" in of}
+    values |= {"AWS::Region": region, **given}
+    conditions = template.get("Conditions", {})
+    return [
+        Planned(name, resource["Type"])
+        for name, resource in template["Resources"].items()
+        if "Condition" not in resource or _holds(conditions[resource["Condition"]], values)
+    ]
+
+
+def _not_allowed(parameter: Mapping[str, Any], value: str) -> str:
+    allowed = [str(one) for one in parameter.get("AllowedValues", [])]
+    if allowed and value not in allowed:
+        return f"one of {', '.join(allowed)} is allowed"
+    pattern = parameter.get("AllowedPattern")
+    if pattern and not re.fullmatch(pattern, value):
+        return f"must match {pattern}"
+    if parameter["Type"] != "Number":
+        return ""
+    if not re.fullmatch(r"\d+", value):
+        return "must be a whole number"
+    least, most = parameter.get("MinValue"), parameter.get("MaxValue")
+    if (least is not None and int(value) < least) or (most is not None and int(value) > most):
+        return f"must be at least {least}" + ("" if most is None else f" and at most {most}")
+    return ""
+
+
+def _holds(condition: Mapping[str, Any], values: Mapping[str, str]) -> bool:
+    """Equals, Not, And and Ref: what this template's conditions are made of."""
+    [(function, arguments)] = condition.items()
+    if function == "Fn::And":
+        return all(_holds(one, values) for one in arguments)
+    if function == "Fn::Not":
+        return not _holds(arguments[0], values)
+    if function == "Fn::Equals":
+        left, right = (values[one["Ref"]] if isinstance(one, dict) else str(one) for one in arguments)
+        return left == right
+    raise ValueError(f"condition {function}: not known here")
+
+
+def _loader() -> type[yaml.SafeLoader]:
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("!", _short_form)
+    return Loader
+
+
+def _short_form(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> dict[str, Any]:
+    if isinstance(node, yaml.ScalarNode):
+        value: Any = loader.construct_scalar(node)
+        if name == "GetAtt":
+            value = value.split(".", 1)
+    elif isinstance(node, yaml.SequenceNode):
+        value = loader.construct_sequence(node, deep=True)
+    else:
+        value = loader.construct_mapping(node, deep=True)
+    return {name if name in ("Ref", "Condition") else f"Fn::{name}": value}
+
+
+BATCH_LOG_GROUP = "/aws/batch/job"
+_LOG_PARAMETER, _BILL_PARAMETER = "CreateBatchLogGroup", "BillingAlerts"
+_BILLING_REGION = "us-east-1"  # where AWS publishes what an account has spent
+_ANSWER_SECONDS = 20.0
+
+
+def found_parameters(region: str, decided: Collection[str], say: Callable[[str], None]) -> dict[str, str]:
+    """Values of parameters by what the account in `region` has. decided: names that are given, or that the stack has.
+
+    What cannot be found out is said, with the parameter to give; the template's default holds then.
+    """
+    found = {}
+    if _LOG_PARAMETER not in decided:
+        question = f"whether {BATCH_LOG_GROUP} is there"
+        if _told(lambda: _log_group_exists(region), question, f"{_LOG_PARAMETER}=no if it is", say):
+            found[_LOG_PARAMETER] = "no"
+            say(f"{BATCH_LOG_GROUP} is there already and is left as it is ({_LOG_PARAMETER}=no)")
+    if _BILL_PARAMETER not in decided and region == _BILLING_REGION:
+        question = "whether the account publishes its bill"
+        published = _told(lambda: _bill_is_published(region), question, f"{_BILL_PARAMETER}=yes if it does", say)
+        if published:
+            found[_BILL_PARAMETER] = "yes"
+        elif published is not None:
+            say(
+                "no alarm on the bill: the account does not publish it; with `Receive CloudWatch billing alerts` on in "
+                f"Billing's preferences, --parameter {_BILL_PARAMETER}=yes makes one (the budget warns without)"
+            )
+    return found
+
+
+def _told(ask_account: Callable[[], bool], question: str, give: str, say: Callable[[str], None]) -> bool | None:
+    """None where it is not known."""
+    try:
+        return ask_account()
+    except CloudError as error:
+        say(f"{question} is not known; --parameter {give}: {error}")
+        return None
+
+
+def _log_group_exists(region: str) -> bool:
+    """Raises CloudError."""
+    answer = _ask("logs", "describe_log_groups", region, logGroupNamePrefix=BATCH_LOG_GROUP)
+    return any(one.get("logGroupName") == BATCH_LOG_GROUP for one in answer.get("logGroups") or [])
+
+
+def _bill_is_published(region: str) -> bool:
+    """Raises CloudError."""
+    answer = _ask("cloudwatch", "list_metrics", region, Namespace="AWS/Billing", MetricName="EstimatedCharges")
+    return bool(answer.get("Metrics"))
+
+
+def _ask(service: str, operation: str, region: str, **request: Any) -> Any:
+    return ask(aws_client(service, region), operation, Patience.of(_ANSWER_SECONDS), **request)
+
+
+_POLL_SECONDS = 5.0
+_CAPABILITIES = ["CAPABILITY_IAM"]
+# What a resource says that was only stopped because another one failed.
+_SECONDARY = ("cancelled", "Resource creation cancelled", "Resource update cancelled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """action: Add, Modify, Remove … replacement: True, False or Conditional; because: the properties that change."""
+
+    action: str
+    name: str
+    kind: str
+    replacement: str = ""
+    because: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackState:
+    """status: CloudFormation's word. parameters: those it was last applied with."""
+
+    status: str
+    reason: str
+    parameters: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+class Stack:
+    """A stack of this name in the client's region. Every call ends within its `patience`."""
+
+    def __init__(self, client: Any, name: str, tell: Callable[[str], None]) -> None:
+        self._client = client
+        self._name = name
+        self._tell = tell
+
+    def state(self, patience: Patience) -> StackState | None:
+        """None where there is no such stack. Raises CloudError."""
+        try:
+            [found] = ask(self._client, "describe_stacks", patience, StackName=self._name)["Stacks"]
+        except CloudRefused as error:
+            if "does not exist" in str(error):
+                return None
+            raise
+        return StackState(
+            status=found["StackStatus"],
+            reason=found.get("StackStatusReason", ""),
+            parameters={one["ParameterKey"]: one["ParameterValue"] for one in found.get("Parameters", [])},
+            outputs={one["OutputKey"]: one["OutputValue"] for one in found.get("Outputs", [])},
+        )
+
+    def changes(self, body: str, given: Mapping[str, str], state: StackState, patience: Patience) -> list[Change]:
+        """What applying would do to the stack that is there. The change set is deleted again. Raises CloudError."""
+        name = f"dry-run-{uuid.uuid4().hex[:12]}"
+        request = {"StackName": self._name, "ChangeSetName": name}
+        self._ask("create_change_set", patience, ChangeSetType="UPDATE", **request, **self._request(body, given, state))
+        try:
+            while True:
+                answer = self._ask("describe_change_set", patience, **request)
+                if answer["Status"] == "FAILED":
+                    if _nothing_to_do(answer.get("StatusReason", "")):
+                        return []
+                    raise CloudError(f"stack {self._name}: no change set: {answer.get('StatusReason')}")
+                if answer["Status"] == "CREATE_COMPLETE":
+                    found = pages(
+                        self._client, "describe_change_set", "Changes", patience, token="NextToken", **request
+                    )
+                    return [_change(one["ResourceChange"]) for one in found if "ResourceChange" in one]
+                self._pause(patience, f"its change set is {answer['Status']}")
+        finally:
+            self._ask("delete_change_set", Patience.of(30), **request)
+
+    def apply(self, body: str, given: Mapping[str, str], state: StackState | None, patience: Patience) -> StackState:
+        """Create or update the stack and wait for the end. Raises CloudError with every resource that failed."""
+        if state is not None and not _can_be_changed(state.status):
+            raise CloudError(_how_to_go_on(self._name, state))
+        told = set() if state is None else {event["EventId"] for event in self._events(patience)}
+        operation = "create_stack" if state is None else "update_stack"
+        request = self._request(body, given, state)
+        try:  # the token makes asking again after a lost answer harmless
+            self._ask(operation, patience, StackName=self._name, ClientRequestToken=uuid.uuid4().hex, **request)
+        except CloudRefused as error:
+            if state is not None and _nothing_to_do(str(error)):
+                self._tell(f"stack {self._name}: nothing to change")
+                return state
+            raise
+        return self._wait(told, patience)
+
+    def _wait(self, told: set[str], patience: Patience) -> StackState:
+        failures: list[str] = []
+        while True:
+            state = self.state(patience)
+            for event in reversed(self._events(patience)):
+                if event["EventId"] not in told:
+                    told.add(event["EventId"])
+                    self._tell(_line(event))
+                    failures += _failure(event)
+            if state is None:
+                raise CloudError(f"stack {self._name}: is gone")
+            if not state.status.endswith("_IN_PROGRESS"):
+                break
+            self._pause(patience, f"it is {state.status}")
+        if state.status in ("CREATE_COMPLETE", "UPDATE_COMPLETE"):
+            return state
+        causes = failures or [state.reason or "no resource says why"]
+        raise CloudError("\n".join([f"stack {self._name}: {state.status}", *(f"  {one}" for one in causes)]))
+
+    def _request(self, body: str, given: Mapping[str, str], state: StackState | None) -> dict[str, Any]:
+        """A parameter that is not given keeps the value it has."""
+        parameters = [{"ParameterKey": name, "ParameterValue": value} for name, value in given.items()]
+        if state is not None:
+            kept = [name for name in state.parameters if name not in given and f"\n  {name}:\n" in body]
+            parameters += [{"ParameterKey": name, "UsePreviousValue": True} for name in kept]
+        tags = [{"Key": "project", "Value": "ebbflow"}, {"Key": "ebbflow-stack", "Value": self._name}]
+        return {"TemplateBody": body, "Parameters": parameters, "Capabilities": _CAPABILITIES, "Tags": tags}
+
+    def _events(self, patience: Patience) -> list[Mapping[str, Any]]:
+        """Newest first."""
+        return list(
+            pages(
+                self._client,
+                "describe_stack_events",
+                "StackEvents",
+                patience,
+                token="NextToken",
+                StackName=self._name,
+            )
+        )
+
+    def _ask(self, operation: str, patience: Patience, **request: Any) -> Mapping[str, Any]:
+        return ask(self._client, operation, patience, **request)
+
+    def _pause(self, patience: Patience, what: str) -> None:
+        if patience.left() <= _POLL_SECONDS:
+            raise CloudAway(
+                f"stack {self._name}: {what} and the time is up; CloudFormation goes on by itself; "
+                f"fix: look at it with `aws cloudformation describe-stack-events --stack-name {self._name}`, "
+                "or run the same command again with a longer --minutes"
+            )
+        patience.sleep(_POLL_SECONDS)
+
+
+def _change(found: Mapping[str, Any]) -> Change:
+    details = [one.get("Target", {}).get("Name") for one in found.get("Details", [])]
+    return Change(
+        action=found["Action"],
+        name=found["LogicalResourceId"],
+        kind=found["ResourceType"],
+        replacement=found.get("Replacement", ""),
+        because=tuple(dict.fromkeys(one for one in details if one)),
+    )
+
+
+def _nothing_to_do(reason: str) -> bool:
+    return any(text in reason for text in ("No updates are to be performed", "didn't contain changes", "no changes"))
+
+
+def _can_be_changed(status: str) -> bool:
+    return status.endswith("_COMPLETE") and status not in ("ROLLBACK_COMPLETE", "DELETE_COMPLETE")
+
+
+def _how_to_go_on(name: str, state: StackState) -> str:
+    if state.status.endswith("_IN_PROGRESS") and state.status != "REVIEW_IN_PROGRESS":
+        return f"stack {name} is {state.status}: somebody is at it; fix: wait until it is done"
+    if state.status == "UPDATE_ROLLBACK_FAILED":
+        return f"stack {name} is {state.status}; fix: aws cloudformation continue-update-rollback --stack-name {name}"
+    return (
+        f"stack {name} is {state.status} and cannot be changed"
+        f"{': ' + state.reason if state.reason else ''}; fix: aws cloudformation delete-stack --stack-name {name}"
+    )
+
+
+def _line(event: Mapping[str, Any]) -> str:
+    reason = " ".join(str(event.get("ResourceStatusReason") or "").split())
+    line = f"{event.get('ResourceStatus', ''):<28} {event.get('LogicalResourceId', '')}"
+    return f"{line}: {reason}" if reason else line
+
+
+def _failure(event: Mapping[str, Any]) -> list[str]:
+    status, reason = event.get("ResourceStatus", ""), " ".join(str(event.get("ResourceStatusReason") or "").split())
+    if not status.endswith("_FAILED") or event.get("ResourceType") == "AWS::CloudFormation::Stack":
+        return []
+    if any(reason.startswith(text) for text in _SECONDARY):
+        return []
+    return [f"{event['LogicalResourceId']} ({event['ResourceType']}): {status}: {reason or 'no reason given'}"]
+
 
 _QUESTION_SECONDS = 60.0
 # The queues, the repository and a log group are called after the stack; ECR takes lower case only.

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from ebbflow.infra.batch.attempts import BatchAttempt, Cause, describe_attempts
-from ebbflow.infra.batch.cancel import NEVER_STARTED, NOT_MADE, TERMINATED, cancel_job
-from ebbflow.infra.batch.client import batch_client
-from ebbflow.infra.batch.marked import MARK, marked_jobs
+from ebbflow.infra.batch.jobs import (
+    NEVER_STARTED,
+    NOT_MADE,
+    TERMINATED,
+    BatchAttempt,
+    Cause,
+    batch_client,
+    cancel_job,
+    describe_attempts,
+)
 from ebbflow.infra.batch.queues import (
+    MARK,
     ComputeEnvironment,
     QueueState,
     declared_queues,
@@ -14,6 +21,7 @@ from ebbflow.infra.batch.queues import (
     has_gpus_only,
     in_queues_region,
     lightest_queue,
+    marked_jobs,
     training_queues,
 )
 

@@ -12,7 +12,7 @@ from ebbflow.infra.aws.calls import aws_client
 from ebbflow.infra.checks.batch.queues import why_not_asked
 from ebbflow.infra.errors import CloudError, StoreError
 from ebbflow.infra.preflight import Finding, PreflightContext
-from ebbflow.infra.store.aws import aws_settings
+from ebbflow.infra.store.s3 import aws_settings
 
 _DATE_SECONDS = 5.0
 _SKEW_WARNING_SECONDS = 60.0

@@ -13,9 +13,8 @@ from ebbflow.infra.known_jobs import METAFLOW_FOLDER, records_root, runs_folder
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.preflight import Finding, PreflightContext
 from ebbflow.infra.store import Store
-from ebbflow.infra.store.aws import AwsSettings, aws_settings
-from ebbflow.infra.store.faults import ACTIONS
-from ebbflow.infra.store.s3 import split_uri
+from ebbflow.infra.store.errors import ACTIONS
+from ebbflow.infra.store.s3 import AwsSettings, aws_settings, split_uri
 
 _PROBE_BYTES = 4096
 _REQUEST_SECONDS = 10.0

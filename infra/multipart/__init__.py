@@ -1,8 +1,6 @@
 """Large objects in parts, each with a checksum, a deadline and a name: what obstore keeps to itself."""
 
-from ebbflow.infra.multipart.client import Bucket, Part, Upload
-from ebbflow.infra.multipart.folder import FolderSink
-from ebbflow.infra.multipart.sinks import BucketSink, Sink, open_sink
-from ebbflow.infra.multipart.throttle import Throttle
+from ebbflow.infra.multipart.requests import Throttle
+from ebbflow.infra.multipart.sinks import Bucket, BucketSink, FolderSink, Part, Sink, Upload, open_sink
 
 __all__ = ["Bucket", "BucketSink", "FolderSink", "Part", "Sink", "Throttle", "Upload", "open_sink"]

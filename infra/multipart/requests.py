@@ -1,8 +1,16 @@
-"""One signed request with a deadline for the whole of it, over connections that are kept, one per thread."""
+"""Signed S3 requests: each has a deadline, kept-alive connections and a shared bandwidth cap.
+
+Source: AWS, "Signature Calculations for the Authorization Header: Transferring Payload in a Single Chunk".
+"""
 
 from __future__ import annotations
 
+import hashlib
+import heapq
+import hmac
 import http.client
+import itertools
+import os
 import re
 import socket
 import ssl
@@ -10,16 +18,170 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
-from ebbflow.infra.multipart.account import Account
-from ebbflow.infra.multipart.signing import encoded_path, encoded_query, signed_headers
-from ebbflow.infra.multipart.throttle import Throttle
-from ebbflow.infra.multipart.watch import Watch
+from ebbflow.infra.store.s3 import aws_settings, credential_provider
+
+_CREDENTIALS_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Account:
+    """endpoint: scheme, host and port, None for Amazon's own. access_key "": requests are not signed."""
+
+    region: str
+    endpoint: str | None
+    access_key: str = ""
+    secret_key: str = ""
+    token: str | None = None
+
+
+def find_account() -> Callable[[], Account]:
+    """What to ask before each request: keys that expire are renewed in between.
+
+    Raises StoreForbidden without any, StoreAway when their source does not answer.
+    """
+    settings = aws_settings()
+    provider = credential_provider(_CREDENTIALS_SECONDS)
+    if provider is not None:
+        return lambda: _of(settings.region, settings.endpoint, provider())
+    environment = os.environ
+    if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
+        known = Account(
+            settings.region,
+            settings.endpoint,
+            environment["AWS_ACCESS_KEY_ID"],
+            environment["AWS_SECRET_ACCESS_KEY"],
+            environment.get("AWS_SESSION_TOKEN"),
+        )
+    else:  # a public bucket
+        known = Account(settings.region, settings.endpoint)
+    return lambda: known
+
+
+def _of(region: str, endpoint: str | None, keys: dict) -> Account:
+    return Account(region, endpoint, keys["access_key_id"], keys["secret_access_key"], keys["token"])
+
+
+_PAYLOAD = "UNSIGNED-PAYLOAD"
+
+
+def signed_headers(
+    account: Account, method: str, path: str, query: str, headers: Mapping[str, str], *, now: float
+) -> dict[str, str]:
+    """`headers`, which must have "host", with those of the signature. path and query: encoded as they are sent."""
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
+    known = {name.lower(): " ".join(value.split()) for name, value in headers.items()}
+    known |= {"x-amz-date": stamp, "x-amz-content-sha256": _PAYLOAD}
+    if not account.access_key:
+        return known
+    if account.token:
+        known["x-amz-security-token"] = account.token
+    names = sorted(known)
+    lines = [f"{name}:{known[name]}\n" for name in names]
+    request = "\n".join([method, path, query, "".join(lines), ";".join(names), _PAYLOAD])
+    scope = f"{stamp[:8]}/{account.region}/s3/aws4_request"
+    digest = hashlib.sha256(request.encode()).hexdigest()
+    key = f"AWS4{account.secret_key}".encode()
+    for part in scope.split("/"):
+        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
+    text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{digest}"
+    signature = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+    credential = f"Credential={account.access_key}/{scope}"
+    known["authorization"] = f"AWS4-HMAC-SHA256 {credential}, SignedHeaders={';'.join(names)}, Signature={signature}"
+    return known
+
+
+def encoded_query(parameters: Mapping[str, str]) -> str:
+    """Sorted by name, as it is signed and sent."""
+    return "&".join(f"{quote(name, safe='-_.~')}={quote(parameters[name], safe='-_.~')}" for name in sorted(parameters))
+
+
+def encoded_path(key: str) -> str:
+    return quote(f"/{key.lstrip('/')}", safe="/-_.~")
+
+
+_BURST_SECONDS = 0.05  # short, so that the network is shared evenly and not by turns
+
+
+class Throttle:
+    """bytes_per_second None: no cap; it may be changed at any time. Thread-safe."""
+
+    def __init__(self, bytes_per_second: float | None = None) -> None:
+        if bytes_per_second is not None and bytes_per_second <= 0:
+            raise ValueError(f"bytes_per_second must be positive: {bytes_per_second}")
+        self.bytes_per_second = bytes_per_second
+        self._free_at = 0.0  # time.monotonic() at which what was taken so far has been paid for
+        self._lock = threading.Lock()
+
+    @property
+    def slice_bytes(self) -> int | None:
+        """How much to send at once; None without a cap: as much as there is."""
+        rate = self.bytes_per_second
+        return None if rate is None else max(16 * 1024, int(rate * _BURST_SECONDS))
+
+    def take(self, size: int) -> None:
+        """Wait until `size` bytes may be sent."""
+        rate = self.bytes_per_second
+        if rate is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            self._free_at = start + size / rate
+        if start > now:
+            time.sleep(start - now)
+
+
+class Watch:
+    """Thread-safe. Its thread is started when there is something to watch, and ends when there is nothing left."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int]] = []  # time.monotonic() and number
+        self._actions: dict[int, Callable[[], None]] = {}
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def limit(self, seconds: float, action: Callable[[], None]) -> Iterator[None]:
+        """Call `action` if the block has not ended within `seconds`; never after it. action: short, does not raise."""
+        number = next(self._numbers)
+        due = (time.monotonic() + seconds, number)
+        with self._changed:
+            self._actions[number] = action
+            heapq.heappush(self._due, due)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+                self._thread.start()
+            elif self._due[0] is due:
+                self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._actions.pop(number, None)
+
+    def _run(self) -> None:
+        with self._changed:
+            while True:
+                while self._due and self._due[0][1] not in self._actions:
+                    heapq.heappop(self._due)
+                if not self._due:
+                    self._thread = None
+                    return
+                due, number = self._due[0]
+                left = due - time.monotonic()
+                if left > 0:
+                    self._changed.wait(left)
+                else:
+                    self._actions.pop(number)()
+
 
 Buffer = bytes | bytearray | memoryview
 

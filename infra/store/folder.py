@@ -21,7 +21,7 @@ from typing import TypeVar
 from ebbflow.infra.errors import StoreError, StoreHung
 
 T = TypeVar("T")
-# Unfinished files of this module, of `ebbflow.infra.multipart.folder`, and of obstore, which wrote folders before.
+# Unfinished files of this module, of `ebbflow.infra.multipart.sinks`, and of obstore, which wrote folders before.
 UNFINISHED = re.compile(r".+#\d+")
 _MOST_ABANDONED = 64
 _IDLE_SECONDS = 10.0

@@ -1,13 +1,18 @@
-"""The store itself: the same few operations on a local folder and on a bucket.
+"""The object store: the same few operations on a local folder and on a bucket.
 
 A `put` that returned is durable: on S3 by the service's promise, locally by fsync of the file and its folders.
 Every operation ends within its deadline, on a bucket and on a folder whose file system hangs (`infra.store.folder`).
 Keys of data, indexes and commits are never overwritten; reports are.
+
+This machine's clock says nothing of a store's, and the newest object of a job says little once nothing is put any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +22,8 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreMisconfigured
-from ebbflow.infra.store.faults import translated
+from ebbflow.infra.layout import clock_key
+from ebbflow.infra.store.errors import translated
 from ebbflow.infra.store.folder import ABANDONABLE, Folder
 from ebbflow.infra.store.s3 import open_bucket, split_uri
 
@@ -57,7 +63,7 @@ class Store:
 
         request_timeout_seconds bounds each request, its retries included; a large put and a long listing are several.
         In a folder each operation is one request, and a large object has 1 s more for each 10 MB.
-        Credentials, region and endpoint come from where every AWS tool finds them (`ebbflow.infra.store.aws`).
+        Credentials, region and endpoint come from where every AWS tool finds them (`ebbflow.infra.store.s3`).
         """
         if uri.startswith("s3://"):
             bucket, prefix = split_uri(uri)
@@ -232,3 +238,43 @@ def _key(meta: ObjectMeta) -> str:
 def _is_condition_unsupported(cause: BaseException | None) -> bool:
     """Whether a bucket's service refused a request for its If-None-Match, as some that are not Amazon's do."""
     return isinstance(cause, NotSupportedError) or bool(_UNSUPPORTED.search(str(cause)))
+
+
+_ASK_AGAIN_SECONDS = 600.0
+_PROBE = b"the store's clock"
+
+
+class StoreClock:
+    """Asks rarely. What it says is never later than the store's time, so that what is judged by it is kept too long
+    rather than too short: the probe is dated before its answer comes, and after that only elapsed time is added.
+    """
+
+    def __init__(self) -> None:
+        self._dated: float | None = None  # by the store's clock, at the time `_at` or before it
+        self._at = 0.0
+
+    def now(self, store: Store, newest: float) -> float:
+        """Unix time. newest: of the objects that are known, which stands in where nothing can be put: no room, or no
+        permission."""
+        elapsed = time.monotonic() - self._at
+        if self._dated is None or elapsed > _ASK_AGAIN_SECONDS:
+            self._dated, self._at, elapsed = _probed(store), time.monotonic(), 0.0
+        return newest if self._dated is None else self._dated + elapsed
+
+
+def _probed(store: Store) -> float | None:
+    """The listing dates it like the objects it is compared with; where that lags, a look at the object itself does."""
+    key = clock_key(secrets.token_hex(8))
+    found: ObjectMeta | None = None
+    left = {key}
+    try:
+        store.put(key, _PROBE)
+        listed = store.list("clock")
+        left |= {meta.key for meta in listed}  # with those of processes that were killed here
+        found = next((meta for meta in listed if meta.key == key), None) or store.head(key)
+    except StoreError:
+        pass
+    for name in left:
+        with contextlib.suppress(StoreError):  # then the next one takes it away
+            store.delete(name)
+    return found and found.modified

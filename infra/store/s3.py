@@ -1,16 +1,142 @@
-"""Opening a bucket: where it is, who asks, and how long an answer may take."""
+"""Access to S3: credentials, region and endpoint as every AWS tool finds them, and the client for a bucket.
+
+Uploaders start often and must start fast: with keys in the environment nothing of botocore is imported. Otherwise its
+chain is asked: profile and role, web identity, SSO, shared files, container, instance metadata.
+"""
 
 from __future__ import annotations
 
+import configparser
 import os
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeVar
 
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from ebbflow.infra.errors import StoreMisconfigured
-from ebbflow.infra.store.aws import aws_settings, credential_provider
+from ebbflow.infra.errors import StoreAway, StoreError, StoreForbidden, StoreMisconfigured
+from ebbflow.infra.hanging import within
+
+T = TypeVar("T")
+
+_DEFAULT_REGION = "us-east-1"
+# botocore renews what expires within 10 minutes when it is asked: asking more often never meets an expired one.
+_ASK_AGAIN = timedelta(minutes=5)
+_TRUE = ("1", "true")
+# The last is what Metaflow hands over to the containers that it starts.
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "METAFLOW_S3_ENDPOINT_URL")
+
+
+@dataclass(frozen=True)
+class AwsSettings:
+    """endpoint: a URL for a store that is not Amazon's; None for Amazon's. region_told: it is no mere default."""
+
+    region: str
+    endpoint: str | None
+    region_told: bool = True
+
+
+def aws_settings() -> AwsSettings:
+    """Region and endpoint, from the environment and then the profile. Raises StoreError for an unreadable profile.
+
+    Raises StoreMisconfigured for an endpoint that is given and to be ignored: obstore reads it all the same.
+    """
+    environment, profile = os.environ, _Profile()
+    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or profile.get("region")
+    endpoint = next((environment[name] for name in _ENDPOINTS if environment.get(name)), None)
+    ignored = environment.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() in _TRUE
+    if ignored and endpoint is not None:
+        names = " and ".join(name for name in _ENDPOINTS if environment.get(name))
+        raise StoreMisconfigured(f"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS contradicts {names}; fix: unset one of them")
+    if not ignored:
+        endpoint = endpoint or profile.service("s3", "endpoint_url") or profile.get("endpoint_url")
+    return AwsSettings(region or _DEFAULT_REGION, endpoint, bool(region))
+
+
+def credential_provider(seconds: float) -> Callable[[], dict] | None:
+    """What obstore asks for credentials; None when it finds them in the environment itself.
+
+    Raises StoreForbidden when there are none anywhere, StoreAway when their source does not answer within `seconds`.
+    """
+    environment = os.environ
+    if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
+        return None
+    if environment.get("AWS_SKIP_SIGNATURE", "").lower() in _TRUE:  # a public bucket
+        return None
+    return _within(seconds, lambda: _from_chain(seconds))
+
+
+def _from_chain(seconds: float) -> Callable[[], dict]:
+    """seconds: for each renewal."""
+    from botocore.session import Session
+
+    try:
+        credentials = Session().get_credentials()
+        if credentials is None:
+            raise StoreForbidden(
+                "no AWS credentials: none in the environment, the shared files, a container's or an instance's role; "
+                "fix: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or give the machine a role"
+            )
+        credentials.get_frozen_credentials()
+    except StoreError:
+        raise
+    except Exception as error:  # botocore's own kinds, the refusal of a role, what a credential_process raises
+        raise StoreForbidden(f"no AWS credentials: {error}; fix: AWS_PROFILE, or renew them (aws sso login)") from error
+
+    def ask() -> dict:
+        frozen = _within(seconds, credentials.get_frozen_credentials)
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + _ASK_AGAIN,
+        }
+
+    return ask
+
+
+def _within(seconds: float, find: Callable[[], T]) -> T:
+    """Of a source of credentials, such as instance metadata."""
+    return within(
+        seconds,
+        find,
+        "credentials",
+        lambda: StoreAway(
+            f"the source of AWS credentials did not answer within {seconds:g} s; fix: set AWS_PROFILE or keys, or "
+            "AWS_EC2_METADATA_DISABLED=true on a machine that is no instance"
+        ),
+    )
+
+
+class _Profile:
+    """The profile in use, from the shared configuration file; empty where there is none."""
+
+    def __init__(self) -> None:
+        name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
+        path = Path(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config").expanduser()
+        self._file = configparser.RawConfigParser()
+        try:
+            self._file.read(path)
+        except (configparser.Error, UnicodeDecodeError) as error:
+            cause = " ".join(str(error).split())
+            raise StoreError(f"{path} cannot be read: {cause}; fix: correct it, or set AWS_CONFIG_FILE") from error
+        self._section = name if name == "default" else f"profile {name}"
+
+    def get(self, key: str) -> str | None:
+        return self._file.get(self._section, key, fallback=None)
+
+    def service(self, service: str, key: str) -> str | None:
+        """A key of the profile's services section, which nests: ``s3 =`` and indented lines below it."""
+        section = f"services {self.get('services')}"
+        for line in self._file.get(section, service, fallback="").splitlines():
+            name, _, value = line.partition("=")
+            if name.strip() == key:
+                return value.strip()
+        return None
+
 
 # Shares of a request's time, which add up to less than all of it: a last try starts before the second is over, after
 # a pause of at most the third, and takes at most the first.

@@ -30,7 +30,7 @@ from ebbflow.infra.layout import (
     verified_key,
 )
 from ebbflow.infra.store import ObjectMeta, Store
-from ebbflow.infra.store.clock import StoreClock
+from ebbflow.infra.store.objects import StoreClock
 from ebbflow.training.checkpoint.lineage import CommitRef, Traced, newest_number, trace_lineage
 from ebbflow.training.checkpoint.manifest import VERSION, Manifest, Save
 from ebbflow.training.checkpoint.signing import signer

@@ -182,7 +182,7 @@ class OwnNode:
         """A pushed group never expires, and a rank that was killed cannot delete its own."""
         url = self.spec.config.get("metrics", {}).get("push_url")
         if url is not None:
-            from ebbflow.infra.metrics.push import Group, delete_group
+            from ebbflow.infra.metrics import Group, delete_group
 
             for node in self._pushed:
                 delete_group(Group(url, self.spec.job, node), say=say)

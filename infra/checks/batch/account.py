@@ -12,10 +12,10 @@ from ebbflow.infra.aws.account import (
     denied_actions,
     ecr_region,
     image_exists,
+    metaflow_setting,
     role_state,
 )
 from ebbflow.infra.aws.calls import Patience, is_amazons
-from ebbflow.infra.aws.metaflow import metaflow_setting
 from ebbflow.infra.batch import batch_client
 from ebbflow.infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
 from ebbflow.infra.errors import CloudError, StoreError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ebbflow.infra.aws.metaflow import metaflow_setting
+from ebbflow.infra.aws.account import metaflow_setting
 from ebbflow.infra.batch import batch_client, describe_queues, has_gpus_only, training_queues
 from ebbflow.infra.batch.queues import QueueState
 from ebbflow.infra.errors import CloudError, StoreError

@@ -1,4 +1,4 @@
-"""Saying in one line what went wrong with a store: operation, object, what happened in words, what to do.
+"""One-line errors of the store: operation, object, what happened, what to do.
 
 The library's exceptions tell most of it in their text alone, which is why it is searched for status, S3 error code and
 system error here, and nowhere else.
@@ -98,7 +98,7 @@ def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[St
     if missing:
         return ObjectNotFound, "no such object"
     if source := _found(r"External AWS credential provider: ([^\n]+)", text):
-        if source.startswith(f"{StoreAway.__name__}: "):  # what `ebbflow.infra.store.aws` says of a source that hangs
+        if source.startswith(f"{StoreAway.__name__}: "):  # what `ebbflow.infra.store.s3` says of a source that hangs
             return StoreAway, source.partition(": ")[2]
         return StoreForbidden, f"forbidden: the credentials could not be renewed: {source[:200]}; fix: {_RENEW}"
     if code in _REGION_CODES or "BareRedirect" in text:

@@ -1,4 +1,6 @@
-"""`@capacity`: sends every attempt of a remote training step where the job's plan says at that moment.
+"""Decorators of the flow: `@capacity`, `--with cloud`, `--with local`, and the code package.
+
+Releases before have a hook of decorators for that, `add_to_package`, which puts files beside Metaflow in the package.
 
 Metaflow sends a step where its decorators say, the same in each attempt. The hook `runtime_step_cli` is asked before
 each; it is no public door of Metaflow's, which has none for this (docs/architecture.md). Runs here it leaves alone.
@@ -8,17 +10,94 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import metaflow
+from metaflow import StepMutator
 from metaflow.decorators import StepDecorator, _base_step_decorator
 
-from ebbflow.flows import packaging, pods
-from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
+from ebbflow.flows import pods
+from ebbflow.flows.attempts.order import SUBMIT_VARIABLE, UNPLACED_VARIABLE, AttemptName, Order
+from ebbflow.infra.program import IMPORT_ROOT, INSTALLED
 
-# What the process that submits needs besides its command line (`ebbflow.flows.attempts.submitting`).
-SUBMIT_VARIABLE = "EBBFLOW_SUBMIT"
+# Decorators that send a step to another machine.
+REMOTE = ("batch", "kubernetes")
+
+
+class local(StepMutator):  # noqa: N801 - the name is what stands after --with
+    """Takes @batch and @kubernetes off each step before they ask for a remote datastore.
+
+    Runs in every task's process as well: it prints nothing.
+    """
+
+    def mutate(self, mutable_step):
+        for name in REMOTE:
+            if name in _names(mutable_step):
+                mutable_step.remove_decorator(name)
+
+
+class cloud(StepMutator):  # noqa: N801
+    """Sends the training steps to AWS Batch and leaves the light ones on the launching machine."""
+
+    def mutate(self, mutable_step):
+        names = _names(mutable_step)
+        if "capacity" in names and not names.intersection(REMOTE):
+            mutable_step.add_decorator("batch")
+            _begin(mutable_step, "batch")
+
+
+def _begin(mutable_step: Any, name: str) -> None:
+    """A decorator that a mutator adds is begun by nobody in releases to 2.19.20 at least: it then lacks what its `init`
+    makes of its attributes. Later ones begin each once, whoever comes first.
+    """
+    for decorator in getattr(getattr(mutable_step, "_my_step", None), "decorators", ()):
+        if decorator.name == name:
+            decorator.external_init()
+
+
+def _names(mutable_step: Any) -> set[str]:
+    """Of a step's decorators; `has_decorator` is not in every release."""
+    return {name for name, *_ in mutable_step.decorator_specs}
+
+
+def training_backend(flow: Any) -> str | None:
+    """batch or kubernetes: what the training steps are sent to; None: nothing, the ranks run on this machine."""
+    steps = (flow.train, flow.train_node)
+    return next((one.name for step in steps for one in step.decorators if one.name in REMOTE), None)
+
+
+OWN = not hasattr(metaflow, "package_sources")
+_SUFFIXES = (".py", ".yaml", ".csv")
+_SHIPPED: list[Path] = []
+
+
+def package_sources() -> Callable[[type], Any]:
+    """Decorate a flow so that its code package holds the package `ebbflow` and, in a checkout, `examples`."""
+    folders = [IMPORT_ROOT / "ebbflow", *([] if INSTALLED else [IMPORT_ROOT / "examples"])]
+    folders = [folder for folder in folders if folder.is_dir()]  # in a code package itself there may be no examples
+    if not OWN:
+        return metaflow.package_sources([(str(folder), folder.name) for folder in folders], suffixes=list(_SUFFIXES))
+
+    def remember(flow: type) -> type:
+        _SHIPPED[:] = folders
+        return flow
+
+    return remember
+
+
+def packaged_files() -> Iterator[tuple[str, str]]:
+    """(path, name in the package) of what a decorator is to add; nothing where Metaflow adds it itself."""
+    for folder in _SHIPPED:
+        for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # the rooms are links in a checkout
+            for path in (Path(parent, name) for name in sorted(names)):
+                if path.suffix in _SUFFIXES:
+                    yield str(path), str(path.relative_to(folder.parent))
+
+
 # Options of a step that runs here; what else stands there is @batch's.
 _LOCAL_OPTIONS = frozenset({
     "run-id", "task-id", "input-paths", "split-index", "split_index", "retry-count", "max-user-code-retries", "tag",
@@ -45,7 +124,7 @@ class CapacityDecorator(StepDecorator):
         step.decorators = [one for one in step.decorators if one is not self] + [self]
 
     def add_to_package(self) -> list[tuple[str, str]]:
-        return list(packaging.files())
+        return list(packaged_files())
 
     def runtime_step_cli(self, cli_args, retry_count, max_user_code_retries, ubf_context) -> None:
         if cli_args.commands not in (["batch", "step"], ["kubernetes", "step"]):
@@ -67,7 +146,7 @@ class CapacityDecorator(StepDecorator):
             flow._control_task_is_mapper_zero = True
 
     def _place(self, cli_args: Any, task: Any, attempt: int, last_attempt: int) -> None:
-        from ebbflow.flows.attempts.placing import Ask, place_attempt, said_of
+        from ebbflow.flows.attempts.placement import Ask, place_attempt, said_of
 
         flow = _artifacts(self._store, task.input_paths[0])
         name = AttemptName(run=str(task.run_id), step=self._step, task=str(task.task_id), attempt=attempt)

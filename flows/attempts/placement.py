@@ -1,6 +1,4 @@
-"""Placing one attempt: fresh prices, what became of the one before, what is left to do; then a queue, or a reason why
-there is none. Never raises, and ends within its deadlines, since the scheduler of the run waits for it.
-"""
+"""The placement of one attempt: prices, past attempts and remaining work decide on a queue, or on a reason for none."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ebbflow.flows import pods
 from ebbflow.flows.attempts.order import AttemptName, Order
-from ebbflow.flows.attempts.past import settle
+from ebbflow.flows.attempts.settlement import settle
 from ebbflow.flows.job import Job
-from ebbflow.flows.planning import experience
+from ebbflow.flows.steps import experience
 from ebbflow.infra.aws.calls import within
 from ebbflow.infra.errors import JobIsRunning
 from ebbflow.infra.events import COMMIT, PLACED, PLAN, Event, read_events
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from ebbflow.cost.plan.plan import Plan
     from ebbflow.infra.batch import QueueState
     from ebbflow.infra.event_log import EventLog
+
 
 DEADLINE_SECONDS = 60.0
 PLANNED_SECONDS = 30.0  # more, where it is by the plan of the run

@@ -1,4 +1,4 @@
-"""What became of the attempts that went to AWS Batch: asked of Batch itself, and written into the job's events.
+"""What became of the attempts that went to AWS Batch.
 
 A machine that is taken away tells nobody what it cost, and Batch does: when the job began, when it stopped, and why.
 """
@@ -184,3 +184,33 @@ def settle_all(job: Job) -> None:
             settle(job, events, client, log, deadline_seconds=_REPORT_SECONDS)
     except InfraError as error:
         print(f"what became of the last Batch job is not known yet, so the bill has its agents' word only: {error}")
+
+
+_LEFTOVER_SECONDS = 90.0
+
+
+def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
+    """End them and write down what they were, for the bill. job: with the run that its events are to name. Only where
+    no launcher of the job is alive. Takes 90 s at most, also when the supervisor was asked to leave.
+
+    Batch not answering is said, and no reason to stop: the next attempt that is placed asks again. Raises StoreError.
+    """
+    events = read_events(job.store)
+    if not unsettled_jobs(events):
+        return
+    limit = time.monotonic() + _LEFTOVER_SECONDS
+    try:
+        client = batch_client(job.config.batch.region)
+        with job.events("leftovers") as log:
+            while True:
+                events += settle(job, events, client, log)
+                known = describe_attempts(list(unsettled_jobs(events)), client)
+                left = [job_id for job_id, attempt in known.items() if not attempt.finished]
+                if not left or time.monotonic() > limit:
+                    break
+                time.sleep(_LOOK_SECONDS)
+            events += settle(job, events, client, log)
+        if left:
+            say(f"not ended within {_LEFTOVER_SECONDS:g} s, and still to be paid for: {', '.join(left)}")
+    except InfraError as error:
+        say(f"whether AWS Batch still runs something of this job is not known: {error}")

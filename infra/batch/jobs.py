@@ -1,4 +1,4 @@
-"""What became of a Batch job: its times, and the cause as far as Batch's own words tell it."""
+"""Jobs of AWS Batch: the client, finding, describing and terminating them, and the cause of each end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from ebbflow.infra.aws.calls import Patience, ask
-from ebbflow.infra.batch.cancel import NEVER_STARTED, NOT_MADE, TERMINATED
+from ebbflow.infra.aws.calls import Patience, ask, aws_client
 from ebbflow.infra.errors import CloudError
+
+
+def batch_client(region: str | None = None) -> Any:
+    """A client with short time-outs and no retries of its own. region: None: as every AWS tool finds it.
+
+    AWS_ENDPOINT_URL_BATCH or AWS_ENDPOINT_URL lead to a Batch that is not Amazon's. Raises CloudRefused for settings
+    that no client can be made with. Imports botocore, which takes part of a second.
+    """
+    return aws_client("batch", region)
+
+
+# What our own reasons begin with: a job that was ended by us is told from one that a person or Metaflow ended.
+NEVER_STARTED = "Ebbflow: did not start in time"  # it waited for capacity
+NOT_MADE = "Ebbflow: its container was not made in time"  # it had capacity
+TERMINATED = "Ebbflow: ended"
+
+
+def cancel_job(
+    job_id: str, reason: str, client: Any, *, words: str = NEVER_STARTED, deadline_seconds: float = 20.0
+) -> None:
+    """End a job in whatever state it is; one that has ended already is left as it is.
+
+    words: what its reason begins with, by which `describe_attempts` tells why it ended: NEVER_STARTED, NOT_MADE or
+    TERMINATED. reason: for people, it goes on from "Ebbflow: did not start in time: ". Raises CloudError when Batch
+    could not be told.
+    """
+    text = f"{words}: {reason}"
+    # TerminateJob also cancels what has not reached STARTING; CancelJob would leave alone what has, and not say so:
+    # https://docs.aws.amazon.com/batch/latest/APIReference/API_CancelJob.html
+    ask(client, "terminate_job", Patience.of(deadline_seconds), jobId=job_id, reason=text[:1024])
+
 
 Cause = Literal["reclaimed", "user_code", "never_started", "not_made", "terminated", "ended", "unknown"]
 """reclaimed: the machine was taken away or lost; Batch tells a Spot reclaim and a broken host alike.

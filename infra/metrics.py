@@ -1,0 +1,473 @@
+"""Prometheus metrics: the catalogue of names, the boards that hold values, their page, and how it is served or pushed.
+
+Names follow Prometheus' conventions: prefix, base unit, `_total` for what only grows. No label holds what is unbounded
+(a step, a path, a message). docs/observability.md explains the same list; a test compares the two.
+
+A push replaces its whole group, and a group never expires: so each node has a group of its own, {job, node}, and it is
+deleted, by exactly that key, at every end that some process of the node lives to see.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import math
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,  # text format 0.0.4
+    CollectorRegistry,
+    delete_from_gateway,
+    generate_latest,
+    push_to_gateway,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from ebbflow.infra.events import COMMIT, COMMIT_FAILED, STEP, Event
+from ebbflow.infra.outcome import Outcome
+
+# Steps of a laptop's model and of a large one: a factor of about two apart.
+STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0)
+COMMIT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Kind(StrEnum):
+    """Types of the exposition format."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """labels: besides the constant ones of its board. buckets: upper bounds, of a histogram."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+def _counter(name: str, text: str, *labels: str) -> Metric:
+    return Metric(name, Kind.COUNTER, text, labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> Metric:
+    return Metric(name, Kind.GAUGE, text, labels)
+
+
+# metrics.prom: of a whole job, folded from its events. Constant label: job.
+JOB_METRICS = (
+    _gauge("ebbflow_job_outcome", "How the job ended: 1 for that outcome, 0 for the others.", "outcome"),
+    _gauge("ebbflow_job_capacity_info", "The planned capacity; always 1.", "instance_type", "market"),
+    _gauge("ebbflow_job_nodes", "Nodes of the planned capacity.", "kind"),
+    _counter("ebbflow_job_rank_seconds_total", "Paid time of all ranks by ledger class, in seconds.", "class", "kind"),
+    _counter("ebbflow_job_usd_total", "What was paid by ledger class, in US dollars.", "class", "kind"),
+    _gauge("ebbflow_job_budget_usd", "The limit cost.budget_usd, in US dollars; absent without one."),
+    _gauge("ebbflow_job_planned_usd", "What the plan expected the job to cost, in US dollars.", "kind"),
+    _gauge("ebbflow_job_planned_seconds", "How long the plan expected the job to take, in seconds.", "kind"),
+    _gauge(
+        "ebbflow_job_savings_usd", "Useful work alone at the on-demand price, less the total, in US dollars.", "kind"
+    ),
+    _gauge("ebbflow_job_wall_seconds", "From the first event of the job to its last, in seconds."),
+    _gauge("ebbflow_job_last_event_timestamp_seconds", "When the last event of the job happened, in Unix time."),
+    _gauge("ebbflow_job_step", "The newest step that is part of the job's weights."),
+    _counter("ebbflow_job_redone_steps_total", "Steps whose result was thrown away and computed again."),
+    _counter(
+        "ebbflow_job_tokens_total", "Tokens (or whatever the loss is averaged over) of all steps, redone included."
+    ),
+    _counter("ebbflow_job_generations_total", "Starts of the gang."),
+    _counter("ebbflow_job_interruptions_total", "Generations that ended unplanned, whatever the cause."),
+    _counter("ebbflow_job_failures_total", "Generations that ended by an error of the program or the user's code."),
+    _counter("ebbflow_job_commits_total", "Durable checkpoints."),
+    _counter("ebbflow_job_commit_failures_total", "Saves of a rank that did not become durable."),
+    _counter("ebbflow_job_committed_bytes_total", "Bytes of all durable checkpoints."),
+    _counter(
+        "ebbflow_job_commit_seconds_total", "Time from a save to its durability, summed over commits, in seconds."
+    ),
+    _gauge("ebbflow_job_loss", "Training loss of the newest step, in the workload's own unit."),
+    _gauge("ebbflow_job_held_out_loss", "Loss of the newest evaluation on held-out data, in the workload's own unit."),
+    _gauge("ebbflow_job_tokens_per_second", "Median speed of the kept steps, in tokens of all ranks per second."),
+    _gauge(
+        "ebbflow_job_mfu_ratio",
+        "Model flops over those of the machines' measured peak, 0 to 1; absent above 1.",
+        "kind",
+    ),
+    _gauge("ebbflow_job_goodput_ratio", "Useful steps' share of the paid time, 0 to 1."),
+    _gauge("ebbflow_job_unattributed_ratio", "Share of the paid time that no interval covers, 0 to 1."),
+)
+
+# /metrics and the Pushgateway: of one running node, by its local rank 0. Constant labels: job, node.
+NODE_METRICS = (
+    _gauge("ebbflow_generation", "Number of this start of the gang."),
+    _gauge("ebbflow_world_size", "Ranks of the whole gang."),
+    _gauge("ebbflow_start_time_seconds", "When the process of this node's first rank started, in Unix time."),
+    _gauge("ebbflow_step", "The newest step taken."),
+    _gauge("ebbflow_max_steps", "The last step of the job."),
+    _counter("ebbflow_steps_total", "Steps taken by this process."),
+    _counter("ebbflow_tokens_total", "Tokens of the whole gang's steps, the same on every node."),
+    _counter("ebbflow_flops_total", "Model flops of the whole gang's steps; node 0 only."),
+    _gauge("ebbflow_tokens_per_second", "Speed of the newest step, in tokens of all ranks per second."),
+    _gauge("ebbflow_loss", "Training loss of the newest step over all ranks, in the workload's own unit."),
+    _gauge("ebbflow_held_out_loss", "Loss of the newest evaluation on held-out data; node 0 only."),
+    _gauge("ebbflow_gradient_norm", "Global gradient norm of the newest step, before clipping."),
+    _gauge("ebbflow_learning_rate", "Learning rate of the newest step."),
+    Metric(
+        "ebbflow_step_seconds", Kind.HISTOGRAM, "Time of a step and its data, saves and evaluations not, in seconds.",
+        buckets=STEP_BUCKETS,
+    ),
+    _counter("ebbflow_phase_seconds_total", "Time of this rank by ledger class, in seconds.", "class"),
+    _gauge("ebbflow_slowest_rank", "The rank that took longest in the newest step; node 0 only."),
+    _gauge("ebbflow_slowest_rank_ratio", "Its own time over the median of the others'; node 0 only."),
+    _gauge("ebbflow_rank_step", "The step that a rank of this node is in, by its heartbeat.", "rank"),
+    _gauge("ebbflow_rank_heartbeat_timestamp_seconds", "When a rank of this node last moved on, in Unix time.", "rank"),
+    _gauge("ebbflow_last_commit_step", "Step of the newest durable checkpoint; node 0 only."),
+    _gauge("ebbflow_last_commit_timestamp_seconds", "When it was known to be durable, in Unix time; node 0 only."),
+    _counter("ebbflow_commit_failures_total", "Saves of this rank that did not become durable."),
+    _counter("ebbflow_committed_bytes_total", "Bytes of the durable checkpoints of this generation; node 0 only."),
+    Metric(
+        "ebbflow_commit_seconds", Kind.HISTOGRAM, "Time from a save to its durability, in seconds; node 0 only.",
+        buckets=COMMIT_BUCKETS,
+    ),
+    _gauge("ebbflow_spent_usd", "Spent by the whole job so far at the planned price, in US dollars.", "kind"),
+    _gauge(
+        "ebbflow_at_risk_usd", "Spent since the state of the newest durable checkpoint, in US dollars; node 0 only.",
+        "kind",
+    ),
+    _gauge("ebbflow_budget_usd", "The limit cost.budget_usd, in US dollars; absent without one."),
+    _gauge("ebbflow_deadline_timestamp_seconds", "When the job must be done, in Unix time; absent without a deadline."),
+)  # fmt: skip
+
+
+Labels = tuple[str, ...]
+
+
+class _Histogram:
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class Board(Collector):
+    """Values of `metrics`, all with the `constant` labels. Safe to read from another thread.
+
+    Its own, and not the client library's counters: they would add a `_created` series to each, which nothing here
+    documents, and are global to the process, where a user's own metrics live.
+    before_page: called for each page, to set what is cheaper to look up then than at every step.
+    """
+
+    def __init__(
+        self,
+        metrics: Iterable[Metric],
+        constant: Mapping[str, str],
+        before_page: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._metrics = {metric.name: metric for metric in metrics}
+        self._constant = dict(constant)
+        self._before_page = before_page
+        self._lock = threading.Lock()
+        self._numbers: dict[str, dict[Labels, float]] = {name: {} for name in self._metrics}
+        self._histograms = {m.name: _Histogram(m.buckets) for m in self._metrics.values() if m.kind is Kind.HISTOGRAM}
+
+    def set(self, name: str, value: float | None, *labels: str) -> None:
+        """What is not known, or is no number, is absent, not 0. Raises KeyError for a name outside the catalogue."""
+        series = self._numbers[name]
+        with self._lock:
+            if value is None or math.isnan(value):
+                series.pop(labels, None)
+            else:
+                series[labels] = float(value)
+
+    def add(self, name: str, amount: float, *labels: str) -> None:
+        series = self._numbers[name]
+        with self._lock:
+            series[labels] = series.get(labels, 0.0) + amount
+
+    def observe(self, name: str, value: float) -> None:
+        with self._lock:
+            self._histograms[name].observe(value)
+
+    def page(self) -> bytes:
+        """The text format of Prometheus (version 0.0.4)."""
+        return generate_latest(self.registry())
+
+    def registry(self) -> CollectorRegistry:
+        """For the client library's server and push."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return registry
+
+    def collect(self) -> Iterator[Family]:
+        """What the client library asks for."""
+        self._before_page()
+        with self._lock:
+            numbers = {name: dict(series) for name, series in self._numbers.items()}
+            histograms = {name: (list(h.counts), h.sum) for name, h in self._histograms.items()}
+        for name, metric in self._metrics.items():
+            if metric.kind is Kind.HISTOGRAM:
+                yield self._histogram_family(metric, *histograms[name])
+            elif numbers[name]:
+                yield self._family(metric, numbers[name])
+
+    def describe(self) -> list[Family]:
+        """Registering must not make a page."""
+        return []
+
+    def _family(self, metric: Metric, series: Mapping[Labels, float]) -> Family:
+        make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        family = make(metric.name, metric.help, labels=[*self._constant, *metric.labels])
+        for labels, value in sorted(series.items()):
+            if len(labels) != len(metric.labels):
+                raise ValueError(f"{metric.name} has labels {metric.labels}, and was given {labels}")
+            family.add_metric([*self._constant.values(), *labels], value)
+        return family
+
+    def _histogram_family(self, metric: Metric, counts: list[int], total: float) -> Family:
+        family = HistogramMetricFamily(metric.name, metric.help, labels=list(self._constant))
+        buckets, seen = [], 0
+        for bound, count in zip([*map(str, metric.buckets), "+Inf"], counts, strict=True):
+            seen += count
+            buckets.append((bound, seen))
+        family.add_metric(list(self._constant.values()), buckets, total)
+        return family
+
+
+# Words of a plan or a ledger line, and what they say of a figure: the weakest of several holds.
+_STRENGTH = ("measured", "live", "recorded", "estimated", "simulated")
+
+
+def job_page(report: dict[str, Any], events: Sequence[Event]) -> bytes:
+    """report: as in report.json. events: the ones it was made from, for what a report does not add up."""
+    board = Board(JOB_METRICS, {"job": report["job"]})
+    _set_end(board, report)
+    _set_money(board, report)
+    _set_work(board, report)
+    _set_counts(board, events)
+    return board.page()
+
+
+def _set_end(board: Board, report: dict[str, Any]) -> None:
+    for outcome in Outcome:
+        board.set("ebbflow_job_outcome", float(outcome == report["outcome"]), outcome.value)
+    for name in ("interruptions", "failures", "redone_steps"):
+        board.set(f"ebbflow_job_{name}_total", report[name])
+    hours = report["actual"].get("wall_hours")
+    board.set("ebbflow_job_wall_seconds", None if hours is None else hours * 3600)
+
+
+def _set_money(board: Board, report: dict[str, Any]) -> None:
+    price = str(report["actual"].get("price_kind") or "unpriced")
+    for line in report["ledger"]:
+        board.set("ebbflow_job_rank_seconds_total", line["rank_seconds"], line["class"], line["kind"])
+        if price != "unpriced":  # without a price nothing is known to have been paid, which is not nothing
+            board.set("ebbflow_job_usd_total", line["usd"], line["class"], weakest(price, line["kind"]))
+    board.set("ebbflow_job_savings_usd", report["savings_usd"], weakest(price, "estimated"))
+    plan = report["plan"] or {}
+    board.set("ebbflow_job_budget_usd", plan.get("budget_usd"))
+    chosen = plan.get("chosen") or {}
+    if not chosen:
+        return
+    kind = "simulated" if plan.get("simulated") else "measured"
+    board.set("ebbflow_job_capacity_info", 1, str(chosen.get("instance_type")), str(chosen.get("market")))
+    board.set("ebbflow_job_nodes", chosen.get("nodes"), kind)
+    board.set("ebbflow_job_planned_usd", chosen.get("expected_usd"), "estimated")
+    hours = chosen.get("expected_hours")
+    board.set("ebbflow_job_planned_seconds", None if hours is None else hours * 3600, "estimated")
+
+
+def _set_work(board: Board, report: dict[str, Any]) -> None:
+    actual = report["actual"]
+    board.set("ebbflow_job_step", actual.get("steps"))
+    board.set("ebbflow_job_loss", report["loss_curve"][-1][1] if report["loss_curve"] else None)
+    board.set("ebbflow_job_held_out_loss", actual.get("held_out_loss"))
+    board.set("ebbflow_job_tokens_per_second", actual.get("tokens_per_second"))
+    board.set("ebbflow_job_mfu_ratio", actual.get("mfu"), "measured")
+    board.set("ebbflow_job_goodput_ratio", actual.get("goodput"))
+    board.set("ebbflow_job_unattributed_ratio", actual.get("unattributed_share"))
+    board.set("ebbflow_job_generations_total", actual.get("generations"))
+    board.set("ebbflow_job_commits_total", actual.get("commits"))
+
+
+def _set_counts(board: Board, events: Sequence[Event]) -> None:
+    """Every rank tells the whole gang's tokens: rank 0's are counted."""
+    steps = [event for event in events if event.name == STEP and event.rank == 0]
+    commits = {event.data.get("key", event.step): event.data for event in events if event.name == COMMIT}.values()
+    board.set("ebbflow_job_tokens_total", sum(event.data.get("tokens") or 0 for event in steps))
+    board.set("ebbflow_job_committed_bytes_total", sum(data.get("bytes") or 0 for data in commits))
+    board.set("ebbflow_job_commit_seconds_total", sum(data.get("seconds") or 0 for data in commits))
+    board.set("ebbflow_job_commit_failures_total", sum(event.name == COMMIT_FAILED for event in events))
+    board.set("ebbflow_job_last_event_timestamp_seconds", max((event.t_wall for event in events), default=None))
+
+
+def weakest(*words: str) -> str:
+    """Of "recorded 2026-07-20" and "measured": recorded. A figure is no better than the worst that it is made from."""
+    kinds = [word.split()[0] if word else "estimated" for word in words]
+    return max(kinds, key=lambda kind: _STRENGTH.index(kind) if kind in _STRENGTH else len(_STRENGTH))
+
+
+TIMEOUT_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """The grouping key."""
+
+    url: str
+    job: str
+    node: int
+
+
+class Pusher:
+    """Pushes each `interval_seconds` from a thread of its own. A gateway that is away costs one line, and no more.
+
+    say: takes one line of notice.
+    """
+
+    def __init__(
+        self, group: Group, registry: CollectorRegistry, *, interval_seconds: float, say: Callable[[str], object]
+    ) -> None:
+        self._group, self._registry, self._interval_seconds, self._say = group, registry, interval_seconds, say
+        self._ended = threading.Event()
+        self._away = False
+        self._thread = threading.Thread(target=self._push_forever, name="push", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End pushing; the group stays. Waits for a push under way, at most its time-out. Never raises."""
+        self._ended.set()
+        self._thread.join(TIMEOUT_SECONDS + 1)
+
+    def _push_forever(self) -> None:
+        while not self._ended.is_set():
+            self._push()
+            self._ended.wait(self._interval_seconds)
+
+    def _push(self) -> None:
+        group = self._group
+        try:
+            push_to_gateway(
+                group.url,
+                job=group.job,
+                registry=self._registry,
+                grouping_key={"node": str(group.node)},
+                timeout=TIMEOUT_SECONDS,
+            )
+        except Exception as error:  # urllib and http.client raise many kinds, and none may end the training
+            if not self._away:
+                self._say(f"metrics: WARNING: {group.url} takes no push, trying on: {error}")
+            self._away = True
+        else:
+            if self._away:
+                self._say(f"metrics: {group.url} takes pushes again")
+            self._away = False
+
+
+def delete_group(group: Group, *, say: Callable[[str], object]) -> None:
+    """Delete what this node pushed; a group that is not there is no error. Never raises, and ends within 4 s."""
+    failed = [f"no answer within {TIMEOUT_SECONDS + 1:g} s"]
+
+    def delete() -> None:
+        try:
+            key = {"node": str(group.node)}
+            delete_from_gateway(group.url, job=group.job, grouping_key=key, timeout=TIMEOUT_SECONDS)
+            failed.clear()
+        except Exception as error:  # as above
+            failed[:] = [str(error)]
+
+    # In a thread: a name server that is away holds a request up beyond its own time-out.
+    thread = threading.Thread(target=delete, name="push", daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_SECONDS + 1)
+    for reason in list(failed):
+        key = f"job={group.job}, node={group.node}"
+        say(f"metrics: WARNING: {group.url} may still have the group {key}, which never expires by itself: {reason}")
+
+
+PORTS_TRIED = 16
+_REQUEST_SECONDS = 10.0
+_LOOK_SECONDS = 0.1  # how soon the server notices that it is to close
+
+
+class MetricsServer:
+    """Serves `page()` at the first free one of `PORTS_TRIED` ports from `port` on: nodes may share a machine.
+
+    address: an IP address of this machine to listen on; "": all of them. Raises OSError when no port is free, or when
+    port or address is not allowed.
+    """
+
+    def __init__(self, port: int, page: Callable[[], bytes], *, address: str) -> None:
+        self._server = _listen(address, port, _handler(page))
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_LOOK_SECONDS,), name="metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_REQUEST_SECONDS)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def server_bind(self) -> None:
+        """Without HTTPServer's look-up of this host's full name, which waits for a name server that may be away."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A reader that goes away in mid-answer is its own affair."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _listen(address: str, port: int, handler: type[BaseHTTPRequestHandler]) -> _Server:
+    server = _Server6 if ":" in address else _Server
+    last = min(port + PORTS_TRIED - 1, 65535)
+    for number in range(port, last + 1):
+        try:
+            return server((address, number), handler)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"ports {port} to {last} are all taken")
+
+
+def _handler(page: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _REQUEST_SECONDS
+
+        def do_GET(self) -> None:
+            found = self.path.split("?")[0] == "/metrics"
+            content = page() if found else b"metrics are at /metrics\n"
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Type", CONTENT_TYPE_LATEST if found else "text/plain")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """A line per scrape is nobody's news."""
+
+    return Handler

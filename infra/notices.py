@@ -1,0 +1,380 @@
+"""Notices that the machine or the process is about to go: their sources, and the thread that watches them.
+
+AWS: "Spot Instance interruption notices" (instance-action: two minutes before terminate or stop; hibernation begins at
+once) and "EC2 instance rebalance recommendations". Both answer 404 until there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from ebbflow.infra.metadata import HOP_LIMIT_FIX, MetadataService, endpoint, metadata_unavailable_reason
+
+
+class NoticeSource(StrEnum):
+    """Who says that the machine, or the process, is about to go."""
+
+    SIGNAL = "signal"
+    METADATA = "metadata"
+    METAFLOW = "metaflow"
+    REHEARSAL = "rehearsal"
+
+
+RECLAIMS = frozenset({"terminate", "stop", "hibernate"})  # EC2's: the pool takes its machine back
+# Actions besides those.
+LEAVE = "leave"  # SIGTERM: the process is to end, whatever becomes of the machine
+REBALANCE = "rebalance"  # a recommendation: the machine is more likely than usual to be taken
+STALE_SECONDS = 10.0  # so long after its time a notice counts for nothing: the machine is still there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """One word of one source. ends_at: time.monotonic() here when it takes effect; infinite: no time was said.
+
+    What it is about is (source, action): the same said again is no news, though its time may have become shorter.
+    """
+
+    source: NoticeSource
+    action: str
+    ends_at: float
+    heard_at: float = field(default_factory=time.monotonic)
+    detail: str = ""
+
+    @property
+    def seconds_left(self) -> float:
+        return max(self.ends_at - time.monotonic(), 0.0)
+
+    @property
+    def reclaims(self) -> bool:
+        """Whether it is the pool that takes its machine back, and not somebody who ends the process."""
+        return self.action in RECLAIMS
+
+
+class Source(Protocol):
+    """Where notices come from. Only the watcher's thread calls it."""
+
+    name: NoticeSource
+    poll_seconds: float
+
+    def begin(self) -> str:
+        """Decide, within about a second, whether there is anything to watch: "" or why there is not. Never raises."""
+        ...
+
+    def look(self) -> list[Notice]:
+        """What the source says now; within its deadline. Raises OSError when it cannot be asked just now."""
+        ...
+
+
+_SILENT_POLLS = 5  # in a row, before it is said that a source has fallen silent
+_LONGEST_PAUSE_SECONDS = 10.0
+_SHORTEST_PAUSE_SECONDS = 0.02
+_CLOSE_SECONDS = 3.0
+
+
+class Watcher:
+    """Polls its sources until it is closed. One that has nothing to watch is asked once, and never again.
+
+    Requests of one source hold up the others for their deadline at most (about 2 s), and nobody but this thread.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = list(sources)
+        self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+        self._absent: dict[str, str] = {}
+        self._problems: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._decided, self._looked, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._told: dict[tuple[str, str], float] = {}
+        self._thread = threading.Thread(target=self._watch, name="notices", daemon=True)
+        self._thread.start()
+
+    def news(self) -> list[Notice]:
+        """Notices not handed out before. One whose time became shorter by more than a second is news again, and so is
+        any that follows one whose time has passed."""
+        return _all(self._notices)
+
+    def await_first_look(self, seconds: float) -> bool:
+        """Whether each source has been asked once, within the time: what stood before this was made is news then."""
+        return self._looked.wait(seconds)
+
+    def problems(self) -> list[str]:
+        """What keeps a source from being asked, each thing said once."""
+        return _all(self._problems)
+
+    def decided(self) -> dict[str, str] | None:
+        """{source: "" where it is watched, else why not}, or None while that is not known yet (about a second)."""
+        return dict(self._absent) if self._decided.is_set() else None
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _watch(self) -> None:
+        self._absent = {source.name: _begun(source) for source in self._sources}
+        self._decided.set()
+        watched = [source for source in self._sources if not self._absent[source.name]]
+        due = {source.name: 0.0 for source in watched}
+        failed = {source.name: 0 for source in watched}
+        if not watched:
+            self._looked.set()
+        while watched and not self._closed.is_set():
+            for source in watched:
+                if time.monotonic() >= due[source.name]:
+                    failed[source.name] = 0 if self._look(source, failed[source.name]) else failed[source.name] + 1
+                    pause = min(source.poll_seconds * 2 ** min(failed[source.name], 8), _LONGEST_PAUSE_SECONDS)
+                    due[source.name] = time.monotonic() + pause
+            self._looked.set()
+            self._closed.wait(max(min(due.values()) - time.monotonic(), _SHORTEST_PAUSE_SECONDS))
+
+    def _look(self, source: Source, failed: int) -> bool:
+        try:
+            found = source.look()
+        except Exception as error:  # whatever it was, the thread must live: the other sources hang on it
+            if failed + 1 == _SILENT_POLLS:
+                self._problems.put(f"{source.name}: {_SILENT_POLLS} requests in a row failed, the last: {error}")
+            return False
+        for notice in found:
+            key = (notice.source, notice.action)
+            told = self._told.get(key)
+            if told is None or notice.ends_at < told - 1.0 or told < time.monotonic() - STALE_SECONDS < notice.ends_at:
+                self._told[key] = notice.ends_at
+                self._notices.put(notice)
+        return True
+
+
+def _begun(source: Source) -> str:
+    """Why there is nothing to watch, or "". One that cannot even be asked takes no other source along."""
+    try:
+        return source.begin()
+    except Exception as error:
+        return f"it cannot be watched: {error or type(error).__name__}"
+
+
+def _all(waiting: queue.SimpleQueue) -> list:
+    found = []
+    while not waiting.empty():
+        found.append(waiting.get())
+    return found
+
+
+_INSTANCE_ACTION = "meta-data/spot/instance-action"
+_REBALANCE = "meta-data/events/recommendations/rebalance"
+_FIRST_ANSWERS_SECONDS = 0.9
+_ANSWER_SECONDS = 1.0
+_TOKEN_TTL_SECONDS = 6 * 3600
+_NO_SUCH_REQUEST = (400, 404, 405, 501)  # to the PUT: a service of before version 2, or a stand-in that has only GET
+_UNSAID_SECONDS = 30.0  # for an action whose time cannot be read: what the shortest notices of clouds leave
+
+
+class MetadataSource:
+    """What EC2 says of this instance. environment, system: where to look for the service (`ebbflow.infra.metadata`)."""
+
+    name = NoticeSource.METADATA
+
+    def __init__(
+        self,
+        environment: Mapping[str, str] = os.environ,
+        *,
+        system: Path = Path("/"),
+        poll_seconds: float = 2.0,
+    ) -> None:
+        self.poll_seconds = poll_seconds
+        self._absent = metadata_unavailable_reason(environment, system)
+        self._service = MetadataService(endpoint(environment))
+        self._token = ""
+        self._token_until = 0.0
+        self._version_1 = self._knows_no_tokens = False
+        self._ending = Ending()
+
+    def begin(self) -> str:
+        if self._absent:
+            return self._absent
+        limit = time.monotonic() + _FIRST_ANSWERS_SECONDS
+        try:
+            problem = self._renew(0.6 * _FIRST_ANSWERS_SECONDS)
+            return self._without_token(limit - time.monotonic()) if problem and self._knows_no_tokens else problem
+        except TimeoutError:
+            return self._without_token(limit - time.monotonic())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            return f"{self._service.endpoint} cannot be asked: {error or type(error).__name__}"
+
+    def look(self) -> list[Notice]:
+        found: list[Notice] = []
+        try:
+            for find in (self._interruption, self._recommendation):
+                if (notice := find()) is not None:
+                    found.append(notice)
+        except OSError:
+            if not found:  # an interruption that was heard counts, whatever becomes of the second question
+                raise
+        except (http.client.HTTPException, ValueError) as error:
+            if not found:
+                raise OSError(f"{self._service.endpoint}: {error!r}") from error
+        return found
+
+    def _without_token(self, seconds: float) -> str:
+        """The token's answer may not travel as far as a container; other answers may, where version 1 is allowed."""
+        said = f"{self._service.endpoint} gives no token in time"
+        try:
+            status, _ = self._service.get(_INSTANCE_ACTION, "", seconds=seconds)
+        except (OSError, http.client.HTTPException, ValueError):
+            return f"{said}, nor any other answer"
+        if status in (200, 404):
+            self._version_1 = True  # not as safe, and better than to be taken by surprise
+            return ""
+        return f"{said}, while it answers {status} without one: the hop limit is too small; fix: {HOP_LIMIT_FIX}"
+
+    def _renew(self, seconds: float) -> str:
+        status, token = self._service.token(ttl_seconds=_TOKEN_TTL_SECONDS, seconds=seconds)
+        if status == 403:
+            return f"{self._service.endpoint} is turned off (403)"
+        self._knows_no_tokens = status in _NO_SUCH_REQUEST
+        if status != 200 or not token:
+            return f"{self._service.endpoint} gives no token: status {status}"
+        self._token, self._token_until = token, time.monotonic() + _TOKEN_TTL_SECONDS / 2
+        return ""
+
+    def _get(self, path: str) -> str | None:
+        """None: nothing is said. A token that is refused is replaced once."""
+        if not self._version_1 and time.monotonic() >= self._token_until and (problem := self._renew(_ANSWER_SECONDS)):
+            raise OSError(problem)
+        status, text = self._service.get(path, self._token, seconds=_ANSWER_SECONDS)
+        if status == 401 and not self._version_1:
+            if problem := self._renew(_ANSWER_SECONDS):
+                raise OSError(problem)
+            status, text = self._service.get(path, self._token, seconds=_ANSWER_SECONDS)
+        if status not in (200, 404):
+            raise OSError(f"{self._service.endpoint}: {path} answers {status}")
+        return text if status == 200 else None
+
+    def _interruption(self) -> Notice | None:
+        text = self._get(_INSTANCE_ACTION)
+        if text is None:
+            return None
+        said = _object(text)
+        ends_at = self._ending.of(said.get("time"))
+        if ends_at < time.monotonic() - STALE_SECONDS:  # of a machine that was stopped, or was left alone after all
+            return None
+        action = str(said.get("action") or "terminate")
+        return Notice(
+            source=self.name,
+            action=action if action in RECLAIMS else "terminate",
+            ends_at=ends_at,
+            detail=text[:200],
+        )
+
+    def _recommendation(self) -> Notice | None:
+        text = self._get(_REBALANCE)
+        return None if text is None else Notice(
+            source=self.name, action=REBALANCE, ends_at=float("inf"), detail=text[:200]
+        )  # fmt: skip
+
+
+class Ending:
+    """When what one source says takes effect. The same word heard again means the same moment, also where it cannot be
+    read, or the machine's clock was set meanwhile."""
+
+    def __init__(self) -> None:
+        self._said: object = None
+        self._ends_at = 0.0
+
+    def of(self, moment: object) -> float:
+        """time.monotonic() of what was said."""
+        said = str(moment)
+        if said != self._said:
+            self._said, self._ends_at = said, time.monotonic() + _seconds_until(moment)
+        return self._ends_at
+
+
+def _seconds_until(moment: object) -> float:
+    """From now to an ISO 8601 time, in UTC unless it says otherwise, by this machine's clock; 30 s where it is none."""
+    try:
+        told = datetime.fromisoformat(str(moment).replace("Z", "+00:00"))
+        return (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp() - time.time()
+    except ValueError:
+        return _UNSAID_SECONDS
+
+
+def _object(text: str) -> dict:
+    """A notice counts even where its words cannot be read."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+METAFLOW_FILE = "/tmp/spot_termination_notice"  # as Metaflow 2.19 tells it in current.spot_termination_notice
+
+
+class MetaflowSource:
+    """The time of termination, as Metaflow's spot monitor found it: an ISO time, or nothing while it is written.
+
+    The monitor's signal does not reach the task, and its file may be left over from a machine that was stopped and came
+    back: what is past counts for nothing.
+    """
+
+    name = NoticeSource.METAFLOW
+    poll_seconds = 0.5
+
+    def __init__(self, path: Path = Path(METAFLOW_FILE)) -> None:
+        self._path = path
+        self._ending = Ending()
+
+    def begin(self) -> str:
+        return "" if self._path.parent.is_dir() else f"there is no folder {self._path.parent}"
+
+    def look(self) -> list[Notice]:
+        try:
+            said = self._path.read_text(errors="replace").strip()[:100]
+        except FileNotFoundError:
+            return []
+        ends_at = self._ending.of(said)
+        if not said or ends_at < time.monotonic() - STALE_SECONDS:
+            return []
+        return [Notice(source=self.name, action="terminate", ends_at=ends_at, detail=f"{self._path}: {said}")]
+
+
+class RehearsalSource:
+    """A notice that a rehearsed fault leaves for its node; heard once, since the file is then taken away."""
+
+    name = NoticeSource.REHEARSAL
+    poll_seconds = 0.1
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()  # of an attempt that did not live to hear it
+
+    def begin(self) -> str:
+        return ""
+
+    def look(self) -> list[Notice]:
+        try:
+            said = json.loads(self._path.read_text())
+        except FileNotFoundError:
+            return []
+        except ValueError as error:
+            raise OSError(f"{self._path}: {error}") from error
+        self._path.unlink(missing_ok=True)
+        ends_at = said["t_mono"] + said["seconds"]
+        return [Notice(source=self.name, action=said["action"], ends_at=ends_at, heard_at=said["t_mono"])]
+
+
+def rehearse_notice(path: Path, *, action: str, seconds: float) -> None:
+    """Leave a notice for the agent of this node; whole or not at all, since it looks at any time."""
+    said = {"action": action, "seconds": seconds, "t_mono": time.monotonic()}
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(json.dumps(said))
+    os.replace(fresh, path)
