@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.cost.catalogue_refresh import add_commands as add_catalogue_commands
 from ebbflow.cost.errors import CostError, ReportError
 from ebbflow.cost.jobs import known_job_names, read_job_log, read_running
-from ebbflow.cost.prices.commands import add_commands
+from ebbflow.cost.prices.source import add_commands
 from ebbflow.cost.reconcile import add_command as add_reconcile
 from ebbflow.cost.replay import add_command as add_replay
 from ebbflow.cost.report.render_text import COLUMNS, as_row, render_table
@@ -35,7 +35,7 @@ from ebbflow.infra.process import reader_has_left, run_benchmarks
 from ebbflow.infra.program import PROJECT_ROOT
 
 if TYPE_CHECKING:
-    from ebbflow.cost.experience import Experience
+    from ebbflow.cost.job_history import Experience
     from ebbflow.infra.config.schema import RunConfig
     from ebbflow.infra.model_shape import ModelShape
 
@@ -81,9 +81,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from ebbflow.cost.jobs import read_job
+    from ebbflow.cost.plan.candidates import progress_of
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.plan.plan_text import render_plan
-    from ebbflow.cost.plan.pools import progress_of
     from ebbflow.cost.prices.source import open_prices
     from ebbflow.infra.config.load import load_config
     from ebbflow.infra.config.problems import ConfigError
@@ -167,7 +167,7 @@ def _print_one(report: RunReport, *, configuration: bool) -> None:
 
 def _experience(config: RunConfig) -> Experience:
     """Of the configuration's store; none, and said so, where the store does not answer: a plan does without."""
-    from ebbflow.cost.experience import Experience, recall
+    from ebbflow.cost.job_history import Experience, recall
     from ebbflow.infra.store import Store
 
     try:

@@ -1,14 +1,21 @@
-"""The dated catalogue: instances.csv, gpus.csv, on_demand.csv and spot_advisor.csv, read and checked line by line.
+"""Catalogue
 
 An unknown figure is None, never a guess: whoever needs it rejects the type and says why.
+
+- storage: the commits that are kept at once × their size × the time; each node's volume × the time it is paid.
+- requests: puts of parts, indexes and manifests of every commit, and of the events and log lines of every rank while it
+  runs; gets of a restore.
+- transfer (data gravity): with the store in another region than the pool, every commit leaves the pool's region, and
+  every start brings tokens and the newest commit from the store's. Within a region nothing, through a gateway endpoint.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from decimal import Decimal
 from functools import cache
@@ -16,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.cost.errors import CatalogueError
+from ebbflow.infra.config.schema import RunConfig
 
 # The region that shipped prices are of; others come with `ebbflow catalogue refresh`.
 ON_DEMAND_REGION = "us-east-1"
@@ -209,7 +217,7 @@ def _read_on_demand(path: Path) -> dict[str, dict[str, OnDemandPrice]]:
     """By type and region. Prices of a type that is not in the catalogue are kept and never asked for."""
     prices: dict[str, dict[str, OnDemandPrice]] = {}
     for row in _rows(path, list(ON_DEMAND_COLUMNS)):
-        region, name = row.parse("region", _text, "a region"), row.parse("name", _text, "a name")
+        region, name = row.parse("region", *_REGION), row.parse("name", _text, "a name")
         regions = prices.setdefault(name, {})
         if region in regions:
             raise CatalogueError(f"{path}:{row.number}:1: {name} is listed twice for {region}")
@@ -225,7 +233,7 @@ def _read_advice(path: Path) -> dict[str, dict[str, SpotAdvice]]:
     """By type and region. Advice on a type that is not in the catalogue is kept and never asked for."""
     advice: dict[str, dict[str, SpotAdvice]] = {}
     for row in _rows(path, list(ADVISOR_COLUMNS)):
-        region, name = row.parse("region", _text, "a region"), row.parse("name", _text, "a name")
+        region, name = row.parse("region", *_REGION), row.parse("name", _text, "a name")
         regions = advice.setdefault(name, {})
         if region in regions:
             raise CatalogueError(f"{path}:{row.number}:1: {name} is listed twice for {region}")
@@ -272,3 +280,139 @@ def _unique(items: Iterator[Any], path: Path) -> Iterator[Any]:
             raise CatalogueError(f"{path}: {item.name} is listed twice")
         seen.add(item.name)
         yield item
+
+
+RATES_RECORDED = "2026-11"
+# What every place that shows such a figure says of it.
+RATES_KIND = f"list prices, recorded {RATES_RECORDED}"
+# No list price of a gigabyte, or of a thousand requests, is above; what is, is no such price.
+_REGION = _text, "a region"
+_LIST_PRICE = _number(0, 10), "dollars in 0 … 10"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionRates:
+    """List prices of one region, USD. storage and volume: per GB (2^30 bytes) and month; put, get: per 1,000."""
+
+    storage_usd: float
+    put_usd: float
+    get_usd: float
+    volume_usd: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """regions: by name; one that is missing has no price on record. egress: (from, to) → USD per GB."""
+
+    regions: Mapping[str, RegionRates]
+    egress: Mapping[tuple[str, str], float]
+
+    def egress_usd_per_gb(self, source: str, target: str) -> float | None:
+        """Of data that leave `source` for `target`; 0 within a region; None: not on record."""
+        return 0.0 if source == target else self.egress.get((source, target))
+
+
+@cache
+def load_rates(list_prices: Path = _HERE / "list_prices.csv", egress: Path = _HERE / "egress.csv") -> Rates:
+    """Both tables. Raises CatalogueError naming file:line:column for what cannot be a price."""
+    prices = [field.name for field in fields(RegionRates)]
+    return Rates(
+        regions={
+            row.parse("region", *_REGION): RegionRates(**{name: row.parse(name, *_LIST_PRICE) for name in prices})
+            for row in _rows(list_prices, ["region", *prices])
+        },
+        egress={
+            (row.parse("from_region", *_REGION), row.parse("to_region", *_REGION)): row.parse(
+                "price_usd_per_gb", *_LIST_PRICE
+            )
+            for row in _rows(egress, ["from_region", "to_region", "price_usd_per_gb"])
+        },
+    )
+
+
+GB = 2**30
+HOURS_PER_MONTH = 730.0
+# A commit's data go up in parts of this size, and a rank adds an index (training/checkpoint).
+PART_BYTES = 32 * 2**20
+# A remote event log is flushed each 10 s, shipped log lines each 15 s, by every rank.
+SMALL_PUTS_PER_RANK_HOUR = 3600 / 10 + 3600 / 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What the remaining work takes, whatever the pool's place. commit_bytes: of one commit, all ranks together.
+
+    commits: written in all. starts: of the gang, the first one included. token_bytes: that one node reads per start,
+    at most. hours: paid.
+    """
+
+    nodes: int
+    ranks: int
+    hours: float
+    commit_bytes: float
+    commits: float
+    starts: float
+    restores: float
+    token_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bill:
+    """Dollars. lacking: what could not be priced, and why; such parts count as nothing."""
+
+    storage_usd: float
+    transfer_usd: float
+    lacking: tuple[str, ...] = ()
+
+
+def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> Bill:
+    """Storage with requests, and transfer, of a pool in `region`. Without an s3:// store only the volumes."""
+    lacking: list[str] = []
+    months = usage.hours / HOURS_PER_MONTH
+    here = rates.regions.get(region)
+    storage = 0.0
+    if here is None:
+        lacking.append(f"no list price of volumes in {region} on record")
+    else:
+        storage += usage.nodes * config.cost.volume_gib_per_node * months * here.volume_usd
+    if not config.store.startswith("s3://"):
+        return Bill(storage_usd=storage, transfer_usd=0.0, lacking=tuple(lacking))
+    store_region = config.cost.store_region or region
+    there = rates.regions.get(store_region)
+    if there is None:
+        lacking.append(f"no list price of S3 in {store_region} on record")
+    else:
+        storage += kept_commits(config) * usage.commit_bytes / GB * months * there.storage_usd
+        storage += _puts(usage) / 1000 * there.put_usd + _gets(usage) / 1000 * there.get_usd
+    transfer, missing = _transfer(usage, region, store_region, rates)
+    return Bill(storage_usd=storage, transfer_usd=transfer, lacking=(*lacking, *missing))
+
+
+def kept_commits(config: RunConfig) -> int:
+    """At once: the newest and the best, and the one that is being written. Those of keep_every_steps come on top."""
+    saves = config.checkpoint
+    every = config.training.max_steps // saves.keep_every_steps if saves.keep_every_steps else 0
+    return saves.keep_last + saves.keep_best + every + 1
+
+
+def _puts(usage: Usage) -> float:
+    parts = math.ceil(usage.commit_bytes / usage.ranks / PART_BYTES)
+    begin_and_end = 2 if parts > 1 else 0
+    per_commit = usage.ranks * (parts + begin_and_end + 1) + 1
+    return usage.commits * per_commit + SMALL_PUTS_PER_RANK_HOUR * usage.ranks * usage.hours
+
+
+def _gets(usage: Usage) -> float:
+    per_restore = usage.ranks * (math.ceil(usage.commit_bytes / usage.ranks / PART_BYTES) + 2)
+    return usage.restores * per_restore + usage.starts * usage.nodes * math.ceil(usage.token_bytes / PART_BYTES)
+
+
+def _transfer(usage: Usage, region: str, store_region: str, rates: Rates) -> tuple[float, list[str]]:
+    if region == store_region:
+        return 0.0, []
+    out, back = rates.egress_usd_per_gb(region, store_region), rates.egress_usd_per_gb(store_region, region)
+    if out is None or back is None:
+        return 0.0, [f"no price of transfer between {region} and {store_region} on record"]
+    leaves = usage.commits * usage.commit_bytes
+    enters = usage.restores * usage.commit_bytes + usage.starts * usage.nodes * usage.token_bytes
+    return (leaves * out + enters * back) / GB, []

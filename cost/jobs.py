@@ -26,8 +26,8 @@ from ebbflow.cost.ledger.bills import NodeBill
 from ebbflow.cost.ledger.generations import final_outcome
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.plan.plan import make_plan
-from ebbflow.cost.prices.history import SpotRecord
 from ebbflow.cost.prices.quote import PriceSource
+from ebbflow.cost.prices.recorded import SpotRecord
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import ObjectNotFound, StoreError

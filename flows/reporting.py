@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ebbflow.cost.errors import CostError, PriceError
-from ebbflow.cost.experience import remember
+from ebbflow.cost.job_history import remember
 from ebbflow.cost.jobs import known_job_names, load_report
-from ebbflow.cost.prices.recorded import observed_pools
+from ebbflow.cost.prices.source import observed_pools
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.job import RUNS, Job, write_whole

@@ -25,8 +25,8 @@ from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.program import PROJECT_ROOT
 
 if TYPE_CHECKING:
-    from ebbflow.cost.experience import Experience
-    from ebbflow.cost.plan.pools import Progress
+    from ebbflow.cost.job_history import Experience
+    from ebbflow.cost.plan.candidates import Progress
     from ebbflow.infra.batch import QueueState
     from ebbflow.infra.config.schema import RunConfig
 
@@ -66,7 +66,7 @@ def queues_there(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
 
 def experience(job: Job) -> Experience:
     """What jobs of the store have shown; nothing, and said so, where it does not answer: a plan does without."""
-    from ebbflow.cost.experience import Experience, recall
+    from ebbflow.cost.job_history import Experience, recall
 
     try:
         return recall(job.root_store)
@@ -78,7 +78,7 @@ def experience(job: Job) -> Experience:
 def progress(job: Job) -> Progress:
     """How far the job has come, so that only the rest is planned; the whole where no account of it can be made."""
     from ebbflow.cost.errors import CostError
-    from ebbflow.cost.plan.pools import FROM_THE_START, progress_of
+    from ebbflow.cost.plan.candidates import FROM_THE_START, progress_of
 
     try:
         return progress_of(read_events(job.store))

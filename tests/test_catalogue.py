@@ -11,7 +11,7 @@ import pytest
 import ebbflow.cost.catalogue
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import CatalogueError
-from ebbflow.cost.plan.outlook import gang_hazard_per_hour, reclaim_hazard_per_hour
+from ebbflow.cost.plan.forecast import gang_hazard_per_hour, reclaim_hazard_per_hour
 from ebbflow.cost.prices.quote import StaticPrices
 
 INSTANCES = Path(ebbflow.cost.catalogue.__file__).with_name("instances.csv")

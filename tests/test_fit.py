@@ -8,14 +8,17 @@ from dataclasses import replace
 import pytest
 
 from ebbflow.cost.catalogue import load_catalogue
-from ebbflow.cost.plan.fit import CONTEXT_BYTES, memory_fit, micro_batch, why_host_too_small
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.plan.throughput import (
+    CONTEXT_BYTES,
     MFU_PRIOR,
     NETWORK_EFFICIENCY,
     PCIE_BYTES_PER_SECOND,
     Throughput,
     estimate_throughput,
+    memory_fit,
+    micro_batch,
+    why_host_too_small,
 )
 from ebbflow.infra.config.schema import FsdpConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from ebbflow.infra.footprint import SMALL_MODEL_BYTES, Gang, gpu_host_bytes, host_memory_bytes

@@ -20,7 +20,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import cross_entropy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ebbflow.cost.plan.fit import memory_fit
+from ebbflow.cost.plan.throughput import memory_fit
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import rank_bytes
 from ebbflow.infra.model_shape import causal_lm_shape

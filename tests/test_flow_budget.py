@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.cost.plan.candidates import progress_of
 from ebbflow.cost.plan.plan import make_plan
-from ebbflow.cost.plan.pools import progress_of
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import read_events

@@ -19,7 +19,7 @@ from ebbflow.cost.errors import PriceError, ReportError
 from ebbflow.cost.jobs import known_job_names, load_report
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.prices.ec2_prices import Unavailable
-from ebbflow.cost.prices.recorded import observed_pools
+from ebbflow.cost.prices.source import observed_pools
 from ebbflow.cost.report.figure_text import CAUSE_HEADER, cause_rows, comparison_rows, key_figures
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text

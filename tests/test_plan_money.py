@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.cost.catalogue import load_rates
 from ebbflow.cost.errors import ReportError
-from ebbflow.cost.experience import EVIDENCE_WORTH, Experience, JobExperience, Stay, experience_of, recall, remember
+from ebbflow.cost.job_history import EVIDENCE_WORTH, Experience, JobExperience, Stay, experience_of, recall, remember
 from ebbflow.cost.jobs import get_accumulated_cost, get_cheapest_suitable_instance
-from ebbflow.cost.plan.outlook import WAIT_HOURS, Case, chances
+from ebbflow.cost.plan.candidates import progress_of
+from ebbflow.cost.plan.forecast import WAIT_HOURS, Case, chances
 from ebbflow.cost.plan.plan import KEPT_POOLS, Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
-from ebbflow.cost.plan.pools import progress_of
-from ebbflow.cost.prices.history import SpotRecord
-from ebbflow.cost.rates import load_rates
+from ebbflow.cost.prices.recorded import SpotRecord
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import FAULT_INJECTED, NODE_STARTED, NOTICE, PLAN, Event
 from ebbflow.infra.model_shape import causal_lm_shape
@@ -60,7 +60,7 @@ def test_what_has_no_price_on_record_counts_as_nothing_and_is_said():
 
 
 def simulated(case: Case, seed: int) -> tuple[float, float]:
-    """(paid hours, hours) of one job, second by second as it happens: nothing of `cost.plan.outlook` but the case."""
+    """(paid hours, hours) of one job, second by second as it happens: nothing of `cost.plan.forecast` but the case."""
     chance = random.Random(seed)
     hazard = case.reclaims.per_hour
     left, paid, waited = case.work_hours, case.start_hours, 0.0

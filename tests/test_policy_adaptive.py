@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from ebbflow.cost.policy.adaptive import Adaptive
-from ebbflow.cost.policy.baselines import Greedy, UniformProgress
-from ebbflow.cost.policy.interface import Action, Policy, State
+from ebbflow.cost.policy.interface import Action, Greedy, Policy, State, UniformProgress
 from ebbflow.cost.policy.safety_net import SafetyNet
 from ebbflow.cost.policy.slack_value import (
     FRESH_END_PER_HOUR,

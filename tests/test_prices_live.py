@@ -20,10 +20,9 @@ from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.plan.plan_text import render_plan
-from ebbflow.cost.prices.commands import record_prices
 from ebbflow.cost.prices.ec2_prices import Answers, LivePrices, ask
 from ebbflow.cost.prices.recorded import RecordedPrices
-from ebbflow.cost.prices.source import open_prices
+from ebbflow.cost.prices.source import open_prices, record_prices
 from ebbflow.infra.config.schema import RunConfig
 
 NOW = 1_790_000_000.0

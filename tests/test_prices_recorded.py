@@ -17,9 +17,15 @@ from hypothesis import strategies as st
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.checks import CHECKS
 from ebbflow.cost.errors import PriceError
-from ebbflow.cost.prices.history import SpotRecord, prices_at
 from ebbflow.cost.prices.quote import Quote, age_text, is_zone_of
-from ebbflow.cost.prices.recorded import RecordedPrices, Recording, read_recording, write_recording
+from ebbflow.cost.prices.recorded import (
+    RecordedPrices,
+    Recording,
+    SpotRecord,
+    prices_at,
+    read_recording,
+    write_recording,
+)
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.preflight import PreflightContext, Result, run_checks
 

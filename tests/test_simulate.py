@@ -13,7 +13,6 @@ import pytest
 from ebbflow.cost.__main__ import main
 from ebbflow.cost.errors import SimulationError, TraceError
 from ebbflow.cost.policy.interface import Action, Run, State, Wait
-from ebbflow.cost.simulate.optimum import optimum_usd
 from ebbflow.cost.simulate.simulator import (
     ENACTABLE,
     PUBLISHED,
@@ -24,6 +23,7 @@ from ebbflow.cost.simulate.simulator import (
     Outcome,
     Reality,
     Rules,
+    optimum_usd,
     simulate,
 )
 from ebbflow.cost.simulate.world import Distances, Trace, World, read_trace, world_of, world_of_events

@@ -2,7 +2,7 @@
 
 A forecast is made at a moment at which the zone has capacity, for a job that stays on spot in that zone and waits when
 it loses it. The hazard is believed as the plan believes it after jobs of our own that were in the zone all of the last
-week, a new one each day: `cost.experience`, half after a day. The waits are the plan's built-in ones, which are those
+week, a new one each day: `cost.job_history`, half after a day. The waits are the plan's built-in ones, which are those
 of the same nine zones, all together: the calibration is therefore kind in that respect.
 """
 
@@ -19,10 +19,10 @@ import numpy as np
 
 from benchmarks.money.jobs import world_at, zones_of
 from ebbflow.cost.errors import SimulationError
-from ebbflow.cost.experience import Experience, JobExperience, Stay
-from ebbflow.cost.plan.outlook import Case as Course
-from ebbflow.cost.plan.outlook import outlook, reclaim_prior
-from ebbflow.cost.policy.baselines import Greedy
+from ebbflow.cost.job_history import Experience, JobExperience, Stay
+from ebbflow.cost.plan.forecast import Case as Course
+from ebbflow.cost.plan.forecast import outlook, reclaim_prior
+from ebbflow.cost.policy.interface import Greedy
 from ebbflow.cost.simulate.simulator import PUBLISHED, Job, simulate
 from ebbflow.cost.simulate.world import World
 

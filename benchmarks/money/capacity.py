@@ -16,8 +16,7 @@ from pathlib import Path
 
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.plan import make_plan
-from ebbflow.cost.prices.history import SpotRecord, prices_at
-from ebbflow.cost.prices.recorded import RecordedPrices
+from ebbflow.cost.prices.recorded import RecordedPrices, SpotRecord, prices_at
 from ebbflow.infra.config.schema import RunConfig
 
 REGIONS = (

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.policy import policies
-from ebbflow.cost.simulate.optimum import optimum_usd
-from ebbflow.cost.simulate.simulator import RULES, Job, Reality, run_job
+from ebbflow.cost.simulate.simulator import RULES, Job, Reality, optimum_usd, run_job
 from ebbflow.cost.simulate.world import Distances, World, read_prices, read_traces, world_of
 
 OPTIMUM = "optimum"

@@ -132,8 +132,7 @@ def _optimum_usd(config: RunConfig, trace: Trace, up: Sequence[bool]) -> float:
     import numpy as np
 
     from benchmarks.money.virtual_batch import BEGAN_UTC, planned
-    from ebbflow.cost.simulate.optimum import optimum_usd
-    from ebbflow.cost.simulate.simulator import Job
+    from ebbflow.cost.simulate.simulator import Job, optimum_usd
     from ebbflow.cost.simulate.world import World
 
     ranked = planned(config, BEGAN_UTC).ranked

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebbflow.cost.capacity import Placement, attempt_record, history_of, place
+from ebbflow.cost.plan.candidates import Progress
 from ebbflow.cost.plan.plan import Plan, make_plan
-from ebbflow.cost.plan.pools import Progress
 from ebbflow.infra.batch.jobs import BatchAttempt, Cause
 from ebbflow.infra.batch.queues import QueueState
 from ebbflow.infra.config.schema import RunConfig

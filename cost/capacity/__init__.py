@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from ebbflow.cost.capacity.history import History, PastAttempt, attempt_record, history_of
 from ebbflow.cost.capacity.place import place
-from ebbflow.cost.capacity.placement import Placement, as_placed
+from ebbflow.cost.capacity.placement import History, PastAttempt, Placement, as_placed, attempt_record, history_of
 
 __all__ = ["History", "PastAttempt", "Placement", "as_placed", "attempt_record", "history_of", "place"]

@@ -1,15 +1,17 @@
-"""A placement that AWS Batch can enact: pool, queue, nodes and time limit, and the queues that can run each pool."""
+"""Placement"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
+from ebbflow.cost.plan.candidates import Candidate, lack_of, short_name, takes
 from ebbflow.cost.plan.plan import Plan
-from ebbflow.cost.plan.pools import Candidate, lack_of, short_name, takes
+from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, GENERATION_ENDED, NODE_STARTED, NOTICE, PLACED, Event
+from ebbflow.infra.notices import RECLAIMS
 
 if TYPE_CHECKING:
     from ebbflow.infra.batch.queues import QueueState
@@ -172,3 +174,163 @@ def lacking(
         wanted = next((one for one in near if takes(queue.instance_types, one.instance_type)), near[0])
         lines.append(f"{short_name(name)}: {lack_of(queue, wanted, kinds)}")
     return "; ".join(lines)
+
+
+RECLAIMED, USER_CODE, NEVER_STARTED, NOT_MADE, TERMINATED, ENDED, UNKNOWN = (
+    "reclaimed",
+    "user_code",
+    "never_started",
+    "not_made",
+    "terminated",
+    "ended",
+    "unknown",
+)
+
+_TOLD_BETTER = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastAttempt:
+    """One placement and what came of it. Unix times by Batch's clock; None: it did not come to that, or nobody told.
+
+    run: of the flow that placed it. after_generation: the newest start of the gang that whoever placed it knew of; what
+    a later one committed came after. Generations have one authority, and clocks are minutes apart.
+    cause: as Batch tells it, except that an attempt that left on a reclaim's notice counts as reclaimed, that it is not
+    the user's code that failed where the agents name something else, such as the store, and that it is where they name
+    it and Batch names nothing. reason: Batch's own words, "" without any.
+    """
+
+    placement: Placement
+    placed_utc: float
+    job_id: str = ""
+    cause: str = UNKNOWN
+    reason: str = ""
+    created_utc: float | None = None
+    started_utc: float | None = None
+    stopped_utc: float | None = None
+    run: str = ""
+    after_generation: int = 0
+
+    @property
+    def refused(self) -> bool:
+        """Its pool had no capacity for as long as the job was let wait."""
+        return self.cause == NEVER_STARTED or (self.cause == TERMINATED and self.started_utc is None)
+
+    @property
+    def ended_utc(self) -> float:
+        """When it was known what came of it, as far as that was told."""
+        known = (self.placed_utc, self.created_utc, self.started_utc, self.stopped_utc)
+        return max(moment for moment in known if moment is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """All attempts of a job so far, oldest first."""
+
+    attempts: tuple[PastAttempt, ...] = ()
+
+    @property
+    def last(self) -> PastAttempt | None:
+        return self.attempts[-1] if self.attempts else None
+
+
+def attempt_record(attempt: Any, placement: Placement | None) -> dict[str, Any]:
+    """The data of a `batch_attempt` event: what Batch told of a job (`infra.batch.attempts.BatchAttempt`), and where it
+    was placed, so that the ledger can price it. placement: None where nobody knows."""
+    told = asdict(attempt) if is_dataclass(attempt) and not isinstance(attempt, type) else dict(attempt)
+    told["cause"] = str(told.get("cause") or UNKNOWN)
+    placed = {} if placement is None else placement.to_json()
+    names = ("instance_type", "market", "region", "zone", "processes_per_node", "usd_per_hour", "quoted_usd_per_hour")
+    return {**told, **{name: placed.get(name) for name in (*names, "price_kind")}}
+
+
+def history_of(events: Sequence[Event]) -> History:
+    """From a job's events, in any order.
+
+    What came of a placement is told of the job that was submitted for it; where no submit was recorded, it is the first
+    `batch_attempt` that follows it and comes before the next one. Of a job that was told of twice the last word counts.
+    A placement that this version cannot read is passed over.
+    """
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    better = _as_agents_tell(ordered)
+    newest = {str(event.data.get("job_id")): event.data for event in ordered if event.name == BATCH_ATTEMPT}
+    attempts: list[PastAttempt] = []
+    jobs = _jobs_of_placements(ordered)
+    reached = 0
+    for event in ordered:
+        if event.name != PLACED or (placement := _placement(event.data)) is None:
+            continue
+        # One that was placed by the plan of the run, without the events, came no earlier than those before it.
+        reached = max(reached, int(event.data.get("after_generation") or 0))
+        attempt = PastAttempt(placement=placement, placed_utc=event.t_wall, run=event.run, after_generation=reached)
+        job_id = jobs.get(id(event), "")
+        attempts.append(
+            _with_word(attempt, job_id, newest[job_id], better.get(job_id)) if job_id in newest else attempt
+        )
+    return History(attempts=tuple(attempts))
+
+
+def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:
+    """Batch's job by the `id` of its `placed` event."""
+    found: dict[int, str] = {}
+    taken: set[str] = set()
+    tries: dict[tuple[Any, ...], Event] = {}
+    for event in ordered:
+        if event.name == PLACED:
+            tries[_try(event)] = event
+        elif event.name == BATCH_SUBMITTED and "twin_of" in event.data:
+            taken.add(str(event.data.get("job_id")))  # ended, since nobody waited for it: nothing came of it
+        elif event.name == BATCH_SUBMITTED and (placed := tries.get(_try(event))) is not None:
+            found[id(placed)] = str(event.data.get("job_id"))
+            taken.add(found[id(placed)])
+    open_one: Event | None = None
+    for event in ordered:
+        if event.name == PLACED:
+            open_one = None if id(event) in found else event
+        elif event.name == BATCH_ATTEMPT and open_one is not None and str(event.data.get("job_id")) not in taken:
+            found[id(open_one)] = str(event.data.get("job_id"))
+            taken.add(found[id(open_one)])
+            open_one = None
+    return found
+
+
+def _try(event: Event) -> tuple[Any, ...]:
+    return event.run, event.attempt, event.data.get("step"), event.data.get("task")
+
+
+def _with_word(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], better: str | None) -> PastAttempt:
+    cause = str(data.get("cause") or UNKNOWN)
+    if better is not None and cause in (_TOLD_BETTER if better == RECLAIMED else (USER_CODE, UNKNOWN)):
+        cause = better
+    times = {name: _moment(data.get(name)) for name in ("created_utc", "started_utc", "stopped_utc")}
+    return replace(attempt, job_id=job_id, cause=cause, reason=str(data.get("reason") or ""), **times)
+
+
+def _as_agents_tell(events: Sequence[Event]) -> dict[str, str]:
+    """By job, what Batch cannot know of an attempt that left with a code: its machine was to be taken back, or the last
+    generation was ended by something else than the program, which is no bug."""
+    jobs: dict[int, set[str]] = {}
+    for event in events:
+        if event.name == NODE_STARTED and event.data.get("batch_job_id"):
+            jobs.setdefault(event.generation, set()).add(str(event.data["batch_job_id"]))
+    newest = {job_id: generation for generation in sorted(jobs) for job_id in jobs[generation]}
+    found: dict[str, str] = {}
+    for event in events:
+        if event.name == GENERATION_ENDED and "user_code" in event.data:
+            ended = [job_id for job_id in jobs.get(event.generation, ()) if newest[job_id] == event.generation]
+            found |= dict.fromkeys(ended, USER_CODE if event.data["user_code"] else UNKNOWN)
+    for event in events:
+        if event.name == NOTICE and event.data.get("action") in RECLAIMS:
+            found |= dict.fromkeys(jobs.get(event.generation, ()), RECLAIMED)
+    return found
+
+
+def _placement(data: Mapping[str, Any]) -> Placement | None:
+    try:
+        return Placement.from_json(data["placement"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _moment(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -14,9 +14,9 @@ from typing import Any
 
 from ebbflow.cost.amounts import count, duration, number, percent, plain, usd
 from ebbflow.cost.catalogue import advisor_recorded
-from ebbflow.cost.plan.fit import gib
+from ebbflow.cost.plan.candidates import Candidate, Rejection
 from ebbflow.cost.plan.plan import RANKED, Plan
-from ebbflow.cost.plan.pools import Candidate, Rejection
+from ebbflow.cost.plan.throughput import gib
 from ebbflow.cost.prices.quote import short_age_text
 
 WIDTH = 100

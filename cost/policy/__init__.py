@@ -13,7 +13,7 @@ from ebbflow.cost.policy.interface import PolicyFactory
 def policies() -> dict[str, PolicyFactory]:
     """Name → factory of every policy that can be asked for by name."""
     from ebbflow.cost.policy.adaptive import Adaptive
-    from ebbflow.cost.policy.baselines import Adversary, Greedy, OnDemand, UniformProgress
+    from ebbflow.cost.policy.interface import Adversary, Greedy, OnDemand, UniformProgress
 
     return {
         "adaptive": Adaptive,

@@ -18,7 +18,8 @@ from typing import Any
 
 from ebbflow.cost.catalogue import InstanceType
 from ebbflow.cost.errors import PriceError
-from ebbflow.cost.prices.history import (
+from ebbflow.cost.prices.quote import Quote, StaticPrices, on_demand_text, table_text, time_text
+from ebbflow.cost.prices.recorded import (
     LINUX,
     SpotRecord,
     ZonePrices,
@@ -27,7 +28,6 @@ from ebbflow.cost.prices.history import (
     read_record,
     with_zone_ids,
 )
-from ebbflow.cost.prices.quote import Quote, StaticPrices, on_demand_text, table_text, time_text
 
 # What EC2 says when it is asked too often, or is troubled itself: asking again later may help.
 _THROTTLED = frozenset(

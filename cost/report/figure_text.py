@@ -23,7 +23,7 @@ from ebbflow.cost.amounts import (
     usd,
     usd_decimals,
 )
-from ebbflow.cost.capacity.history import UNKNOWN
+from ebbflow.cost.capacity.placement import UNKNOWN
 from ebbflow.cost.ledger.ledger import MEASURED, SIMULATED, UNPRICED
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.config.sources import DEFAULT, value_text

@@ -4,7 +4,7 @@ The pools are those of the job's own shape (instance type and number of nodes) w
 recorded zone, and on-demand; each is taken to have had capacity all the time, since nobody recorded where it had not.
 So the optimum is a lower bound, and the regret an upper one. The work is the time in kept steps, their data,
 evaluations and saves; each start costs what the job's first start took. Where prices never changed the cheapest pool
-is the optimum; else that of the simulator's dynamic programme (`cost.simulate.optimum`) over the recorded prices.
+is the optimum; else that of the simulator's dynamic programme (`cost.simulate.simulator`) over the recorded prices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ebbflow.cost.amounts import USD_DECIMALS, apportion, rounded
-from ebbflow.cost.capacity.history import PastAttempt, history_of
+from ebbflow.cost.capacity.placement import PastAttempt, history_of
 from ebbflow.cost.ledger.bills import NodeBill, SilentBill, machines
 from ebbflow.cost.ledger.generations import Generation
 from ebbflow.cost.ledger.ledger import Ledger
@@ -449,8 +449,7 @@ def _optimum(
 ) -> float:
     import numpy as np
 
-    from ebbflow.cost.simulate.optimum import optimum_usd
-    from ebbflow.cost.simulate.simulator import Job
+    from ebbflow.cost.simulate.simulator import Job, optimum_usd
     from ebbflow.cost.simulate.world import World
 
     # The programme counts whole ticks, rounded up: some more than the job took, and what that adds is taken off again.

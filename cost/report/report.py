@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.amounts import USD_DECIMALS, rounded
-from ebbflow.cost.capacity.history import history_of
+from ebbflow.cost.capacity.placement import history_of
 from ebbflow.cost.errors import LedgerError, ReportError
 from ebbflow.cost.ledger.generations import Generation, final_outcome, read_generations, refused_after
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold

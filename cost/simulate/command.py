@@ -103,8 +103,7 @@ def _prices(arguments: argparse.Namespace) -> str:
 
 
 def _rows(arguments: argparse.Namespace, world: World, rules: Any, factory: Any) -> list[dict[str, Any]]:
-    from ebbflow.cost.simulate.optimum import optimum_usd
-    from ebbflow.cost.simulate.simulator import Job, run_job
+    from ebbflow.cost.simulate.simulator import Job, optimum_usd, run_job
 
     room = world.hours - arguments.deadline_hours
     if room < 0:

@@ -186,8 +186,8 @@ def shaped(ask: Ask, plan: Plan, placed: Placement) -> Order:
 
 def fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None) -> Plan:
     """Of the work that is left, at the prices of now."""
+    from ebbflow.cost.plan.candidates import progress_of
     from ebbflow.cost.plan.plan import make_plan
-    from ebbflow.cost.plan.pools import progress_of
     from ebbflow.cost.prices.source import open_prices
 
     now = time.time()

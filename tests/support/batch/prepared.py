@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ebbflow.cost.experience import JobExperience, SpeedSeen
+from ebbflow.cost.job_history import JobExperience, SpeedSeen
 from ebbflow.cost.plan.throughput import speed_fingerprint
 from ebbflow.infra.config import load_config
 from ebbflow.infra.layout import experience_key

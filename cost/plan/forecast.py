@@ -1,9 +1,9 @@
-"""The range of hours and dollars of a job, from the hazard of its pool: a quick Monte Carlo with a fixed seed.
+"""Forecast
 
 The advisor's band is the share of a type's spot capacity that was reclaimed in the trailing month. Reading it as the
 chance p that one instance is lost within a month of 730 hours gives the hazard −ln(1 − p) / 730 per hour. It is an
 average over a month and all zones: a pool that is running dry is far worse than its band. So the band is only the mean
-of a prior with very little weight, and what own jobs saw of a pool moves it at once (`ebbflow.cost.experience`).
+of a prior with very little weight, and what own jobs saw of a pool moves it at once (`ebbflow.cost.job_history`).
 
 A gang lies in one pool, whose interruptions come together: it counts once, not once per node. Failures of machines
 are independent, so they grow with the GPUs, on either market.
@@ -14,6 +14,14 @@ and reloading take. After a reclaim the gang waits for capacity, unpaid. And the
 
 The waits are those of nine zones, one V100 each, as recorded in 2023: how long a zone that had just lost its capacity
 was without. Other types and years differ; a job that may move to another pool or to on-demand waits less.
+
+    hours per node  = start + work × (1 + stall / τ) + interruptions × (τ / 2 + exposed + detect + restart + reload)
+    interruptions   = hazard × hours                                  (solved together: losses lengthen the exposure)
+    dollars         = price × nodes × hours + storage + requests + transfer
+
+τ is the training time between two saves; an interruption falls on average into its middle (first order in τ × hazard:
+Young 1974, Daly 2006). exposed: from the staging of a save until it is durable. Waits for capacity after a reclaim
+count towards the deadline, not the bill.
 """
 
 from __future__ import annotations
@@ -23,7 +31,11 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ebbflow.infra.reliability import GammaHazard
+from ebbflow.cost.plan.throughput import Fit, Throughput
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.footprint import COMMIT_BYTES_PER_PARAMETER
+from ebbflow.infra.model_shape import ModelShape
+from ebbflow.infra.reliability import GammaHazard, daly_interval_seconds
 
 if TYPE_CHECKING:
     import numpy
@@ -61,9 +73,6 @@ def gang_hazard_per_hour(market: str, band: int | None, gpus: int) -> float | No
 
 DRAWS = 1000
 _SEED = 20_260_720
-# Log standard deviation of MFU between published runs: GPT-3 21.3 %, Gopher 32.5 %, Megatron-Turing NLG 30.2 %, PaLM
-# 46.2 % (Chowdhery et al. 2022, table 3): what is not known of a speed that nobody measured.
-UNMEASURED_LOG_DEVIATION = 0.32
 # Hours without capacity after each of 1,886 losses in nine zones, V100, 45.5 days from 2023-02-15 (recorded by
 # skypilot-org/spot-traces 221da1a): sorted, the mean of each twentieth.
 WAIT_HOURS = (
@@ -199,3 +208,105 @@ def _waits(chance: numpy.random.Generator, reclaims: numpy.ndarray) -> numpy.nda
     drawn = chance.choice(numpy.array(WAIT_HOURS), size=int(some.sum()))
     sums = numpy.bincount(numpy.repeat(numpy.arange(len(some)), some), weights=drawn, minlength=len(some))
     return sums * reclaims / numpy.maximum(some, 1)
+
+
+# After so much silence an agent takes a peer for lost (training/launch/channel.py).
+DETECT_SECONDS = 20.0
+# A save stages to host memory at about a third of a memcpy's 6 GB/s, plus planning.
+STAGING_BYTES_PER_SECOND = 2e9
+SAVE_OVERHEAD_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the job needs on gangs of a type and size, wherever they lie. steps: those that remain.
+
+    save_seconds: training stands still per save. carry_seconds: until a save is durable, or restored.
+    """
+
+    steps: int
+    samples: int
+    fit: Fit
+    speed: Throughput
+    save_seconds: float
+    carry_seconds: float
+    commit_bytes: float
+    token_bytes: float
+    restores_first: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.steps * self.speed.step_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hazard:
+    """Of a gang in one pool. reclaims: None on-demand. kind: in words."""
+
+    reclaims: GammaHazard | None
+    failures_per_hour: float
+    kind: str
+
+    @property
+    def per_hour(self) -> float:
+        return self.failures_per_hour + (0.0 if self.reclaims is None else self.reclaims.per_hour)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """The expected course of the job at a hazard: all of a candidate but money. paid_hours: of each node."""
+
+    case: Case
+    interval_seconds: float
+    interruptions: float
+    paid_hours: float
+    expected_hours: float
+
+
+def save_seconds(shape: ModelShape, ranks: int) -> float:
+    return SAVE_OVERHEAD_SECONDS + COMMIT_BYTES_PER_PARAMETER * shape.parameters / ranks / STAGING_BYTES_PER_SECOND
+
+
+def machine_failures_per_hour(ranks: int) -> float:
+    return FAILURES_PER_GPU_HOUR * ranks
+
+
+def course(config: RunConfig, work: Work, hazard: Hazard) -> Course | None:
+    """None: interruptions come faster than work gets done, so that the job would not end."""
+    interval = interval_seconds(config, work, hazard.per_hour)
+    undisturbed = work.seconds * (1 + work.save_seconds / interval) / 3600
+    start_seconds = config.cluster.expected_start_seconds
+    fixed_lost = (work.carry_seconds + DETECT_SECONDS + start_seconds + work.carry_seconds) / 3600
+    each = interval / 2 / 3600 + fixed_lost
+    if hazard.per_hour * each >= 1:
+        return None
+    start = (start_seconds + (work.carry_seconds if work.restores_first else 0.0)) / 3600
+    paid = (start + undisturbed) / (1 - hazard.per_hour * each)
+    reclaims = paid * (hazard.reclaims.per_hour if hazard.reclaims else 0.0)
+    case = Case(
+        start_hours=start,
+        work_hours=undisturbed,
+        fixed_lost_hours=fixed_lost,
+        interval_hours=interval / 3600,
+        reclaims=hazard.reclaims,
+        failures_per_hour=hazard.failures_per_hour,
+        speed_log_deviation=work.speed.log_deviation,
+    )
+    return Course(
+        case=case,
+        interval_seconds=interval,
+        interruptions=hazard.per_hour * paid,
+        paid_hours=paid,
+        expected_hours=paid + reclaims * MEAN_WAIT_HOURS,
+    )
+
+
+def interval_seconds(config: RunConfig, work: Work, hazard_per_hour: float) -> float:
+    """Training time between saves as `checkpoint.interval` has it; at most all the work, at least one step."""
+    saves, step = config.checkpoint, work.speed.step_seconds
+    wanted = {
+        "steps": saves.interval_steps * step,
+        "seconds": saves.interval_seconds,
+        "auto": daly_interval_seconds(work.save_seconds, hazard_per_hour),
+    }[saves.interval]
+    return max(step, min(wanted, work.seconds))
