@@ -34,7 +34,7 @@ soak: $(VENV)/dev.stamp  ## the long proofs: a job under kills, 1,000 schedules 
 	$(BIN)/ebbflow soak $(ARGS)
 
 soak-batch: $(VENV)/dev.stamp  ## long proofs in a local AWS Batch: interruptions, Spot by a trace (SPOT_TRACE=zone.json), gangs, the head job, a launcher that is killed
-	$(BIN)/python -m pytest -s tests/soak_batch_gang.py tests/soak_batch_trace.py tests/soak_supervise.py tests/soak_head_job.py tests/soak_batch_launcher.py tests/soak_metadata_service.py tests/soak_batch_metaflow.py $(ARGS)
+	$(BIN)/python -m pytest -s tests/soak/soak_batch_gang.py tests/soak/soak_batch_trace.py tests/soak/soak_supervise.py tests/soak/soak_head_job.py tests/soak/soak_batch_launcher.py tests/soak/soak_metadata_service.py tests/soak/soak_batch_metaflow.py $(ARGS)
 
 metaflow-releases: $(VENV)/dev.stamp  ## the flow here and in a local AWS Batch on several releases of Metaflow
 	$(BIN)/python -m tests.releases $(ARGS)

@@ -32,7 +32,7 @@ from ebbflow.infra.errors import InfraError
 from ebbflow.infra.foreign_text import guard_terminal
 from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.process import reader_has_left, run_benchmarks
-from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
 
 if TYPE_CHECKING:
     from ebbflow.cost.job_history import Experience
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ebbflow", description="What a job should cost, and what it did cost.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plan = commands.add_parser("plan", help="rank the capacity pools that could run a configuration")
-    plan.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file such as configs/laptop.yaml")
+    plan.add_argument("config", nargs="?", type=Path, default=DEFAULT_CONFIG, metavar="CONFIG", help="a YAML file")
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
     plan.add_argument("--json", action="store_true", help="the whole plan as JSON")
     plan.add_argument("--job", default=None, metavar="JOB", help="goes on with this job: only what is left is planned")

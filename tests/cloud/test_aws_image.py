@@ -1,0 +1,76 @@
+"""The image's recipe, read: nothing here builds it. What it installs, holds and lacks is what the project says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ebbflow.infra.aws.deploy import TEMPLATE, read_template
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = ROOT / "infra" / "docker" / "Dockerfile"
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[tuple[str, str]]:
+    """(instruction, the rest) of each line, continued lines put together."""
+    lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    found = [line.partition(" ") for line in joined.splitlines() if line.strip()]
+    return [(instruction, rest.strip()) for instruction, _, rest in found]
+
+
+def of(steps: list[tuple[str, str]], instruction: str) -> list[str]:
+    return [rest for name, rest in steps if name == instruction]
+
+
+def test_both_bases_are_named_to_the_patch_and_can_be_pinned_by_digest(steps: list[tuple[str, str]]) -> None:
+    arguments = dict(rest.split("=", 1) for rest in of(steps, "ARG"))
+    assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-base-ubuntu\d+\.\d+", arguments["CUDA_IMAGE"])
+    major, minor = re.match(r"python:(\d+)\.(\d+)\.\d+-", arguments["PYTHON_IMAGE"]).groups()
+    assert (int(major), int(minor)) == (3, 11), "the version that the tests run with"
+    assert of(steps, "FROM") == ["${PYTHON_IMAGE} AS python", "${CUDA_IMAGE}"]
+
+
+def test_what_is_installed_is_requirements_txt_and_every_line_there_is_pinned(steps: list[tuple[str, str]]) -> None:
+    [install] = [rest for rest in of(steps, "RUN") if "pip install" in rest]
+    assert "-r requirements.txt" in install
+    assert not re.search(r"pip install[^&]*[a-z0-9_-]+[=~]=", install), "no version is named beside requirements.txt"
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    names = set()
+    for line in filter(None, lines):
+        pin = re.fullmatch(r"([a-z0-9-]+)(==|~=)\d+(\.\d+)+", line)
+        assert pin, line
+        names.add(pin[1])
+    [told] = re.findall(r"import (torch[^;]*);", install)
+    assert {name.strip() for name in told.split(",")} <= names, "the check of the build imports what is installed"
+
+
+def test_it_holds_the_project_and_what_the_head_job_runs(steps: list[tuple[str, str]]) -> None:
+    copied = {rest.split()[0] for rest in of(steps, "COPY") if not rest.startswith("--from")}
+    assert copied == {"requirements.txt", "ebbflow", "flows", "training", "cost", "infra", "configs", "examples"}
+    assert all((ROOT / name).exists() for name in copied)
+    allowed = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {line[1:] for line in allowed if line.startswith("!")} == copied and "*" in allowed
+    template = read_template(TEMPLATE.read_text())
+    words = shlex.split(template["Parameters"]["HeadCommand"]["Default"])
+    files = [word for word in words if word.endswith((".py", ".yaml"))]
+    assert files and all(Path(file).parts[0] in copied and (ROOT / file).exists() for file in files)
+    assert of(steps, "WORKDIR")[-1] == "/opt/ebbflow", "where the head job's command finds them"
+
+
+def test_it_does_not_run_as_root_and_reaps_what_dies(steps: list[tuple[str, str]]) -> None:
+    assert [rest for name, rest in steps if name == "USER"][-1] == "ebbflow"
+    assert steps.index(("USER", "ebbflow")) > max(at for at, (name, _) in enumerate(steps) if name in ("RUN", "COPY"))
+    assert "tini" in of(steps, "ENTRYPOINT")[-1]
+    assert "tini" in next(rest for rest in of(steps, "RUN") if "apt-get install" in rest)
+
+
+def test_nothing_secret_and_nothing_that_forbids_sockets_stands_in_it(steps: list[tuple[str, str]]) -> None:
+    environment = " ".join(of(steps, "ENV"))
+    assert "METAFLOW_SKIP_INSTALL_DEPENDENCIES=1" in environment, "no container installs anything as it starts"
+    assert "FI_PROVIDER" not in environment and "NCCL_SOCKET_IFNAME" not in environment
+    assert not re.search(r"(?i)secret|token|password|AWS_ACCESS", DOCKERFILE.read_text())

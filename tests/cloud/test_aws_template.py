@@ -1,0 +1,233 @@
+"""The stack's template: valid, small enough, as the example configuration and the documentation say, and no more."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cfnlint.api import ManualArgs, lint
+
+from ebbflow.cost.catalogue import load_catalogue
+from ebbflow.infra.aws.deploy import LARGEST_TEMPLATE, TEMPLATE, planned, read_template
+from ebbflow.infra.config import load_config
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.layout import TOMBSTONE_TAGS
+
+ROOT = Path(__file__).resolve().parents[2]
+# What Batch cancels by itself: docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable_time_limit_actions.html
+RUNNABLE_REASONS = {
+    "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",
+    "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT",
+    "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
+}
+
+
+@pytest.fixture(scope="module")
+def template() -> dict[str, Any]:
+    return read_template(TEMPLATE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load_config(ROOT / "configs" / "aws.yaml", project_root=ROOT, environment={}).config
+
+
+def of_type(template: dict[str, Any], kind: str) -> dict[str, dict[str, Any]]:
+    return {name: one["Properties"] for name, one in template["Resources"].items() if one["Type"] == kind}
+
+
+def queues(template: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """The part of a queue's name after the stack's → (queue, compute resources)."""
+    found = {}
+    for queue in of_type(template, "AWS::Batch::JobQueue").values():
+        [order] = queue["ComputeEnvironmentOrder"]
+        environment = template["Resources"][order["ComputeEnvironment"]["Ref"]]["Properties"]
+        name = queue["JobQueueName"]["Fn::Sub"].removeprefix("${AWS::StackName}-")
+        found[name] = queue, environment["ComputeResources"]
+    return found
+
+
+def test_the_template_is_clean_by_cfn_lint_and_fits_into_a_request() -> None:
+    text, regions = TEMPLATE.read_text(encoding="utf-8"), ["us-east-1", "us-west-2", "eu-west-1"]
+    assert [str(match) for match in lint(text, config=ManualArgs(regions=regions))] == []
+    assert lint(text.replace("CidrBlock:", "CidrBlok:", 1), config=ManualArgs(regions=regions))
+    assert len(TEMPLATE.read_bytes()) < LARGEST_TEMPLATE
+
+
+def test_every_parameter_says_what_it_is_and_has_a_default(template: dict[str, Any]) -> None:
+    for name, parameter in template["Parameters"].items():
+        assert len(parameter["Description"]) > 20 and "Default" in parameter, name
+        assert json.dumps(template["Resources"]).count(name) or json.dumps(template["Conditions"]).count(name), name
+
+
+def test_the_example_configuration_names_the_queues_of_the_template(
+    template: dict[str, Any], config: RunConfig
+) -> None:
+    there = queues(template)
+    assert {queue.name for queue in config.batch.queues} == {f"ebbflow-{name}" for name in there if name != "light"}
+    assert config.batch.light_queue == "ebbflow-light"
+    for queue in config.batch.queues:
+        _, resources = there[queue.name.removeprefix("ebbflow-")]
+        assert resources["Type"] == {"spot": "SPOT", "on_demand": "EC2"}[queue.market]
+        assert queue.name.endswith(queue.instance_types[0])
+        types = json.dumps(resources["InstanceTypes"])
+        assert queue.instance_types[0] in re.findall(r'"([a-z0-9]+)"', types), "the family that the name says"
+        assert queue.multi_node == ("PlacementGroup" in resources)
+    patience = template["Parameters"]["RunnableSeconds"]["Default"]
+    assert config.batch.runnable_minutes == patience / 60 == RunConfig(store="runs").batch.runnable_minutes
+
+
+def test_every_queue_ends_what_cannot_start(template: dict[str, Any]) -> None:
+    for name, (queue, _) in queues(template).items():
+        actions = queue["JobStateTimeLimitActions"]
+        assert {one["Reason"] for one in actions} == RUNNABLE_REASONS, name
+        assert {(one["State"], one["Action"]) for one in actions} == {("RUNNABLE", "CANCEL")}
+        assert all(one["MaxTimeSeconds"] == {"Ref": "RunnableSeconds"} for one in actions)
+
+
+def test_compute_environments_are_of_one_market_and_cost_nothing_when_idle(template: dict[str, Any]) -> None:
+    for name, (_, resources) in queues(template).items():
+        spot = name.startswith("spot-")
+        assert resources["Type"] == ("SPOT" if spot else "EC2")
+        strategy = "SPOT_PRICE_CAPACITY_OPTIMIZED" if spot else "BEST_FIT_PROGRESSIVE"
+        assert (resources["AllocationStrategy"], resources["MinvCpus"]) == (strategy, 0)
+        assert resources["Tags"]["ebbflow-queue"] == name
+        many = name.startswith("gang-")
+        assert [subnet["Ref"] for subnet in resources["Subnets"]] == (
+            ["Gang"] if many else ["NodesA", "NodesB", "NodesC"]
+        )
+    assert of_type(template, "AWS::EC2::PlacementGroup")["GangGroup"] == {"Strategy": "cluster"}
+
+
+def test_with_efa_only_types_that_have_one_are_taken(template: dict[str, Any]) -> None:
+    efa = {kind.name for kind in load_catalogue().types if kind.efa and not kind.name.endswith(".metal")}
+    for name, (_, resources) in queues(template).items():
+        if not name.startswith("gang-"):
+            continue
+        family, types = name.removeprefix("gang-"), resources["InstanceTypes"]
+        capable = {one for one in efa if one.split(".")[0] == family}
+        if types == [family]:
+            assert capable == {kind.name for kind in load_catalogue().types if kind.name.split(".")[0] == family}
+        else:
+            assert types["Fn::If"] == ["HasEfa", types["Fn::If"][1], [family]]
+            assert set(types["Fn::If"][1]) == capable, "cost/instances.csv knows others"
+
+
+def test_nodes_speak_only_imdsv2_one_hop_far(template: dict[str, Any]) -> None:
+    templates = of_type(template, "AWS::EC2::LaunchTemplate")
+    assert len(templates) == 2
+    for launch in templates.values():
+        data = launch["LaunchTemplateData"]
+        assert data["MetadataOptions"] == {
+            "HttpEndpoint": "enabled",
+            "HttpTokens": "required",
+            "HttpPutResponseHopLimit": 1,  # jobs run in the host's network, or have an interface each
+        }
+        [disk] = data["BlockDeviceMappings"]
+        assert disk["Ebs"]["Encrypted"] is True and disk["Ebs"]["DeleteOnTermination"] is True
+        assert data["UserData"] == {"Fn::Base64": {"Fn::FindInMap": ["Node", "UserData", "Text"]}}
+    assert "memlock=-1:-1" in template["Mappings"]["Node"]["UserData"]["Text"]
+
+
+def test_what_is_stored_is_encrypted_private_and_forgotten_in_time(template: dict[str, Any]) -> None:
+    [bucket] = of_type(template, "AWS::S3::Bucket").values()
+    assert set(bucket["PublicAccessBlockConfiguration"].values()) == {True}
+    assert len(bucket["PublicAccessBlockConfiguration"]) == 4
+    assert "AES256" in json.dumps(bucket["BucketEncryption"])
+    assert bucket["VersioningConfiguration"] == {"Status": "Enabled"}
+    rules = {rule["Id"]: rule for rule in bucket["LifecycleConfiguration"]["Rules"]}
+    assert all(rule["Status"] == "Enabled" for rule in rules.values())
+    assert rules["abort-multipart"]["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"] <= 7
+    [tag] = rules["expire-tombstones"]["TagFilters"]
+    assert {tag["Key"]: tag["Value"]} == TOMBSTONE_TAGS
+    kept = rules["expire-deleted"]
+    assert kept["NoncurrentVersionExpiration"] == {"NoncurrentDays": {"Ref": "KeepDeletedDays"}}
+    assert kept["ExpiredObjectDeleteMarker"] is True
+    for rule in rules.values():  # nothing that a job still wants may expire: only what is tagged
+        assert "ExpirationInDays" not in rule or rule.get("TagFilters")
+    [policy] = of_type(template, "AWS::S3::BucketPolicy").values()
+    plain, keep = policy["PolicyDocument"]["Statement"]
+    assert plain["Effect"] == "Deny" and plain["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
+    assert keep["Effect"] == "Deny" and {"s3:DeleteObjectVersion", "s3:PutBucketVersioning"} <= set(keep["Action"])
+    assert keep["Principal"] == {"AWS": [{"Fn::GetAtt": [role, "Arn"]} for role in ("JobRole", "HeadRole")]}
+    for log in of_type(template, "AWS::Logs::LogGroup").values():
+        assert log["RetentionInDays"] == {"Ref": "LogRetentionDays"}
+    [repository] = of_type(template, "AWS::ECR::Repository").values()
+    images = json.loads(repository["LifecyclePolicy"]["LifecyclePolicyText"])["rules"]
+    assert {rule["action"]["type"] for rule in images} == {"expire"} and repository["ImageTagMutability"] == "IMMUTABLE"
+
+
+def test_the_bucket_outlives_the_stack_and_nothing_else_that_costs(template: dict[str, Any]) -> None:
+    kept = {name for name, one in template["Resources"].items() if "Retain" in one.get("DeletionPolicy", "")}
+    assert kept == {"Bucket", "BatchLogs"}
+    assert of_type(template, "AWS::ECR::Repository")["Repository"]["EmptyOnDelete"] is True
+
+
+def test_money_and_failures_are_told_to_somebody(template: dict[str, Any]) -> None:
+    [budget] = of_type(template, "AWS::Budgets::Budget").values()
+    told = {
+        (one["Notification"]["NotificationType"], one["Notification"]["Threshold"])
+        for one in budget["NotificationsWithSubscribers"]
+        if one["Subscribers"] == [{"SubscriptionType": "SNS", "Address": {"Ref": "Topic"}}]
+    }
+    assert told == {("ACTUAL", 80), ("ACTUAL", 100), ("FORECASTED", 100)}
+    alarms = of_type(template, "AWS::CloudWatch::Alarm")
+    assert {alarm["MetricName"] for alarm in alarms.values()} == {"EstimatedCharges", "BytesOutToDestination"}
+    assert all(alarm["AlarmActions"] == [{"Ref": "Topic"}] for alarm in alarms.values())
+    [rule] = of_type(template, "AWS::Events::Rule").values()
+    assert rule["EventPattern"]["detail"]["status"] == ["FAILED"] and rule["Targets"][0]["Arn"] == {"Ref": "Topic"}
+    [policy] = of_type(template, "AWS::SNS::TopicPolicy").values()
+    [allow] = policy["PolicyDocument"]["Statement"]
+    services = {f"{name}.amazonaws.com" for name in ("budgets", "cloudwatch", "events")}
+    assert set(allow["Principal"]["Service"]) == services
+
+
+def test_the_schedule_starts_the_head_job_once_it_is_switched_on(template: dict[str, Any]) -> None:
+    [schedule] = of_type(template, "AWS::Scheduler::Schedule").values()
+    assert template["Parameters"]["ScheduleState"]["Default"] == "DISABLED"
+    asked = json.loads(schedule["Target"]["Input"]["Fn::Sub"])
+    assert (asked["JobQueue"], asked["JobDefinition"]) == ("${LightQueue}", "${HeadJob}")
+    head = template["Resources"]["HeadJob"]["Properties"]
+    command = template["Parameters"]["HeadCommand"]["Default"]
+    names = {one["Name"] for one in head["ContainerProperties"]["Environment"] if "Name" in one}
+    assert set(re.findall(r"\$(\w+)", command)) <= names, "the command's variables are set"
+    assert (head["ContainerProperties"]["User"], head["ContainerProperties"]["Privileged"]) == ("ebbflow", False)
+    assert "run --with batch" in command and "--job" in command, "a head job that starts again goes on with its job"
+    assert {one["Action"] for one in head["RetryStrategy"]["EvaluateOnExit"]} == {"RETRY", "EXIT"}
+    assert (ROOT / re.search(r"--config (\S+)", command)[1]).exists()
+
+
+def test_without_a_nat_gateway_nothing_is_left_that_is_paid_by_the_hour(template: dict[str, Any]) -> None:
+    region = "eu-west-1"
+    everything = {one.name: one.kind for one in planned(template, {}, region=region)}
+    without = {one.name: one.kind for one in planned(template, {"Nat": "no"}, region=region)}
+    gone = {name for name in everything if name not in without}
+    assert {"NatGateway", "NatAddress", "NatAlarm", "GangG5Queue", "GangTemplate"} <= gone
+    assert not {"AWS::EC2::NatGateway", "AWS::EC2::EIP"} & set(without.values())
+    assert "NodeRouteDirect" in without and "NodeRouteDirect" not in everything
+    for name in without:  # what is made refers to nothing that is not
+        text = re.sub(r'"HasNat", \{"Ref": "\w+"\}', "", json.dumps(template["Resources"][name]))
+        refers = set(re.findall(r'"(?:Ref|Fn::GetAtt)": \[?"(\w+)"', text))
+        assert not refers & gone - {"NatGateway"}, name
+
+
+@pytest.mark.parametrize(
+    ("region", "published", "made"),
+    [("us-east-1", "yes", True), ("us-east-1", "no", False), ("eu-west-1", "yes", False)],
+)
+def test_there_is_an_alarm_on_the_bill_only_where_the_bill_is_published(
+    template: dict[str, Any], region: str, published: str, made: bool
+) -> None:
+    names = {one.name for one in planned(template, {"BillingAlerts": published}, region=region)}
+    assert ("BillAlarm" in names) is made
+    assert template["Parameters"]["BillingAlerts"]["Default"] == "no", "an alarm without data never warns"
+
+
+def test_nothing_secret_stands_in_the_template() -> None:
+    text = TEMPLATE.read_text(encoding="utf-8")
+    assert not re.findall(
+        r"AKIA[0-9A-Z]{16}|(?i:secret_?access_?key|password)|\b[0-9]{12}\b(?!\n)", text.replace("107374182400", "")
+    )

@@ -1,0 +1,240 @@
+"""Kubernetes without a cluster: the manifests are valid, and a placement becomes pods that say where they belong.
+
+Validated against the API's own schemas (kubernetes-validate); of Karpenter and JobSet, whose schemas are not in there,
+the part that is written here is checked by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from ebbflow.flows.pods import TAINT, markets, node_selector, pod_memory_mib, with_nodes
+from tests.support.capacity import JobLog, batch_config, placed_now
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+pytest.importorskip("kubernetes")
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "infra" / "kubernetes"
+VERSIONS = ("1.31", "1.34", "1.37")
+OF_KARPENTER = {"karpenter.sh/v1": {"NodePool"}, "karpenter.k8s.aws/v1": {"EC2NodeClass"}}
+PLACEMENT = {
+    "queue": "spot", "market": "spot", "instance_type": "g5.12xlarge", "region": "us-east-1", "zone": "use1-az1",
+    "nodes": 2, "processes_per_node": 4, "cpu": 48, "gpu": 4, "memory_mib": 180000, "wall_seconds": 7200,
+}  # fmt: skip
+SETTINGS = {
+    "store": "s3://bucket/prefix",
+    "batch": {"image": "ebbflow:1", "shared_memory_mib": 4096},
+    "metrics": {"port": 9400},
+    "checkpoint": {"stop_seconds": 110.0},
+}
+
+
+def documents() -> list[tuple[str, dict[str, Any]]]:
+    return [(path.name, one) for path in sorted(FOLDER.glob("*.yaml")) for one in yaml.safe_load_all(path.read_text())]
+
+
+def of_kind(kind: str) -> list[dict[str, Any]]:
+    return [one for _, one in documents() if one["kind"] == kind]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_manifest_is_valid_strictly(version: str) -> None:
+    checked = [one for _, one in documents() if one["apiVersion"] not in OF_KARPENTER]
+    for one in checked:
+        kubernetes_validate.validate(one, version, strict=True)
+    kinds = {one["kind"] for one in checked}
+    assert kinds == {"Namespace", "ServiceAccount", "Role", "RoleBinding", "NetworkPolicy", "Job"}
+    broken = json.loads(json.dumps(of_kind("NetworkPolicy")[0]))
+    broken["spec"]["ingres"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, version, strict=True)
+
+
+def test_node_pools_are_of_karpenter_v1_and_make_nodes_that_pods_of_a_placement_select() -> None:
+    """Fields as https://karpenter.sh/docs/concepts/nodepools/ has them; nothing but these is used."""
+    [node_class] = of_kind("EC2NodeClass")
+    markets = set()
+    for pool in of_kind("NodePool"):
+        assert pool["apiVersion"] == "karpenter.sh/v1" and set(pool["spec"]) <= {"template", "disruption", "limits"}
+        spec = pool["spec"]["template"]["spec"]
+        assert set(spec) <= {"nodeClassRef", "taints", "requirements", "expireAfter", "terminationGracePeriod"}
+        assert spec["nodeClassRef"] == {
+            "group": "karpenter.k8s.aws",
+            "kind": "EC2NodeClass",
+            "name": node_class["metadata"]["name"],
+        }
+        assert [taint["key"] for taint in spec["taints"]] == [TAINT]
+        wanted = {one["key"]: one["values"] for one in spec["requirements"]}
+        assert all(one["operator"] == "In" for one in spec["requirements"])
+        assert len(wanted["topology.kubernetes.io/zone"]) == 1, "a gang never spans zones"
+        assert pool["spec"]["disruption"]["consolidationPolicy"] in ("WhenEmpty", "WhenEmptyOrUnderutilized")
+        markets |= set(wanted["karpenter.sh/capacity-type"])
+    chosen = [node_selector({**PLACEMENT, "market": market}) for market in ("spot", "on_demand")]
+    placed = {one["karpenter.sh/capacity-type"] for one in chosen}
+    assert markets == placed == {"spot", "on-demand"}
+    assert node_class["spec"]["metadataOptions"]["httpPutResponseHopLimit"] == 2
+    assert node_class["spec"]["metadataOptions"]["httpTokens"] == "required"
+
+
+def test_training_pods_ask_the_api_for_nothing_and_the_head_for_what_metaflow_calls() -> None:
+    accounts = {one["metadata"]["name"]: one for one in of_kind("ServiceAccount")}
+    assert accounts["ebbflow-job"]["automountServiceAccountToken"] is False
+    [binding], [role] = of_kind("RoleBinding"), of_kind("Role")
+    assert [one["name"] for one in binding["subjects"]] == ["ebbflow-head"]
+    assert {resource for rule in role["rules"] for resource in rule["resources"]} == {
+        "jobs", "jobs/status", "jobsets", "jobsets/status", "pods", "pods/exec",
+    }  # fmt: skip
+    assert not any("*" in rule["verbs"] + rule["resources"] for rule in role["rules"])
+
+
+def test_tasks_reach_the_metadata_service_that_the_supervisor_names() -> None:
+    policies = of_kind("NetworkPolicy")
+    assert [one["metadata"]["name"] for one in policies] == ["ebbflow-training", "ebbflow-head"]
+    [supervisor] = [one for one in of_kind("Job") if one["metadata"]["name"] == "ebbflow-supervisor"]
+    [container] = supervisor["spec"]["template"]["spec"]["containers"]
+    [url] = [one["value"] for one in container["env"] if one["name"] == "METAFLOW_SERVICE_URL"]
+    address = urlsplit(url)
+    namespace = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": address.hostname.split(".")[1]}}}
+    ports = {"protocol": "TCP", "port": address.port}
+    for policy in policies:
+        assert [rule for rule in policy["spec"]["egress"] if namespace in rule["to"] and ports in rule["ports"]]
+    command = container["command"]
+    assert command[command.index("--set") + 1] == "cluster.backend=kubernetes", "the file names another"
+
+
+def test_the_supervisor_has_no_rights_on_its_node_and_nothing_reaches_it() -> None:
+    [supervisor] = of_kind("Job")
+    pod = supervisor["spec"]["template"]
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    user = pod["spec"]["securityContext"]["runAsUser"]
+    assert f"--uid {user} ebbflow" in (ROOT / "infra" / "docker" / "Dockerfile").read_text(), "the image's own user"
+    [container] = pod["spec"]["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    writable = {mount["mountPath"] for mount in container["volumeMounts"]}
+    environment = {one["name"]: one["value"] for one in container["env"]}
+    for name in ("HOME", "EBBFLOW_RUNS", "METAFLOW_DATASTORE_SYSROOT_LOCAL"):
+        assert any(Path(environment[name]).is_relative_to(folder) for folder in writable), name
+    [policy] = [one for one in of_kind("NetworkPolicy") if one["metadata"]["name"] == "ebbflow-head"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert "Ingress" in policy["spec"]["policyTypes"] and "ingress" not in policy["spec"]
+
+
+def test_the_zone_is_selected_by_its_id_or_by_its_name_and_only_where_it_is_known() -> None:
+    assert node_selector(PLACEMENT)["topology.k8s.aws/zone-id"] == "use1-az1"
+    named = node_selector({**PLACEMENT, "zone": "us-east-1a"})
+    assert named["topology.kubernetes.io/zone"] == "us-east-1a" and "topology.k8s.aws/zone-id" not in named
+    assert set(node_selector({**PLACEMENT, "zone": None})) == {
+        "karpenter.sh/capacity-type",
+        "node.kubernetes.io/instance-type",
+    }
+
+
+def test_a_cluster_takes_several_nodes_on_spot_which_batch_does_not() -> None:
+    config = batch_config("cluster.nodes=2", "cluster.backend=kubernetes", "training.max_steps=20000")
+    found = placed_now(config, JobLog(), 0.0, where=markets())
+    assert (found.market, found.nodes, found.queue) == ("spot", 2, "spot")
+    assert placed_now(config, JobLog(), 0.0).market == "on_demand", "in AWS Batch"
+    assert with_nodes(config, 3).cluster.nodes == 3 and config.cluster.nodes == 2
+
+
+def rendered(tmp_path: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(options, manifest) as Metaflow renders them for a placement."""
+    config = tmp_path / "kubeconfig"
+    cluster = {"name": "none", "cluster": {"server": "http://127.0.0.1:9"}}
+    context = {"name": "none", "context": {"cluster": "none", "user": "none"}}
+    user = {"name": "none", "user": {}}
+    config.write_text(
+        json.dumps({"clusters": [cluster], "contexts": [context], "users": [user], "current-context": "none"})
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.pod_manifest"],
+        input=json.dumps({"placement": {**PLACEMENT, **changes}, "settings": SETTINGS}),
+        cwd=ROOT, env={**os.environ, "KUBECONFIG": str(config), "METAFLOW_USER": "tester"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return answer["options"], answer["manifest"]
+
+
+def assert_placed(pod: dict[str, Any], annotations: dict[str, str]) -> None:
+    assert pod["nodeSelector"] == node_selector(PLACEMENT)
+    assert {one["key"] for one in pod["tolerations"]} == {TAINT, "nvidia.com/gpu"}
+    assert pod["terminationGracePeriodSeconds"] == 110, "the time that a last save has, which Metaflow sets to 0"
+    [shared] = [one for one in pod["volumes"] if one["name"] == "dhsm"]
+    assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "4096Mi"}
+    [container] = pod["containers"]
+    assert "trap" in container["command"][2] and "train_flow.py step train" in container["command"][-1]
+    requests = container["resources"]["requests"]
+    assert requests["cpu"] == "47" and requests["memory"] == f"{pod_memory_mib(180000)}M"
+    assert pod["activeDeadlineSeconds"] == PLACEMENT["wall_seconds"]
+    assert annotations["karpenter.sh/do-not-disrupt"] == "true"
+    assert annotations["prometheus.io/port"] == "9400"
+
+
+def test_several_spot_nodes_are_a_jobset_whose_pods_say_where_they_belong(tmp_path: Path) -> None:
+    _, manifest = rendered(tmp_path)
+    assert manifest["kind"] == "JobSet"
+    replicated = {one["name"]: one for one in manifest["spec"]["replicatedJobs"]}
+    assert {name: one["replicas"] for name, one in replicated.items()} == {"control": 1, "worker": 1}
+    for one in replicated.values():
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": one["template"]["spec"]}
+        for version in VERSIONS:
+            kubernetes_validate.validate(job, version, strict=True)
+        template = one["template"]["spec"]["template"]
+        assert template["metadata"]["labels"]["ebbflow/training"] == "true"
+        assert_placed(template["spec"], template["metadata"]["annotations"])
+
+
+def test_one_node_is_a_plain_job(tmp_path: Path) -> None:
+    options, manifest = rendered(tmp_path, nodes=1)
+    assert options["num-parallel"] is None, "Metaflow refuses a JobSet of one"
+    assert manifest["kind"] == "Job"
+    kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
+    template = manifest["spec"]["template"]
+    assert_placed(template["spec"], template["metadata"]["annotations"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_submitter_ends_its_pods_when_it_is_asked_to_leave(number: signal.Signals, tmp_path: Path) -> None:
+    """As Metaflow does: in a handler of `atexit`, here a slow one that is interrupted again."""
+    program = """
+import atexit, os, pathlib, signal, sys, time
+from ebbflow.infra.process import exit_when_interrupted
+exit_when_interrupted()
+from ebbflow.flows import launcher
+launcher._join_in(["kubernetes", "step"])
+def end_pods():
+    for again in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), again)
+    pathlib.Path(sys.argv[1]).write_text("ended")
+atexit.register(end_pods)
+print("submitted", flush=True)
+time.sleep(600)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "pods")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "submitted\n"
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "pods").read_text() == "ended"

@@ -1,0 +1,98 @@
+"""An installed wheel works in a folder whose own modules carry the names of our folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_LARGEST_WHEEL = 1_500_000
+_BUILD = "import sys, setuptools.build_meta as backend; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
+pytestmark = pytest.mark.flow
+
+
+def build(kind: str, source: Path, output: Path) -> Path:
+    """kind: build_wheel or build_sdist."""
+    command = [sys.executable, "-c", _BUILD, kind, str(output)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return output / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project, because a build leaves files beside its source."""
+    folder = tmp_path_factory.mktemp("source") / "ebbflow"
+    skipped = shutil.ignore_patterns(
+        ".git", ".venv*", "runs", "__pycache__", "*.egg-info", "build", "tests", ".*_cache"
+    )
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=skipped)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("build_wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+def names(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if not name.endswith("RECORD")}
+
+
+def test_the_wheel_is_small_and_holds_one_top_level_name(wheel: Path) -> None:
+    assert wheel.stat().st_size < _LARGEST_WHEEL
+    top = {name.split("/")[0] for name in names(wheel)}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"ebbflow"}
+    assert {"ebbflow/configs/laptop.yaml", "ebbflow/py.typed", "ebbflow/cost/instances.csv"} <= names(wheel)
+
+
+def test_the_sdist_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
+    sdist = build("build_sdist", source, tmp_path)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    again = build("build_wheel", next(path for path in tmp_path.iterdir() if path.is_dir()), tmp_path)
+    assert names(again) == names(wheel)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs of an environment with the wheel, and with this environment's other packages."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    (own / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # its .pth files do not count
+    command = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet"]
+    subprocess.run([*command, "--no-deps", "--no-index", str(wheel)], check=True, timeout=120)
+    return folder / "bin"
+
+
+def test_every_command_works_beside_modules_of_the_same_names(installed: Path, tmp_path: Path) -> None:
+    for name in ("training.py", "infra.py", "flows.py", "cost/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise RuntimeError('a module of the user was imported')\n")
+
+    def ebbflow(*words: str) -> str:
+        environment = {**os.environ, "PATH": f"{installed}:{os.environ['PATH']}"}
+        environment.pop("PYTHONPATH", None)
+        command = [str(installed / "ebbflow"), *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert ebbflow("--version").split() == ["ebbflow", "0.2.0"]
+    ebbflow("run", "--job", "mine", "--set", "training.max_steps=20", "--set", "training.evaluation_interval_steps=10")
+    assert json.loads((tmp_path / "runs" / "latest" / "report.json").read_text())["outcome"] == "completed"
+    assert "mine" in ebbflow("report", "mine")
+    assert json.loads(ebbflow("preflight", "--quick", "--json"))["exit_code"] == 0
+    assert "capacity plan" in ebbflow("plan", "--set", "training.max_steps=20")

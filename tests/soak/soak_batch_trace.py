@@ -1,0 +1,143 @@
+"""A real run on the local Batch whose Spot capacity follows a trace, 45 times as fast. Minutes, so not in CI;
+`tests/cloud/test_capacity_trace.py` has the same on a virtual clock.
+
+    SPOT_TRACE=us-east-2a_v100_1.json python -m pytest -s tests/soak/soak_batch_trace.py
+
+SPOT_TRACE: one zone's recording, as `ebbflow simulate --traces` reads them; without it the trace is made up. Of
+a recording the first place is taken where Spot comes twice and then stays away. Whenever it is there the job takes it,
+between whiles it waits in the queue of Spot, and at the last safe moment it is finished on demand, in time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbflow.cost.simulate.world import read_trace
+from ebbflow.infra.events import PLACED
+from tests.support.batch.fixture import LocalBatch
+from tests.support.batch.flow import ON_DEMAND, SPOT, BatchRunner, account
+from tests.support.batch.prepared import paced_settings, remember_speeds, with_paced
+from tests.support.flow import ROOT, TINY, FlowRun, assert_ledger_adds_up
+from tests.support.swift import Swift
+
+pytestmark = [pytest.mark.flow, pytest.mark.timeout(1500)]
+
+CONFIG = str(ROOT / "configs" / "laptop.yaml")
+TIME_SCALE = 45.0
+GAP_SECONDS = 195.0
+MADE_UP = (18, 8, 20, 400)  # ticks of GAP_SECONDS: with capacity, without, with, without
+# A spell bears a start and some work here, and not all of the work; a gap is over while the job may still wait.
+SPELL_TICKS, GAP_TICKS, LAST_TICKS = range(14, 26), range(1, 11), 150
+
+# More than a step computes for on a machine with much other work.
+STEPS, SECONDS_PER_STEP = 240, 0.8
+# A container is at its first step in some 10 s here, on a busy machine in 30.
+START_SECONDS, RUNNABLE_MINUTES, DEADLINE_HOURS = 30.0, 1.0, 0.2
+SETTINGS = {
+    **paced_settings(SECONDS_PER_STEP),
+    "training__max_steps": STEPS,
+    "training__evaluation_interval_steps": STEPS,
+    "checkpoint__interval_steps": 12,
+    "cluster__expected_start_seconds": START_SECONDS,
+    "cost__deadline_hours": DEADLINE_HOURS,
+    "batch__runnable_minutes": RUNNABLE_MINUTES,
+}
+
+
+def spells() -> tuple[int, ...]:
+    """Ticks with capacity and without it, alternately."""
+    if not (path := os.environ.get("SPOT_TRACE")):
+        return MADE_UP
+    trace = read_trace(Path(path))
+    assert trace.gap_seconds == GAP_SECONDS, f"{path} has ticks of {trace.gap_seconds:g} s"
+    found = [(up, len(list(ticks))) for up, ticks in itertools.groupby(trace.available > 0)]
+    for at in range(len(found) - 3):
+        (up, first), (_, gap), (_, second), (_, last) = found[at : at + 4]
+        if up and first in SPELL_TICKS and gap in GAP_TICKS and second in SPELL_TICKS and last >= LAST_TICKS:
+            print(f"{trace.name}: from tick {sum(ticks for _, ticks in found[:at])}: {first, gap, second, last}")
+            return first, gap, second, last
+    raise AssertionError(f"{path}: Spot never comes twice and then stays away")
+
+
+def capacity(ticks: tuple[int, ...]) -> list[list[float]]:
+    """As the local Batch takes it."""
+    begins = itertools.accumulate((0, *ticks[:-1]))
+    return [[begin * GAP_SECONDS, 1 - number % 2] for number, begin in enumerate(begins)]
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory: pytest.TempPathFactory, swift: Swift) -> Iterator[LocalBatch]:
+    """A notice comes 10 s before the instance goes, as in the other tests."""
+    folder = tmp_path_factory.mktemp("batch")
+    pace = {"time_scale": TIME_SCALE, "notice_seconds": 10 * TIME_SCALE, "image": with_paced(folder)}
+    with account(folder, swift, **pace) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def finished(
+    batch: LocalBatch, swift: Swift, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[FlowRun, list[dict[str, Any]]]:
+    """The run, and the placements of its attempts as they were decided."""
+    ticks = spells()
+    runner = BatchRunner(tmp_path_factory.mktemp("job"), swift, batch)
+    runner.environment |= with_paced(batch.folder)
+    options = runner.options(**SETTINGS)
+    tokens = TINY["training.batch_size"] * TINY["model.sequence_length"]
+    remember_speeds(runner, options, {("g5.xlarge", 1): tokens / SECONDS_PER_STEP})
+    process = runner.start("run", "--config", CONFIG, *options, "--with", "cloud")
+    runner.await_so("training", lambda: any(job["status"] == "RUNNING" for job in runner.training_jobs()))
+    batch.change(queues={SPOT: {"capacity": capacity(ticks)}})
+    batch.begin_traces()
+    run = runner.finish(process, timeout=1300)
+    assert run.exit_code == 0, run.output
+    return run, [event["data"]["placement"] for event in runner.events() if event["name"] == PLACED]
+
+
+def test_spot_whenever_it_is_there_and_on_demand_in_time(finished: tuple[FlowRun, list[dict[str, Any]]]) -> None:
+    report = finished[0].report
+    attempts = report["money"]["attempts"]
+    for one in attempts:
+        print(one["queue"], one["ended"], one["actual"], one["why"])
+    ended = [(one["queue"], one["ended"]) for one in attempts]
+    assert ended[-1] == (ON_DEMAND, "ended") and {queue for queue, _ in ended[:-1]} == {SPOT}
+    assert ended.count((SPOT, "reclaimed")) == 2, "it was there twice"
+    assert {end for _, end in ended[:-1]} <= {"reclaimed", "never_started"}
+    assert attempts[1]["actual"]["wait_seconds"] > 1, "it was waited for in the queue"
+    assert "last safe moment" in attempts[-1]["why"]
+    assert report["actual"]["wall_hours"] < DEADLINE_HOURS
+    assert report["outcome"] == "completed" and report["failures"] == 0
+    assert [step for step, _ in report["loss_curve"]] == list(range(1, STEPS + 1))
+
+
+def test_on_demand_only_when_slack_runs_out(finished: tuple[FlowRun, list[dict[str, Any]]]) -> None:
+    """Reckoned anew from what each decision saw: start, fall-back, delay, what is redone, and a try worth its while."""
+    for placement in finished[1]:
+        state = placement["state"]
+        slack = state["deadline_hours"] - state["now_hours"] - state["work_left_hours"]
+        needed = 2 * state["changeover_hours"] + 2 * RUNNABLE_MINUTES / 60 + state["commit_interval_hours"]
+        print(f"{placement['market']}: at {state['now_hours']:.4f} h, slack {slack:.4f} h, needed {needed:.4f} h")
+        assert (slack < needed) == (placement["market"] == "on_demand"), placement["reason"]
+
+
+def test_the_report_says_planned_against_actual_and_the_regret(finished: tuple[FlowRun, list[dict[str, Any]]]) -> None:
+    run, _ = finished
+    attempts, money = run.report["money"]["attempts"], run.report["money"]
+    print(run.report["total_usd"], money["hindsight"], run.report["savings_usd"], run.report["actual"]["wall_hours"])
+    assert_ledger_adds_up(run.report)
+    ran = [one for one in attempts if one["ended"] != "never_started"]
+    for one in ran:
+        assert one["actual"]["usd_per_hour"] == pytest.approx(one["planned"]["usd_per_hour"], rel=1e-3)
+        assert one["planned"]["hours"] > 0 and one["actual"]["hours"] > 0
+    assert sum(one["actual"]["usd"] for one in ran) == pytest.approx(run.report["total_usd"], abs=1e-5)
+    assert money["hindsight"]["regret_usd"] == pytest.approx(
+        run.report["total_usd"] - money["hindsight"]["usd"], abs=1e-6
+    )
+    assert money["hindsight"]["regret_usd"] > 0
+    assert "plan against actual" in run.output and "in hindsight" in run.output

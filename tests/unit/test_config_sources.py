@@ -1,0 +1,142 @@
+"""Where each value comes from, the environment as one of the places, and names of a user's own in workload_options."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ebbflow.cost.report.render_html import render as render_html
+from ebbflow.cost.report.render_text import render as render_text
+from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.infra.config import ConfigError, LoadedConfig, RunConfig, load_config
+from ebbflow.infra.config.sources import render_sources, values_with_sources
+from ebbflow.infra.events import CONFIGURED
+from tests.support.timelines import event
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load(folder: Path, text: str, *overrides: str, **environment: str) -> LoadedConfig:
+    (folder / "job.yaml").write_text(text)
+    project = folder / "project"
+    return load_config("job.yaml", overrides, project_root=project, cwd=folder, environment=environment)
+
+
+def test_the_environment_wins_over_the_file_and_the_command_line_over_both(tmp_path: Path) -> None:
+    text = "model:\n  num_heads: 2\n  num_layers: 2\n  hidden_size: 64\n"
+    loaded = load(
+        tmp_path,
+        text,
+        "model.num_layers=6",
+        EBBFLOW__MODEL__NUM_LAYERS="5",
+        EBBFLOW__MODEL__NUM_HEADS="8",
+        EBBFLOW__TRAINING__SCHEDULER="{type: wsd}",
+        EBBFLOW__COST__BUDGET_USD="null",
+        EBBFLOW_RUNS="/elsewhere",  # one underscore: another matter
+    )
+    model = loaded.config.model
+    assert (model.num_heads, model.num_layers, model.hidden_size) == (8, 6, 64)
+    assert loaded.config.training.scheduler.type == "wsd"
+    assert loaded.sources["model.num_layers"] == "--set"
+    assert loaded.sources["model.num_heads"] == "environment EBBFLOW__MODEL__NUM_HEADS"
+    assert loaded.sources["training.scheduler.type"] == "environment EBBFLOW__TRAINING__SCHEDULER__TYPE"
+    assert loaded.sources["model.hidden_size"] == "job.yaml:4"
+    assert loaded.sources["model.vocab_size"] == "default"
+
+
+def test_the_environment_is_that_of_the_process_unless_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EBBFLOW__TRAINING__SEED", "7")
+    (tmp_path / "job.yaml").write_text("")
+    assert load_config(tmp_path / "job.yaml", project_root=tmp_path).config.training.seed == 7
+    monkeypatch.setenv("EBBFLOW__TRAINING__SED", "7")
+    with pytest.raises(ConfigError, match="environment EBBFLOW__TRAINING__SED:1:1: unknown key"):
+        load_config(tmp_path / "job.yaml", project_root=tmp_path)
+
+
+def test_a_rule_blames_who_spoke_last(tmp_path: Path) -> None:
+    for environment, overrides, blamed in (
+        ({}, [], "job.yaml:1:22"),
+        ({"EBBFLOW__MODEL__NUM_HEADS": "9"}, [], "environment EBBFLOW__MODEL__NUM_HEADS:1:27"),
+        ({"EBBFLOW__MODEL__NUM_HEADS": "9"}, ["model.hidden_size=100"], "--set model.hidden_size=100:1:19"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path, "model: {hidden_size: 770, num_heads: 12}", *overrides, **environment)
+        assert [str(problem.place) for problem in caught.value.problems] == [blamed]
+
+
+def test_paths_of_the_environment_count_from_where_the_user_stands(tmp_path: Path) -> None:
+    text = "store: results\ntraining: {initial_weights: w.safetensors}\ndata: {tokenizer: t.json}\n"
+    config = load(tmp_path, text, EBBFLOW__STORE="here", EBBFLOW__COST__PRICES="p.json").config
+    assert config.store == str(tmp_path / "here")
+    assert config.cost.prices == str(tmp_path / "p.json")
+    assert config.data.tokenizer == str(tmp_path / "project" / "t.json")
+    assert config.training.initial_weights == str(tmp_path / "project" / "w.safetensors")
+
+
+def test_options_of_a_workload_are_of_any_name_and_merge_key_by_key(tmp_path: Path) -> None:
+    text = "workload: mine:Own\nworkload_options:\n  width: 32\n  rate: 1.0\n  fast: true\n  name: x\n  code: '3'\n"
+    loaded = load(
+        tmp_path, text, "workload_options.width=64", "workload_options={depth: 2}", EBBFLOW__WORKLOAD_OPTIONS__RATE="2"
+    )
+    assert loaded.config.workload_options == {
+        "width": 64, "rate": 2, "fast": True, "name": "x", "code": "3", "depth": 2,
+    }  # fmt: skip
+    assert loaded.sources["workload_options.width"] == "--set"
+    assert loaded.sources["workload_options.fast"] == "job.yaml:5"
+    assert "workload_options" not in loaded.sources
+    again = RunConfig.model_validate_json(json.dumps(loaded.config.model_dump(mode="json")))
+    assert again == loaded.config
+    kinds = {name: type(value) for name, value in again.workload_options.items()}
+    assert (kinds["rate"], kinds["fast"], kinds["code"]) == (int, bool, str)
+
+
+def test_every_value_is_told_with_its_source(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "workload: mine:Own\nworkload_options: {width: 3}\n", "data.suffixes=[.txt]")
+    rows = values_with_sources(loaded.config.model_dump(mode="json"), loaded.sources)
+    told = {row["key"]: (row["value"], row["source"]) for row in rows}
+    assert told["workload_options.width"] == (3, "job.yaml:2")
+    assert told["data.suffixes"] == ([".txt"], "--set")
+    assert told["cost.deadline_hours"] == (None, "default")
+    short = render_sources(rows, defaults=False)
+    assert short.splitlines()[0].split() == ["workload", "mine:Own", "job.yaml:1"]
+    assert short.splitlines()[-1] == f"… and {len(rows) - 3} defaults"
+    assert len(render_sources(rows).splitlines()) == len(rows)
+
+
+def test_the_report_keeps_them_and_the_page_folds_defaults_away() -> None:
+    settings = [
+        {"key": "store", "value": "runs", "source": "default"},
+        {"key": "data.path", "value": "<script>alert(1)</script>", "source": "--set"},
+    ]
+    report = build_report([event(CONFIGURED, 1.0, settings=settings)])
+    assert report.configuration == settings
+    assert RunReport.from_json(json.loads(json.dumps(report.to_json()))).configuration == settings
+    page = render_html(report)
+    folded = page[page.index("<details>") : page.index("</details>")]
+    assert "1 defaults" in folded and "store" in folded and "data.path" not in folded
+    assert "&lt;script&gt;alert(1)" in page and "<script" not in page
+    assert "data.path" not in render_text(report)  # the terminal shows them on request
+    before = {name: value for name, value in report.to_json().items() if name != "configuration"}
+    assert RunReport.from_json(before).configuration == []
+
+
+def test_the_command_shows_values_and_sources(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "infra", "config", str(ROOT / "configs" / "laptop.yaml"), "--changed"]
+    done = subprocess.run(
+        [*command, "--set", "model.num_layers=6"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    lines = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert done.returncode == 0, done.stderr
+    assert lines["model.num_layers"] == ["6", "--set"]
+    assert lines["model.num_heads"][1].startswith("configs/laptop.yaml:")
+
+
+def test_a_password_in_an_address_is_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "", "metrics.push_url=http://me:s3cret@host")
+    assert "must not hold a user or password" in str(caught.value)
+    assert "s3cret" not in str(caught.value)

@@ -1,0 +1,272 @@
+"""The plan: what it offers, how it counts, what it refuses and what it says would help."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ebbflow.cost.catalogue import Catalogue, load_catalogue
+from ebbflow.cost.errors import PlanError
+from ebbflow.cost.plan.candidates import Candidate
+from ebbflow.cost.plan.forecast import DETECT_SECONDS
+from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.cost.plan.plan_text import render_plan
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.outcome import Outcome
+
+ROOT = Path(__file__).parents[2]
+NOW = 1_790_000_000.0
+
+
+def config(**sections: dict) -> RunConfig:
+    return RunConfig.model_validate({"training": {"max_steps": 100_000}, **sections})
+
+
+def plan(**sections: dict) -> Plan:
+    return make_plan(config(**sections), now_utc=NOW)
+
+
+def pools(one: Plan, market: str | None = None) -> set[tuple[str, int]]:
+    return {(c.instance_type, c.nodes) for c in one.ranked if market in (None, c.market)}
+
+
+def by_kind(one: Plan) -> dict[str, int]:
+    kinds = [rejection.kind for rejection in one.rejected]
+    return {kind: kinds.count(kind) for kind in set(kinds)}
+
+
+@pytest.mark.parametrize(("said", "start"), [({}, 240.0), ({"expected_start_seconds": 30.0}, 30.0)])
+def test_expected_hours_and_dollars_by_hand(said: dict, start: float):
+    one = plan(cluster={"backend": "kubernetes", "instance_types": ["g5.xlarge"], "market": "spot", "nodes": 2, **said})
+    (best,) = one.ranked
+    step, carry = best.step_seconds, best.case.fixed_lost_hours * 3600 / 2 - (start + DETECT_SECONDS) / 2
+    assert 0 < carry < 1, "to bring a commit of 0.4 million parameters to the store takes no time to speak of"
+    undisturbed = (start + 100_000 * step * (1 + best.save_seconds / (50 * step))) / 3600
+    each = (50 * step / 2 + carry + DETECT_SECONDS + start + carry) / 3600
+    assert best.paid_hours == pytest.approx(undisturbed + best.interruptions * each)
+    assert best.interruptions == pytest.approx(best.hazard_per_hour * best.paid_hours)
+    assert best.compute_usd == pytest.approx(best.paid_hours * 2 * 1.006 * 0.41, rel=1e-5)
+    assert best.storage_usd == pytest.approx(2 * 100 * best.paid_hours / 730 * 0.08), "volumes; the store is a folder"
+    assert best.expected_usd == best.compute_usd + best.storage_usd + best.transfer_usd
+    assert best.usd_per_step * 100_000 == pytest.approx(best.expected_usd)
+    assert best.expected_hours >= best.paid_hours, "waits for capacity are not paid"
+    assert best.tokens_per_second * step == pytest.approx(32 * 128)
+
+
+def test_every_pool_is_ranked_or_rejected_once_with_a_reason():
+    one = plan(cluster={"nodes": "auto", "processes_per_node": "auto", "backend": "kubernetes"})
+    assert len(one.ranked) + len(one.rejected) == len(load_catalogue().types) * 4 * 2
+    assert all(rejection.reason for rejection in one.rejected)
+    costs = [(c.expected_usd, c.nodes, c.instance_type) for c in one.ranked]
+    assert costs == sorted(costs)
+    assert {"batch not divisible", "peak unknown", "GPU too old", "no spot price"} <= set(by_kind(one))
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1, {1}), (2, {1, 2}), (3, {1, 2}), (None, {1, 2, 4, 8})])
+def test_auto_tries_no_more_nodes_than_are_allowed(most: int | None, sizes: set[int]):
+    one = plan(cluster={"nodes": "auto", "max_nodes": most, "processes_per_node": "auto", "backend": "kubernetes"})
+    assert {pool.nodes for pool in [*one.ranked, *one.rejected]} == sizes
+
+
+def test_it_offers_only_what_the_backend_can_run():
+    two = {"nodes": 2, "processes_per_node": 1}
+    batch = plan(cluster={**two, "backend": "batch"})
+    assert not pools(batch, "spot") and pools(batch, "on_demand")
+    assert "AWS Batch runs no multi-node job on Spot" in next(
+        rejection.reason for rejection in batch.rejected if rejection.kind == "backend cannot"
+    )
+    assert pools(plan(cluster={**two, "nodes": 1, "backend": "batch"}), "spot")
+    for backend in ("kubernetes", "local"):
+        assert pools(plan(cluster={**two, "backend": backend}), "spot")
+    only = plan(cluster={**two, "backend": "kubernetes", "market": "on_demand"})
+    assert {c.market for c in only.ranked} == {"on_demand"} and by_kind(only)["market excluded"] == 63
+
+
+def test_the_whole_instance_is_paid_for_and_shared_by_its_ranks():
+    one = plan(cluster={"nodes": 1, "processes_per_node": 2, "instance_types": ["g5."], "market": "on_demand"})
+    assert one.chosen.instance_type == "g5.12xlarge"  # four GPUs, two of them idle
+    assert by_kind(one)["too few GPUs"] == 5
+    assert one.terms().usd_per_rank_second == pytest.approx(5.672 / 2 / 3600)
+
+
+def test_terms_carry_limits_reserve_and_hazard():
+    one = plan(cost={"budget_usd": 500.0, "deadline_hours": 72.0}, checkpoint={"deadline_seconds": 60.0})
+    terms = one.terms(spent_usd=1.25)
+    assert (terms.budget_usd, terms.spent_usd, terms.deadline_utc) == (500.0, 1.25, NOW + 72 * 3600)
+    assert terms.reserve_usd == pytest.approx(one.chosen.gang_usd_per_hour / 60)
+    assert terms.hazard_per_hour == one.chosen.hazard_per_hour > 0
+    assert (terms.price_kind, one.as_simulated().terms().price_kind) == ("recorded", "simulated")
+    assert plan(cluster={"backend": "local"}).simulated
+
+
+def test_a_budget_below_the_cheapest_pool_is_refused_with_the_arithmetic():
+    free = plan()
+    cheapest = free.chosen
+    needed = cheapest.expected_usd + free.reserve_usd
+    refused = plan(cost={"budget_usd": needed * 0.5})
+    assert refused.refusal.outcome is Outcome.BUDGET
+    for figure in (f"${needed * 0.5:.4f}", f"${needed:.4f}", f"{cheapest.paid_hours:.4g} h", str(cheapest)):
+        assert figure in refused.refusal.message
+    assert plan(cost={"budget_usd": needed * 1.001}).refusal is None
+    steps = int(refused.refusal.hint.split("max_steps to ")[1].split()[0])
+    fewer = plan(cost={"budget_usd": needed * 0.5}, training={"max_steps": steps})
+    assert fewer.refusal is None, "the hint must make it fit"
+
+
+def test_the_budget_is_judged_over_all_pools_and_the_choice_keeps_it():
+    """The pool with the fewest expected dollars may be a dear gang, whose last save needs too much in reserve."""
+    cluster = {"nodes": "auto", "processes_per_node": "auto", "backend": "kubernetes"}
+    given = {"cluster": cluster, "checkpoint": {"deadline_seconds": 7200}}
+    given["training"] = {"max_steps": 400_000, "batch_size": 256}
+
+    def need(pool: Candidate) -> float:
+        return pool.expected_usd + pool.gang_usd_per_hour * 2
+
+    free = plan(**given)
+    least = min(free.ranked, key=need)
+    assert need(least) < 0.8 * need(free.chosen) and free.chosen.expected_usd < least.expected_usd
+    budget = (need(least) + need(free.chosen)) / 2
+    one = plan(**given, cost={"budget_usd": budget})
+    borne = [pool for pool in free.ranked if need(pool) <= budget]
+    assert one.refusal is None and [str(pool) for pool in one.ranked] == [str(pool) for pool in borne]
+    assert one.chosen.expected_usd == min(pool.expected_usd for pool in borne)
+    assert one.terms().spendable_usd == pytest.approx(budget - one.chosen.gang_usd_per_hour * 2)
+    assert by_kind(one)["over the budget"] == len(free.ranked) - len(borne)
+    dear = next(pool for pool in one.rejected if str(pool) == str(free.chosen))
+    assert f"needs ${need(free.chosen):.4f}" in dear.reason and f"cost.budget_usd is ${budget:.4f}" in dear.reason
+    poor = plan(**given, cost={"budget_usd": need(least) * 0.9})
+    assert poor.refusal.outcome is Outcome.BUDGET and str(least) in poor.refusal.message
+    assert poor.refusal.enough == pytest.approx(need(least)), "what would do is the least that any pool needs"
+
+
+def test_a_deadline_that_no_pool_meets_is_refused_and_slow_pools_are_rejected():
+    cluster = {"nodes": 1, "backend": "kubernetes"}
+    free = plan(cluster=cluster)
+    fastest = min(c.expected_hours for c in free.ranked)
+    refused = plan(cluster=cluster, cost={"deadline_hours": fastest * 0.9})
+    assert refused.refusal.outcome is Outcome.DEADLINE and refused.chosen is None
+    assert f"{fastest:.4g} h" in refused.refusal.message
+    hours = float(refused.refusal.hint.split("deadline_hours to ")[1].split()[0])
+    assert plan(cluster=cluster, cost={"deadline_hours": hours}).refusal is None, "the hint must make it fit"
+    with pytest.raises(PlanError, match="no pool meets the deadline"):
+        refused.terms()
+
+    middle = sorted(c.expected_hours for c in free.ranked)[len(free.ranked) // 2]
+    half = plan(cluster=cluster, cost={"deadline_hours": middle})
+    assert half.refusal is None and by_kind(half)["misses the deadline"] > 0
+    assert all(c.expected_hours <= middle for c in half.ranked)
+
+
+def test_a_deadline_and_a_budget_that_bind_together_are_told_together():
+    given = {"training": {"max_steps": 20_000_000}}
+    free = plan(**given, cost={"deadline_hours": None})
+    fastest = min(free.ranked, key=lambda pool: pool.expected_hours)
+    cheapest = free.chosen
+    assert fastest.expected_hours < 0.9 * cheapest.expected_hours
+    budget = (cheapest.expected_usd + free.reserve_usd) * 1.001
+    late = plan(**given, cost={"deadline_hours": 2, "budget_usd": budget})
+    assert late.refusal.outcome is Outcome.DEADLINE and late.refusal.enough == cheapest.expected_hours
+    assert f"The first that the budget bears, {cheapest}" in late.refusal.message
+    enough = plan(**given, cost={"deadline_hours": late.refusal.enough + 0.01, "budget_usd": budget})
+    assert enough.refusal is None, "what would do does"
+    both = plan(**given, cost={"deadline_hours": 2, "budget_usd": 1.0})
+    assert "The budget binds as well" in both.refusal.message
+    hours, usd = re.search(r"deadline_hours to ([\d.]+) or more.*budget_usd to ([\d.]+)", both.refusal.hint).groups()
+    lifted = plan(**given, cost={"deadline_hours": float(hours), "budget_usd": float(usd)})
+    assert lifted.refusal is None, "what the hint says of both is enough"
+
+
+def test_queues_in_a_region_without_a_price_need_a_price_and_no_other_model():
+    sections = {"cluster": {"backend": "batch", "instance_types": ["g5.xlarge"]}, "batch": {"region": "eu-west-1"}}
+    hint = plan(store="s3://bucket/x", cost={"regions": ["eu-west-1"]}, **sections).refusal.hint
+    assert hint == "run ebbflow catalogue refresh --regions eu-west-1"
+
+
+def test_nothing_that_fits_is_refused_with_the_nearest_miss_and_a_hint_that_helps():
+    large = {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "sequence_length": 2048}
+    sections = {
+        "model": large,
+        "training": {"batch_size": 64},
+        "cluster": {"nodes": 1, "processes_per_node": "auto", "instance_types": ["p4de"]},
+        "fsdp": {"use_mixed_precision": True},
+    }
+    refused = plan(**sections)
+    assert refused.refusal.outcome is Outcome.NO_CAPACITY
+    assert "A100 has 80.00 GiB" in refused.refusal.message and "optimizer" in refused.refusal.message
+    steps = int(refused.refusal.hint.removeprefix("set training.gradient_accumulation_steps to "))
+    sections["training"] = {"batch_size": 64, "gradient_accumulation_steps": steps}
+    assert plan(**sections).chosen is not None, "the hint must make it fit"
+
+    unknown = plan(cluster={"instance_types": ["q9"]})
+    assert unknown.refusal.outcome is Outcome.NO_CAPACITY and "begins with q9" in unknown.refusal.message
+    assert "g5" in unknown.refusal.hint
+
+
+def test_json_is_plain_and_complete():
+    for one in (plan(), plan(cost={"budget_usd": 1e-6}), plan(cluster={"instance_types": ["q9"]}).as_simulated()):
+        text = json.dumps(one.to_json(), allow_nan=False)
+        assert Plan.from_json(json.loads(text)) == one
+    data = plan().to_json()
+    assert data["kinds"]["on_demand_usd_per_hour"].startswith("recorded 2026-07-20")
+    assert data["chosen"]["on_demand_usd_per_hour"] >= data["chosen"]["usd_per_hour"]
+    with pytest.raises(PlanError, match="schema 99"):
+        Plan.from_json({**data, "schema": 99})
+
+
+def test_it_plans_over_the_catalogue_that_it_is_given():
+    kind = load_catalogue()["g6.xlarge"]
+    one = make_plan(config(cluster={"nodes": 1}), now_utc=NOW, catalogue=Catalogue((kind,)))
+    assert [(c.instance_type, c.market) for c in one.ranked] == [("g6.xlarge", "spot"), ("g6.xlarge", "on_demand")]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"cluster": {"backend": "local"}, "cost": {"budget_usd": 5.0, "deadline_hours": 500.0}},
+        {"cluster": {"nodes": "auto", "processes_per_node": "auto"}, "training": {"batch_size": 512}},
+        {"cost": {"budget_usd": 0.0001}},
+        {"cost": {"deadline_hours": 0.001}},
+        {"model": {"hidden_size": 16384, "num_layers": 128}},
+    ],
+)
+def test_the_text_is_narrow_and_says_what_matters(sections: dict):
+    one = plan(**sections)
+    text = render_plan(one)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert all(line[0] in "┌│└" for line in lines), "leading spaces do not survive log viewers"
+    if one.chosen:
+        assert_shows(text, one, one.chosen)
+    if one.refusal:
+        assert f"refused ({one.refusal.outcome})" in text and "hint:" in text
+    for kind, count in by_kind(one).items():
+        assert f"- {count} × {kind}, such as " in text
+
+
+def assert_shows(text: str, one: Plan, best: Candidate) -> None:
+    assert f"+ {best.nodes} × {best.instance_type}" in text
+    assert f"${best.usd_per_hour:.4f}/h per node" in text and f"${best.expected_usd:,.4f}" in text
+    assert ("simulated: this run stays" in text) == one.simulated
+    assert text.count(", micro-batch ") == 1 and "… and" in text
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cost", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_prints_the_plan_and_exits_with_its_outcome(tmp_path: Path):
+    path = tmp_path / "job.yaml"
+    path.write_text("training:\n  max_steps: 1000\n")
+    done = run("plan", str(path), "--json", "--set", "cluster.nodes=1")
+    assert done.returncode == 0, done.stderr
+    assert Plan.from_json(json.loads(done.stdout)).chosen.nodes == 1
+    refused = run("plan", str(path), "--set", "cost.budget_usd=0.001")
+    assert refused.returncode == 4 and "refused (budget)" in refused.stdout
+    wrong = run("plan", str(path), "--set", "model.num_heads=7")
+    assert wrong.returncode == 2 and "num_heads" in wrong.stderr and not wrong.stdout

@@ -1,0 +1,295 @@
+"""A job's ledger against synthetic bills: it agrees within a percent, and what is wrong is called by its name."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from ebbflow.cost.bill import read_bill
+from ebbflow.cost.errors import BillError
+from ebbflow.cost.reconcile import Reconciliation, compare, explain, render
+from ebbflow.infra.events import Event
+from ebbflow.infra.layout import event_key
+from ebbflow.infra.store import Store
+from tests.support.bills import Instance, rows_of, storage_row, total_usd, write_report
+from tests.support.timelines import WALL, GangLog, plan_event, prices_event
+
+ROOT = Path(__file__).parents[2]
+TAG = {"ebbflow-job": "demo"}
+BOOT = 150.0
+ZONE = {"region": "us-east-1", "zone": "us-east-1a"}
+
+
+def node(generation: int, start: float, seconds: float, instance: str, *, uptime: float = BOOT, **known) -> list[Event]:
+    """One generation of one node of two ranks, on an instance that had been up for so long."""
+    machine = {"instance_id": instance, "instance_type": "g5.xlarge", "market": "spot", **ZONE, **known}
+    gang = GangLog(generation, start, [[0, 1]], machines=[{**machine, "uptime_seconds": uptime}])
+    gang.phase("startup", 20.0)
+    gang.steps(1, 5, useful_step=(seconds - 30.0) / 5)
+    gang.phase("shutdown", 10.0)
+    gang.ended("node_lost", seconds)
+    return gang.events
+
+
+def drifting(changes: list[tuple[float, float]], first: float):
+    """The price at a Unix time, as the changes (seconds after WALL) have it."""
+
+    def usd_per_hour(at: float) -> float:
+        held = [usd for since, usd in sorted(changes) if since <= at - WALL]
+        return held[-1] if held else first
+
+    return usd_per_hour
+
+
+def two_instances() -> tuple[list[Event], list[Instance]]:
+    """A job on two instances one after the other, the price changing under it, and how long each really lived."""
+    changes = [(4000.0, 4.5), (9000.0, 2.7)]
+    events = [plan_event(3.6), prices_event(changes, region=None, zone=None)]
+    events += node(1, 1000.0, 7000.0, "i-one") + node(2, 8500.0, 6000.0, "i-two")
+    price = drifting(changes, 3.6)
+    lived = [("i-one", 1000.0, 8000.0), ("i-two", 8500.0, 14500.0)]
+    return events, [
+        Instance(instance_id=name, start=WALL + a - BOOT, end=WALL + b + 20.0, usd_per_hour=price, tags=TAG)
+        for name, a, b in lived
+    ]
+
+
+def reconciled(events: list[Event], instances: list[Instance], folder: Path, *extra: dict, **how) -> Reconciliation:
+    rows = [row for instance in instances for row in rows_of(instance)]
+    return explain(compare(events, read_bill(write_report(folder / "cur.csv", [*rows, *extra], **how))))
+
+
+def kinds(found: Reconciliation) -> list[tuple[str, str]]:
+    return [(finding.kind, finding.resource) for finding in found.findings]
+
+
+@pytest.mark.parametrize("second_generation", [False, True])
+def test_a_clean_job_agrees_and_its_gap_is_boot_time(tmp_path: Path, second_generation: bool) -> None:
+    events, instances = two_instances()
+    found = reconciled(events, instances, tmp_path, second_generation=second_generation)
+    assert found.agrees and found.findings == ()
+    assert found.billed_usd == total_usd(row for instance in instances for row in rows_of(instance))
+    assert sum(part.usd for part in found.parts) == pytest.approx(found.gap_usd, abs=Decimal("1e-12"))
+    boot = sum(part.usd for part in found.parts if part.cause == "boot time")
+    assert float(boot) == pytest.approx(2 * BOOT * 3.6 / 3600, rel=0.2)
+    text = render(found)
+    assert "synthetic bill" in text and "SIMULATED" not in text and "boot time" in text
+    assert json.loads(json.dumps(found.to_json()))["bill"] == "synthetic bill"
+
+
+def test_random_jobs_agree_within_a_percent(tmp_path: Path) -> None:
+    """Random lives, boots and prices, the job's instances among those of others."""
+    draw = random.Random(7)
+    for _ in range(25):
+        changes = [(draw.uniform(0, 40_000), draw.uniform(1, 6)) for _ in range(draw.randrange(4))]
+        events, instances, t = [plan_event(3.6), prices_event(changes)], [], 0.0
+        for number in range(1, draw.randrange(2, 6)):
+            t += draw.uniform(100, 3000)
+            boot, seconds = draw.uniform(30, 300), draw.uniform(1800, 9000)
+            name = f"i-{number}"
+            events += node(number, t, seconds, name, uptime=boot)
+            life = {"start": WALL + t - boot, "end": WALL + t + seconds + draw.uniform(0, 10)}
+            instances.append(Instance(instance_id=name, usd_per_hour=drifting(changes, 3.6), tags=TAG, **life))
+            t += seconds
+        stranger = replace(instances[0], instance_id="i-stranger", tags={"ebbflow-job": "another"})
+        found = reconciled(events, [*instances, stranger], tmp_path)
+        assert found.findings == () and found.unexplained_share is not None and found.unexplained_share < 0.01, changes
+        assert found.agrees
+
+
+def test_planted_discrepancies_are_named(tmp_path: Path) -> None:
+    events, [one, two] = two_instances()
+    orphan = replace(one, instance_id="i-orphan", start=WALL + 500.0, end=WALL + 50_000.0)
+    elsewhere = replace(two, zone="us-east-1d", usd_per_hour=lambda at: 5.4)
+    found = reconciled(events, [replace(one, tags={}), elsewhere, orphan], tmp_path)
+    assert kinds(found) == [
+        ("orphan instance", "i-orphan"), ("missed tag", "i-one"), ("wrong zone", "i-two"),
+    ]  # fmt: skip
+    zone = [part for part in found.parts if part.cause == "other zone"]
+    assert [part.instance_id for part in zone] == ["i-two"] and zone[0].usd > 0
+    assert not found.agrees
+    words = {finding.kind: finding.words for finding in found.findings}
+    assert "is it still running?" in words["orphan instance"]
+    assert words["wrong zone"] == "billed in us-east-1d, the events say us-east-1a"
+    wrong = reconciled(events, [replace(one, market="on_demand", instance_type="g5.2xlarge"), two], tmp_path)
+    assert kinds(wrong) == [("wrong type", "i-one"), ("wrong market", "i-one")]
+
+
+def test_a_bill_at_another_price_does_not_agree(tmp_path: Path) -> None:
+    events, [one, two] = two_instances()
+    found = reconciled(events, [replace(one, usd_per_hour=lambda at: 7.2), two], tmp_path)
+    assert kinds(found) == [("wrong price", "i-one")] and not found.agrees
+    assert "at the prices on record it would be $" in found.findings[0].words
+    pretended = [replace(one, data={**one.data, "simulated": True}) if one.name == "plan" else one for one in events]
+    found = reconciled(pretended, [replace(one, usd_per_hour=lambda at: 7.2), two], tmp_path)
+    assert found.findings == () and "SIMULATED: the job was priced as if" in render(found)
+
+
+def test_a_machine_that_was_up_for_hours_before_the_job_was_not_booting(tmp_path: Path) -> None:
+    events = [plan_event(3.6), *node(1, 40_000.0, 7000.0, "i-one", uptime=36_000.0)]
+    life = {"start": WALL + 4000.0, "end": WALL + 47_000.0}
+    found = reconciled(events, [Instance(instance_id="i-one", usd_per_hour=lambda at: 3.6, tags=TAG, **life)], tmp_path)
+    boot = sum(part.usd for part in found.parts if part.cause == "boot time")
+    assert boot <= Decimal("0.6") and found.account.billed["i-one"].elsewhere_usd > 30
+
+
+def test_a_tag_with_an_apostrophe_hides_no_other(tmp_path: Path) -> None:
+    events, instances = two_instances()
+    named = [replace(instance, tags={"owner": "O'Brien", **TAG}) for instance in instances]
+    assert reconciled(events, named, tmp_path, second_generation=True).findings == ()
+
+
+def test_an_instance_that_lived_on_is_not_explained_away(tmp_path: Path) -> None:
+    events, [one, two] = two_instances()
+    found = reconciled(events, [one, replace(two, end=two.end + 1200.0)], tmp_path)
+    assert not found.agrees and found.unexplained_share > 0.05
+    assert any("1,220 s billed while no agent of the job was there" in part.words for part in found.parts)
+
+
+def test_an_instance_without_a_line_and_a_node_without_an_instance(tmp_path: Path) -> None:
+    events, [one, _] = two_instances()
+    found = reconciled(events, [one], tmp_path)
+    assert kinds(found) == [("not billed", "i-two")]
+    assert "the bill ends before it did" in found.findings[0].words
+    nameless = [replace(event, data={**event.data, "instance_id": None}) for event in events]
+    nothing = reconciled(nameless, [one], tmp_path)
+    assert not nothing.agrees and "HttpPutResponseHopLimit" in render(nothing)
+    assert kinds(nothing) == [("orphan instance", "i-one")]
+
+
+def test_a_short_life_is_billed_a_minute(tmp_path: Path) -> None:
+    events = [plan_event(3.6), *node(1, 1000.0, 40.0, "i-one", uptime=5.0)]
+    short = Instance(instance_id="i-one", start=WALL + 995.0, end=WALL + 1040.0, usd_per_hour=lambda at: 3.6, tags=TAG)
+    found = reconciled(events, [short], tmp_path)
+    assert found.billed_usd == Decimal("0.06") and found.agrees
+    assert {part.cause for part in found.parts} == {"boot time"}, "the ledger knows of the minute itself"
+
+
+def test_tagged_storage_is_shown_and_not_counted(tmp_path: Path) -> None:
+    events, instances = two_instances()
+    rows = [
+        storage_row("vol-1", "EBS:VolumeUsage.gp3", "0.0123", WALL, ebbflow_job="demo"),
+        storage_row("bucket", "TimedStorage-ByteHrs", "0.5", WALL, ebbflow_job="another"),
+        storage_row("i-one", "DataTransfer-Out-Bytes", "0.02", WALL, ebbflow_job="demo"),
+    ]
+    [hour, *_] = rows_of(instances[0])
+    credit = {**hour, "lineItem/LineItemType": "Credit", "lineItem/UnblendedCost": "-0.3"}
+    found = reconciled(events, instances, tmp_path, *rows, credit)
+    assert found.account.other_usd == {
+        "storage": Decimal("0.0123"), "transfer": Decimal("0.02"), "other": Decimal("-0.3"),
+    }  # fmt: skip
+    assert found.agrees
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a,b\n1,2\n", "lacks line_item_resource_id"),
+        ("", "lacks line_item_resource_id"),
+        ("{header}\ni-1,yesterday,2026-01-01T01:00:00Z,AmazonEC2,SpotUsage:g5,1,1,USD\n", "cur.csv:2: line_item_usage"),
+        ("{header}\ni-1,2026-01-01,2026-01-01,AmazonEC2,SpotUsage:g5,1,dear,USD\n", "cost: 'dear' is not a nu"),
+        ("{header}\ni-1,2026-01-01,2026-01-01,AmazonEC2,SpotUsage:g5,1,1,EUR\n", "only bills in USD"),
+    ],
+)  # fmt: skip
+def test_what_is_no_bill_is_told_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
+    names = ("ResourceId", "UsageStartDate", "UsageEndDate", "ProductCode", "UsageType", "UsageAmount", "UnblendedCost")
+    header = ",".join(f"lineItem/{name}" for name in (*names, "CurrencyCode"))
+    path = tmp_path / "cur.csv"
+    path.write_text(text.replace("{header}", header))
+    with pytest.raises(BillError, match=problem):
+        list(read_bill(path))
+
+
+def test_parquet_is_read_or_said_to_need_pyarrow(tmp_path: Path) -> None:
+    path = tmp_path / "cur.parquet"
+    _, instances = two_instances()
+    rows = [row for instance in instances for row in rows_of(instance)]
+    try:
+        import pandas
+        import pyarrow  # noqa: F401
+    except ImportError:
+        path.write_bytes(b"PAR1")
+        with pytest.raises(BillError, match=r"needs pandas with pyarrow.*CSV"):
+            list(read_bill(path))
+        return
+    pandas.DataFrame(rows).to_parquet(path)
+    assert sum(line.usd for line in read_bill(path)) == total_usd(rows)
+
+
+def test_the_command_joins_a_job_and_a_bill(tmp_path: Path) -> None:
+    events, instances = two_instances()
+    job = Store.open(str(tmp_path / "store" / "jobs" / "demo"))
+    job.put(event_key(1, 0, "test", "000000.a"), "\n".join(event.to_json() for event in events).encode())
+    bill = write_report(tmp_path / "cur.csv", [row for instance in instances for row in rows_of(instance)])
+    command = [sys.executable, "-m", "cost", "reconcile", "demo", str(bill), "--store", str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "synthetic bill" in done.stdout and "unexplained: " in done.stdout
+    missing = subprocess.run(
+        [*command[:5], "no.csv", *command[6:]], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert missing.returncode == 2 and "no.csv: cannot be read" in missing.stderr and "Traceback" not in missing.stderr
+
+
+def test_nodes_that_shared_an_instance_agree_with_its_bill(tmp_path: Path) -> None:
+    """Two pods on one machine: billed once, and metered once."""
+    known = {"instance_id": "i-one", "instance_type": "g5.xlarge", "market": "spot", **ZONE, "uptime_seconds": BOOT}
+    gang = GangLog(1, 1000.0, [[0], [1]], machines=[known, known])
+    gang.steps(1, 5, useful_step=1400.0)
+    gang.ended("node_lost", 7000.0)
+    life = {"start": WALL + 1000.0 - BOOT, "end": WALL + 8000.0}
+    one = Instance(instance_id="i-one", usd_per_hour=lambda at: 3.6, tags=TAG, **life)
+    found = reconciled([plan_event(3.6), *gang.events], [one], tmp_path)
+    assert found.agrees and found.account.shared == ["i-one"] and found.joined_usd == Decimal("7")
+    assert "ran on it at once and divided its price" in render(found)
+
+
+@pytest.mark.parametrize("ids", ["the same", "others", "none"])
+def test_a_delivery_that_is_given_twice_is_counted_once(tmp_path: Path, ids: str) -> None:
+    """Ids are those of one delivery; the next has others, and a report may have none."""
+    events, instances = two_instances()
+    rows = [row for instance in instances for row in rows_of(instance)]
+    key = "identity/LineItemId"
+    again = [{**row, key: {"the same": row[key], "others": f"x{n}", "none": ""}[ids]} for n, row in enumerate(rows)]
+    kept = [{**row, key: ""} for row in rows] if ids == "none" else rows
+    # Two lines alike in one file are two.
+    kept, again = [*kept, {**kept[0], key: kept[0][key] and "z"}], [*again, {**again[0], key: again[0][key] and "z"}]
+    files = [write_report(tmp_path / "first.csv", kept), write_report(tmp_path / "second.csv", again)]
+    both = [line for number, path in enumerate(files) for line in read_bill(path, delivery=number)]
+    once, twice = explain(compare(events, read_bill(files[0]))), explain(compare(events, both))
+    assert twice.billed_usd == once.billed_usd == total_usd(kept)
+    assert (once.account.twice, twice.account.twice) == (0, len(kept))
+    assert f"{len(kept)} lines were given twice" in render(twice) and twice.to_json()["repeated_lines"] == len(kept)
+
+
+def test_deliveries_that_differ_are_refused_or_named(tmp_path: Path) -> None:
+    events, instances = two_instances()
+    rows = [row for instance in instances for row in rows_of(instance)]
+    first = write_report(tmp_path / "first.csv", rows)
+    dearer = [{**row, "lineItem/UnblendedCost": "9"} for row in rows]
+    newer = write_report(tmp_path / "newer.csv", dearer)
+    with pytest.raises(BillError, match=r"newer.csv:2: .*give the newest one alone"):
+        compare(events, [*read_bill(first), *read_bill(newer, delivery=1)])
+    other = write_report(
+        tmp_path / "ids.csv", [{**row, "identity/LineItemId": f"x{n}"} for n, row in enumerate(dearer)]
+    )
+    doubled = explain(compare(events, [*read_bill(first), *read_bill(other, delivery=1)]))
+    assert not doubled.agrees and ("billed twice", "i-one") in kinds(doubled)
+
+
+def test_a_delivery_that_corrects_a_part_of_an_hour_is_named(tmp_path: Path) -> None:
+    events, files = [plan_event(3.6), *node(1, 0.0, 900.0, "i-one")], []
+    for number, end in enumerate((WALL + 150.0, WALL + 900.0)):  # the newest hour of a delivery may be cut short
+        one = Instance(instance_id="i-one", start=WALL - BOOT, end=end, usd_per_hour=lambda at: 3.6, tags=TAG)
+        rows = [{**row, "identity/LineItemId": f"{number}"} for row in rows_of(one)]
+        files.append(write_report(tmp_path / f"{number}.csv", rows))
+    assert explain(compare(events, read_bill(files[1]))).agrees
+    both = explain(compare(events, [line for n, path in enumerate(files) for line in read_bill(path, delivery=n)]))
+    assert kinds(both) == [("billed twice", "i-one")] and "in two files that differ" in both.findings[0].words

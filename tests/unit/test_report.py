@@ -1,0 +1,295 @@
+"""One report, many renderings, one set of figures: also for jobs that failed, and for logs that end anywhere."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import subprocess
+import sys
+from decimal import Decimal
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from ebbflow.cost.amounts import usd
+from ebbflow.cost.errors import ReportError
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.cost.report.figure_text import key_figures, ledger_rows
+from ebbflow.cost.report.render_html import render as render_html
+from ebbflow.cost.report.render_text import render as render_text
+from ebbflow.cost.report.report import RunReport, build_report, events_frame, ledger_frame, loss_frame
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.event_log import EventLog
+from ebbflow.infra.events import (
+    EVALUATION,
+    FAULT_DETECTED,
+    OUTCOME,
+    PLAN,
+    PREFLIGHT,
+    PREPARED,
+    RESTORE,
+    Event,
+    Origin,
+)
+from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.store import Store
+from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
+
+ROOT = Path(__file__).parents[2]
+FIELDS = [
+    *("schema", "job", "outcome", "exit_code", "interruptions", "failures", "redone_steps", "weights_sha256"),
+    *("loss_curve", "ledger", "total_usd", "paid_rank_seconds", "savings_usd", "plan", "actual", "events"),
+    *("configuration", "money", "running"),
+]
+
+
+def interrupted_job(*, completed: bool = True) -> list[Event]:
+    """Prepared, killed at step 6 after a commit of step 4, then either completed at step 8 or failed again."""
+    first = GangLog(1, 10.0, [[0], [1]])
+    first.phase("startup", 5.0)
+    first.steps(1, 6, loss=6.0, useful_step=1.5, data_wait=0.5)
+    first.commit(4)
+    first.add(FAULT_DETECTED, 30.0, culprit="node 1 (host-1) was lost")
+    first.ended("node_lost", 20.0, culprit="node 1 (host-1) was lost")
+    second = GangLog(2, 40.0, [[0], [1]], parent=(4, 1))
+    second.phase("startup", 4.0)
+    second.add(RESTORE, 44.0, rank=0, step=4, key="k", seconds=0.5, rejected=[])
+    second.steps(5, 8, loss=4.0, useful_step=1.5, data_wait=0.5)
+    second.commit(8)
+    second.add(EVALUATION, second.now, rank=0, step=8, metrics={"held_out_loss": 1.5})
+    if completed:
+        second.outcome("completed")
+        second.phase("shutdown", 1.0)
+        second.ended("completed", 14.0)
+    else:
+        second.ended("rank_failed", 14.0, culprit="rank 1: ValueError: no such thing", user_code=True)
+    before = [event(PREPARED, 3.0, unigram_entropy_nats=3.0, train_tokens=10_000), plan_event(t=2.0)]
+    return [event(PREFLIGHT, 1.0, results=[]), *before, *first.events, *second.events]
+
+
+def test_the_figures_of_an_interrupted_job():
+    report = build_report(interrupted_job())
+    assert (report.outcome, report.exit_code) == (Outcome.COMPLETED, 0)
+    assert (report.interruptions, report.failures, report.redone_steps) == (1, 0, 2)
+    assert report.weights_sha256 == "cd" * 32
+    # Steps 5 and 6 show the second generation's loss, 4 / step, not the first one's 6 / step.
+    assert report.loss_curve == [(s, 6.0 / s) for s in range(1, 5)] + [(s, 4.0 / s) for s in range(5, 9)]
+    assert report.total_usd == Decimal("0.068000")  # (20 s + 14 s) × 2 nodes at a tenth of a cent
+    # On-demand at twice the price: 8 kept steps × 1.5 s of useful work, on 2 nodes.
+    assert report.savings_usd == Decimal("0.048000") - Decimal("0.068000")
+    actual = report.actual
+    assert actual["tokens_per_second"] == pytest.approx(1000 / 2.0)
+    assert (actual["held_out_loss"], actual["held_out_ratio"]) == (1.5, 0.5)
+    assert (actual["commits"], actual["generations"], actual["steps"]) == (2, 2, 8)
+    assert actual["wall_hours"] == pytest.approx(53.0 / 3600)
+    assert report.events["counts"]["step"] == 20
+    (failure,) = report.events["failures"]
+    assert failure["what"] == "generation 1: node_lost" and failure["seconds"] == 29.0
+
+
+def test_a_failed_job_has_a_report_with_the_first_failure_first():
+    report = build_report(interrupted_job(completed=False))
+    assert (report.outcome, report.exit_code) == (Outcome.FAILED, 1)
+    assert (report.interruptions, report.failures) == (2, 1)
+    assert [failure["generation"] for failure in report.events["failures"]] == [1, 2]
+    assert report.redone_steps == 2  # all of the second generation's steps were committed
+    text = render_text(report)
+    assert text.index("node 1 (host-1) was lost") < text.index("ValueError")
+    assert "resume train --origin-run-id run-1" in text and "resume train" in render_html(report)
+
+
+def test_any_prefix_of_a_log_can_be_reported():
+    events = interrupted_job()
+    outcomes = set()
+    for length in range(1, len(events) + 1):
+        report = build_report(events[:length])
+        outcomes.add(report.outcome)
+        assert sum(line.usd for line in report.ledger) == report.total_usd
+        json.dumps(report.to_json(), allow_nan=False)
+        render_text(report), render_html(report)
+    assert outcomes == {Outcome.INTERRUPTED, Outcome.COMPLETED}
+    with pytest.raises(ReportError, match="no events"):
+        build_report([])
+
+
+def test_a_job_that_never_trained_says_why():
+    failed = {"id": "store", "title": "store can be written", "status": "failed", "detail": "disk full"}
+    checked = [
+        event(PREFLIGHT, 1.0, results=[failed, {"id": "shm", "status": "warning", "severity": "warning"}]),
+        event(OUTCOME, 1.1, outcome="preflight", message="1 checks failed"),
+    ]
+    report = build_report(checked)
+    assert report.outcome is Outcome.PREFLIGHT and report.exit_code == 3
+    assert [failure["culprit"] for failure in report.events["failures"]] == ["disk full"]
+    plan = make_plan(RunConfig.model_validate({"cost": {"budget_usd": 0.001}}), now_utc=WALL)
+    refused = build_report([event(PLAN, 2.0, **plan.to_json())])
+    assert refused.outcome is Outcome.BUDGET and refused.total_usd == 0 and refused.savings_usd == 0
+    assert "$0.0010" in render_text(refused)
+
+
+def test_json_has_the_fixed_fields_and_comes_back():
+    report = build_report(interrupted_job())
+    text = json.dumps(report.to_json(), allow_nan=False)
+    data = json.loads(text, parse_float=Decimal)
+    assert list(data) == FIELDS
+    assert set(data["ledger"][0]) == {"class", "rank_seconds", "usd", "kind"}
+    assert sum(line["usd"] for line in data["ledger"]) == data["total_usd"] == Decimal("0.068")
+    assert sum(line["rank_seconds"] for line in data["ledger"]) == data["paid_rank_seconds"] == 68
+    assert RunReport.from_json(json.loads(text)).to_json() == report.to_json()
+    with pytest.raises(ReportError, match="schema 7"):
+        RunReport.from_json({**report.to_json(), "schema": 7})
+
+
+def expensive() -> list[Event]:
+    """Thousands of dollars over three generations, at prices that divide badly."""
+    events = [plan_event(98.76543, 133.33, simulated=False)]
+    for number in (1, 2, 3):
+        parent = None if number == 1 else (7 * (number - 1), number - 1)
+        gang = GangLog(number, number * 100_000.0, [[0, 1, 2], [3, 4, 5]], parent)
+        gang.phase("startup", 333.3)
+        first = 7 * (number - 1) + 1
+        gang.steps(first, first + 8, useful_step=1234.567, data_wait=1.7, checkpoint_stall=0.3)
+        gang.commit(first + 6)
+        gang.ended("node_lost", 20_000.0)
+        events += gang.events
+    return events
+
+
+@pytest.mark.parametrize("job", [interrupted_job, expensive, lambda: interrupted_job(completed=False)])
+def test_every_rendering_holds_the_same_figures(job):
+    report = build_report(job())
+    text, page = render_text(report), html.unescape(render_html(report))
+    for name, figure in key_figures(report).items():
+        assert figure in text, name
+        assert figure in page, name
+    for row in ledger_rows(report):
+        for cell in row:
+            assert cell in text and cell in page
+    assert max(map(len, text.splitlines())) <= 100
+    assert all(line[0] in "┌│└" for line in text.splitlines())
+
+
+def assert_displayed_rows_add_up(report: RunReport) -> str:
+    *lines, total = ledger_rows(report)
+    for column in (1, 3):
+        amounts = [Decimal(re.sub(r"[$,]", "", row[column])) for row in [*lines, total]]
+        assert sum(amounts[:-1]) == amounts[-1], total
+    return total[3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(timelines())
+def test_displayed_lines_sum_to_the_displayed_total_to_the_cent(timeline):
+    assert_displayed_rows_add_up(build_report(timeline[0]))
+    assert len(assert_displayed_rows_add_up(build_report(expensive())).partition(".")[2]) == 2
+
+
+class Page(HTMLParser):
+    """What a browser would act on: tags and attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_foreign_text_stays_text():
+    evil = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x1b[31mred\nline"
+    events = [
+        Event(**{**vars(one), "job": evil, "run": evil}) for one in interrupted_job(completed=False) if one.name != PLAN
+    ]
+    plan = plan_event().data
+    events.insert(0, event(PLAN, 0.0, **{**plan, "chosen": {**plan["chosen"], "instance_type": evil}}))
+    events.append(event(OUTCOME, 90.0, outcome="failed", message=evil))
+    events = [Event(**{**vars(one), "job": evil}) for one in events]
+    report = build_report(events)
+    page = Page(render_html(report))
+    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img", "link", "iframe", "base"})
+    for _, attributes in page.tags:
+        assert not any(name.startswith("on") or name in ("src", "href") for name in attributes)
+    text = render_text(report)
+    assert "\x1b" not in text and all(line[0] in "┌│└" for line in text.splitlines())
+
+
+def test_the_page_asks_the_network_for_nothing():
+    page = render_html(build_report(interrupted_job()))
+    assert not re.search(r"https?://|//[a-z]|@import|url\(", page)
+    assert "prefers-color-scheme:dark" in page and 'name="viewport"' in page
+
+
+def test_losses_that_are_no_numbers_break_nothing():
+    gang = GangLog(1, 0.0, [[0]])
+    gang.steps(1, 3, useful_step=1.0)
+    gang.steps(4, 4, loss=math.nan, useful_step=1.0)
+    gang.steps(5, 5, loss=math.inf, useful_step=1.0)
+    gang.steps(6, 7, useful_step=1.0)
+    gang.steps(8, 8, loss=math.nan, useful_step=1.0)
+    gang.add(EVALUATION, 8.0, rank=0, step=8, metrics={"held_out_loss": math.nan})
+    gang.outcome("non_finite", message="loss nan at step 8")
+    gang.ended("non_finite", 8.0)
+    report = build_report([plan_event(), *gang.events])
+    assert report.outcome is Outcome.NON_FINITE and report.interruptions == 0
+    assert [step for step, loss in report.loss_curve if loss is None] == [4, 5, 8]
+    page, text = render_html(report), render_text(report)
+    assert page.count("<polyline") == 2, "the curve must not bridge what was not finite"
+    assert "nan" not in re.sub(r"loss nan at step 8", "", (page + text).lower())
+    assert "held-out loss" not in key_figures(report), "a row of n/a says nothing"
+    assert not [name for name, figure in key_figures(report).items() if figure.startswith("n/a")]
+    json.dumps(report.to_json(), allow_nan=False)
+    frame = loss_frame(report)
+    assert frame["loss"].isna().sum() == 3
+
+
+def test_a_zombies_late_step_does_not_rewrite_the_curve():
+    first, second = GangLog(1, 0.0, [[0]]), GangLog(2, 10.0, [[0]], parent=(2, 1))
+    first.steps(1, 4, loss=8.0, useful_step=1.0)
+    second.steps(3, 4, loss=4.0, useful_step=1.0)
+    first.clock[0] = 20.0
+    first.steps(4, 4, loss=8.0, useful_step=1.0)
+    assert build_report([*first.events, *second.events]).loss_curve[-1] == (4, 1.0)
+
+
+def test_dollars_are_written_one_way():
+    shown = {0.00004: "$0.0000", 9.99996: "$10.0000", 10: "$10.00", Decimal("1234.565"): "$1,234.56", -0.02: "-$0.0200"}
+    assert {amount: usd(amount) for amount in shown} == shown
+    assert usd(None) == usd(math.nan) == "n/a"
+
+
+def test_frames_hold_the_same_numbers():
+    events = interrupted_job()
+    report = build_report(events)
+    ledger = ledger_frame(report)
+    assert ledger["usd"].sum() == report.total_usd
+    assert ledger["rank_seconds"].sum() == pytest.approx(report.paid_rank_seconds)
+    assert list(loss_frame(report).itertuples(index=False, name=None)) == report.loss_curve
+    assert len(events_frame(events)) == len(events)
+
+
+def test_importing_the_report_imports_neither_pandas_nor_torch():
+    modules = "ebbflow.cost.report.render_html, ebbflow.cost.report.report"
+    code = f"import sys, {modules}; print({{'pandas', 'torch', 'metaflow'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_the_command_rebuilds_the_report_from_the_store(tmp_path: Path):
+    store = Store.open(str(tmp_path / "store"))
+    with EventLog(store.sub(job_prefix("demo")), Origin(job="demo", run="run-1", process="plan")) as log:
+        log.emit(PLAN, **plan_event().data)
+        log.emit(OUTCOME, outcome="no_capacity", message="nothing fits")
+    for place in (["demo", "--store", str(tmp_path / "store")], [str(tmp_path / "store" / job_prefix("demo"))]):
+        command = [sys.executable, "-m", "cost", "report", *place]
+        done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and json.loads(done.stdout)["outcome"] == "no_capacity", done.stderr
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "no_capacity (exit code 5)" in shown.stdout
+    missing = subprocess.run([*command[:-1], "nobody"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert missing.returncode == 2 and "looked for" in missing.stderr and not missing.stdout
