@@ -5,11 +5,14 @@ BIN := $(VENV)/bin
 # Its tools have many requirements of their own, which must not meet those of the project.
 AUDIT := .venv-audit
 ARGS ?=
+# make run TORCH_INDEX=https://download.pytorch.org/whl/cpu fetches torch's CPU build: 200 MB instead of gigabytes.
+TORCH_INDEX ?=
+PIP_TORCH := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Tests run side by side, each file in one process. More need more cores: a flow test is several processes itself.
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint docs bench soak soak-batch batch-demo metaflow-releases audit clean
+.PHONY: help run check test lint types coverage compat docs bench soak soak-batch batch-demo metaflow-releases audit clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
@@ -17,12 +20,27 @@ help:  ## what can be made
 run: $(VENV)/run.stamp  ## train the laptop job: preflight, plan, two nodes, commits, report (ARGS="--set training.max_steps=100")
 	$(BIN)/python flows/train_flow.py run $(ARGS)
 
+check: lint types  ## what to run before each commit: style, types and unit tests, in under 3 minutes
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests/unit $(ARGS)
+
 test: $(VENV)/dev.stamp  ## run all tests (ARGS="-k config", JOBS=0: one after another)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/dev.stamp  ## check style and format of the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/dev.stamp  ## check types with pyright
+	$(BIN)/pyright
+
+coverage: $(VENV)/dev.stamp  ## run all tests and say which share of the product's lines they run, in every process
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report
+
+compat: $(VENV)/dev.stamp  ## a short job on the oldest and the newest supported torch and Python that can be had
+	$(BIN)/python -m tests.compat $(ARGS)
 
 docs: $(VENV)/dev.stamp  ## build the documentation site in docs/_build; a warning, such as a broken link, fails
 	$(BIN)/sphinx-build -q -n -W --keep-going docs docs/_build
@@ -48,7 +66,7 @@ audit: $(AUDIT)/audit.stamp $(VENV)/run.stamp  ## compare packages with publishe
 	$(AUDIT)/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(AUDIT) docs/_build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AUDIT) docs/_build build .pytest_cache .ruff_cache .hypothesis .coverage*
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.11 ...")'
@@ -61,7 +79,7 @@ $(VENV)/project.stamp: $(VENV)/bin/python setup.cfg pyproject.toml
 	@touch $@
 
 $(VENV)/run.stamp: $(VENV)/bin/python requirements.txt | $(VENV)/project.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_TORCH) -r requirements.txt
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp requirements-dev.txt

@@ -91,8 +91,22 @@ def test_every_command_works_beside_modules_of_the_same_names(installed: Path, t
         return done.stdout
 
     assert ebbflow("--version").split() == ["ebbflow", "0.2.0"]
-    ebbflow("run", "--job", "mine", "--set", "training.max_steps=20", "--set", "training.evaluation_interval_steps=10")
+    shorter = ["training.max_steps=20", "training.evaluation_interval_steps=10", "checkpoint.interval_steps=10"]
+    sets = [word for setting in shorter for word in ("--set", setting)]
+    ebbflow("run", "--job", "mine", *sets)
     assert json.loads((tmp_path / "runs" / "latest" / "report.json").read_text())["outcome"] == "completed"
     assert "mine" in ebbflow("report", "mine")
-    assert json.loads(ebbflow("preflight", "--quick", "--json"))["exit_code"] == 0
-    assert "capacity plan" in ebbflow("plan", "--set", "training.max_steps=20")
+    assert json.loads(ebbflow("preflight", "--quick", "--json", *sets))["exit_code"] == 0
+    assert "capacity plan" in ebbflow("plan", *sets)
+
+
+def test_the_environment_of_make_finds_the_project_from_any_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "venv"
+    venv.create(folder, symlinks=True, with_pip=True)
+    made = subprocess.run(["make", "-C", str(ROOT), f"VENV={folder}", f"{folder}/project.stamp"], capture_output=True)
+    assert made.returncode == 0, made.stderr
+    assert subprocess.run([folder / "bin" / "ebbflow", "--version"], cwd=tmp_path).returncode == 0
+    for room in ("infra", "cost", "training"):
+        command = [folder / "bin" / "python", "-m", room, "checkpoints"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 3 and "fix: " in done.stderr, "found, though the packages of this venv are missing"

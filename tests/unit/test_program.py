@@ -56,16 +56,6 @@ def test_another_error_keeps_its_traceback() -> None:
     assert done.returncode == 1 and "Traceback" in done.stderr and "no_such_module" in done.stderr
 
 
-def test_the_environment_of_make_finds_the_project_from_any_directory(tmp_path: Path) -> None:
-    venv = tmp_path / "venv"
-    assert run(sys.executable, "-m", "venv", str(venv)).returncode == 0
-    made = run("make", "-C", str(ROOT), f"VENV={venv}", f"{venv}/project.stamp")
-    assert made.returncode == 0, made.stderr
-    for room in ("infra", "cost", "training"):
-        done = run(str(venv / "bin" / "python"), "-m", room, "checkpoints", cwd=tmp_path)
-        assert done.returncode == 3 and "fix: " in done.stderr, "found, though the packages of this venv are missing"
-
-
 def test_a_plan_is_readable_on_an_ascii_terminal() -> None:
     done = run(sys.executable, "-m", "cost", "plan", "configs/laptop.yaml", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
