@@ -24,7 +24,7 @@ from ebbflow.infra.layout import check_job_name, job_prefix
 from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.rollback import PERMITS, permit
+from ebbflow.training.checkpoint.rollback import PERMITS, record_permits
 from ebbflow.training.rehearse import Fault
 
 _REQUEST_SECONDS = 10.0
@@ -99,7 +99,7 @@ def give_permits(permits: Sequence[str], job: str, store: str) -> None:
     Only under a claim on the job: a launcher that is refused must not change what the job may give up.
     """
     if permits:
-        permit(Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)), *permits)
+        record_permits(Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)), *permits)
 
 
 def job_and_config(words: list[str]) -> tuple[str, RunConfig]:

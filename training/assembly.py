@@ -19,7 +19,14 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.cadence import Cadence, believed_hazard
-from ebbflow.training.checkpoint import Checkpointer, Generation, Rejected, Restored, RetentionPolicy, read_generation
+from ebbflow.training.checkpoint import (
+    Checkpointer,
+    Generation,
+    RejectedCommit,
+    RestoreResult,
+    RetentionPolicy,
+    read_generation,
+)
 from ebbflow.training.clock import Clock
 from ebbflow.training.errors import DataError
 from ebbflow.training.gang import Gang
@@ -102,7 +109,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
 def open_saver(
     spec: WorkerSpec, gang: Gang, emit: Emit, waiting: Callable[[], Callable[[], None]] | None = None
 ) -> Checkpointer:
-    """The commits of this gang's generation. waiting: see `ebbflow.training.checkpoint.inflight_save.Flights`.
+    """The commits of this gang's generation. waiting: see `ebbflow.training.checkpoint.inflight_save.SaveTracker`.
 
     Raises DamagedLineage or StoreError when its record cannot be read.
     """
@@ -193,7 +200,7 @@ def begin(trainer: Trainer) -> Position:
     return trainer.guards.resume(Position(), {})
 
 
-def _rejected(rejected: Rejected, restored: Restored) -> dict[str, Any]:
+def _rejected(rejected: RejectedCommit, restored: RestoreResult) -> dict[str, Any]:
     """What is lost with a damaged commit: steps, and what was paid between the two; null where it cannot be read."""
     spent = [(extra or {}).get("spent_usd") for extra in (rejected.extra, restored.extra)]
     lost_usd = None if None in spent else spent[0] - spent[1]

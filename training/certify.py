@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ebbflow.training.workload import Batch, Cursor, WorkloadContext
 
-RECORDED = "ebbflow.training.certify:Recorded"
+RECORDED = "ebbflow.training.certify:RecordedWorkload"
 WORKLOAD_OPTION = "certified_workload"
 FOLDER_OPTION = "certified_records"
 DEFAULT_STEPS = 24
@@ -64,7 +64,7 @@ def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
     return config.model_copy(update={**changed, "store": str(store)})
 
 
-def recorded(config: RunConfig, folder: Path) -> RunConfig:
+def record_batches(config: RunConfig, folder: Path) -> RunConfig:
     """The same with the workload behind its witness, whose records go to `folder`."""
     options = {**config.workload_options, WORKLOAD_OPTION: config.workload or "", FOLDER_OPTION: str(folder)}
     return config.model_copy(update={"workload": RECORDED, "workload_options": options})
@@ -79,13 +79,13 @@ def gang_size(config: RunConfig) -> tuple[int, int]:
     return nodes, max(1, min(processes, cores // nodes))
 
 
-class Recorded:
+class RecordedWorkload:
     """Options: those of the workload itself, its name, and the folder for the records; the latter two it never sees."""
 
     def __init__(self, context: WorkloadContext) -> None:
         from ebbflow.training.workloads.loader import make_workload
 
-        self._workload: Any = make_workload(own_config(context.config), _own_context(context))
+        self._workload: Any = make_workload(wrapped_config(context.config), _own_context(context))
         self._name = str(context.options[WORKLOAD_OPTION] or "the built-in one")
         self._path = Path(str(context.options[FOLDER_OPTION])) / f"rank-{context.rank}.jsonl"
 
@@ -94,7 +94,7 @@ class Recorded:
         """Prepare what the wrapped workload prepares."""
         from ebbflow.training.workloads.loader import prepare_data
 
-        return prepare_data(own_config(context.config), _own_context(context))
+        return prepare_data(wrapped_config(context.config), _own_context(context))
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Batch:
         batch = self._workload.next_batch(model, cursor)
@@ -109,7 +109,7 @@ class Recorded:
         return getattr(self._workload, name)
 
 
-def own_config(config: RunConfig) -> RunConfig:
+def wrapped_config(config: RunConfig) -> RunConfig:
     """The configuration as the workload itself is to see it."""
     assert config.workload == RECORDED
     options = dict(config.workload_options)
@@ -118,7 +118,7 @@ def own_config(config: RunConfig) -> RunConfig:
 
 
 def _own_context(context: WorkloadContext) -> WorkloadContext:
-    return dataclasses.replace(context, config=own_config(context.config))
+    return dataclasses.replace(context, config=wrapped_config(context.config))
 
 
 def content_sha256(batch: Any) -> str:
@@ -156,7 +156,7 @@ _SECONDS = 900.0  # for one start of the gang
 _MOST_STARTS = 4
 _NUMBERS = ("loss", "gradient_norm", "tokens", "learning_rate")
 # By name: what is rehearsed at which share of the steps. Off the commits, so that work is lost or saved just in time.
-PEACE, NODE_LOST = "none", "a node is lost"
+UNINTERRUPTED, NODE_LOST = "none", "a node is lost"
 INTERRUPTIONS = {
     "a rank is killed": "rank-kill@55%",
     NODE_LOST: "node-loss@70%",
@@ -165,7 +165,7 @@ INTERRUPTIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class CertifiedRun:
     """What one run left behind.
 
     steps: (step, its numbers), as often as each was taken. samples: (rank, first sample, hash of the batch), likewise.
@@ -181,12 +181,12 @@ class Run:
     resumed: list[int]
 
 
-def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption: str) -> Run:
+def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption: str) -> CertifiedRun:
     """Run the job to its end under one of INTERRUPTIONS or in PEACE, started as often as it needs."""
     job = interruption.replace(" ", "-")
     records, logs = folder / job / "records", folder / job / "logs"
     records.mkdir(parents=True)
-    config = recorded(config, records)
+    config = record_batches(config, records)
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     assert isinstance(nodes, int) and isinstance(processes, int)
     spec = GangSpec(
@@ -205,7 +205,7 @@ def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption:
     )
     outcome, starts = _to_the_end(spec, folder / job)
     events = read_events(Store.open(config.store).sub(job_prefix(job)))
-    return Run(
+    return CertifiedRun(
         interruption=interruption,
         outcome=outcome,
         steps=[(event.step or 0, _numbers(event)) for event in events if event.name == STEP and event.rank == 0],
@@ -255,7 +255,9 @@ def _samples(folder: Path) -> list[tuple[int, int, str]]:
 VERSION = 1
 
 
-def certificate(config: RunConfig, small: RunConfig, runs: Sequence[Run], machine: dict[str, object]) -> dict[str, Any]:
+def build_certificate(
+    config: RunConfig, small: RunConfig, runs: Sequence[CertifiedRun], machine: dict[str, object]
+) -> dict[str, Any]:
     """As JSON. runs: the quiet one first. config: the job's; small: what was run of it."""
     quiet, *interrupted = runs
     compared = [_compare(quiet, run) for run in interrupted]
@@ -283,7 +285,7 @@ def config_sha256(config: RunConfig) -> str:
     return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
 
 
-def told(found: dict[str, Any]) -> str:
+def format_certificate(found: dict[str, Any]) -> str:
     """The certificate in lines of text."""
     verdict = "holds" if found["holds"] else "DOES NOT HOLD"
     ranks = f"{found['nodes']} × {found['processes_per_node']} ranks, {found['mode']}"
@@ -295,7 +297,7 @@ def told(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _compare(quiet: Run, run: Run) -> dict[str, Any]:
+def _compare(quiet: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
     """differences: in words, empty where there is none. Redone steps count too: each time they must be the same."""
     found = [*_losses(quiet, run), *_batches(quiet, run)]
     for name in ("outcome", "step", "weights_sha256"):
@@ -314,7 +316,7 @@ def _compare(quiet: Run, run: Run) -> dict[str, Any]:
     }
 
 
-def _losses(quiet: Run, run: Run) -> list[str]:
+def _losses(quiet: CertifiedRun, run: CertifiedRun) -> list[str]:
     expected, seen = _by_step(quiet), {step for step, _ in run.steps}
     found = [f"step {step}: {expected.get(step)} in peace, {numbers} here" for step, numbers in run.steps
              if expected.get(step) != numbers]  # fmt: skip
@@ -323,7 +325,7 @@ def _losses(quiet: Run, run: Run) -> list[str]:
     return found[:3]
 
 
-def _batches(quiet: Run, run: Run) -> list[str]:
+def _batches(quiet: CertifiedRun, run: CertifiedRun) -> list[str]:
     expected = {(rank, first): sha256 for rank, first, sha256 in quiet.samples}
     found = [
         f"rank {rank}: the batch from sample {first} on held something else"
@@ -336,7 +338,7 @@ def _batches(quiet: Run, run: Run) -> list[str]:
     return found[:3]
 
 
-def _by_step(run: Run) -> dict[int, dict[str, Any]]:
+def _by_step(run: CertifiedRun) -> dict[int, dict[str, Any]]:
     return dict(run.steps)
 
 
@@ -376,7 +378,7 @@ def main(arguments: list[str]) -> int:
         return error.outcome.exit_code
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(told(found), flush=True)
+    print(format_certificate(found), flush=True)
     return 0 if found["holds"] else 1
 
 
@@ -401,15 +403,15 @@ def certify(
     with tempfile.TemporaryDirectory(prefix="ebbflow-certify-", dir=parent) as name:
         folder = Path(name)
         small = small_config(config, store=folder / "store", steps=steps)
-        witnessed = recorded(small, folder)
+        witnessed = record_batches(small, folder)
         prepared = prepare_data(witnessed, workload_context(witnessed, Gang(), store=Store.open(small.store)))
         runs = []
-        for interruption in (PEACE, *interruptions):
+        for interruption in (UNINTERRUPTED, *interruptions):
             if interruption == NODE_LOST and small.cluster.nodes == 1:
                 continue  # it is the whole gang
             runs.append(certified_run(small, prepared, folder, interruption))
             print(f"{interruption}: step {runs[-1].outcome.step}, {runs[-1].starts} starts", flush=True)
-        return certificate(config, small, runs, describe_machine())
+        return build_certificate(config, small, runs, describe_machine())
 
 
 def certify_in_child(

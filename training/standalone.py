@@ -27,8 +27,8 @@ from ebbflow.infra.layout import check_job_name, job_prefix
 from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.lineage import CANDIDATES, Opening, open_generation, reachable_commits
-from ebbflow.training.checkpoint.rollback import PERMITS, check_rollback, newest_generation_known, permit
+from ebbflow.training.checkpoint.lineage import CANDIDATES, GenerationOpening, open_generation, reachable_commits
+from ebbflow.training.checkpoint.rollback import PERMITS, check_rollback, newest_generation_in_events, record_permits
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.gang import Gang, leave
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
@@ -146,10 +146,10 @@ def _make_spec(request: Request) -> WorkerSpec:
     settings = {"path": request.path, "config": config.model_dump(mode="json"), "sources": request.sources}
     job_store.put("config.json", json.dumps(settings, indent=1, sort_keys=True).encode())
     if attempt == 0:  # a restart by torchrun repeats the words, and no person has seen what was lost meanwhile
-        permit(job_store, *request.permits)
+        record_permits(job_store, *request.permits)
     known = read_events(job_store)
     rolled_back = check_rollback(job_store, known)
-    opening = Opening(number=newest_generation_known(known))
+    opening = GenerationOpening(number=newest_generation_in_events(known))
     parent = rewind_parent(job_store)
     generation = open_generation(job_store, run=job, attempt=attempt, parent=parent, opening=opening)
     print(f"job {job} in {config.store}, generation {generation.name}", flush=True)

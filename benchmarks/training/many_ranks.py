@@ -21,11 +21,11 @@ from obstore.store import MemoryStore
 from ebbflow.infra.layout import commit_key, data_key, generation_key, index_key
 from ebbflow.infra.multipart import Part, Throttle
 from ebbflow.infra.store import ObjectMeta, Store
-from ebbflow.training.checkpoint.commit import await_commit, stand_by
+from ebbflow.training.checkpoint.commit import await_commit, commit_as_backup
 from ebbflow.training.checkpoint.lineage import Generation, newest_commits, open_generation
-from ebbflow.training.checkpoint.manifest import VERSION, Item, Manifest, RankIndex, Save
-from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
-from ebbflow.training.checkpoint.verified_io import Deadline, put_settled, seal, sha256_text
+from ebbflow.training.checkpoint.manifest import VERSION, CheckpointId, IndexEntry, Manifest, RankIndex
+from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
+from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, seal, sha256_text
 
 _REQUEST_SECONDS = 0.02
 _SKEW_SECONDS = 2.0  # between the first rank whose upload ends and the last
@@ -131,7 +131,7 @@ def _save(world: int, seed: int) -> dict[str, Any]:
     store = CountingStore(counts)
     _put_past(store)
     generation = open_generation(store, run="bench", attempt=0)
-    save = Save(job="bench", generation=generation.name, step=_PAST_COMMITS + 1, world_size=world)
+    save = CheckpointId(job="bench", generation=generation.name, step=_PAST_COMMITS + 1, world_size=world)
     uploader = PartUploader(_CountingSink(counts), PartSettings(parallel=64), Throttle())
     chance = random.Random(seed)
     delays = [chance.uniform(0.0, _SKEW_SECONDS) for _ in range(world)]
@@ -145,14 +145,14 @@ def _save(world: int, seed: int) -> dict[str, Any]:
             data = uploader.upload(data_key(save.generation, save.step, rank), memoryview(_SHARD), deadline)
             items = tuple(_item(number, rank, world) for number in range(_TENSORS))
             index = RankIndex(save=save, rank=rank, data=data, items=items, common={} if rank == 0 else None)
-            put_settled(store, index_key(save.generation, save.step, rank), index.to_bytes())
+            put_verified(store, index_key(save.generation, save.step, rank), index.to_bytes())
             durable[rank] = time.monotonic()
             if rank == 0:
                 committed.append(await_commit(store, save, deadline))
                 durable.append(time.monotonic())
                 done.set()
             else:
-                stand_by(store, save, rank, deadline, done.wait)
+                commit_as_backup(store, save, rank, deadline, done.wait)
 
         return run
 
@@ -184,7 +184,7 @@ def _put_past(store: Store) -> None:
         Store.put(store, generation_key(number, generation.id), seal({"version": VERSION, **about}))
         while step < number * _PAST_COMMITS // _PAST_GENERATIONS:
             step += 1
-            save = Save(job="bench", generation=generation.name, step=step, world_size=0)
+            save = CheckpointId(job="bench", generation=generation.name, step=step, world_size=0)
             raw = Manifest(save=save, data=(), indexes=(), tensors={}).to_bytes()
             parent = commit_key(step, number, sha256_text(raw))
             Store.put(store, parent, raw)
@@ -198,9 +198,11 @@ def _finding(store: Store, counts: _Counts, generation: Generation) -> dict[str,
     return {"requests": sum(counts.kinds.values()), "pages_of_the_longest_list": counts.longest_list}
 
 
-def _item(number: int, rank: int, world: int) -> Item:
+def _item(number: int, rank: int, world: int) -> IndexEntry:
     boxes = {"shape": (world * 4,), "offsets": (rank * 4,), "sizes": (4,)}
-    return Item(name=f"model.layers.{number}.weight", dtype="float32", start=number * 64 % 4032, length=16, **boxes)
+    return IndexEntry(
+        name=f"model.layers.{number}.weight", dtype="float32", start=number * 64 % 4032, length=16, **boxes
+    )
 
 
 def many_ranks_text(figures: dict[str, Any]) -> str:

@@ -18,9 +18,9 @@ from ebbflow.infra.multipart import Throttle, open_sink
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.commands import main as checkpoints
-from ebbflow.training.checkpoint.commit import stand_by, try_commit
-from ebbflow.training.checkpoint.manifest import RankIndex, Save
-from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
+from ebbflow.training.checkpoint.commit import commit_as_backup, try_commit
+from ebbflow.training.checkpoint.manifest import CheckpointId, RankIndex
+from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.verified_io import Deadline
 from ebbflow.training.errors import CheckpointError
 from tests.support.swift import Swift
@@ -100,7 +100,7 @@ def test_the_plan_is_kept_until_a_tensor_is_another_one(tmp_path: Path) -> None:
                 assert torch.equal(tensor, expected[step][name]), (step, name)
 
 
-def _durable(store: Store, save: Save, rank: int, folder: Path) -> None:
+def _durable(store: Store, save: CheckpointId, rank: int, folder: Path) -> None:
     throttle = Throttle()
     uploader = PartUploader(open_sink(str(folder), throttle), PartSettings(), throttle)
     data = uploader.upload(data_key(save.generation, save.step, rank), memoryview(b"x" * 10), Deadline(10))
@@ -113,16 +113,16 @@ def test_any_rank_that_stands_by_commits_when_those_before_it_are_gone(tmp_path:
     """Ranks 0 to 39 die as soon as their indexes are durable: one of the others sees to the commit."""
     store = Store.open(str(tmp_path))
     generation = open_generation(store, run="r", attempt=0)
-    save = Save(job=tmp_path.name, generation=generation.name, step=3, world_size=50)
+    save = CheckpointId(job=tmp_path.name, generation=generation.name, step=3, world_size=50)
     for rank in range(50):
         _durable(store, save, rank, tmp_path)
     never = threading.Event()
-    stand_by(store, save, 49, Deadline(8.0), never.wait)
+    commit_as_backup(store, save, 49, Deadline(8.0), never.wait)
     assert [ref.step for ref in reachable_commits(store)] == [3]
     assert try_commit(store, save).commit == reachable_commits(store)[0]
     began = time.monotonic()
     never.set()  # something better to do
-    stand_by(store, save, 49, Deadline(60.0), never.wait)
+    commit_as_backup(store, save, 49, Deadline(60.0), never.wait)
     assert time.monotonic() - began < 1.0
 
 

@@ -19,8 +19,8 @@ from awscrt.checksums import crc64nvme
 from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreForbidden, StoreFull
 from ebbflow.infra.multipart import Bucket, FolderSink, Throttle, open_sink
 from ebbflow.infra.multipart.requests import Account, Watch, encoded_query, signed_headers
-from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
-from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, digits
+from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
+from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, crc_digits
 from ebbflow.training.errors import CheckpointError
 
 MIB = 2**20
@@ -149,9 +149,9 @@ def test_parts_are_summed_sent_and_put_together(monkeypatch: pytest.MonkeyPatch)
     with serving() as (memory, account):
         stored = uploader_to(account, monkeypatch).upload("data/1.bin", memoryview(data), Deadline(30))
     assert memory.objects["/bucket/job/data/1.bin"] == data
-    assert (stored.size, stored.crc64nvme) == (len(data), digits(crc64nvme(data)))
+    assert (stored.size, stored.crc64nvme) == (len(data), crc_digits(crc64nvme(data)))
     assert stored.chunks == tuple(
-        digits(crc64nvme(data[at : at + CHUNK_BYTES])) for at in range(0, len(data), CHUNK_BYTES)
+        crc_digits(crc64nvme(data[at : at + CHUNK_BYTES])) for at in range(0, len(data), CHUNK_BYTES)
     )
     for request in memory.seen:
         if request.part is not None:

@@ -14,9 +14,9 @@ from ebbflow.infra.layout import data_key, index_key
 from ebbflow.infra.store import ObjectMeta, Store
 from ebbflow.training.checkpoint import lineage
 from ebbflow.training.checkpoint.commit import await_commit
-from ebbflow.training.checkpoint.lineage import newest_number, open_generation, reachable_commits
-from ebbflow.training.checkpoint.manifest import DataObject, RankIndex, Save
-from ebbflow.training.checkpoint.verified_io import Deadline, put_settled
+from ebbflow.training.checkpoint.lineage import newest_generation_number, open_generation, reachable_commits
+from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, RankIndex
+from ebbflow.training.checkpoint.verified_io import Deadline, put_verified
 from ebbflow.training.errors import CheckpointError
 
 
@@ -85,7 +85,7 @@ def test_a_generation_goes_on_once_it_is_listed(tmp_path: Path) -> None:
     store = LaggingStore(tmp_path, ("generations/",), times=4)
     assert open_generation(store, run="r", attempt=0).number == 1
     assert store.times < 0, "it did not look again"
-    assert newest_number(store) == 1
+    assert newest_generation_number(store) == 1
     assert open_generation(store, run="r", attempt=1).number == 2
 
 
@@ -95,14 +95,14 @@ def test_a_generation_that_is_never_listed_is_no_start(tmp_path: Path, monkeypat
         open_generation(LaggingStore(tmp_path, ("generations/",)), run="r", attempt=0)
 
 
-def indexed_save(store: Store) -> Save:
+def indexed_save(store: Store) -> CheckpointId:
     """A save of one rank that has nothing, up to its index."""
     generation = open_generation(store, run="r", attempt=0)
-    save = Save(job="test", generation=generation.name, step=5, world_size=1)
+    save = CheckpointId(job="test", generation=generation.name, step=5, world_size=1)
     key = data_key(save.generation, save.step, 0)
     data = DataObject(key=key, size=0, crc64nvme="0" * 16, chunk_bytes=1 << 20, chunks=())
     common = {"extra": {}, "optimizer": None, "parent": None}
-    put_settled(
+    put_verified(
         store,
         index_key(save.generation, save.step, 0),
         RankIndex(save=save, rank=0, data=data, items=(), common=common).to_bytes(),

@@ -20,7 +20,15 @@ from ebbflow.infra.events import CERTIFICATE, Event, read_events
 from ebbflow.infra.events import OUTCOME as OUTCOME_EVENT
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
-from ebbflow.training.certify import Run, certificate, config_sha256, content_sha256, gang_size, small_config, told
+from ebbflow.training.certify import (
+    CertifiedRun,
+    build_certificate,
+    config_sha256,
+    content_sha256,
+    format_certificate,
+    gang_size,
+    small_config,
+)
 from ebbflow.training.launch.spec import GangOutcome
 from ebbflow.training.workloads.language_model import TextBatch
 from tests.support.timelines import event
@@ -29,9 +37,9 @@ from tests.unit.test_report import interrupted_job
 OUTCOME = GangOutcome(outcome="completed", step=3, generation=2, weights_sha256="feed")
 
 
-def run_of(steps: tuple[int, ...], *, generations: int) -> Run:
+def run_of(steps: tuple[int, ...], *, generations: int) -> CertifiedRun:
     """Two ranks with a batch of two samples each."""
-    return Run(
+    return CertifiedRun(
         interruption="a rank is killed" if generations > 1 else "none",
         outcome=OUTCOME,
         steps=[(step, {"loss": 1.0 / step}) for step in steps],
@@ -45,15 +53,15 @@ def run_of(steps: tuple[int, ...], *, generations: int) -> Run:
 QUIET, KILLED = run_of((1, 2, 3), generations=1), run_of((1, 2, 2, 3), generations=2)
 
 
-def certified(run: Run) -> dict:
+def certified(run: CertifiedRun) -> dict:
     config = RunConfig()
-    return certificate(config, small_config(config, store=Path("store"), steps=12), [QUIET, run], {})
+    return build_certificate(config, small_config(config, store=Path("store"), steps=12), [QUIET, run], {})
 
 
 def test_equal_runs_make_a_certificate_that_stands_in_the_report() -> None:
     found = certified(KILLED)
     assert found["holds"] and found["interruptions"][0]["redone_steps"] == 1
-    assert "holds" in told(found) and "bit for bit" in told(found)
+    assert "holds" in format_certificate(found) and "bit for bit" in format_certificate(found)
     report = build_report([*interrupted_job(), event(CERTIFICATE, 0.0, **found)])
     assert key_figures(report)["certificate"] == "resume holds: 1 interruption of 3 steps, bit for bit"
     assert "certificate" not in key_figures(build_report(interrupted_job()))
@@ -71,9 +79,11 @@ def test_equal_runs_make_a_certificate_that_stands_in_the_report() -> None:
         (lambda run: replace(run, generations=1), "never interrupted"),
     ],
 )
-def test_whatever_differs_is_said_and_the_certificate_does_not_hold(spoil: Callable[[Run], Run], says: str) -> None:
+def test_whatever_differs_is_said_and_the_certificate_does_not_hold(
+    spoil: Callable[[CertifiedRun], CertifiedRun], says: str
+) -> None:
     found = certified(spoil(KILLED))
-    assert not found["holds"] and says in told(found) and "DOES NOT HOLD" in told(found)
+    assert not found["holds"] and says in format_certificate(found) and "DOES NOT HOLD" in format_certificate(found)
 
 
 def test_a_batch_is_known_by_what_it_holds() -> None:
@@ -130,7 +140,7 @@ def test_the_flow_certifies_a_job_that_is_killed_and_the_report_has_it(
     fewer = functools.partial(ebbflow.training.certify.certify_in_child, steps=12, interruptions=["a rank is killed"])
     monkeypatch.setattr(ebbflow.training.certify, "certify_in_child", fewer)
     found = steps.certify(flow_of(config))
-    assert found is not None and found["holds"], told(found)
+    assert found is not None and found["holds"], format_certificate(found)
     [killed] = found["interruptions"]
     assert killed["generations"] == 2 and killed["redone_steps"] >= 1 and killed["resumed_from"][-1] >= 2
     assert found["workload"] == "text" and found["weights_sha256"] and found["config_sha256"] == config_sha256(config)

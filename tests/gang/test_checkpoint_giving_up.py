@@ -26,10 +26,10 @@ from ebbflow.training.checkpoint import (
     Checkpointer,
     Generation,
     open_generation,
-    permit,
     reachable_commits,
+    record_permits,
 )
-from ebbflow.training.checkpoint.restore import second_readers
+from ebbflow.training.checkpoint.restore import assign_second_readers
 from ebbflow.training.checkpoint.rollback import ROLLBACK as ROLLBACK_PERMIT
 from ebbflow.training.checkpoint.rollback import check_rollback
 from ebbflow.training.errors import GangError, NothingToRestore, RolledBack, UnreliableReader
@@ -85,7 +85,7 @@ def restore(job: Store, generation: Generation) -> int:
 def test_another_node_reads_again_where_there_is_one(
     nodes: list[int], doubting: list[int], expected: list[tuple[int, int]]
 ) -> None:
-    found = second_readers(nodes, [rank in doubting for rank in range(len(nodes))])
+    found = assign_second_readers(nodes, [rank in doubting for rank in range(len(nodes))])
     assert [first for first, _ in found] == [first for first, _ in expected]
     for first, second in found:
         if len(set(nodes)) > 1:
@@ -118,7 +118,7 @@ def test_a_job_that_has_commits_begins_anew_only_with_a_permit_which_holds_once(
         with pytest.raises(NothingToRestore, match=r"none of its 2 commits .* step 2; .*--from-scratch") as error:
             open_generation(job, run="r", attempt=2)
     assert (error.value.outcome.exit_code, error.value.curable) == (9, False)
-    permit(job, FROM_SCRATCH)
+    record_permits(job, FROM_SCRATCH)
     anew = open_generation(job, run="r", attempt=3)
     assert anew.parent is None and reachable_commits(job) == []
     assert open_generation(job, run="r", attempt=4).parent is None, "it died before its first commit"
@@ -171,7 +171,7 @@ def test_a_store_that_was_restored_from_a_snapshot_is_noticed_and_asks(
         check_rollback(job, read_events(job))
     assert (error.value.outcome.exit_code, error.value.curable) == (10, False)
     assert f"none newer than step {left}" in str(error.value) or left is None
-    permit(job, ROLLBACK_PERMIT)
+    record_permits(job, ROLLBACK_PERMIT)
     accepted = check_rollback(job, read_events(job))
     assert accepted.known.step == 4 and (accepted.found and accepted.found.step) == left
     assert job.list("quarantine") == []

@@ -31,10 +31,10 @@ from ebbflow.training.checkpoint import Checkpointer, CommitRef, Generation, ope
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.commit import CommitWatch, try_commit
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
-from ebbflow.training.checkpoint.manifest import DataObject, RankIndex, Save
+from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, RankIndex
 from ebbflow.training.checkpoint.reader import VerifiedReader, read_manifest
 from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
-from ebbflow.training.checkpoint.signing import index_bytes
+from ebbflow.training.checkpoint.signing import signed_index_bytes
 from ebbflow.training.checkpoint.verified_io import canonical_json, crc_text, sha256_text
 from ebbflow.training.errors import CheckpointError, CorruptCommit, GangError, NoSigningKey, NothingToRestore
 from ebbflow.training.launch.local import LocalGang
@@ -342,7 +342,7 @@ def test_a_forged_commit_with_its_own_hash_is_refused_and_left_alone(
     assert checkpoints(["export", signed.uri, f"{signed.uri}/out.pt", "--commit", forged]) == 1
 
 
-def index_of(save: Save, rank: int, key: str = "", sha256: str = "5" * 64) -> RankIndex:
+def index_of(save: CheckpointId, rank: int, key: str = "", sha256: str = "5" * 64) -> RankIndex:
     own = data_key(save.generation, save.step, rank)
     data = DataObject(key=key or own, size=1, crc64nvme="0" * 16, chunk_bytes=1, chunks=("0" * 16,), sha256=(sha256,))
     common = {"extra": {}, "optimizer": None, "parent": None} if rank == 0 else None
@@ -351,18 +351,18 @@ def index_of(save: Save, rank: int, key: str = "", sha256: str = "5" * 64) -> Ra
 
 def test_a_forged_index_is_not_signed_into_a_commit(signed: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer of the store puts rank 1's index before rank 1 does: the index counts as missing."""
-    save = Save(job="job", generation=open_generation(signed, run="r", attempt=1).name, step=3, world_size=2)
+    save = CheckpointId(job="job", generation=open_generation(signed, run="r", attempt=1).name, step=3, world_size=2)
     before, (first, second) = len(signed.list("commits")), [index_key(save.generation, 3, rank) for rank in (0, 1)]
-    signed.put(first, index_bytes(signed, first, index_of(save, 0)))
+    signed.put(first, signed_index_bytes(signed, first, index_of(save, 0)))
     other_step = signed.list("index")[0].key
     moved = replace(index_of(save, 1, sha256="6" * 64), hmac=json.loads(signed.get(other_step))["hmac"])
     with monkeypatch.context() as patch:
         use_key(patch, KEY + "!")
-        other_key = index_bytes(signed, second, index_of(save, 1, sha256="6" * 64))
+        other_key = signed_index_bytes(signed, second, index_of(save, 1, sha256="6" * 64))
     forgeries = [
         index_of(save, 1, key="data/elsewhere/00001.bin").to_bytes(),
         index_of(save, 1, sha256="6" * 64).to_bytes(),
-        index_bytes(signed, first, index_of(save, 1, sha256="6" * 64)),
+        signed_index_bytes(signed, first, index_of(save, 1, sha256="6" * 64)),
         moved.to_bytes(),
         other_key,
         replace(index_of(save, 1), hmac="\ud800").to_bytes(),
@@ -374,7 +374,7 @@ def test_a_forged_index_is_not_signed_into_a_commit(signed: Store, monkeypatch: 
     assert len(signed.list("commits")) == before
     watch = CommitWatch(signed, save)
     assert watch.look().commit is None
-    signed.put(second, index_bytes(signed, second, index_of(save, 1)))
+    signed.put(second, signed_index_bytes(signed, second, index_of(save, 1)))
     committed = watch.look().commit  # a forged index is not remembered
     assert committed is not None
     assert [one.sha256 for one in read_manifest(signed, committed.key).data] == [("5" * 64,)] * 2
@@ -383,9 +383,9 @@ def test_a_forged_index_is_not_signed_into_a_commit(signed: Store, monkeypatch: 
 def test_an_index_names_its_own_ranks_data_object(tmp_path: Path) -> None:
     """Signed or not."""
     job = Store.open(str(tmp_path / "jobs" / "job"))
-    save = Save(job="job", generation="000001-x", step=3, world_size=1)
+    save = CheckpointId(job="job", generation="000001-x", step=3, world_size=1)
     key = index_key(save.generation, 3, 0)
-    job.put(key, index_bytes(job, key, index_of(save, 0, key="data/elsewhere/00000.bin")))
+    job.put(key, signed_index_bytes(job, key, index_of(save, 0, key="data/elsewhere/00000.bin")))
     with pytest.raises(CheckpointError, match="index of rank 0 names the data object 'data/elsewhere/"):
         try_commit(job, save)
     assert job.list("commits") == []

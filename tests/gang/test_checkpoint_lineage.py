@@ -25,7 +25,7 @@ from ebbflow.training.checkpoint import (
     read_generation,
     trace_lineage,
 )
-from ebbflow.training.checkpoint.manifest import Manifest, Save
+from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest
 from ebbflow.training.checkpoint.verified_io import sha256_text
 from ebbflow.training.errors import (
     CheckpointError,
@@ -236,7 +236,7 @@ def test_at_most_one_of_racing_launchers_goes_on(tmp_path: Path) -> None:
 
 def put_commit(job: Store, generation: Generation, step: int) -> str:
     """A commit without data: lineage looks at manifests only."""
-    save = Save(job="test", generation=generation.name, step=step, world_size=0)
+    save = CheckpointId(job="test", generation=generation.name, step=step, world_size=0)
     raw = Manifest(save=save, data=(), indexes=(), tensors={}).to_bytes()
     key = f"commits/{10**12 - 1 - step:012d}/{10**6 - 1 - generation.number:06d}/{sha256_text(raw)}.json"
     job.put(key, raw)

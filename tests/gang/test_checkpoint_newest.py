@@ -13,8 +13,8 @@ from obstore.store import MemoryStore
 from ebbflow.infra.layout import commit_key, generation_key, quarantine_key, tombstone_key
 from ebbflow.infra.store import ObjectMeta, Store
 from ebbflow.training.checkpoint import newest_commits, open_generation, reachable_commits, trace_lineage
-from ebbflow.training.checkpoint.lineage import newest_number
-from ebbflow.training.checkpoint.manifest import VERSION, Manifest, Save
+from ebbflow.training.checkpoint.lineage import newest_generation_number
+from ebbflow.training.checkpoint.manifest import VERSION, CheckpointId, Manifest
 from ebbflow.training.checkpoint.verified_io import seal, sha256_text
 from ebbflow.training.errors import CheckpointError, DamagedLineage, TwoLaunchers
 
@@ -50,7 +50,7 @@ def put_generation(job: Store, number: int, parent: str | None, parent_step: int
 
 def put_commit(job: Store, generation: str, step: int) -> str:
     """A commit without data: lineage looks at manifests only."""
-    save = Save(job="test", generation=generation, step=step, world_size=0)
+    save = CheckpointId(job="test", generation=generation, step=step, world_size=0)
     raw = Manifest(save=save, data=(), indexes=(), tensors={}).to_bytes()
     key = commit_key(step, save.generation_number, sha256_text(raw))
     job.put(key, raw)
@@ -120,7 +120,7 @@ def test_records_below_the_number_that_was_asked_about_are_found_too() -> None:
     job = CountingStore()
     put_generation(job, 1, None, 0)
     put_commit(job, "000001-00000001", 10)
-    assert newest_number(job, near=900) == 1
+    assert newest_generation_number(job, near=900) == 1
     put_commit(job, "000900-00000900", 20)
     for look in (reachable_commits, trace_lineage):  # to go on without the record would be to start anew, silently
         with pytest.raises(DamagedLineage, match="commits of generation 900, its record is missing"):

@@ -21,7 +21,7 @@ from ebbflow.training.checkpoint import (
 )
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.lineage import CommitRef
-from ebbflow.training.checkpoint.manifest import Save
+from ebbflow.training.checkpoint.manifest import CheckpointId
 from ebbflow.training.checkpoint.retention import Retention
 from ebbflow.training.errors import CheckpointError
 
@@ -106,5 +106,5 @@ def test_retention_gives_way_to_the_next_save_and_gets_on_all_the_same(job: Stor
     assert [ref.step for ref in reachable_commits(job)] == [5]
 
 
-def _save(generation: Generation, step: int) -> Save:
-    return Save(job="race", generation=generation.name, step=step, world_size=1)
+def _save(generation: Generation, step: int) -> CheckpointId:
+    return CheckpointId(job="race", generation=generation.name, step=step, world_size=1)

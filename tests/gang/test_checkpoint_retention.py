@@ -20,8 +20,8 @@ from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Generation, RetentionPolicy, open_generation, reachable_commits, trace_lineage
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.lineage import CommitRef
-from ebbflow.training.checkpoint.manifest import DataObject, Manifest, Save
-from ebbflow.training.checkpoint.retention import Kept, Retention, choose
+from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, Manifest
+from ebbflow.training.checkpoint.retention import Retention, WholeCommit, choose_commits
 from ebbflow.training.checkpoint.verified_io import sha256_text
 from ebbflow.training.errors import CheckpointError, GenerationSuperseded
 
@@ -35,7 +35,7 @@ def job(tmp_path: Path) -> Store:
 
 
 def put_commit(job: Store, generation: Generation, step: int, *, loss: float | None = None, size: int = 100) -> str:
-    save = Save(job="test", generation=generation.name, step=step, world_size=1)
+    save = CheckpointId(job="test", generation=generation.name, step=step, world_size=1)
     key = data_key(save.generation, step, 0)
     job.put(key, bytes(size))
     job.put(index_key(save.generation, step, 0), b"{}")
@@ -52,7 +52,7 @@ def steps(job: Store) -> list[int]:
 
 
 def run(job: Store, generation: Generation, **policy: object) -> list[int]:
-    save = Save(job="test", generation=generation.name, step=0, world_size=1)
+    save = CheckpointId(job="test", generation=generation.name, step=0, world_size=1)
     return sorted(ref.step for ref in Retention(RetentionPolicy(**policy)).run(job, save))
 
 
@@ -83,7 +83,7 @@ def test_last_every_best_and_pinned_are_kept_and_nothing_else(job: Store) -> Non
 
 def test_a_loss_of_another_step_is_not_this_commits(job: Store) -> None:
     generation = open_generation(job, run="r", attempt=0)
-    save = Save(job="test", generation=generation.name, step=1, world_size=0)
+    save = CheckpointId(job="test", generation=generation.name, step=1, world_size=0)
     stale = {"extra": {"metrics": {"held_out_loss": 0.1, "step": 0}}}
     raw = Manifest(save=save, data=(), indexes=(), tensors={}, common=stale).to_bytes()
     job.put(commit_key(1, 1, sha256_text(raw)), raw)
@@ -118,9 +118,9 @@ def test_whatever_the_policy_the_newest_and_the_pinned_stay(
     rows: list, last: int, every: int | None, best: int, cap: int | None
 ) -> None:
     rows = sorted(rows, reverse=True)
-    commits = [Kept(sha256=str(s), step=s, size=size, metric=m, pinned=pin) for s, size, m, pin in rows]
+    commits = [WholeCommit(sha256=str(s), step=s, size=size, metric=m, pinned=pin) for s, size, m, pin in rows]
     policy = RetentionPolicy(keep_last=last, keep_every_steps=every, keep_best=best, max_total_bytes=cap)
-    kept = choose(commits, policy)
+    kept = choose_commits(commits, policy)
     bound = {commit.sha256 for commit in commits if commit.pinned} | {commits[0].sha256}
     assert bound <= set(kept)
     total = sum(commit.size for commit in commits if commit.sha256 in kept)
@@ -130,7 +130,7 @@ def test_whatever_the_policy_the_newest_and_the_pinned_stay(
         assert total <= cap or set(kept) == bound
     survivors = [commit for commit in commits if commit.sha256 in kept]
     if cap is None:
-        assert set(choose(survivors, policy)) == set(kept), "what was kept once is kept again"
+        assert set(choose_commits(survivors, policy)) == set(kept), "what was kept once is kept again"
 
 
 def test_torn_commits_never_count(job: Store) -> None:

@@ -15,8 +15,8 @@ from torch import nn
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.commands import main as checkpoints
-from ebbflow.training.checkpoint.content import read_commit
 from ebbflow.training.checkpoint.file_formats import read_file, write_file
+from ebbflow.training.checkpoint.portable_state import read_commit
 from ebbflow.training.errors import CorruptCommit
 
 _MIB = 2**20

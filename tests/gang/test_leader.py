@@ -16,7 +16,7 @@ from ebbflow.infra.layout import commit_key, job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.checkpoint import reachable_commits, read_generation
-from ebbflow.training.checkpoint.lineage import went_back_to
+from ebbflow.training.checkpoint.lineage import amend_parent
 from ebbflow.training.launch import GangSpec
 from ebbflow.training.launch.crash_loop import Failed, crash_loop
 from ebbflow.training.launch.leader import Leader
@@ -124,7 +124,7 @@ def test_a_record_that_arrives_late_undoes_nothing_that_was_recorded_since(
     late = open_in_vain(leader, store, monkeypatch, arrives=False)
     opened = leader.open()
     older = replace(opened, parent=commit_key(4, 0, "0" * 64), parent_step=4)
-    went_back_to(store, opened, older)
+    amend_parent(store, opened, older)
     store.put(*late[0])
     assert read_generation(store, opened.number, opened.id) == older
 

@@ -13,7 +13,7 @@ from unittest import mock
 from benchmarks.soak.schedules.commands import play, preload
 from benchmarks.soak.schedules.plan import Act, Kill, Schedule
 from benchmarks.soak.server import FailingS3
-from ebbflow.training.checkpoint.lineage import Chain
+from ebbflow.training.checkpoint.lineage import LineageChain
 from ebbflow.training.checkpoint.reader import VerifiedReader
 
 _KILL = Kill(victim=0, after_seconds=0.0, early=True, request=None, operation="put", point="before")
@@ -34,11 +34,11 @@ def played(folder: str) -> dict[str, tuple[list[str], list[str]]]:
             replace(calm, store="s3", conduct=_ROTS, acts=(_THREE, _STAYS)),
         ),
         "the highest step is the newest": (
-            mock.patch.object(Chain, "counts", lambda *_: True),
+            mock.patch.object(LineageChain, "counts", lambda *_: True),
             replace(calm, acts=(_THREE, replace(_STAYS, rewind=1), _STAYS)),
         ),
         "retention keeps the oldest": (
-            mock.patch("ebbflow.training.checkpoint.retention.choose", _keeps_the_oldest),
+            mock.patch("ebbflow.training.checkpoint.retention.choose_commits", _keeps_the_oldest),
             replace(calm, acts=(_THREE, _STAYS)),
         ),
     }

@@ -20,7 +20,7 @@ from ebbflow.infra.layout import commit_prefix, index_key
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, Generation, RetentionPolicy, open_generation, reachable_commits
 from ebbflow.training.checkpoint.commit import try_commit
-from ebbflow.training.checkpoint.manifest import Save
+from ebbflow.training.checkpoint.manifest import CheckpointId
 from ebbflow.training.checkpoint.retention import Retention
 from ebbflow.training.errors import CheckpointError, CommitMismatch
 
@@ -130,7 +130,7 @@ def test_racing_committers_write_the_same_bytes(job: Store) -> None:
         assert commit == first.wait()
     written = job.get(commit.key)
     job.delete(commit.key)
-    save = Save(job="test", generation=generation.name, step=5, world_size=2)
+    save = CheckpointId(job="test", generation=generation.name, step=5, world_size=2)
     with ThreadPoolExecutor(8) as pool:
         attempts = list(pool.map(lambda _: try_commit(Store.open(job.uri), save), range(8)))
     assert {attempt.commit for attempt in attempts} == {commit}
@@ -202,7 +202,9 @@ def test_retention_keeps_k_whole_ones_and_never_the_torn_instead(job: Store) -> 
         assert {meta.key.split("/")[2].lstrip("0") for meta in job.list(prefix)} == {"4", "5"}
     newest = Path(job.uri, f"data/{generation.name}/{5:012d}/00000.bin")
     newest.write_bytes(newest.read_bytes()[:-1])
-    Retention(RetentionPolicy(keep_last=1)).run(job, Save(job="test", generation=generation.name, step=5, world_size=1))
+    Retention(RetentionPolicy(keep_last=1)).run(
+        job, CheckpointId(job="test", generation=generation.name, step=5, world_size=1)
+    )
     assert 4 in [ref.step for ref in reachable_commits(job)], "the last whole commit was deleted"
 
 

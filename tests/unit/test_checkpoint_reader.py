@@ -16,7 +16,7 @@ from ebbflow.infra.ranges import read_blocks
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, CommitReader, open_generation
 from ebbflow.training.checkpoint.manifest import DataObject
-from ebbflow.training.checkpoint.reader import VerifiedReader, Wanted, plan_chunks
+from ebbflow.training.checkpoint.reader import VerifiedReader, WantedRange, plan_chunks
 from ebbflow.training.checkpoint.verified_io import crc_text
 from ebbflow.training.errors import CorruptCommit
 
@@ -64,7 +64,7 @@ def test_any_ranges_overlapping_or_not_come_as_they_are(
     ranges = [(start, min(length, SIZE - start)) for start, length in wishes]
     targets = [bytearray(b"\xee" * length) for _, length in ranges]
     reader = VerifiedReader(Remote(store) if remote else store, [data], parallel=2)
-    reader.read(Wanted(0, start, memoryview(target)) for (start, _), target in zip(ranges, targets, strict=True))
+    reader.read(WantedRange(0, start, memoryview(target)) for (start, _), target in zip(ranges, targets, strict=True))
     for (start, length), target in zip(ranges, targets, strict=True):
         assert bytes(target) == raw[start : start + length]
     needed = {
@@ -76,7 +76,7 @@ def test_any_ranges_overlapping_or_not_come_as_they_are(
 def test_more_pieces_than_one_read_takes(stored: tuple[Store, DataObject, bytes]) -> None:
     store, data, raw = stored
     target = bytearray(SIZE)
-    VerifiedReader(store, [data]).read(Wanted(0, at, memoryview(target)[at : at + 1]) for at in range(SIZE))
+    VerifiedReader(store, [data]).read(WantedRange(0, at, memoryview(target)[at : at + 1]) for at in range(SIZE))
     assert bytes(target) == raw
     pieces = [memoryview(bytearray(1)) for _ in range(SIZE)]
     blocks = list(read_blocks(store, "object", 0, pieces, block_bytes=37))
@@ -88,7 +88,7 @@ def test_what_lies_beyond_the_end_is_damage_and_what_is_not_asked_for_is_not_tou
 ) -> None:
     store, data, _ = stored
     with pytest.raises(CorruptCommit, match="bytes 990 to 1010 are beyond its 1000"):
-        plan_chunks([Wanted(0, 990, memoryview(bytearray(20)))], [data])
+        plan_chunks([WantedRange(0, 990, memoryview(bytearray(20)))], [data])
     with pytest.raises(StoreError, match="36 bytes at 964, expected 50: truncated"):
         list(read_blocks(store, "object", 964, [memoryview(bytearray(50))], block_bytes=2**20))
 
@@ -110,11 +110,11 @@ def test_a_store_in_trouble_is_asked_again_but_not_for_ever(
     monkeypatch.setattr(remote, "get_range", fails_first)
     reader = VerifiedReader(remote, [data])
     if faults < 4:
-        reader.read([Wanted(0, 0, memoryview(target))])
+        reader.read([WantedRange(0, 0, memoryview(target))])
         assert bytes(target) == raw[:CHUNK]
     else:
         with pytest.raises(StoreError, match="503"):
-            reader.read([Wanted(0, 0, memoryview(target))])
+            reader.read([WantedRange(0, 0, memoryview(target))])
     assert len(remote.asked) == min(faults + 1, 4)
 
 

@@ -18,9 +18,9 @@ from ebbflow.infra.config.schema import GuardsConfig, RunConfig
 from ebbflow.infra.events import GuardAction
 from ebbflow.infra.layout import commit_key
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint import FROM_SCRATCH, open_generation, permit, reachable_commits
-from ebbflow.training.checkpoint.lineage import AFRESH
-from ebbflow.training.checkpoint.manifest import Manifest, Save
+from ebbflow.training.checkpoint import FROM_SCRATCH, open_generation, reachable_commits, record_permits
+from ebbflow.training.checkpoint.lineage import NO_PARENT
+from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest
 from ebbflow.training.checkpoint.verified_io import sha256_text
 from ebbflow.training.errors import BatchCannotBeSplit, CorruptCommit, NothingToRestore
 from ebbflow.training.gang import Gang
@@ -252,17 +252,19 @@ def test_a_rewind_passes_over_commits_that_nobody_can_read(tmp_path: Path) -> No
     assert rewind_parent(store) is None
     with pytest.raises(NothingToRestore, match="none of its 2 commits can be restored, the newest of step 8"):
         open_generation(store, run="run", attempt=1)
-    permit(store, FROM_SCRATCH)
+    record_permits(store, FROM_SCRATCH)
     assert open_generation(store, run="run", attempt=1).parent is None
 
 
 def test_commits_whose_weights_may_differ_are_left_and_not_quarantined(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
     first = open_generation(store, run="run", attempt=0)
-    raw = Manifest(save=Save(job="job", generation=first.name, step=8, world_size=0), data=(), indexes=(), tensors={})
+    raw = Manifest(
+        save=CheckpointId(job="job", generation=first.name, step=8, world_size=0), data=(), indexes=(), tensors={}
+    )
     store.put(commit_key(8, first.number, sha256_text(raw.to_bytes())), raw.to_bytes())
     record_rewind(store, generation=first.number, rank=0, limit=6, first_sample=0, sound=False)
-    assert (parent := rewind_parent(store)) == AFRESH
+    assert (parent := rewind_parent(store)) == NO_PARENT
     assert open_generation(store, run="run", attempt=1, parent=parent).parent is None
     assert store.list("quarantine") == [] and reachable_commits(store) == []
 

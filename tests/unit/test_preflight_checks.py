@@ -24,7 +24,7 @@ from ebbflow.infra.footprint import commit_bytes, size_text, staging_bytes
 from ebbflow.infra.preflight import blocking, render_checks
 from ebbflow.infra.requirements import REQUIREMENTS
 from ebbflow.training.assembly import retention_policy
-from ebbflow.training.checkpoint.retention import Kept, choose
+from ebbflow.training.checkpoint.retention import WholeCommit, choose_commits
 from ebbflow.training.checks import commits_room
 from tests.support.checks import ALL_CHECKS, CHECKS, ROOT, failed, passed, skipped
 
@@ -260,13 +260,13 @@ def test_the_disk_has_room_for_whatever_retention_keeps(checkpoint: dict, words:
     room, arithmetic = commits_room(config)
     assert words in arithmetic
     one, policy = commit_bytes(config), retention_policy(config.checkpoint)
-    there: list[Kept] = []
+    there: list[WholeCommit] = []
     every = config.checkpoint.interval_steps
     most = 0
     for step in [*range(every, 200, every), 200]:
-        there.insert(0, Kept(sha256=str(step), step=step, size=one, metric=-step))
+        there.insert(0, WholeCommit(sha256=str(step), step=step, size=one, metric=-step))
         most = max(most, len(there) + 1)  # the next save may begin before any of these is deleted
-        kept = choose(there, policy)
+        kept = choose_commits(there, policy)
         there = [commit for commit in there if commit.sha256 in kept]
     assert most * one <= room <= (most + 3) * one, "enough, and not for much more: two rules may keep one commit"
 

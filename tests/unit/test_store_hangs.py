@@ -22,7 +22,7 @@ from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable
 from ebbflow.training.checkpoint.commit import await_commit
 from ebbflow.training.checkpoint.file_formats import read_file
 from ebbflow.training.checkpoint.inflight_save import UploaderClient
-from ebbflow.training.checkpoint.manifest import Save
+from ebbflow.training.checkpoint.manifest import CheckpointId
 from ebbflow.training.checkpoint.verified_io import Deadline
 from ebbflow.training.errors import CheckpointError
 
@@ -220,7 +220,7 @@ def test_a_stopped_uploader_takes_no_line_and_nobody_waits_for_that(tmp_path: Pa
 
 
 def test_a_commit_that_another_rank_failed_to_save_is_not_awaited(tmp_path: Path) -> None:
-    save = Save(job="job", generation="000001-x", step=5, world_size=2)
+    save = CheckpointId(job="job", generation="000001-x", step=5, world_size=2)
     with pytest.raises(CheckpointError, match=r"step 5 .* no index from rank 0, 1"):
         await_commit(Store.open(str(tmp_path)), save, Deadline(3600.0), given_up=lambda: True)
     job = Store.open(str(tmp_path / "jobs" / "job"))

@@ -16,7 +16,7 @@ from ebbflow.infra.preflight import PreflightContext, run_checks
 from ebbflow.infra.store import Store
 from ebbflow.training.checks import CHECKS
 from ebbflow.training.data import open_tokens, prepare_tokens
-from ebbflow.training.data.tokenizer import PIECE_BYTES, open_tokenizer, pieces
+from ebbflow.training.data.tokenizer import PIECE_BYTES, open_tokenizer, text_pieces
 from ebbflow.training.errors import DataError
 
 tokenizers = pytest.importorskip("tokenizers", reason="the package tokenizers is an option: pip install tokenizers")
@@ -93,7 +93,7 @@ def test_a_large_file_is_cut_where_nothing_is_lost(content: str, tmp_path: Path)
     path = tmp_path / "large.txt"
     path.write_text(text, encoding="utf-8")
     with path.open("rb") as file:
-        found = list(pieces(file))
+        found = list(text_pieces(file))
     assert b"".join(found) == text.encode() and len(found) > 2
     assert max(map(len, found)) <= 3 * PIECE_BYTES
     for piece in found:

@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from ebbflow.infra.events import STAGED
 from ebbflow.infra.layout import data_key
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.inflight_save import Flight, Flights, UploadCost, UploaderClient
-from ebbflow.training.checkpoint.lineage import CommitRef, Generation, went_back_to
-from ebbflow.training.checkpoint.manifest import Save
-from ebbflow.training.checkpoint.restore import Restored, restore_newest
+from ebbflow.training.checkpoint.inflight_save import InflightSave, SaveTracker, UploadCost, UploaderClient
+from ebbflow.training.checkpoint.lineage import CommitRef, Generation, amend_parent
+from ebbflow.training.checkpoint.manifest import CheckpointId
+from ebbflow.training.checkpoint.restore import RestoreResult, restore_newest
 from ebbflow.training.checkpoint.retention import RetentionPolicy
-from ebbflow.training.checkpoint.save_plan import Planner
-from ebbflow.training.checkpoint.staging import Stage, Staged
+from ebbflow.training.checkpoint.save_plan import SavePlanner
+from ebbflow.training.checkpoint.staging import StagedState, StagingArea
 from ebbflow.training.checkpoint.state import capture_rng, optimizer_settings
-from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, canonical_json, retried
+from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, canonical_json, retry
 from ebbflow.training.errors import CheckpointError
 
 _CLOSE_GRACE_SECONDS = 5.0
@@ -31,8 +31,8 @@ _CLOSE_GRACE_SECONDS = 5.0
 class _Queued:
     """A save whose copy from the device is not finished: what the uploader is to be told then."""
 
-    flight: Flight
-    staged: Staged
+    flight: InflightSave
+    staged: StagedState
     common: dict[str, Any] | None
     data_key: str
 
@@ -74,10 +74,10 @@ class Checkpointer:
         self._retention = retention or RetentionPolicy()
         self._emit = emit or (lambda *_, **__: None)
         self._bytes_per_second, self._chunk_bytes = upload_bytes_per_second, chunk_bytes
-        self._stage = Stage()
-        self._planner = Planner(rank, world_size)
+        self._stage = StagingArea()
+        self._planner = SavePlanner(rank, world_size)
         uploader = UploaderClient(self._store.uri, rank, self._stage.descriptors)
-        self._flights = Flights(uploader, rank, self._emit, waiting or (lambda: lambda: None))
+        self._flights = SaveTracker(uploader, rank, self._emit, waiting or (lambda: lambda: None))
         self._queued: _Queued | None = None
         self._last_step: int | None = None
         self._layout_of: tuple[int | None, int] = (None, 0)  # pid of the uploader, number of the layout it knows
@@ -165,8 +165,8 @@ class Checkpointer:
         self._flights.settle()
         self._flights.raise_if_hopeless()
         self._last_step = step
-        save = Save(job=self._job, generation=self._generation.name, step=step, world_size=self._world_size)
-        flight = Flight(
+        save = CheckpointId(job=self._job, generation=self._generation.name, step=step, world_size=self._world_size)
+        flight = InflightSave(
             save=save,
             began=began,
             deadline=Deadline(self._deadline_seconds if deadline_seconds is None else deadline_seconds),
@@ -201,7 +201,7 @@ class Checkpointer:
         flights.raise_if_lost()
         return flights.last_commit
 
-    def restore(self, candidates: list[str], model: nn.Module, optimizer: Optimizer | None) -> Restored | None:
+    def restore(self, candidates: list[str], model: nn.Module, optimizer: Optimizer | None) -> RestoreResult | None:
         """Fill model and optimizer from the first candidate that verifies on all ranks; None where there is no parent.
 
         A damaged candidate is quarantined and reported. Raises CommitMismatch, and CheckpointError when none is left.
@@ -240,7 +240,7 @@ class Checkpointer:
         if self._rank == 0:
             what = f"amend the record of {generation.name}"  # else late commits between the two would count
             deadline = Deadline(self._deadline_seconds)
-            retried(what, lambda: went_back_to(self._store, self._generation, generation), deadline)
+            retry(what, lambda: amend_parent(self._store, self._generation, generation), deadline)
         self._generation = generation
 
     def _common(self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from ebbflow.infra.known_jobs import known_job
 from ebbflow.infra.layout import data_prefix, pin_key, signature_key, tombstone_key, verified_key
 from ebbflow.infra.signing_key import NAME_PATTERN, NAME_VARIABLE, signing_key_problem
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.lineage import Traced, trace_lineage
+from ebbflow.training.checkpoint.lineage import TracedCommit, trace_lineage
 from ebbflow.training.checkpoint.manifest import VERSION, Manifest
-from ebbflow.training.checkpoint.reader import read_manifest, uncommitted_saves, verify_commit
+from ebbflow.training.checkpoint.reader import find_uncommitted, read_manifest, verify_commit
 from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
 from ebbflow.training.checkpoint.signing import Signer, signer, use_signing_key
 from ebbflow.training.checkpoint.verified_io import crc_text, seal, sha256_text, unseal
@@ -92,7 +92,7 @@ def add_commit(command: argparse.ArgumentParser, *, default: str) -> None:
     command.add_argument("--commit", metavar="COMMIT", help=f"a step, a key, or the start of its hash; {default}")
 
 
-def find(store: Store, wanted: str | None) -> Traced:
+def find(store: Store, wanted: str | None) -> TracedCommit:
     """The one commit that `wanted` means, the newest that counts for None. Raises CheckpointError naming the others."""
     traced = trace_lineage(store)
     if wanted is None:
@@ -110,7 +110,7 @@ def find(store: Store, wanted: str | None) -> Traced:
     return found[0]
 
 
-def _means(traced: Traced, wanted: str) -> bool:
+def _means(traced: TracedCommit, wanted: str) -> bool:
     ref = traced.ref
     if wanted.isdigit() and int(wanted) == ref.step:
         return True
@@ -152,7 +152,7 @@ def _list(store: Store, options: argparse.Namespace) -> int:
     return 0
 
 
-def _row(store: Store, traced: Traced) -> dict[str, Any]:
+def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
     """state: verified (every byte was read, and when), whole (manifest and sizes are right), or torn."""
     ref, reason = traced.ref, traced.unreachable_because
     row: dict[str, Any] = {
@@ -233,7 +233,7 @@ def _verify(store: Store, options: argparse.Namespace) -> int:
             )
             for problem in problems:
                 print(f"    {problem}")
-    uncommitted = [] if options.commit else [_uncommitted(*found) for found in uncommitted_saves(store)]
+    uncommitted = [] if options.commit else [_uncommitted(*found) for found in find_uncommitted(store)]
     if options.json:
         print(json.dumps(rows + uncommitted, indent=2))
     if not rows:
@@ -298,7 +298,7 @@ def _uncommitted(step: int, prefix: str) -> dict[str, Any]:
     return {"step": step, "key": prefix, "sound": None, "problems": [problem]}
 
 
-def _mark(store: Store, traced: Traced, *, sound: bool) -> None:
+def _mark(store: Store, traced: TracedCommit, *, sound: bool) -> None:
     """What was read, for `list`; who may read but not write does without."""
     key = verified_key(traced.ref.sha256)
     try:
@@ -402,8 +402,8 @@ def _add_moving(commands: Any) -> None:
 
 
 def _export(store: Store, options: argparse.Namespace) -> int:
-    from ebbflow.training.checkpoint.content import read_commit
     from ebbflow.training.checkpoint.file_formats import write_file
+    from ebbflow.training.checkpoint.portable_state import read_commit
 
     ref = find(store, options.commit).ref
     content = read_commit(store, ref.key)
@@ -416,11 +416,11 @@ def _export(store: Store, options: argparse.Namespace) -> int:
 
 
 def _import(store: Store, options: argparse.Namespace) -> int:
-    from ebbflow.training.checkpoint.content import commit_content
     from ebbflow.training.checkpoint.file_formats import read_file
+    from ebbflow.training.checkpoint.portable_state import commit_portable_state
 
     content = read_file(options.source, weights_only=options.weights_only)
-    commit = commit_content(store, content, source=options.source.name)
+    commit = commit_portable_state(store, content, source=options.source.name)
     what = f"{len(content.weights)} weights, " + ("no optimizer" if content.settings is None else "optimizer")
     print(f"imported: {what}, as step {commit.step}: {store.uri}/{commit.key}")
     return 0

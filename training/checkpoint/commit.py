@@ -19,9 +19,9 @@ from ebbflow.infra.errors import ObjectNotFound, StoreError
 from ebbflow.infra.layout import commit_key, commit_prefix, index_key, index_prefix
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import CommitRef
-from ebbflow.training.checkpoint.manifest import Manifest, RankIndex, Save, merge
+from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest, RankIndex, merge_indexes
 from ebbflow.training.checkpoint.signing import signer
-from ebbflow.training.checkpoint.verified_io import Deadline, fetched, pauses, put_settled, sha256_text
+from ebbflow.training.checkpoint.verified_io import Deadline, backoff_pauses, fetch_verified, put_verified, sha256_text
 from ebbflow.training.errors import CheckpointError, CorruptCommit, RefusedCommit
 
 _ASK_DIRECTLY = 8  # a listing may omit a fresh object for a while: ask for the last few by name
@@ -35,7 +35,7 @@ _RANKS_PER_SECOND = 200  # whose indexes a slow machine reads and merges
 
 
 @dataclass(frozen=True)
-class Attempt:
+class CommitAttempt:
     """What one look at the store brought: the commit, or the ranks whose index is not there yet."""
 
     commit: CommitRef | None
@@ -47,7 +47,7 @@ class Attempt:
 class CommitWatch:
     """Looks at one save; remembers the indexes it has read, which never change."""
 
-    def __init__(self, store: Store, save: Save) -> None:
+    def __init__(self, store: Store, save: CheckpointId) -> None:
         self._store = store
         self._save = save
         self._indexes: dict[int, tuple[RankIndex, bytes]] = {}
@@ -56,20 +56,20 @@ class CommitWatch:
         """Whether every rank's index is there; none is read."""
         return not self._missing()
 
-    def look(self) -> Attempt:
+    def look(self) -> CommitAttempt:
         """Commit the save if all its indexes are there and sound. Raises StoreError, CheckpointError if they differ."""
         missing = self._missing()
         cause = self._read([rank for rank in range(self._save.world_size) if rank not in missing])
         missing = [rank for rank in range(self._save.world_size) if rank not in self._indexes]
         if missing:
-            return Attempt(None, 0, missing, cause)
-        manifest = merge(self._save, [self._indexes[rank] for rank in range(self._save.world_size)])
+            return CommitAttempt(None, 0, missing, cause)
+        manifest = merge_indexes(self._save, [self._indexes[rank] for rank in range(self._save.world_size)])
         raw = manifest.to_bytes()
         key = commit_key(self._save.step, self._save.generation_number, sha256_text(raw))
         if (signs := signer()) is not None:
             signs.sign(self._store, key)  # first: a commit that readers see has its signature
-        put_settled(self._store, key, raw)
-        return Attempt(CommitRef.from_key(key), manifest.size, [])
+        put_verified(self._store, key, raw)
+        return CommitAttempt(CommitRef.from_key(key), manifest.size, [])
 
     def _missing(self) -> set[int]:
         unknown = [rank for rank in range(self._save.world_size) if rank not in self._indexes]
@@ -107,33 +107,33 @@ class CommitWatch:
             return error
 
 
-def try_commit(store: Store, save: Save) -> Attempt:
+def try_commit(store: Store, save: CheckpointId) -> CommitAttempt:
     """Commit `save` if all its indexes are there. Raises StoreError, and CheckpointError when they do not fit."""
     return CommitWatch(store, save).look()
 
 
-def find_commit(store: Store, save: Save) -> Attempt | None:
+def find_commit(store: Store, save: CheckpointId) -> CommitAttempt | None:
     """The commit of `save` that somebody already made, if any."""
     for meta in store.list(commit_prefix(save.step, save.generation_number)):
         try:
-            manifest = fetched(store, meta.key, Manifest.from_bytes)
+            manifest = fetch_verified(store, meta.key, Manifest.from_bytes)
             if manifest.save == save and (signs := signer()) is not None:
                 signs.check(store, meta.key)
         except (ObjectNotFound, CorruptCommit, RefusedCommit):
             continue
         if manifest.save == save:
-            return Attempt(CommitRef.from_key(meta.key), manifest.size, [])
+            return CommitAttempt(CommitRef.from_key(meta.key), manifest.size, [])
     return None
 
 
 def await_commit(
     store: Store,
-    save: Save,
+    save: CheckpointId,
     deadline: Deadline,
     *,
     foreign_first: bool = False,
     given_up: Callable[[], bool] = lambda: False,
-) -> Attempt:
+) -> CommitAttempt:
     """Look until `save` is committed, committing it when that falls to us, and until it is listed.
 
     Starts find commits by listing them: one that is told of before it is listed could be missed by the next start.
@@ -141,8 +141,8 @@ def await_commit(
     Raises CheckpointError at the deadline, naming the ranks whose index is missing and the last error of the store.
     """
     watch = CommitWatch(store, save)
-    attempt, cause = Attempt(None, 0, []), ""
-    for number, pause in enumerate(pauses(longest_seconds=_LONGEST_PAUSE_SECONDS)):
+    attempt, cause = CommitAttempt(None, 0, []), ""
+    for number, pause in enumerate(backoff_pauses(longest_seconds=_LONGEST_PAUSE_SECONDS)):
         try:
             if attempt.commit is None:
                 foreign = (number if foreign_first else number + 1) % _FOREIGN_COMMIT_EVERY == 0
@@ -169,7 +169,9 @@ def await_commit(
     )
 
 
-def stand_by(store: Store, save: Save, rank: int, deadline: Deadline, interrupted: Callable[[float], bool]) -> None:
+def commit_as_backup(
+    store: Store, save: CheckpointId, rank: int, deadline: Deadline, interrupted: Callable[[float], bool]
+) -> None:
     """What a rank above 0 does once its index is durable: see to it that somebody commits, without haste.
 
     interrupted: waits that many seconds, and says whether there is something better to do. Errors of the store are
@@ -198,9 +200,9 @@ def stand_by(store: Store, save: Save, rank: int, deadline: Deadline, interrupte
             continue
 
 
-def _is_committed(store: Store, save: Save) -> bool:
+def _is_committed(store: Store, save: CheckpointId) -> bool:
     return bool(store.list(commit_prefix(save.step, save.generation_number), limit=1))
 
 
-def _index_key(save: Save, rank: int) -> str:
+def _index_key(save: CheckpointId, rank: int) -> str:
     return index_key(save.generation, save.step, rank)

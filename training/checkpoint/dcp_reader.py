@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.manifest import Manifest, Piece, TensorEntry
-from ebbflow.training.checkpoint.reader import ReadFigures, VerifiedReader, Wanted, read_manifest
+from ebbflow.training.checkpoint.manifest import Manifest, TensorEntry, TensorPiece
+from ebbflow.training.checkpoint.reader import ReadFigures, VerifiedReader, WantedRange, read_manifest
 from ebbflow.training.errors import CorruptCommit
 
 _Finish = Callable[[], None]
@@ -65,7 +65,7 @@ class CommitReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Each chunk that this rank needs is read once; its bytes go where they belong, where that memory is plain."""
-        wanted: list[Wanted] = []
+        wanted: list[WantedRange] = []
         finishes: list[_Finish] = []
         targets = []
         for item in plan.items:
@@ -93,7 +93,7 @@ class CommitReader(StorageReader):
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Fill whole tensors, by name, of the commit's shapes and dtypes."""
-        wanted: list[Wanted] = []
+        wanted: list[WantedRange] = []
         finishes: list[_Finish] = []
         for name, target in targets.items():
             entry = self.manifest.tensors[name]
@@ -106,7 +106,7 @@ class CommitReader(StorageReader):
         for finish in finishes:
             finish()
 
-    def _piece(self, item: ReadItem) -> Piece:
+    def _piece(self, item: ReadItem) -> TensorPiece:
         entry = self.manifest.tensors[item.storage_index.fqn]
         offsets = tuple(item.storage_index.offset)
         return next(piece for piece in entry.pieces if piece.offsets == offsets)
@@ -114,10 +114,10 @@ class CommitReader(StorageReader):
     def _want(
         self,
         entry: TensorEntry,
-        piece: Piece,
+        piece: TensorPiece,
         item: ReadItem | None,
         target: torch.Tensor,
-        wanted: list[Wanted],
+        wanted: list[WantedRange],
         finishes: list[_Finish],
     ) -> None:
         """The rows of a piece that `item` asks for (None: all of it), straight into `target` or through a copy."""
@@ -131,7 +131,7 @@ class CommitReader(StorageReader):
             return
         start = piece.start + offsets[0] * math.prod(sizes[1:]) * dtype.itemsize
         if lengths[1:] == sizes[1:] and (view := _memory(target, dtype)) is not None:
-            wanted.append(Wanted(piece.rank, start, view))
+            wanted.append(WantedRange(piece.rank, start, view))
             return
         rows = torch.empty((lengths[0], *sizes[1:]), dtype=dtype)
         box = rows
@@ -139,7 +139,7 @@ class CommitReader(StorageReader):
             box = box.narrow(dimension, offsets[dimension], lengths[dimension])
         view = _memory(rows, dtype)
         assert view is not None
-        wanted.append(Wanted(piece.rank, start, view))
+        wanted.append(WantedRange(piece.rank, start, view))
         finishes.append(lambda: target.copy_(box.view(target.shape) if target.dim() == 0 else box))
 
 

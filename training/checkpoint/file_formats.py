@@ -29,13 +29,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from ebbflow.training.checkpoint.content import Content, add_optimizer, bare_weights, named_optimizer, torch_optimizer
+from ebbflow.training.checkpoint.portable_state import (
+    PortableState,
+    add_optimizer,
+    named_optimizer,
+    torch_optimizer,
+    unwrap_weights,
+)
 from ebbflow.training.errors import CheckpointError, NoRoom
 
 KINDS = ("dcp", "safetensors", "torch")
 
 
-def read_file(path: Path, *, weights_only: bool = False) -> Content:
+def read_file(path: Path, *, weights_only: bool = False) -> PortableState:
     """What is at `path`, whatever its kind. Raises CheckpointError."""
     _refuse_what_is_no_file(path)
     kind = _kind_of(path)
@@ -55,7 +61,7 @@ def _refuse_what_is_no_file(path: Path) -> None:
             raise CheckpointError(f"{one}: is no regular file")
 
 
-def write_file(content: Content, path: Path, kind: str) -> None:
+def write_file(content: PortableState, path: Path, kind: str) -> None:
     """Raises CheckpointError when something is there already, NoRoom when the disk is full; then nothing is left."""
     if os.path.lexists(path) and not _is_device(path):
         raise CheckpointError(f"{path}: is there already; hint: give another name")
@@ -105,7 +111,7 @@ def _kind_of(path: Path) -> str:
     return "safetensors" if path.suffix == ".safetensors" else "torch"
 
 
-def read_dcp(path: Path, weights_only: bool) -> Content:
+def read_dcp(path: Path, weights_only: bool) -> PortableState:
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     flat: dict[str, Any] = {}
@@ -123,7 +129,7 @@ def read_dcp(path: Path, weights_only: bool) -> Content:
     return parse_document(document, str(path), weights_only)
 
 
-def write_dcp(content: Content, path: Path) -> None:
+def write_dcp(content: PortableState, path: Path) -> None:
     """As `get_state_dict` names it, so that `dcp.load` and `set_state_dict` take it."""
     document: dict[str, Any] = {"model": content.weights, "step": content.step, "extra": json.dumps(content.extra)}
     if content.settings is not None:
@@ -140,7 +146,7 @@ def write_dcp(content: Content, path: Path) -> None:
 class _Planner(DefaultSavePlanner):
     """Plans with shapes alone, and takes each tensor's values from the content when it is written."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: PortableState) -> None:
         super().__init__()
         self._content = content
         self._names = {id(tensor): name for name, tensor in content.named().items()}
@@ -258,12 +264,12 @@ _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
 
 
-def read_torch(path: Path, weights_only: bool) -> Content:
+def read_torch(path: Path, weights_only: bool) -> PortableState:
     """Without running code from it (`weights_only`)."""
     return parse_document(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path), weights_only)
 
 
-def write_torch(content: Content, path: Path) -> None:
+def write_torch(content: PortableState, path: Path) -> None:
     document: dict[str, Any] = {"model": content.weights, "step": content.step, "extra": content.extra}
     if content.settings is not None:
         document["optimizer"] = torch_optimizer(content)
@@ -274,17 +280,17 @@ def write_torch(content: Content, path: Path) -> None:
         fill(path, content.stream(names))
 
 
-def parse_document(document: Any, what: str, weights_only: bool) -> Content:
+def parse_document(document: Any, what: str, weights_only: bool) -> PortableState:
     """A state dict, or a mapping that has one under a usual name."""
     if not isinstance(document, Mapping):
         raise CheckpointError(f"{what}: is a {type(document).__name__}, no state dict")
     if all(isinstance(value, Tensor) for value in document.values()):
-        return Content(weights=bare_weights(document, what))
+        return PortableState(weights=unwrap_weights(document, what))
     key = next((key for key in _MODEL_KEYS if isinstance(document.get(key), Mapping)), None)
     if key is None:
         found = ", ".join(map(str, list(document)[:8]))
         raise CheckpointError(f"{what}: no weights under any of {', '.join(_MODEL_KEYS)}; it has {found}")
-    content = Content(weights=bare_weights(document[key], what))
+    content = PortableState(weights=unwrap_weights(document[key], what))
     if isinstance(document.get("extra"), Mapping):  # one of ours, which goes on where it was; another's begins anew
         content.step, content.extra = int(document["step"]), dict(document["extra"])
     for key in () if weights_only else _OPTIMIZER_KEYS:
@@ -319,7 +325,7 @@ _DTYPES = {
 }
 
 
-def read_safetensors(path: Path, weights_only: bool) -> Content:
+def read_safetensors(path: Path, weights_only: bool) -> PortableState:
     """One file, or a folder whose files together hold the weights."""
     files = [path]
     if path.is_dir():
@@ -332,7 +338,9 @@ def read_safetensors(path: Path, weights_only: bool) -> Content:
             raise CheckpointError(f"{path}: {sorted(doubled)[:3]} are in more than one of its files")
         state |= tensors
         about |= json.loads(metadata.get(_OURS, "{}"))
-    content = Content(weights=bare_weights(state, str(path)), step=about.get("step", 0), extra=about.get("extra", {}))
+    content = PortableState(
+        weights=unwrap_weights(state, str(path)), step=about.get("step", 0), extra=about.get("extra", {})
+    )
     beside = _beside(path)
     if not weights_only and beside.exists() and about.get("settings") is not None:
         content.settings = about["settings"]
@@ -342,7 +350,7 @@ def read_safetensors(path: Path, weights_only: bool) -> Content:
     return content
 
 
-def write_safetensors(content: Content, path: Path) -> None:
+def write_safetensors(content: PortableState, path: Path) -> None:
     """One tensor after the other, which the library's own writer does not do: it wants all of them in memory."""
     about = {"step": content.step, "extra": content.extra, "settings": content.settings}
     metadata = {"format": "pt", _OURS: json.dumps(about)}
@@ -351,8 +359,8 @@ def write_safetensors(content: Content, path: Path) -> None:
         _write(content, _STATES, _beside(path), {"format": "pt"})
 
 
-def _write(content: Content, prefix: str, path: Path, metadata: dict[str, str]) -> None:
-    """The tensors of `Content.named` that begin with `prefix`, under their names without it.
+def _write(content: PortableState, prefix: str, path: Path, metadata: dict[str, str]) -> None:
+    """The tensors of `PortableState.named` that begin with `prefix`, under their names without it.
 
     The format (https://github.com/huggingface/safetensors, "Format"): eight bytes with the length of the header, the
     header as JSON, and the bytes of the tensors without gaps. As the library does, larger elements come first, so that

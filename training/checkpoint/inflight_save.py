@@ -19,7 +19,7 @@ from ebbflow.infra.errors import StoreFull
 from ebbflow.infra.events import COMMIT, COMMIT_FAILED
 from ebbflow.infra.program import python_path
 from ebbflow.training.checkpoint.lineage import CommitRef
-from ebbflow.training.checkpoint.manifest import Save
+from ebbflow.training.checkpoint.manifest import CheckpointId
 from ebbflow.training.checkpoint.verified_io import Deadline
 from ebbflow.training.errors import CheckpointError, GenerationSuperseded, NoRoom
 
@@ -143,17 +143,17 @@ class UploadCost(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flight:
+class InflightSave:
     """A save that was handed to the uploader. began: time.monotonic() when it was asked for. size: of this rank."""
 
-    save: Save
+    save: CheckpointId
     began: float
     deadline: Deadline
     size: int
     stall_seconds: float
 
 
-class Flights:
+class SaveTracker:
     """Hands saves to the uploader, at most one at a time, and keeps what is known of them."""
 
     def __init__(
@@ -168,14 +168,14 @@ class Flights:
         self._waiting = waiting
         self._rank = rank
         self._emit = emit
-        self._under_way: Flight | None = None
+        self._under_way: InflightSave | None = None
         self._seconds_per_byte: float | None = None
         self.durable: tuple[int, float] | None = None
         self._failures = 0
         self._superseded: str | None = None
         self._abandoned: int | None = None
         self._no_room = False
-        self.last: Flight | None = None
+        self.last: InflightSave | None = None
         self.last_commit: CommitRef | None = None
         self.last_failure: str | None = None
         self.failed_step: int | None = None
@@ -197,7 +197,7 @@ class Flights:
             left = max(usual - (time.monotonic() - self._under_way.began), 0.0)
         return left + size * self._seconds_per_byte
 
-    def submit(self, flight: Flight, *, command: str, **more: Any) -> None:
+    def submit(self, flight: InflightSave, *, command: str, **more: Any) -> None:
         seconds = max(flight.deadline.remaining_seconds, 1.0)
         self.uploader.ask({"command": command, "save": flight.save.__dict__, "seconds": seconds, **more})
         self._under_way = self.last = flight

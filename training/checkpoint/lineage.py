@@ -3,7 +3,7 @@
 A record names the commit that its generation started from. Walked from the newest generation back they make a chain:
 of an ancestor only the commits up to the step that its child started from count.
 
-A commit counts when it is part of the newest generation's history (`Chain`): so a zombie's late commit and the steps
+A commit counts when it is part of the newest generation's history (`LineageChain`): a zombie's late commit and steps
 abandoned by a rewind are never restored, although their step is higher. A generation saves only steps after the one
 it starts from. So of those that count, the newest is the one with the highest step; and as commits are listed with the
 highest step first, the first that counts is found on the first page, unless 1,000 that do not count are in its way.
@@ -33,7 +33,7 @@ from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.manifest import VERSION, Manifest
 from ebbflow.training.checkpoint.reader import find_problem_in_new_process
 from ebbflow.training.checkpoint.signing import Signer, signer
-from ebbflow.training.checkpoint.verified_io import fetched, pauses, put_settled, seal, unseal
+from ebbflow.training.checkpoint.verified_io import backoff_pauses, fetch_verified, put_verified, seal, unseal
 from ebbflow.training.errors import (
     CheckpointError,
     CorruptCommit,
@@ -66,7 +66,7 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
     """A generation as it is on record, with its parent. Raises DamagedLineage, and ObjectNotFound without a record."""
     key = generation_key(number, generation_id)
     try:
-        record = fetched(job_store, key, unseal, f"{job_store.uri}/{key}")
+        record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
     except CorruptCommit as error:
         raise DamagedLineage(str(error)) from error
     if (record["generation"], record["id"]) != (number, generation_id):
@@ -74,32 +74,32 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
     return Generation(number, generation_id, record["parent"], record["parent_step"])
 
 
-def went_back_to(job_store: Store, opened: Generation, actual: Generation) -> None:
+def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> None:
     """Amend the record of a generation: the parent it was opened with cannot be restored, `actual` names an older one.
 
     Until then the steps of its ancestors between the two would count, though this generation has left them. To be
     called by one process, before the generation's first save. Raises StoreError, CorruptCommit.
     """
     key = generation_key(opened.number, opened.id)
-    record = fetched(job_store, key, unseal, f"{job_store.uri}/{key}")
+    record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
     start = {"parent": actual.parent, "parent_step": actual.parent_step, "refused": opened.parent}
-    put_settled(job_store, key, seal({**record, **start}))
+    put_verified(job_store, key, seal({**record, **start}))
 
 
-def newest_number(job_store: Store, *, near: int = 0) -> int:
-    """The highest generation number on record, 0 when there is none. near: see `Records`."""
-    return Records(job_store, near=near).newest
+def newest_generation_number(job_store: Store, *, near: int = 0) -> int:
+    """The highest generation number on record, 0 when there is none. near: see `GenerationRecords`."""
+    return GenerationRecords(job_store, near=near).newest
 
 
-def listed_ids(job_store: Store, generation: Generation) -> list[str]:
+def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
     """Ids on record under the number of `generation`, as soon as its own is listed.
 
     A listing may lag behind the puts. Who waits to see itself also sees the rivals that saw themselves before; and a
     generation that goes on has been listed, so that the next launcher does not give its number again. Raises StoreAway.
     """
     limit = time.monotonic() + LISTING_SECONDS
-    for pause in pauses(longest_seconds=0.5):
-        ids = Records(job_store, near=generation.number).ids(generation.number)
+    for pause in backoff_pauses(longest_seconds=0.5):
+        ids = GenerationRecords(job_store, near=generation.number).ids(generation.number)
         if generation.id in ids:
             return ids
         if time.monotonic() >= limit:
@@ -111,7 +111,7 @@ def listed_ids(job_store: Store, generation: Generation) -> list[str]:
     )
 
 
-class Records:
+class GenerationRecords:
     """Ids by generation number, from the names of the records alone, a page around the numbers that are asked for.
 
     near: a number not above the newest, as far as is known. The listing begins a little before it, and takes one
@@ -146,7 +146,7 @@ class Records:
         self._ids |= {number: ids for number, ids in found.items() if last is None or number <= last}
 
 
-class Chain:
+class LineageChain:
     """What the newest generation inherits. Reads the records one by one, back to the one that a question is about.
 
     Raises DamagedLineage for a record that is missing or wrong, TwoLaunchers for a number with two of them.
@@ -154,7 +154,7 @@ class Chain:
 
     def __init__(self, job_store: Store, *, near: int = 0) -> None:
         self._store = job_store
-        self._records = Records(job_store, near=near)
+        self._records = GenerationRecords(job_store, near=near)
         self.newest = self._records.newest
         if self.newest < near:  # a commit was seen of it: to go on without it would be to start anew, silently
             raise DamagedLineage(
@@ -206,7 +206,7 @@ class Chain:
 # What a start is given to restore. When none of so many verifies they are quarantined, and the next start gets others.
 CANDIDATES = 16
 FROM_SCRATCH = "from-scratch"  # a permit: see ebbflow.training.checkpoint.rollback
-AFRESH = ""  # instead of a parent: from nothing, though there are commits
+NO_PARENT = ""  # instead of a parent: from nothing, though there are commits
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class CommitRef:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedCommit:
     """A commit and its standing. unreachable_because: None when it counts. modified: Unix time of its manifest.
 
     refused: it would count, were it signed. That says nothing of damage, so it is not deleted for it.
@@ -238,11 +238,11 @@ class Traced:
 
 
 @dataclass
-class Opening:
+class GenerationOpening:
     """All tries at one start of the gang. number: the highest that one of them has put a record under, 0: none.
 
     A put that was given up may yet arrive. Under a number and id that are tried again it would undo what was recorded
-    since (its parent, `went_back_to`). So no try takes a number that one before it took: what arrives late is a start
+    since (its parent, `amend_parent`). So no try takes a number that one before it took: what arrives late is a start
     that never was, and that no start descends from. It is a rival only where another attempt took that number before.
     """
 
@@ -256,19 +256,19 @@ def open_generation(
     run: str,
     attempt: int,
     parent: str | None = None,
-    opening: Opening | None = None,
+    opening: GenerationOpening | None = None,
 ) -> Generation:
     """Number, name and record the next start of the gang; its parent is the newest reachable commit that reads well.
 
-    parent: start from this commit instead (a rewind: what came after it no longer counts), or `AFRESH`. opening: the
+    parent: start from this commit instead (a rewind: what came after it no longer counts), or `NO_PARENT`. opening: the
     same for each try at one start. To be called by one process per start. Raises NothingToRestore where none of the
     job's commits can be restored and no permit allows to begin anew, UnreliableReader where this process reads a
     manifest wrongly, and TwoLaunchers when another opened the same number meanwhile, after withdrawing its own.
     """
-    opening = opening or Opening()
+    opening = opening or GenerationOpening()
     seen = _seen_number(job_store)
-    number = max(newest_number(job_store, near=seen), opening.number) + 1
-    if parent == AFRESH:
+    number = max(newest_generation_number(job_store, near=seen), opening.number) + 1
+    if parent == NO_PARENT:
         chosen = None
     else:
         chosen = _sound_parent(job_store) if parent is None else _given_parent(job_store, parent)
@@ -277,7 +277,7 @@ def open_generation(
             cause = f"none of its {len(lost)} commits can be restored, the newest of step {lost[0].step}"
             cause += f": {refused}" if refused else ""
             if max(ref.generation for ref in lost) > permitted_generation(job_store, FROM_SCRATCH):
-                raise nothing_to_restore(job_store, cause)
+                raise nothing_to_restore_error(job_store, cause)
             print(
                 f"checkpoint: WARNING: {job_store.uri}: {cause}; begin anew, as permitted", file=sys.stderr, flush=True
             )
@@ -295,7 +295,7 @@ def open_generation(
     key = generation_key(number, generation.id)
     opening.number = number
     job_store.put(key, seal(record))
-    others = [i for i in listed_ids(job_store, generation) if i != generation.id]
+    others = [i for i in await_listed_ids(job_store, generation) if i != generation.id]
     if others:  # whoever sees the other withdraws: then at most one goes on, whatever the order
         job_store.delete(key)
         rivals = ", ".join(generation_key(number, i) for i in others)
@@ -311,7 +311,7 @@ def open_generation(
     return generation
 
 
-def nothing_to_restore(job_store: Store, cause: str) -> NothingToRestore:
+def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
     """The end of a start that would lose every commit of the job."""
     return NothingToRestore(
         f"{job_store.uri}: {cause}; nothing was started; hint: where `ebbflow checkpoints verify "
@@ -346,7 +346,7 @@ def _newest_with_refusals(job_store: Store) -> Iterator[tuple[CommitRef, str]]:
     chain, out, signs = None, set(), signer()
     for page in _commit_pages(job_store):
         if chain is None:
-            chain = Chain(job_store, near=max(ref.generation for ref, _ in page))
+            chain = LineageChain(job_store, near=max(ref.generation for ref, _ in page))
             out = _names(job_store, "quarantine") | _names(job_store, "tombstones")
         for ref, _ in page:
             if ref.sha256 not in out and chain.counts(ref.generation, ref.step):
@@ -379,14 +379,14 @@ def reachable_commits(job_store: Store, *, limit: int | None = None) -> list[Com
     return list(islice(newest_commits(job_store), limit))
 
 
-def trace_lineage(job_store: Store) -> list[Traced]:
+def trace_lineage(job_store: Store) -> list[TracedCommit]:
     """All commits: the reachable ones first, then the others, each with its reason; both with the newest first."""
     found = [commit for page in _commit_pages(job_store) for commit in page]
     if not found:
         return []
     quarantined = _names(job_store, "quarantine")
     tombstones = _names(job_store, "tombstones")
-    chain = Chain(job_store, near=max(ref.generation for ref, _ in found))
+    chain = LineageChain(job_store, near=max(ref.generation for ref, _ in found))
     limits, newest = chain.back_to(min(ref.generation for ref, _ in found)), chain.newest
     signs = signer()
     traced = []
@@ -401,7 +401,7 @@ def trace_lineage(job_store: Store) -> list[Traced]:
         elif ref.step > (limit := limits[ref.generation]):
             reason = f"generation {ref.generation} was left at step {int(limit)}"
         refused = _refusal(signs, job_store, ref) if reason is None else ""
-        traced.append(Traced(ref, refused or reason, modified, refused=bool(refused)))
+        traced.append(TracedCommit(ref, refused or reason, modified, refused=bool(refused)))
     return sorted(traced, key=lambda t: (t.unreachable_because is not None, t.ref.key))  # the key inverts the numbers
 
 
@@ -428,13 +428,13 @@ def _names(job_store: Store, prefix: str) -> set[str]:
     return {meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(prefix)}
 
 
-def reads_well(job_store: Store, ref: CommitRef) -> bool:
+def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
     """Whether a generation can be opened from this commit; says so where it cannot.
 
     A manifest that reads badly here is read again by a new process. Raises UnreliableReader when that finds it sound.
     """
     try:
-        fetched(job_store, ref.key, Manifest.from_bytes)
+        fetch_verified(job_store, ref.key, Manifest.from_bytes)
     except (CorruptCommit, ObjectNotFound) as error:
         if isinstance(error, CorruptCommit) and not find_problem_in_new_process(job_store.uri, ref.key):
             raise UnreliableReader(
@@ -447,7 +447,7 @@ def reads_well(job_store: Store, ref: CommitRef) -> bool:
 
 
 def _sound_parent(job_store: Store) -> CommitRef | None:
-    return next((ref for ref in newest_commits(job_store) if reads_well(job_store, ref)), None)
+    return next((ref for ref in newest_commits(job_store) if is_readable_commit(job_store, ref)), None)
 
 
 def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
@@ -455,13 +455,13 @@ def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
     found = [ref for page in _commit_pages(job_store) for ref, _ in page]
     if not found:
         return []
-    chain, gone = Chain(job_store, near=max(ref.generation for ref in found)), _names(job_store, "tombstones")
+    chain, gone = LineageChain(job_store, near=max(ref.generation for ref in found)), _names(job_store, "tombstones")
     return [ref for ref in found if ref.sha256 not in gone and chain.counts(ref.generation, ref.step)]
 
 
 def _given_parent(job_store: Store, key: str) -> CommitRef:
     ref = CommitRef.from_key(key)
-    fetched(job_store, key, Manifest.from_bytes)
+    fetch_verified(job_store, key, Manifest.from_bytes)
     if (signs := signer()) is not None:
         signs.check(job_store, key)
     for name in (quarantine_key(ref.sha256), tombstone_key(ref.sha256)):

@@ -24,7 +24,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Save:
+class CheckpointId:
     """Which save: what all its objects agree on. `generation` is the generation's name, with its random id."""
 
     job: str
@@ -38,7 +38,7 @@ class Save:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class IndexEntry:
     """A box of one tensor: `sizes` elements from `offsets` in a tensor of `shape`, `length` bytes at `start`."""
 
     name: str
@@ -53,7 +53,7 @@ class Item:
         return [self.name, self.dtype, self.shape, self.offsets, self.sizes, self.start, self.length]
 
     @classmethod
-    def from_json(cls, row: Sequence[Any]) -> Item:
+    def from_json(cls, row: Sequence[Any]) -> IndexEntry:
         name, dtype, shape, offsets, sizes, start, length = row
         boxes = {"shape": tuple(shape), "offsets": tuple(offsets), "sizes": tuple(sizes)}
         return cls(name=name, dtype=dtype, start=start, length=length, **boxes)
@@ -92,10 +92,10 @@ class RankIndex:
     hmac: of the rest and the index's key, where commits are signed (`signing.Signer`). Else empty, and not written.
     """
 
-    save: Save
+    save: CheckpointId
     rank: int
     data: DataObject
-    items: tuple[Item, ...]
+    items: tuple[IndexEntry, ...]
     common: dict[str, Any] | None = None
     hmac: str = ""
 
@@ -119,7 +119,7 @@ class RankIndex:
                 save=_save_of(document),
                 rank=document["rank"],
                 data=DataObject.from_json(document["data"]),
-                items=tuple(Item.from_json(row) for row in document["items"]),
+                items=tuple(IndexEntry.from_json(row) for row in document["items"]),
                 common=document["common"],
                 hmac=str(document.get("hmac", "")),
             )
@@ -128,7 +128,7 @@ class RankIndex:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """Where a box of a tensor lies: in the data object of `rank`, `length` bytes at `start`."""
 
     rank: int
@@ -144,14 +144,14 @@ class TensorEntry:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A commit. indexes: SHA-256 of each rank's index. common: extra, optimizer settings, key of the parent commit."""
 
-    save: Save
+    save: CheckpointId
     data: tuple[DataObject, ...]
     indexes: tuple[str, ...]
     tensors: dict[str, TensorEntry]
@@ -231,11 +231,11 @@ class Manifest:
                     yield f"{name}: a piece lies in the object of rank {piece.rank}, of {len(self.data)}"
                 elif piece.start < 0 or piece.start + piece.length > (size := self.data[piece.rank].size):
                     yield f"{name}: bytes {piece.start} to {piece.start + piece.length} of an object of {size}"
-                elif math.prod(piece.sizes) * item_bytes(entry.dtype) != piece.length:
+                elif math.prod(piece.sizes) * dtype_bytes(entry.dtype) != piece.length:
                     yield f"{name}: a piece of {list(piece.sizes)} {entry.dtype} cannot have {piece.length} bytes"
 
 
-def merge(save: Save, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
+def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
     """The manifest of the indexes of all ranks, in the order of ranks.
 
     Raises CheckpointError when an index is of another save or names another data object than its rank's, or when the
@@ -246,7 +246,7 @@ def merge(save: Save, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
             raise CheckpointError(f"the index of rank {rank} is of rank {index.rank} of {index.save}, not of {save}")
         if index.data.key != (own := data_key(save.generation, save.step, rank)):
             raise CheckpointError(f"the index of rank {rank} names the data object {index.data.key!r}, not {own}")
-    pieces: dict[str, dict[tuple[int, ...], Piece]] = {}
+    pieces: dict[str, dict[tuple[int, ...], TensorPiece]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, _ in indexes:
         for item in index.items:
@@ -254,7 +254,7 @@ def merge(save: Save, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
             if kind != (item.dtype, item.shape):
                 raise CheckpointError(f"{item.name} is {item.dtype} {item.shape} on rank {index.rank}, else {kind}")
             box = {"offsets": item.offsets, "sizes": item.sizes, "start": item.start, "length": item.length}
-            pieces.setdefault(item.name, {}).setdefault(item.offsets, Piece(rank=index.rank, **box))
+            pieces.setdefault(item.name, {}).setdefault(item.offsets, TensorPiece(rank=index.rank, **box))
     tensors = {name: _entry(name, kinds[name], boxes) for name, boxes in pieces.items()}
     return Manifest(
         save=save,
@@ -265,13 +265,13 @@ def merge(save: Save, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
     )
 
 
-def item_bytes(dtype: str) -> int:
+def dtype_bytes(dtype: str) -> int:
     """Bytes of one element, by torch's name of the type: its first number is in bits, and `bool` has none."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1
 
 
-def _entry(name: str, kind: tuple[str, tuple[int, ...]], boxes: dict[tuple[int, ...], Piece]) -> TensorEntry:
+def _entry(name: str, kind: tuple[str, tuple[int, ...]], boxes: dict[tuple[int, ...], TensorPiece]) -> TensorEntry:
     dtype, shape = kind
     covered = sum(math.prod(piece.sizes) for piece in boxes.values())
     if covered != math.prod(shape):
@@ -279,13 +279,13 @@ def _entry(name: str, kind: tuple[str, tuple[int, ...]], boxes: dict[tuple[int, 
     return TensorEntry(dtype=dtype, shape=shape, pieces=tuple(boxes[offsets] for offsets in sorted(boxes)))
 
 
-def _piece(row: Sequence[Any]) -> Piece:
+def _piece(row: Sequence[Any]) -> TensorPiece:
     rank, offsets, sizes, start, length = row
-    return Piece(rank=rank, offsets=tuple(offsets), sizes=tuple(sizes), start=start, length=length)
+    return TensorPiece(rank=rank, offsets=tuple(offsets), sizes=tuple(sizes), start=start, length=length)
 
 
-def _save_of(document: dict[str, Any]) -> Save:
-    return Save(**{name: document[name] for name in ("job", "generation", "step", "world_size")})
+def _save_of(document: dict[str, Any]) -> CheckpointId:
+    return CheckpointId(**{name: document[name] for name in ("job", "generation", "step", "world_size")})
 
 
 def _check_version(document: dict[str, Any], key: str) -> None:

@@ -35,13 +35,13 @@ from ebbflow.infra.store.folder import ABANDONABLE
 from ebbflow.training.checkpoint.manifest import DataObject, Manifest, RankIndex
 from ebbflow.training.checkpoint.signing import signer
 from ebbflow.training.checkpoint.verified_io import (
-    HOPELESS,
+    NOT_RETRIED,
     Deadline,
-    digits,
-    fetched,
-    pauses,
+    backoff_pauses,
+    crc_digits,
+    crc_of_pieces,
+    fetch_verified,
     sha256_text,
-    sum_of_pieces,
 )
 from ebbflow.training.errors import CheckpointError, CorruptCommit
 
@@ -49,7 +49,7 @@ _MOST_PIECES = 512  # of one read; of more and smaller ones a copy is cheaper th
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedRange:
     """`len(view)` bytes from `start` of data object number `object`, to be put into `view`, which can be written."""
 
     object: int
@@ -101,7 +101,7 @@ class ChunkRead:
             part.view[:] = data[part.at : part.at + len(part.view)]
 
 
-def plan_chunks(wanted: Iterable[Wanted], objects: Sequence[DataObject]) -> list[ChunkRead]:
+def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) -> list[ChunkRead]:
     """Each chunk that is needed, once, in the order of the bytes. Raises CorruptCommit beyond an object's end."""
     parts: dict[tuple[int, int], list[_Part]] = defaultdict(list)
     for want in wanted:
@@ -136,7 +136,7 @@ def read_manifest(store: Store, key: str) -> Manifest:
     """
     signs = signer()
     try:
-        manifest = fetched(store, key, Manifest.from_bytes)
+        manifest = fetch_verified(store, key, Manifest.from_bytes)
     except ObjectNotFound as error:
         raise CorruptCommit(f"{key}: there is no such commit") from error
     return manifest if signs is None else signs.check_manifest(store, key, manifest)
@@ -172,7 +172,7 @@ class VerifiedReader:
         self._scratch = threading.local()
         self.figures = ReadFigures()
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
+    def read(self, wanted: Iterable[WantedRange]) -> None:
         """Fill what is wanted with verified bytes.
 
         Raises CorruptCommit; StoreError when the store cannot be read, which says nothing of the commit. What was
@@ -251,7 +251,7 @@ class VerifiedReader:
         A store in trouble is asked again for a while.
         """
         deadline = Deadline(_PATIENCE_SECONDS)
-        for tries, pause in enumerate(pauses(first_seconds=0.05), start=1):
+        for tries, pause in enumerate(backoff_pauses(first_seconds=0.05), start=1):
             try:
                 if not self._local:
                     return self._fetch_remote(data, chunk)
@@ -261,7 +261,7 @@ class VerifiedReader:
                 raise
             except StoreError as error:
                 found = self._judged(data, error)
-                if found is not error or isinstance(error, HOPELESS) or tries == _TRIES:
+                if found is not error or isinstance(error, NOT_RETRIED) or tries == _TRIES:
                     raise found from error
                 if deadline.remaining_seconds <= pause:
                     raise
@@ -275,7 +275,7 @@ class VerifiedReader:
         value, sha256, mark = 0, hashlib.sha256() if data.sha256 else None, time.perf_counter()
         for block in read_blocks(self._store, data.key, chunk.start, buffers, block_bytes=_BLOCK_BYTES):
             read = time.perf_counter()
-            value = sum_of_pieces(block, value)
+            value = crc_of_pieces(block, value)
             for piece in block if sha256 is not None else ():
                 sha256.update(piece)
             summed = time.perf_counter()
@@ -289,7 +289,7 @@ class VerifiedReader:
         began = time.perf_counter()
         received = memoryview(self._store.get_range(data.key, chunk.start, chunk.length))
         read = time.perf_counter()
-        value = _sum_text(sum_of_pieces([received]), hashlib.sha256(received) if data.sha256 else None)
+        value = _sum_text(crc_of_pieces([received]), hashlib.sha256(received) if data.sha256 else None)
         summed = time.perf_counter()
         chunk.place(received)
         self.figures.add(chunk.length, read - began, summed - read, time.perf_counter() - summed)
@@ -317,7 +317,7 @@ class VerifiedReader:
 
 
 def _sum_text(crc: int, sha256: hashlib._Hash | None) -> str:
-    return digits(crc) if sha256 is None else f"{digits(crc)} {sha256.hexdigest()}"
+    return crc_digits(crc) if sha256 is None else f"{crc_digits(crc)} {sha256.hexdigest()}"
 
 
 def _forget_cached(path: Path | None, start: int, length: int) -> None:
@@ -401,7 +401,7 @@ def verify_commit(store: Store, key: str) -> list[str]:
     return [*inside, *_index_problems(store, manifest), *_data_problems(store, manifest)]
 
 
-def uncommitted_saves(store: Store) -> Iterator[tuple[int, str]]:
+def find_uncommitted(store: Store) -> Iterator[tuple[int, str]]:
     """(step, index prefix) of saves that all ranks finished and no manifest names.
 
     A manifest that is lost looks the same as a save that is just being committed or deleted, or whose processes were
@@ -423,7 +423,7 @@ def uncommitted_saves(store: Store) -> Iterator[tuple[int, str]]:
             continue
         step = int(text)
         with contextlib.suppress(CorruptCommit, ObjectNotFound):
-            first = fetched(store, index_key(generation, step, 0), RankIndex.from_bytes)
+            first = fetch_verified(store, index_key(generation, step, 0), RankIndex.from_bytes)
             if all(index_key(generation, step, rank) in keys for rank in range(first.save.world_size)):
                 yield step, index_prefix(generation, step)
 

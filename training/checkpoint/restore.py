@@ -26,7 +26,7 @@ from ebbflow.infra.errors import InfraError, StoreAway, StoreError, StoreHung
 from ebbflow.infra.layout import quarantine_key
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
-from ebbflow.training.checkpoint.lineage import CommitRef, nothing_to_restore, reachable_commits
+from ebbflow.training.checkpoint.lineage import CommitRef, nothing_to_restore_error, reachable_commits
 from ebbflow.training.checkpoint.manifest import VERSION
 from ebbflow.training.checkpoint.reader import find_problem_in_new_process, read_manifest
 from ebbflow.training.checkpoint.state import apply_settings, prepare_for_loading, reseed_rng, restore_rng, rng_name
@@ -51,14 +51,14 @@ _REFUSED = "refused"  # its signature is missing or wrong
 _AWAY = "away"  # the store, for one rank at least
 _UNRELIABLE = "unreliable"  # a reader, and not the commit
 # (commit key, data object or "", chunk or None) → the problem that another process finds there, "" for none.
-SecondReader = Callable[[str, str, int | None], str]
+ReadAgain = Callable[[str, str, int | None], str]
 # Before a commit is read again that the store would not give to all. A generation is not lost for it: three of them for
 # the same reason would look like a crash loop.
 _AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rejected:
+class RejectedCommit:
     """A commit that was passed over since it is damaged, or refused for its signature.
 
     extra: what it carried, None when nobody can read it.
@@ -75,7 +75,7 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreSeconds:
-    """Where the time of one rank's restore went. They add up to `Restored.seconds`.
+    """Where the time of one rank's restore went. They add up to `RestoreResult.seconds`.
 
     list: manifests, and what was tried in vain. download, verify, load: of the bytes, from the store, against their
     sums, into the memory of model and optimizer; these go on at once in several threads, and the time by the clock is
@@ -90,7 +90,7 @@ class RestoreSeconds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restored:
+class RestoreResult:
     """What was restored. The fields are the same on all ranks, but for bytes_read, seconds and split (this rank's).
 
     rng: "restored" bit for bit, or "reseeded from the commit" when it has none for this world size. rejected: newest
@@ -105,7 +105,7 @@ class Restored:
     bytes_read: int
     seconds: float
     split: RestoreSeconds
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[RejectedCommit] = field(default_factory=list)
 
 
 def restore_newest(
@@ -117,8 +117,8 @@ def restore_newest(
     world_size: int,
     *,
     node: int = 0,
-    read_again: SecondReader | None = None,
-) -> Restored | None:
+    read_again: ReadAgain | None = None,
+) -> RestoreResult | None:
     """Try the candidates in order until all ranks have verified one; None when there are no candidates.
 
     Model and optimizer are filled in place; when an exception leaves this function they are not to be used. node: of
@@ -126,7 +126,7 @@ def restore_newest(
     first, and NothingToRestore when no commit of the job is left.
     """
     began = time.monotonic()
-    rejected: list[Rejected] = []
+    rejected: list[RejectedCommit] = []
     reader = _Reader(rank, world_size, node, read_again or functools.partial(find_problem_in_new_process, store.uri))
     for key in candidates:
         attempted, loaded, verdict, agree = _patient_attempt(store, key, model, optimizer, reader)
@@ -136,7 +136,7 @@ def restore_newest(
                 time.sleep(_SUSPECT_FIRST_SECONDS)
             raise UnreliableReader(reason)
         if kind in (_CORRUPT, _MISPLACED, _REFUSED):
-            rejected.append(Rejected(key=key, reason=reason, extra=_extra(store, key)))
+            rejected.append(RejectedCommit(key=key, reason=reason, extra=_extra(store, key)))
             if rank == 0:
                 _report(store, key, reason, kind)
             continue
@@ -148,7 +148,7 @@ def restore_newest(
         if rejected and rank == 0:
             _report_loss(rejected, key)
         manifest, total = loaded.reader.manifest, time.monotonic() - began
-        return Restored(
+        return RestoreResult(
             step=manifest.save.step,
             extra=manifest.common["extra"],
             key=key,
@@ -163,7 +163,7 @@ def restore_newest(
         reasons = "; ".join(f"{bad.key}: {bad.reason}" for bad in rejected)
         tried = {bad.key for bad in rejected}
         if all(ref.key in tried for ref in reachable_commits(store)):
-            raise nothing_to_restore(store, f"none of {len(rejected)} commits verifies: {reasons}")
+            raise nothing_to_restore_error(store, f"none of {len(rejected)} commits verifies: {reasons}")
         raise CheckpointError(f"{store.uri}: none of {len(rejected)} commits verifies; there are older ones: {reasons}")
     return None
 
@@ -183,7 +183,7 @@ class _Reader:
     rank: int
     world_size: int
     node: int
-    read_again: SecondReader
+    read_again: ReadAgain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +299,7 @@ def _signature_disagreement(verdicts: Sequence[_Verdict]) -> str:
 
 
 def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _Verdict:
-    tasks = second_readers([verdict.node for verdict in verdicts], [verdict.doubts for verdict in verdicts])
+    tasks = assign_second_readers([verdict.node for verdict in verdicts], [verdict.doubts for verdict in verdicts])
     found: dict[str, list[str]] = {}
     for doubting, second in tasks:
         if second == reader.rank:
@@ -332,7 +332,7 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
     return _Verdict(kind=_UNRELIABLE, reason=reason, suspects=tuple(rank for rank, _ in tasks))
 
 
-def second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> list[tuple[int, int]]:
+def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> list[tuple[int, int]]:
     """(rank that doubts, rank that reads again) for the first rank that doubts of each node, a few at most.
 
     A rank of another node reads again, of those that do not doubt where there are any. With one node it is the rank
@@ -406,7 +406,7 @@ def _extra(store: Store, key: str) -> dict[str, Any] | None:
         return None
 
 
-def _report_loss(rejected: list[Rejected], key: str) -> None:
+def _report_loss(rejected: list[RejectedCommit], key: str) -> None:
     lost, left = rejected[0].step, CommitRef.from_key(key).step
     print(
         f"checkpoint: {lost - left} committed steps are lost: from {lost} back to {left}", file=sys.stderr, flush=True

@@ -31,10 +31,10 @@ from ebbflow.infra.layout import (
 )
 from ebbflow.infra.store import ObjectMeta, Store
 from ebbflow.infra.store.objects import StoreClock
-from ebbflow.training.checkpoint.lineage import CommitRef, Traced, newest_number, trace_lineage
-from ebbflow.training.checkpoint.manifest import VERSION, Manifest, Save
+from ebbflow.training.checkpoint.lineage import CommitRef, TracedCommit, newest_generation_number, trace_lineage
+from ebbflow.training.checkpoint.manifest import VERSION, CheckpointId, Manifest
 from ebbflow.training.checkpoint.signing import signer
-from ebbflow.training.checkpoint.verified_io import fetched, seal, unseal
+from ebbflow.training.checkpoint.verified_io import fetch_verified, seal, unseal
 from ebbflow.training.errors import CorruptCommit, GenerationSuperseded
 
 
@@ -69,7 +69,7 @@ class RetentionPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class WholeCommit:
     """What the choice looks at. size: bytes of data. metric: None without one, or where it is not finite."""
 
     sha256: str
@@ -79,7 +79,7 @@ class Kept:
     pinned: bool = False
 
 
-def choose(commits: Sequence[Kept], policy: RetentionPolicy) -> dict[str, str]:
+def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> dict[str, str]:
     """Reason by SHA-256 of each of the whole commits, newest of the lineage first, that is to be kept."""
     last = list(commits[: policy.keep_last])
     every = _first_of_each_window(commits, policy.keep_every_steps)
@@ -94,14 +94,14 @@ def choose(commits: Sequence[Kept], policy: RetentionPolicy) -> dict[str, str]:
     return {sha256: ", ".join(found) for sha256, found in reasons.items() if sha256 not in dropped}
 
 
-def with_room(commits: Sequence[Kept], policy: RetentionPolicy) -> RetentionPolicy:
+def policy_with_room(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> RetentionPolicy:
     """For a store that is full: what makes room for two more like the newest of the whole commits."""
-    kept = choose(commits, policy)
+    kept = choose_commits(commits, policy)
     total = sum(commit.size for commit in commits if commit.sha256 in kept)
     return replace(policy, max_total_bytes=max(total - 2 * commits[0].size, 0))
 
 
-def metric_of(extra: Mapping[str, Any], step: int, name: str) -> float | None:
+def metric_at_step(extra: Mapping[str, Any], step: int, name: str) -> float | None:
     """The metric that was measured of this very step's weights, from what the commit carries."""
     metrics = extra.get("metrics")
     if not isinstance(metrics, Mapping) or metrics.get("step") != step:
@@ -110,9 +110,9 @@ def metric_of(extra: Mapping[str, Any], step: int, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _first_of_each_window(commits: Sequence[Kept], steps: int | None) -> list[Kept]:
+def _first_of_each_window(commits: Sequence[WholeCommit], steps: int | None) -> list[WholeCommit]:
     """Oldest first. A later commit never takes the place of one that was chosen before."""
-    firsts: dict[int, Kept] = {}
+    firsts: dict[int, WholeCommit] = {}
     for commit in commits if steps else ():
         window = commit.step // steps
         if window and (window not in firsts or commit.step < firsts[window].step):
@@ -121,7 +121,11 @@ def _first_of_each_window(commits: Sequence[Kept], steps: int | None) -> list[Ke
 
 
 def _beyond_cap(
-    commits: Sequence[Kept], kept: Mapping[str, Any], policy: RetentionPolicy, *, expendable: Sequence[Kept]
+    commits: Sequence[WholeCommit],
+    kept: Mapping[str, Any],
+    policy: RetentionPolicy,
+    *,
+    expendable: Sequence[WholeCommit],
 ) -> set[str]:
     """A commit that several rules keep goes only with the last of them."""
     if policy.max_total_bytes is None:
@@ -157,9 +161,9 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
     except StoreError:
         if not full:
             raise
-    if (number := newest_number(store, near=newest)) > newest:
+    if (number := newest_generation_number(store, near=newest)) > newest:
         store.delete(tombstone_key(ref.sha256))
-        raise superseded(store, number, newest)
+        raise superseded_error(store, number, newest)
     if store.head(pin_key(ref.sha256)) is not None:
         store.delete(tombstone_key(ref.sha256))
         return False
@@ -174,7 +178,7 @@ def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: Fal
     """
     for meta in store.list("tombstones"):
         try:
-            tombstone = fetched(store, meta.key, unseal, f"{store.uri}/{meta.key}")
+            tombstone = fetch_verified(store, meta.key, unseal, f"{store.uri}/{meta.key}")
         except (ObjectNotFound, CorruptCommit):
             continue  # another process was faster, or nobody can say what it was about
         sha256 = CommitRef.from_key(tombstone["key"]).sha256
@@ -199,7 +203,7 @@ def delete_all(store: Store, keys: Iterable[str], interrupted: Callable[[], bool
         list(pool.map(delete, keys))
 
 
-def superseded(store: Store, number: int, ours: int) -> GenerationSuperseded:
+def superseded_error(store: Store, number: int, ours: int) -> GenerationSuperseded:
     return GenerationSuperseded(
         f"{store.uri}: generation {number} was opened while generation {ours} was running; "
         "what this gang commits from now on would never be restored"
@@ -270,7 +274,7 @@ _SWEEPS_PER_LIMIT = 4  # an orphan is gone at the latest at 1¼ of its limit, wh
 
 
 @dataclass(frozen=True)
-class Choice:
+class RetentionChoice:
     """keep: reason by commit. delete: with the name of its generation, None where its manifest cannot be read."""
 
     keep: dict[CommitRef, str]
@@ -286,7 +290,7 @@ class Retention:
         self._swept = float("-inf")
         self._clock = StoreClock()
 
-    def run(self, store: Store, save: Save, interrupted: Callable[[], bool] = lambda: False) -> list[CommitRef]:
+    def run(self, store: Store, save: CheckpointId, interrupted: Callable[[], bool] = lambda: False) -> list[CommitRef]:
         """Delete what need not be kept after `save` was committed; returns what was deleted.
 
         interrupted: whether there is something better to do. Then one commit goes, as one has come, and the rest waits.
@@ -295,7 +299,7 @@ class Retention:
         end = time.monotonic() + _PATIENCE_SECONDS
         return self._enforce(store, save.generation_number, lambda: interrupted() or time.monotonic() >= end)
 
-    def make_room(self, store: Store, save: Save, *, deadline_seconds: float) -> list[CommitRef]:
+    def make_room(self, store: Store, save: CheckpointId, *, deadline_seconds: float) -> list[CommitRef]:
         """For a store that is full: the least valued commits go, until there is room for two, and orphans of saves
         that are past their deadline. Raises as `run`."""
         limit = min(self._policy.orphan_seconds, max(2 * deadline_seconds, _SHORTEST_ORPHAN_SECONDS))
@@ -308,9 +312,9 @@ class Retention:
     def prune(self, store: Store) -> list[CommitRef]:
         """By hand: until all is done, for whichever generation is the newest."""
         self._swept = float("-inf")
-        return self._enforce(store, newest_number(store), lambda: False)
+        return self._enforce(store, newest_generation_number(store), lambda: False)
 
-    def choose(self, store: Store) -> Choice:
+    def choose_commits(self, store: Store) -> RetentionChoice:
         """What the policy says of the commits that are there; nothing is changed."""
         return self._choose(store, self._policy)
 
@@ -321,8 +325,8 @@ class Retention:
     def _enforce(
         self, store: Store, number: int, interrupted: Callable[[], bool], *, full: bool = False
     ) -> list[CommitRef]:
-        if (newest := newest_number(store, near=number)) > number:
-            raise superseded(store, newest, number)
+        if (newest := newest_generation_number(store, near=number)) > number:
+            raise superseded_error(store, newest, number)
         if newest < number:
             return []  # our own generation is not listed yet: what is, is not the whole truth
         finish_deletions(store, interrupted)
@@ -339,7 +343,7 @@ class Retention:
             self._swept = time.monotonic()
         return deleted
 
-    def _choose(self, store: Store, policy: RetentionPolicy, *, full: bool = False) -> Choice:
+    def _choose(self, store: Store, policy: RetentionPolicy, *, full: bool = False) -> RetentionChoice:
         traced = trace_lineage(store)
         pinned = {meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in store.list("pins")}
         reachable = [found.ref for found in traced if found.unreachable_because is None]
@@ -354,8 +358,8 @@ class Retention:
             if kept is not None and first.setdefault(self._save(ref), ref.sha256) == ref.sha256:
                 whole.append(kept)
         if not whole:
-            return Choice({}, {})
-        reasons = choose(whole, with_room(whole, policy) if full else policy)
+            return RetentionChoice({}, {})
+        reasons = choose_commits(whole, policy_with_room(whole, policy) if full else policy)
         needed = {save for save, sha256 in first.items() if sha256 in reasons}
         keep = {ref: reasons[first[self._save(ref)]] for ref in reachable if self._save(ref) in needed}
         oldest_needed = len(whole[: policy.keep_last])
@@ -374,14 +378,14 @@ class Retention:
                 if self._save(ref) in needed:  # only the record goes: its data is that of a commit that is kept
                     delete[ref] = None
         # The oldest first: when time runs out, what is left is still one unbroken newest part.
-        return Choice(keep, dict(sorted(delete.items(), key=lambda item: (item[0].step, item[0].generation))))
+        return RetentionChoice(keep, dict(sorted(delete.items(), key=lambda item: (item[0].step, item[0].generation))))
 
     def _save(self, ref: CommitRef) -> tuple[str, int] | None:
         """Generation and step, which the keys of the data are made of; None where the manifest cannot be read."""
         manifest = self._manifests.get(ref.sha256)
         return None if manifest is None else (manifest.save.generation, manifest.save.step)
 
-    def _kept(self, store: Store, ref: CommitRef, policy: RetentionPolicy, pinned: set[str]) -> Kept | None:
+    def _kept(self, store: Store, ref: CommitRef, policy: RetentionPolicy, pinned: set[str]) -> WholeCommit | None:
         """None for a commit that is torn: its manifest does not read well, or a data object is not of its size. Bytes
         were verified when they were stored, and are again at restore."""
         manifest = self._manifest(store, ref)
@@ -390,10 +394,12 @@ class Retention:
         sizes = {meta.key: meta.size for meta in store.list(data_prefix(manifest.save.generation, ref.step))}
         if any(sizes.get(data.key) != data.size for data in manifest.data):
             return None
-        metric = metric_of(manifest.common.get("extra") or {}, ref.step, policy.best_metric)
-        return Kept(sha256=ref.sha256, step=ref.step, size=manifest.size, metric=metric, pinned=ref.sha256 in pinned)
+        metric = metric_at_step(manifest.common.get("extra") or {}, ref.step, policy.best_metric)
+        return WholeCommit(
+            sha256=ref.sha256, step=ref.step, size=manifest.size, metric=metric, pinned=ref.sha256 in pinned
+        )
 
-    def _stale(self, store: Store, traced: list[Traced], limit_seconds: float) -> list[CommitRef]:
+    def _stale(self, store: Store, traced: list[TracedCommit], limit_seconds: float) -> list[CommitRef]:
         """What does not count and is older than the limit, by the store's clock."""
         out = [found for found in traced if found.unreachable_because is not None and not found.refused]
         if not out:
@@ -408,7 +414,7 @@ class Retention:
     def _manifest(self, store: Store, ref: CommitRef) -> Manifest | None:
         if ref.sha256 not in self._manifests:
             try:
-                self._manifests[ref.sha256] = fetched(store, ref.key, Manifest.from_bytes)
+                self._manifests[ref.sha256] = fetch_verified(store, ref.key, Manifest.from_bytes)
             except (CorruptCommit, ObjectNotFound):
                 return None
         return self._manifests[ref.sha256]

@@ -18,7 +18,7 @@ from ebbflow.training.checkpoint.lineage import (
     FROM_SCRATCH,
     CommitRef,
     newest_commits,
-    newest_number,
+    newest_generation_number,
     permitted_generation,
 )
 from ebbflow.training.checkpoint.manifest import VERSION
@@ -52,12 +52,12 @@ class MissingCommits:
         }
 
 
-def permit(job_store: Store, *whats: str) -> None:
+def record_permits(job_store: Store, *whats: str) -> None:
     """Record what a person permits for everything that the job has now. Raises StoreError."""
     if not whats:
         return
     events = read_events(job_store)
-    number = max([newest_number(job_store), *(event.generation for event in events)])
+    number = max([newest_generation_number(job_store), *(event.generation for event in events)])
     for what in whats:
         record = {"version": VERSION, "what": what, "generation": number, "t_wall": time.time()}
         job_store.put(permit_key(what, number), seal(record))
@@ -93,7 +93,7 @@ def check_rollback(job_store: Store, events: Sequence[Event]) -> MissingCommits 
     )
 
 
-def newest_generation_known(events: Sequence[Event]) -> int:
+def newest_generation_in_events(events: Sequence[Event]) -> int:
     return max((event.generation for event in events), default=0)
 
 

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ebbflow.training.checkpoint.manifest import ALIGNMENT, Item
+from ebbflow.training.checkpoint.manifest import ALIGNMENT, IndexEntry
 from ebbflow.training.checkpoint.state import named_state
 
 
 @dataclass(frozen=True)
-class Shard:
+class TensorShard:
     """A local tensor and the box of the whole that it is: `local.shape == sizes`."""
 
     name: str
@@ -38,7 +38,7 @@ class Shard:
     sizes: tuple[int, ...]
 
 
-def shards_of_rank(state: dict[str, Tensor], rank: int, world_size: int) -> list[Shard]:
+def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[TensorShard]:
     """What `rank` has to write of `state`, by name; a rank without rows leaves its piece out."""
     sharded = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
     plain = {name: tensor for name, tensor in state.items() if name not in sharded}
@@ -47,7 +47,7 @@ def shards_of_rank(state: dict[str, Tensor], rank: int, world_size: int) -> list
     for name, tensor in plain.items():
         if writers[name] == rank:
             shape = tuple(tensor.shape)
-            shards.append(Shard(name, tensor, shape, (0,) * len(shape), shape))
+            shards.append(TensorShard(name, tensor, shape, (0,) * len(shape), shape))
     ours = _written_replicas(sharded)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(ours, None, True)
@@ -55,7 +55,9 @@ def shards_of_rank(state: dict[str, Tensor], rank: int, world_size: int) -> list
         chunk, tensor = item.tensor_data.chunk, ours[item.index.fqn]
         if math.prod(chunk.sizes) or not tensor.numel():
             local = tensor.to_local()
-            shards.append(Shard(item.index.fqn, local, tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes)))
+            shards.append(
+                TensorShard(item.index.fqn, local, tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes))
+            )
     return sorted(shards, key=lambda shard: (shard.name, shard.offsets))
 
 
@@ -93,23 +95,19 @@ def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
     return chosen
 
 
-def _bytes(tensor: Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
-
-
 _MOMENTS_AT_MOST = 2  # of the optimizers whose settings have betas; one with momentum alone
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """Where each piece goes in a slab: `length` bytes, made of `items`; `number` tells one layout from another."""
 
     number: int
-    items: tuple[Item, ...]
+    items: tuple[IndexEntry, ...]
     length: int
 
 
-class Planner:
+class SavePlanner:
     """For one rank; remembers the last plan."""
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -117,23 +115,23 @@ class Planner:
         self._owner: tuple[nn.Module, Optimizer | None] | None = None
         self._known: list[Tensor] = []
         self._memory: list[int] = []  # where they were: a parameter keeps its identity when its data is replaced
-        self._shards: list[Shard] = []
+        self._shards: list[TensorShard] = []
         self._wholes: list[Tensor] = []  # that the shards were taken from, in their order
         self._shapes: list[tuple[Any, ...]] = []
-        self.layout = Layout(0, (), 0)
+        self.layout = BufferLayout(0, (), 0)
 
     def plan(self, model: nn.Module, optimizer: Optimizer | None, own: dict[str, Tensor]) -> list[Tensor]:
         """The tensors to copy, as `self.layout` has them. own: more of this rank's, which are new at each save."""
         if not self._is_known(model, optimizer):
             state = named_state(model, optimizer)
-            self._shards = shards_of_rank(state, self._rank, self._world_size)
+            self._shards = assign_shards(state, self._rank, self._world_size)
             self._wholes = [state[shard.name] for shard in self._shards]
             # Taken after the state: naming it may bring a module's parameters back into their sharded form.
             self._known = _tensors(model, optimizer)
             self._memory = [_address(tensor) for tensor in self._known]
             self._owner = (model, optimizer)
         sources = [whole.to_local() if isinstance(whole, DTensor) else whole for whole in self._wholes]
-        shards = self._shards + shards_of_rank(own, 0, 1)
+        shards = self._shards + assign_shards(own, 0, 1)
         sources += [shard.local for shard in shards[len(self._shards) :]]
         shapes = [(shard.name, shard.offsets, shard.sizes, shard.local.dtype) for shard in shards]
         if shapes != self._shapes:
@@ -147,7 +145,7 @@ class Planner:
 
     def expected_bytes(self, model: nn.Module, optimizer: Optimizer | None) -> int:
         """How much a save will need, before the optimizer's first step too: an estimate on the high side."""
-        shards = shards_of_rank(named_state(model, optimizer), self._rank, self._world_size)
+        shards = assign_shards(named_state(model, optimizer), self._rank, self._world_size)
         size = sum(_bytes(shard.local) + ALIGNMENT for shard in shards)
         if optimizer is not None and not optimizer.state:
             size *= 1 + _moments(optimizer)
@@ -177,8 +175,8 @@ def _address(tensor: Tensor) -> int:
     return getattr(tensor, "_local_tensor", tensor).data_ptr()
 
 
-def _layout(number: int, shards: list[Shard]) -> Layout:
-    items: list[Item] = []
+def _layout(number: int, shards: list[TensorShard]) -> BufferLayout:
+    items: list[IndexEntry] = []
     end = 0
     for shard in shards:
         start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -186,8 +184,8 @@ def _layout(number: int, shards: list[Shard]) -> Layout:
         end = start + length
         dtype = str(shard.local.dtype).removeprefix("torch.")
         boxes = {"shape": shard.shape, "offsets": shard.offsets, "sizes": shard.sizes}
-        items.append(Item(name=shard.name, dtype=dtype, start=start, length=length, **boxes))
-    return Layout(number, tuple(items), end)
+        items.append(IndexEntry(name=shard.name, dtype=dtype, start=start, length=length, **boxes))
+    return BufferLayout(number, tuple(items), end)
 
 
 def _moments(optimizer: Optimizer) -> int:

@@ -22,7 +22,7 @@ from ebbflow.infra.layout import parse_commit_key, signature_key
 from ebbflow.infra.signing_key import NAME_VARIABLE, signing_key_problem
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.manifest import Manifest, RankIndex
-from ebbflow.training.checkpoint.verified_io import canonical_json, fetched, put_settled
+from ebbflow.training.checkpoint.verified_io import canonical_json, fetch_verified, put_verified
 from ebbflow.training.errors import CorruptCommit, NoSigningKey, RefusedCommit
 
 _VERSION = 1
@@ -48,12 +48,12 @@ class Signer:
         data: SHA-256 of each chunk by data object, where the manifest itself has none.
         """
         document = {"version": _VERSION, "key": key, "data": data, "hmac": self._hmac(store, key, data)}
-        put_settled(store, _signature_key(key), canonical_json(document))
+        put_verified(store, _signature_key(key), canonical_json(document))
 
     def check(self, store: Store, key: str) -> dict[str, list[str]]:
         """Return what `sign` was given as data. Raises RefusedCommit without a right signature, and StoreError."""
         try:
-            return fetched(store, _signature_key(key), lambda raw, _: self._checked(store, key, raw))
+            return fetch_verified(store, _signature_key(key), lambda raw, _: self._checked(store, key, raw))
         except ObjectNotFound as error:
             raise RefusedCommit(
                 f"{store.uri}/{key}: is refused, because it is not signed; if it was saved before signing was on: "
@@ -127,7 +127,7 @@ def sha256_of_chunks(data: memoryview, chunk_bytes: int) -> list[str]:
     return [hashlib.sha256(data[at : at + chunk_bytes]).hexdigest() for at in range(0, len(data), chunk_bytes)]
 
 
-def index_bytes(store: Store, key: str, index: RankIndex) -> bytes:
+def signed_index_bytes(store: Store, key: str, index: RankIndex) -> bytes:
     """The object to put under `key`, with an HMAC where this process signs."""
     signs = signer()
     return (signs.sign_index(store, key, index) if signs else index).to_bytes()

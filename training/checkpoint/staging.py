@@ -23,14 +23,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ebbflow.training.checkpoint.save_plan import Layout
+from ebbflow.training.checkpoint.save_plan import BufferLayout
 from ebbflow.training.errors import CheckpointError
 
 _BLOCK = 64 * 2**20
 _GROWTH = 1.05  # a state that has grown is likely to grow again
 
 
-class Slab:
+class StagingBuffer:
     """One buffer. `prepare` makes its pages present in a thread; `view` waits for that."""
 
     def __init__(self, name: str) -> None:
@@ -107,21 +107,21 @@ def _anonymous_file(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedState:
     """What lies in slab number `slab`, or is on its way there while `copied` is not None."""
 
     slab: int
-    layout: Layout
+    layout: BufferLayout
     copied: torch.cuda.Event | None = None
 
 
-class Stage:
+class StagingArea:
     """Two slabs and the views into them; `descriptors` are for the uploader to inherit."""
 
     def __init__(self) -> None:
         if sys.byteorder != "little":
             raise CheckpointError("checkpoints are little-endian bytes as they lie in memory; this machine is not")
-        self._slabs = [Slab(f"ebbflow-slab-{number}") for number in range(2)]
+        self._slabs = [StagingBuffer(f"ebbflow-slab-{number}") for number in range(2)]
         self.descriptors = [slab.descriptor for slab in self._slabs]
         self._targets: list[tuple[int, list[Tensor]]] = [(-1, []), (-1, [])]  # number of the layout, views
         self._next = 0
@@ -132,15 +132,15 @@ class Stage:
         for slab in self._slabs:
             slab.prepare(length)
 
-    def stage(self, sources: list[Tensor], layout: Layout) -> Staged:
+    def stage(self, sources: list[Tensor], layout: BufferLayout) -> StagedState:
         """Copy into the slab whose turn it is. The caller sees to it that nobody reads that slab."""
         number, self._next = self._next, 1 - self._next
         targets = self._views(number, layout)
         on_device = [index for index, source in enumerate(sources) if source.is_cuda]
         if not on_device:
             torch._foreach_copy_(targets, sources)
-            return Staged(number, layout)
-        return Staged(number, layout, self._copy_from_device(number, targets, sources, on_device))
+            return StagedState(number, layout)
+        return StagedState(number, layout, self._copy_from_device(number, targets, sources, on_device))
 
     def close(self) -> None:
         """Give the memory back, once the uploader has ended too."""
@@ -149,7 +149,7 @@ class Stage:
             slab.close()
         self.descriptors = []
 
-    def _views(self, number: int, layout: Layout) -> list[Tensor]:
+    def _views(self, number: int, layout: BufferLayout) -> list[Tensor]:
         known, targets = self._targets[number]
         if known == layout.number:
             return targets

@@ -36,12 +36,12 @@ from ebbflow.infra.layout import index_key
 from ebbflow.infra.multipart import Throttle, open_sink
 from ebbflow.infra.process import die_with_parent
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.commit import Attempt, await_commit, stand_by
-from ebbflow.training.checkpoint.manifest import DataObject, Item, RankIndex, Save
-from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
+from ebbflow.training.checkpoint.commit import CommitAttempt, await_commit, commit_as_backup
+from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, IndexEntry, RankIndex
+from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
-from ebbflow.training.checkpoint.signing import index_bytes, signer
-from ebbflow.training.checkpoint.verified_io import Deadline, put_settled, retried
+from ebbflow.training.checkpoint.signing import signed_index_bytes, signer
+from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, retry
 from ebbflow.training.errors import GenerationSuperseded, TrainingError
 
 _LONGEST_REQUEST_SECONDS = 60.0
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)  # training has the cores first
-    commands = Commands()
+    commands = CommandQueue()
     uploader = Uploader(store_uri, int(rank), [int(fd) for fd in slabs], commands)
     while (command := commands.next())["command"] != "finish":
         uploader.serve(command)
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 class Uploader:
     """Serves one command after the other; every failure becomes an answer."""
 
-    def __init__(self, store_uri: str, rank: int, slabs: list[int], commands: Commands) -> None:
+    def __init__(self, store_uri: str, rank: int, slabs: list[int], commands: CommandQueue) -> None:
         self._store_uri = store_uri
         self._rank = rank
         self._slabs = [_Slab(descriptor) for descriptor in slabs]
@@ -85,7 +85,7 @@ class Uploader:
         self._swept_at = -math.inf
 
     def serve(self, command: dict[str, Any]) -> None:
-        save = Save(**command["save"])
+        save = CheckpointId(**command["save"])
         deadline = Deadline(command["seconds"])
         try:
             store = self._opened(deadline)
@@ -107,7 +107,7 @@ class Uploader:
             self._store, self._request_seconds = Store.open(self._store_uri, request_timeout_seconds=limit), limit
         return self._store
 
-    def _save_in_room(self, store: Store, save: Save, command: dict[str, Any], deadline: Deadline) -> None:
+    def _save_in_room(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> None:
         try:
             self._save(store, save, command, deadline)
         except TrainingError as error:
@@ -118,14 +118,14 @@ class Uploader:
             self._make_room(store, save, command, error)
             self._save(store, save, command, deadline)
 
-    def _save(self, store: Store, save: Save, command: dict[str, Any], deadline: Deadline) -> None:
+    def _save(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> None:
         began, cpu_began = time.monotonic(), time.process_time()
         data = self._upload(store, command, deadline)
         items = self._items_of(command)
         index = RankIndex(save=save, rank=self._rank, data=data, items=items, common=command["common"])
         key = index_key(save.generation, save.step, self._rank)
-        raw = index_bytes(store, key, index)
-        retried(f"put {key}", lambda: put_settled(store, key, raw), deadline)
+        raw = signed_index_bytes(store, key, index)
+        retry(f"put {key}", lambda: put_verified(store, key, raw), deadline)
         seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
         _answer("uploaded", save=save, bytes=data.size, seconds=seconds, cpu_seconds=cpu_seconds)
         if self._rank == 0:
@@ -133,12 +133,12 @@ class Uploader:
             self._retain(store, save, command["retention"])
             self._sweep(save, command["upload"]["deadline_seconds"])
         else:
-            stand_by(store, save, self._rank, deadline, self._commands.wait)
+            commit_as_backup(store, save, self._rank, deadline, self._commands.wait)
 
-    def _items_of(self, command: dict[str, Any]) -> tuple[Item, ...]:
+    def _items_of(self, command: dict[str, Any]) -> tuple[IndexEntry, ...]:
         """They are sent once for each layout; "items" is null while it stays the same."""
         if command["items"] is not None:
-            self._layout, self._items = command["layout"], tuple(Item.from_json(row) for row in command["items"])
+            self._layout, self._items = command["layout"], tuple(IndexEntry.from_json(row) for row in command["items"])
         if command["layout"] != self._layout:
             raise ValueError(f"layout {command['layout']} of the save is not known to this process")
         return self._items
@@ -158,7 +158,7 @@ class Uploader:
         finally:
             view.release()
 
-    def _retain(self, store: Store, save: Save, policy: dict[str, Any]) -> None:
+    def _retain(self, store: Store, save: CheckpointId, policy: dict[str, Any]) -> None:
         try:
             self._keeper(policy).run(store, save, lambda: self._commands.wait(0))
         except GenerationSuperseded as error:
@@ -170,7 +170,7 @@ class Uploader:
         self._retention = self._retention or Retention(RetentionPolicy.from_json(policy))
         return self._retention
 
-    def _room_came(self, store: Store, save: Save, command: dict[str, Any], deadline: Deadline) -> bool:
+    def _room_came(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> bool:
         """All ranks meet a full store at once; whoever comes later finds room that another has made, and saves."""
         if self._rank == 0:
             return False
@@ -183,14 +183,14 @@ class Uploader:
                 raise
             return False
 
-    def _make_room(self, store: Store, save: Save, command: dict[str, Any], full: BaseException) -> None:
+    def _make_room(self, store: Store, save: CheckpointId, command: dict[str, Any], full: BaseException) -> None:
         """The store is full: what need not be kept goes before the save is tried again."""
         keeper, limit = self._keeper(command["retention"]), command["upload"]["deadline_seconds"]
         deleted = keeper.make_room(store, save, deadline_seconds=limit)
         steps = ", ".join(str(ref.step) for ref in deleted) or "none"
         _answer("no_room", save=save, message=f"rank {self._rank}: {full}; commits deleted to make room: {steps}")
 
-    def _sweep(self, save: Save, deadline_seconds: float) -> None:
+    def _sweep(self, save: CheckpointId, deadline_seconds: float) -> None:
         """Uploads that nobody can still be at: no save outlives its deadline."""
         if self._parts is None or time.monotonic() < self._swept_at + _SWEEP_EVERY_SECONDS or self._commands.wait(0):
             return
@@ -202,7 +202,7 @@ class Uploader:
             _answer("retention_failed", save=save, message=f"rank {self._rank}: sweep of unfinished uploads: {error}")
 
 
-class Commands:
+class CommandQueue:
     """Commands from the pipe. A thread reads it, so that its end, the parent's, is noticed in mid-upload too."""
 
     def __init__(self) -> None:
@@ -257,12 +257,12 @@ class _Slab:
         return memoryview(self._map)[:length]
 
 
-def _committed(save: Save, attempt: Attempt) -> None:
+def _committed(save: CheckpointId, attempt: CommitAttempt) -> None:
     assert attempt.commit is not None
     _answer("committed", save=save, key=attempt.commit.key, bytes=attempt.size)
 
 
-def _answer(event: str, *, save: Save, **data: Any) -> None:
+def _answer(event: str, *, save: CheckpointId, **data: Any) -> None:
     print(json.dumps({"event": event, "step": save.step, **data}), flush=True)
 
 

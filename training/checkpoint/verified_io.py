@@ -20,16 +20,16 @@ Buffer = bytes | bytearray | memoryview
 
 
 def crc_text(data: Buffer) -> str:
-    return digits(crc64nvme(data))
+    return crc_digits(crc64nvme(data))
 
 
-def sums_of(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
+def chunk_crcs(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
     """(CRC64NVME, length) of each chunk; of nothing, one chunk of no bytes."""
     starts = range(0, max(len(data), 1), chunk_bytes)
     return [(crc64nvme(data[start : start + chunk_bytes]), len(data[start : start + chunk_bytes])) for start in starts]
 
 
-def combined(sums: Sequence[tuple[int, int]]) -> int:
+def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
     """The CRC64NVME of what lies back to back, from (sum, length) of each piece."""
     whole = 0
     for number, (value, length) in enumerate(sums):
@@ -37,7 +37,7 @@ def combined(sums: Sequence[tuple[int, int]]) -> int:
     return whole
 
 
-def sum_of_pieces(pieces: Sequence[Buffer], value: int = 0) -> int:
+def crc_of_pieces(pieces: Sequence[Buffer], value: int = 0) -> int:
     """The CRC64NVME of pieces of memory as if they lay back to back, behind what has the sum `value`."""
     for piece in pieces:
         value = crc64nvme(piece, value)
@@ -49,7 +49,7 @@ def canonical_json(document: dict[str, Any]) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def digits(crc: int) -> str:
+def crc_digits(crc: int) -> str:
     """16 hexadecimal digits, which JSON keeps exactly."""
     return f"{crc:016x}"
 
@@ -83,7 +83,7 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
 T = TypeVar("T")
 
 # What waiting does not cure; who reads the message can.
-HOPELESS = (StoreForbidden, StoreFull, StoreMisconfigured)
+NOT_RETRIED = (StoreForbidden, StoreFull, StoreMisconfigured)
 
 
 class Deadline:
@@ -98,7 +98,7 @@ class Deadline:
         return self._end - time.monotonic()
 
 
-def pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iterator[float]:
+def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iterator[float]:
     """Doubling pauses with full jitter above the first, so that ranks that failed together do not return together."""
     pause = first_seconds
     while True:
@@ -106,22 +106,22 @@ def pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iter
         pause = min(pause * 2, longest_seconds)
 
 
-def retried(what: str, operation: Callable[[], T], deadline: Deadline) -> T:
+def retry(what: str, operation: Callable[[], T], deadline: Deadline) -> T:
     """Repeat `operation` while it raises a StoreError that time may cure.
 
     Raises CheckpointError naming `what`, the tries and the cause.
     """
-    for tries, pause in enumerate(pauses(), start=1):
+    for tries, pause in enumerate(backoff_pauses(), start=1):
         try:
             return operation()
         except StoreError as error:
-            if isinstance(error, HOPELESS) or deadline.remaining_seconds <= pause:
-                raise gave_up(what, tries, deadline, error) from error
+            if isinstance(error, NOT_RETRIED) or deadline.remaining_seconds <= pause:
+                raise give_up_error(what, tries, deadline, error) from error
         time.sleep(pause)
     raise AssertionError("pauses never end")
 
 
-def gave_up(what: str, tries: int, deadline: Deadline, error: StoreError) -> CheckpointError:
+def give_up_error(what: str, tries: int, deadline: Deadline, error: StoreError) -> CheckpointError:
     """The one sentence for a store that did not do what was asked, whatever the reason."""
     tried = f"{tries} {'try' if tries == 1 else 'tries'} within {deadline.seconds:g} s"
     return CheckpointError(f"{what}: gave up after {tried}: {error}")
@@ -131,7 +131,7 @@ T = TypeVar("T")
 _READINGS = 6
 
 
-def fetched(store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None) -> T:
+def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None) -> T:
     """`parse(bytes, what)` of an object that may be hurt where it lies, or on the way only.
 
     Harm on the way is not the same twice: CorruptCommit is believed when two readings running are alike. A start that
@@ -150,7 +150,7 @@ def fetched(store: Store, key: str, parse: Callable[[bytes, str], T], what: str 
         before = data
 
 
-def put_settled(store: Store, key: str, data: bytes) -> None:
+def put_verified(store: Store, key: str, data: bytes) -> None:
     """Put and read back: it is there, and it is these bytes. An error, even a refusal, is settled by what is read.
 
     Raises the StoreError of the put when the bytes are not there, and StoreError when others are.

@@ -21,15 +21,15 @@ import numpy as np
 from ebbflow.infra.config.schema import DataConfig
 from ebbflow.infra.layout import tokens_prefix
 from ebbflow.infra.store import Store
-from ebbflow.training.data.tokenizer import Tokenizer, encoded, open_tokenizer, pieces
+from ebbflow.training.data.tokenizer import Tokenizer, encode_files, open_tokenizer, text_pieces
 from ebbflow.training.data.tokens import (
     DESCRIPTION,
     FORMAT_VERSION,
     SHARDS,
     Tokens,
     count_tokens,
-    describe,
     entropy_nats,
+    read_description,
 )
 from ebbflow.training.errors import DataError
 
@@ -131,7 +131,7 @@ def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFi
     return train, [file for file in files if is_held_out(file.name, limit)]
 
 
-def split_rule(files: list[SourceFile], fraction: float) -> str:
+def describe_split(files: list[SourceFile], fraction: float) -> str:
     """The rule of `split_files` in words that change when it does, for fingerprints."""
     return f"last {fraction!r} of one file" if len(files) == 1 else f"sha256(name) < {fraction!r}"
 
@@ -151,7 +151,7 @@ def open_source(file: SourceFile) -> Iterator[BinaryIO]:
         raise DataError(f"{file.path} cannot be read: {error.strerror}; fix: its permissions, or data.path") from error
 
 
-class TextJudge:
+class TextDetector:
     """Whether the bytes of a file are text, piece by piece: binary files would train a model on noise.
 
     UTF-8 without NUL bytes is text; up to 10 % of bytes that are no UTF-8 pass, since older encodings have them.
@@ -197,7 +197,7 @@ def check_head(file: SourceFile) -> None:
     """Judge the first 64 KiB. Raises DataError for a file that is not text or cannot be read."""
     with open_source(file) as stream:
         head = stream.read(_HEAD_BYTES)
-    judge = TextJudge(file)
+    judge = TextDetector(file)
     judge.look(head)
     judge.decide()
 
@@ -292,9 +292,9 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
     train, held_out = split_files(files, data.held_out_fraction)
     sides = {"train": [_hash(file) for file in train], "held_out": [_hash(file) for file in held_out]}
     hashed = sorted([*sides["train"], *sides["held_out"]], key=lambda one: (one.file.name, one.file.start))
-    fingerprint = _fingerprint(split_rule(files, data.held_out_fraction), tokenizer, hashed)
+    fingerprint = _fingerprint(describe_split(files, data.held_out_fraction), tokenizer, hashed)
     shards = store.sub(tokens_prefix(fingerprint))
-    if (known := describe(shards)) is not None:
+    if (known := read_description(shards)) is not None:
         return known
     built = {name: _build(side, tokenizer, shards, SHARDS[name]) for name, side in sides.items()}
     tokens = Tokens(
@@ -314,7 +314,7 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
 
 def _hash(file: SourceFile) -> _Hashed:
     """Read the whole part once. Raises DataError when it is not text."""
-    digest, size, judge = hashlib.sha256(), 0, TextJudge(file)
+    digest, size, judge = hashlib.sha256(), 0, TextDetector(file)
     for piece in _pieces_of(file):
         judge.look(piece)
         digest.update(piece)
@@ -337,7 +337,7 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
     """One shard, by way of a temporary file, since its size is known only at its end."""
     counts, digest = np.zeros(tokenizer.vocab_size, dtype=np.int64), hashlib.sha256()
     with tempfile.TemporaryFile() as file:
-        for tokens in encoded((_unchanged(one) for one in side), tokenizer):
+        for tokens in encode_files((_unchanged(one) for one in side), tokenizer):
             counts += count_tokens(tokens, tokenizer.vocab_size)
             content = tokens.tobytes()
             digest.update(content)
@@ -363,4 +363,4 @@ def _unchanged(one: _Hashed) -> Iterator[bytes]:
 
 def _pieces_of(file: SourceFile) -> Iterator[bytes]:
     with open_source(file) as stream:
-        yield from pieces(stream, limit=None if file.end is None else file.end - file.start)
+        yield from text_pieces(stream, limit=None if file.end is None else file.end - file.start)

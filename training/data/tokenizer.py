@@ -98,7 +98,7 @@ def dtype_of(vocab_size: int) -> np.dtype:
     return np.dtype("u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
+def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
     """A file in pieces of about PIECE_BYTES which end with a line; a longer line is cut between two characters.
 
     limit: read no more than that many bytes.
@@ -123,7 +123,7 @@ def _whole_characters(text: bytes) -> int:
     return end - 1 if text[end - 1] >= 0xC0 else len(text)
 
 
-def encoded(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def encode_files(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """The tokens of files, each given as pieces, in arrays of one piece each, with separators between the files."""
     for number, content in enumerate(files):
         if number and tokenizer.separator is not None:

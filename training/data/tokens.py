@@ -131,7 +131,7 @@ def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) ->
     missing, incomplete or changed.
     """
     shards = store.sub(tokens_prefix(fingerprint))
-    about = describe(shards)
+    about = read_description(shards)
     if about is None:
         raise DataError(f"{shards.uri} holds no complete token shards; fix: prepare them again with the same data")
     dtype = dtype_of(about.vocab_size)
@@ -164,7 +164,7 @@ def entropy_nats(counts: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum()) + 0.0
 
 
-def describe(shards: Store) -> Tokens | None:
+def read_description(shards: Store) -> Tokens | None:
     """The description of complete shards, None where there are none. Raises DataError for a damaged one."""
     try:
         return Tokens(**json.loads(shards.get(DESCRIPTION)))

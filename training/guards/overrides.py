@@ -14,8 +14,13 @@ from typing import Any
 from ebbflow.infra.events import GuardAction
 from ebbflow.infra.layout import override_key
 from ebbflow.infra.store import Store
-from ebbflow.training.checkpoint.lineage import AFRESH, newest_number, reachable_commits, reads_well
-from ebbflow.training.checkpoint.verified_io import fetched
+from ebbflow.training.checkpoint.lineage import (
+    NO_PARENT,
+    is_readable_commit,
+    newest_generation_number,
+    reachable_commits,
+)
+from ebbflow.training.checkpoint.verified_io import fetch_verified
 from ebbflow.training.errors import CorruptCommit
 
 _EVERY_RECORD = {"action", "generation"}
@@ -73,19 +78,19 @@ def rewind_parent(job_store: Store) -> str | None:
     """The commit that the next generation is to start from, where a rewind waits for it; None: the newest.
 
     The newest that is not above the rewind's limit and reads well. Where there is none, the oldest above it; unless the
-    weights in those may differ between ranks, then `AFRESH`. To be asked before the generation is opened.
+    weights in those may differ between ranks, then `NO_PARENT`. To be asked before the generation is opened.
     """
     rewinds = [record for record in _records(job_store) if record["action"] == GuardAction.REWIND]
     newest = max(rewinds, key=lambda record: record["generation"], default=None)
-    if newest is None or newest_number(job_store, near=newest["generation"]) > newest["generation"]:
+    if newest is None or newest_generation_number(job_store, near=newest["generation"]) > newest["generation"]:
         return None  # some start has followed it already
     commits = reachable_commits(job_store)
     above = [commit for commit in commits if commit.step > newest["limit"]]
     below = [commit for commit in commits if commit.step <= newest["limit"]]
     for commit in below + (above[::-1] if newest["sound"] else []):
-        if reads_well(job_store, commit):
+        if is_readable_commit(job_store, commit):
             return commit.key
-    return AFRESH if above and not newest["sound"] else None
+    return NO_PARENT if above and not newest["sound"] else None
 
 
 def _put(job_store: Store, action: GuardAction, generation: int, rank: int, **order: int) -> None:
@@ -108,4 +113,4 @@ def _records(job_store: Store) -> list[dict[str, Any]]:
         return record
 
     keys = [meta.key for meta in job_store.list("overrides")]
-    return [fetched(job_store, key, parse, f"{job_store.uri}/{key}") for key in keys]
+    return [fetch_verified(job_store, key, parse, f"{job_store.uri}/{key}") for key in keys]

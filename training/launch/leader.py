@@ -15,12 +15,12 @@ from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
 from ebbflow.training.checkpoint.lineage import (
     CANDIDATES,
     Generation,
-    Opening,
+    GenerationOpening,
     newest_commits,
     open_generation,
     reachable_commits,
 )
-from ebbflow.training.checkpoint.rollback import MissingCommits, check_rollback, newest_generation_known
+from ebbflow.training.checkpoint.rollback import MissingCommits, check_rollback, newest_generation_in_events
 from ebbflow.training.errors import TrainingError
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch.crash_loop import Failed, crash_loop, describe, failures_on_record
@@ -42,7 +42,7 @@ class Leader:
         self._failed: list[Failed] = []
         self._number = 0
         self.rolled_back: MissingCommits | None = None  # by permission, before the first generation
-        self._opening = Opening()
+        self._opening = GenerationOpening()
 
     def open(self) -> Generation:
         """The next generation: from the newest commit, or from where a guard has ordered it to start."""
@@ -51,13 +51,13 @@ class Leader:
             self._failed = failures_on_record(events)
             self.rolled_back = check_rollback(self._job_store, events)
             # A store that was restored from a snapshot has lost generations too: their numbers are not given twice.
-            self._opening.number = max(self._opening.number, newest_generation_known(events))
+            self._opening.number = max(self._opening.number, newest_generation_in_events(events))
         parent = rewind_parent(self._job_store)
         spec = self._spec
         generation = open_generation(
             self._job_store, run=spec.run, attempt=spec.attempt, parent=parent, opening=self._opening
         )
-        self._opening = Opening()
+        self._opening = GenerationOpening()
         self._number += 1
         return generation
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ebbflow.infra.errors import InfraError, StoreForbidden, StoreMisconfigured
-from ebbflow.training.checkpoint.verified_io import pauses
+from ebbflow.training.checkpoint.verified_io import backoff_pauses
 from ebbflow.training.errors import TrainingError
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def try_again(
     Pauses grow to 5 s: a store that refuses because too much is asked of it is not to be asked more for that.
     """
     limit = time.monotonic() + seconds
-    for pause in pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS):
+    for pause in backoff_pauses(first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS):
         try:
             return work()
         except (TrainingError, InfraError) as error:

@@ -23,7 +23,7 @@ Translate = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a file. name: as the file has it."""
 
     name: str
@@ -32,13 +32,13 @@ class Stored:
     dtype: str
 
 
-def find_weights(path: str, translate: Translate | None = None) -> dict[str, Stored]:
+def find_weights(path: str, translate: Translate | None = None) -> dict[str, StoredTensor]:
     """What there is to load, by the model's names. Reads headers only.
 
     translate: the model's name of a stored one, or None to leave that tensor out. Raises WorkloadError.
     """
-    found: dict[str, Stored] = {}
-    for file in weight_files(path):
+    found: dict[str, StoredTensor] = {}
+    for file in list_weight_files(path):
         for stored in _headers(file):
             name = stored.name if translate is None else translate(stored.name)
             if name is None:
@@ -52,7 +52,7 @@ def find_weights(path: str, translate: Translate | None = None) -> dict[str, Sto
     return found
 
 
-def weight_files(path: str) -> list[Path]:
+def list_weight_files(path: str) -> list[Path]:
     """The files of a checkpoint: itself, or what the folder's index lists, or its one file. Raises WorkloadError."""
     root = Path(path)
     if root.is_file():
@@ -73,7 +73,7 @@ def weight_files(path: str) -> list[Path]:
 
 def describe_files(path: str) -> list[dict[str, Any]]:
     """What was read, for the record: names, bytes, times, and sha256 where all of it is not too much to hash."""
-    files = weight_files(path)
+    files = list_weight_files(path)
     small = sum(file.stat().st_size for file in files) <= _LARGEST_HASHED_BYTES
     return [
         {
@@ -86,7 +86,7 @@ def describe_files(path: str) -> list[dict[str, Any]]:
     ]
 
 
-def opened(file: Path, *, framework: str) -> Any:
+def open_weights(file: Path, *, framework: str) -> Any:
     """The file, to read from: framework "np" knows names and shapes, "pt" gives tensors. Raises WorkloadError."""
     try:
         return safe_open(file, framework=framework, device="cpu")
@@ -98,7 +98,7 @@ def opened(file: Path, *, framework: str) -> Any:
         ) from error
 
 
-def some(names: Iterable[str]) -> str:
+def abbreviate(names: Iterable[str]) -> str:
     """The first few, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -113,16 +113,16 @@ def _indexed(index: Path) -> list[Path]:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise WorkloadError(
-            f"{index}: {len(missing)} of its {len(names)} files are not there: {some(missing)}; fix: copy them too"
+            f"{index}: {len(missing)} of its {len(names)} files are missing: {abbreviate(missing)}; fix: copy them too"
         )
     return [index.parent / name for name in names]
 
 
-def _headers(file: Path) -> Iterator[Stored]:
-    with opened(file, framework="np") as content:
+def _headers(file: Path) -> Iterator[StoredTensor]:
+    with open_weights(file, framework="np") as content:
         for name in content.keys():  # noqa: SIM118 - no mapping
             part = content.get_slice(name)
-            yield Stored(name, file, tuple(part.get_shape()), part.get_dtype())
+            yield StoredTensor(name, file, tuple(part.get_shape()), part.get_dtype())
 
 
 def _sha256(file: Path) -> str:

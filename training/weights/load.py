@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ebbflow.training.errors import WorkloadError
-from ebbflow.training.weights.files import Stored, Translate, find_weights, opened, some
+from ebbflow.training.weights.files import StoredTensor, Translate, abbreviate, find_weights, open_weights
 
 
 def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
@@ -88,7 +88,7 @@ def _copy(target: Tensor, value: Tensor) -> None:
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-def compare(found: Mapping[str, Stored], model: nn.Module, path: str) -> None:
+def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path: str) -> None:
     """Raises WorkloadError with what is missing, unexpected or of another shape: counts, and a few of each.
 
     A tensor that the model has under several names (tied weights) is wanted once, under any of them.
@@ -108,7 +108,7 @@ def compare(found: Mapping[str, Stored], model: nn.Module, path: str) -> None:
     ]
     said = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "of another kind": kinds}
     if any(said.values()):
-        parts = [f"{len(names)} {what}: {some(names)}" for what, names in said.items() if names]
+        parts = [f"{len(names)} {what}: {abbreviate(names)}" for what, names in said.items() if names]
         raise WorkloadError(
             f"training.initial_weights {path} does not fit the model; {'; '.join(parts)}; fix: the model's "
             "configuration, or translate_weights(name) of the workload, which gives the model's names"
@@ -122,11 +122,11 @@ def load_weights(path: str, model: nn.Module, translate: Translate | None = None
     Numbers are converted to the model's own type: half-precision files fill float32 weights.
     """
     found = find_weights(path, translate)
-    compare(found, model, path)
+    check_weights_fit(found, model, path)
     targets, _ = _targets(model)
     with ExitStack() as stack:
         files = {
-            file: stack.enter_context(opened(file, framework="pt"))
+            file: stack.enter_context(open_weights(file, framework="pt"))
             for file in {stored.file for stored in found.values()}
         }
         for name, stored in found.items():

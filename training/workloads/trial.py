@@ -25,7 +25,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.model_shape import ModelShape
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.weights.files import find_weights
-from ebbflow.training.weights.load import compare, initialise, materialise, tied_names
+from ebbflow.training.weights.load import check_weights_fit, initialise, materialise, tied_names
 from ebbflow.training.workload import Batch, Cursor, Loss, Workload, WorkloadContext, as_numbers
 from ebbflow.training.workloads.loader import DEFAULT_WEIGHT_UNIT, make_workload, users_code
 
@@ -190,7 +190,7 @@ def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trial.done.append(f"{parameters:,} parameters in {len(units)} units")
     if (weights := config.training.initial_weights) is not None:
-        compare(find_weights(weights, getattr(workload, "translate_weights", None)), model, weights)
+        check_weights_fit(find_weights(weights, getattr(workload, "translate_weights", None)), model, weights)
         trial.done.append("initial weights fit by name and shape")
     if norms := [name for name, part in model.named_modules() if isinstance(part, _BatchNorm)]:
         trial.notes.append(

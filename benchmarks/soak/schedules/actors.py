@@ -18,9 +18,9 @@ from ebbflow.training.checkpoint import (
     Checkpointer,
     RetentionPolicy,
     open_generation,
-    permit,
     reachable_commits,
     read_generation,
+    record_permits,
     trace_lineage,
 )
 from ebbflow.training.checkpoint.reader import read_manifest, verify_commit
@@ -44,7 +44,7 @@ def launch(report: Report, uri: str, attempt: int, rewind: int) -> None:
         try:
             generation = open_generation(store, run="soak", attempt=attempt, parent=parent)
         except NothingToRestore:  # every commit was damaged; a person looks, and begins anew
-            permit(store, FROM_SCRATCH)
+            record_permits(store, FROM_SCRATCH)
             generation = open_generation(store, run="soak", attempt=attempt, parent=parent)
         candidates = [ref.key for ref in reachable_commits(store)]
     except TwoLaunchers as error:

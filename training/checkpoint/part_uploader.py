@@ -18,14 +18,14 @@ from ebbflow.training.checkpoint.manifest import DataObject
 from ebbflow.training.checkpoint.signing import sha256_of_chunks
 from ebbflow.training.checkpoint.verified_io import (
     CHUNK_BYTES,
-    HOPELESS,
+    NOT_RETRIED,
     Deadline,
-    combined,
-    digits,
-    gave_up,
-    pauses,
-    retried,
-    sums_of,
+    backoff_pauses,
+    chunk_crcs,
+    combine_crcs,
+    crc_digits,
+    give_up_error,
+    retry,
 )
 from ebbflow.training.errors import CheckpointError
 
@@ -75,22 +75,22 @@ class PartUploader:
         """Until the store has the object. Raises CheckpointError naming the part, the tries and the cause."""
         pieces = self._pieces(view)
         what = f"put {key}"
-        begun = retried(what, lambda: self._begin(key, len(view), len(pieces), deadline), deadline)
+        begun = retry(what, lambda: self._begin(key, len(view), len(pieces), deadline), deadline)
         try:
             sent = self._send(what, begun, pieces, deadline)
             sums = [row for one in sent for row in one.sums]
-            whole = combined(sums)
+            whole = combine_crcs(sums)
             self._finish(what, key, begun, sent, whole, len(view), deadline)
         except BaseException:
             self._abort(begun)
             raise
         self._look(key, len(view), whole, deadline)
-        chunks = tuple(digits(value) for value, _ in sums) if len(view) else ()
+        chunks = tuple(crc_digits(value) for value, _ in sums) if len(view) else ()
         chunk_bytes = self._settings.chunk_bytes
         return DataObject(
             key=key,
             size=len(view),
-            crc64nvme=digits(whole),
+            crc64nvme=crc_digits(whole),
             chunk_bytes=chunk_bytes,
             chunks=chunks,
             sha256=tuple(row for one in sent for row in one.sha256),
@@ -138,22 +138,24 @@ class PartUploader:
         self, what: str, begun: Any, piece: _Piece, total: int, deadline: Deadline, stop: threading.Event
     ) -> _Sent:
         sha256 = sha256_of_chunks(piece.view, self._settings.chunk_bytes) if self._settings.sha256 else []
-        for tries, pause in enumerate(pauses(longest_seconds=_LONGEST_PAUSE_SECONDS), start=1):
+        for tries, pause in enumerate(backoff_pauses(longest_seconds=_LONGEST_PAUSE_SECONDS), start=1):
             if stop.is_set():
                 raise CheckpointError(f"{what}: part {piece.number} was stopped, since another failed")
-            sums = sums_of(piece.view, self._settings.chunk_bytes)
-            crc = combined(sums)
+            sums = chunk_crcs(piece.view, self._settings.chunk_bytes)
+            crc = combine_crcs(sums)
             try:
                 seconds = self._try_seconds(deadline, len(piece.view))
                 part = self._sink.put_part(begun, piece.number, piece.start, piece.view, crc, seconds=seconds)
                 if part.crc64nvme not in (None, crc):
-                    raise StoreAway(f"the store has checksum {digits(part.crc64nvme or 0)}, sent was {digits(crc)}")
+                    raise StoreAway(
+                        f"the store has checksum {crc_digits(part.crc64nvme or 0)}, sent was {crc_digits(crc)}"
+                    )
                 return _Sent(part, sums, sha256)
             except StoreError as error:
-                hopeless = isinstance(error, (*HOPELESS, ObjectNotFound))
+                hopeless = isinstance(error, (*NOT_RETRIED, ObjectNotFound))
                 if hopeless or deadline.remaining_seconds <= pause:
                     where = f"part {piece.number} of {total}, {len(piece.view)} bytes from {piece.start}: {error}"
-                    raise gave_up(what, tries, deadline, type(error)(where)) from error
+                    raise give_up_error(what, tries, deadline, type(error)(where)) from error
             stop.wait(pause)
         raise AssertionError("pauses never end")
 
@@ -161,8 +163,8 @@ class PartUploader:
         self, what: str, key: str, begun: Any, sent: list[_Sent], whole: int, size: int, deadline: Deadline
     ) -> None:
         """An answer that was lost is settled by a look: nobody else ever writes this key."""
-        parts, crcs = [one.part for one in sent], [combined(one.sums) for one in sent]
-        for tries, pause in enumerate(pauses(longest_seconds=_LONGEST_PAUSE_SECONDS), start=1):
+        parts, crcs = [one.part for one in sent], [combine_crcs(one.sums) for one in sent]
+        for tries, pause in enumerate(backoff_pauses(longest_seconds=_LONGEST_PAUSE_SECONDS), start=1):
             try:
                 seconds = self._try_seconds(deadline, 0)
                 stated = self._sink.finish(begun, parts, crcs, whole, seconds=seconds)
@@ -173,7 +175,7 @@ class PartUploader:
                     return
                 if not isinstance(error, StoreAway) or deadline.remaining_seconds <= pause:
                     where = f"putting {len(parts)} parts together: {error}"
-                    raise gave_up(what, tries, deadline, type(error)(where)) from error
+                    raise give_up_error(what, tries, deadline, type(error)(where)) from error
             time.sleep(pause)
 
     def _arrived(self, key: str, size: int, whole: int, deadline: Deadline) -> bool:
@@ -186,7 +188,7 @@ class PartUploader:
     def _look(self, key: str, size: int, whole: int, deadline: Deadline) -> None:
         """Whether all of it is there under its name."""
         seconds = self._try_seconds(deadline, 0)
-        found, stated = retried(f"head {key}", lambda: self._sink.size(key, seconds=seconds), deadline)
+        found, stated = retry(f"head {key}", lambda: self._sink.size(key, seconds=seconds), deadline)
         if found != size:
             raise CheckpointError(f"{key}: {found} bytes arrived of {size}")
         _compare(key, stated, whole)
@@ -199,4 +201,4 @@ class PartUploader:
 
 def _compare(key: str, stated: int | None, whole: int) -> None:
     if stated not in (None, whole):
-        raise CheckpointError(f"{key}: the store has checksum {digits(stated or 0)}, sent was {digits(whole)}")
+        raise CheckpointError(f"{key}: the store has checksum {crc_digits(stated or 0)}, sent was {crc_digits(whole)}")

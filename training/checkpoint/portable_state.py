@@ -16,11 +16,11 @@ from ebbflow.infra.multipart import Throttle, open_sink
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.commit import await_commit
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
-from ebbflow.training.checkpoint.lineage import CommitRef, newest_number, open_generation
-from ebbflow.training.checkpoint.manifest import ALIGNMENT, Item, Manifest, RankIndex, Save, TensorEntry
-from ebbflow.training.checkpoint.parts import PartSettings, PartUploader
-from ebbflow.training.checkpoint.signing import index_bytes, signer
-from ebbflow.training.checkpoint.verified_io import Deadline, put_settled, retried
+from ebbflow.training.checkpoint.lineage import CommitRef, newest_generation_number, open_generation
+from ebbflow.training.checkpoint.manifest import ALIGNMENT, CheckpointId, IndexEntry, Manifest, RankIndex, TensorEntry
+from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
+from ebbflow.training.checkpoint.signing import signed_index_bytes, signer
+from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, retry
 from ebbflow.training.errors import CheckpointError
 
 _PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -31,7 +31,7 @@ Source = Callable[[Sequence[str]], Iterator[tuple[str, Tensor]]]
 
 
 @dataclass(kw_only=True)
-class Content:
+class PortableState:
     """moments: state tensors by parameter and state. settings: as `optimizer_settings` makes them, None without an
     optimizer. extra: what our own commits carry besides, JSON.
 
@@ -61,11 +61,11 @@ class Content:
             named |= {f"optimizer.{name}.{key}": tensor for key, tensor in states.items()}
         return named
 
-    def without_optimizer(self) -> Content:
-        return Content(weights=self.weights, step=self.step, extra=self.extra, source=self.source)
+    def without_optimizer(self) -> PortableState:
+        return PortableState(weights=self.weights, step=self.step, extra=self.extra, source=self.source)
 
 
-def bare_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
+def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
     """A state dict without what wrappers put before its names, and each tied tensor once, under its first name."""
     weights: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
@@ -76,7 +76,7 @@ def bare_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
-        bare = bare_name(name)
+        bare = unwrap_name(name)
         if bare in weights:
             raise CheckpointError(f"{what}: {name!r} and another tensor are both {bare!r} without their wrappers")
         weights[bare] = tensor
@@ -85,7 +85,7 @@ def bare_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
     return weights
 
 
-def bare_name(name: str) -> str:
+def unwrap_name(name: str) -> str:
     """`module.` is a wrapper's only in front; compilation and recomputation wrap inner modules too."""
     name = name.removeprefix(_PREFIXES[0])
     for prefix in _PREFIXES[1:]:
@@ -93,7 +93,7 @@ def bare_name(name: str) -> str:
     return name.removeprefix(_PREFIXES[0])
 
 
-def add_optimizer(content: Content, document: Mapping[str, Any], what: str) -> None:
+def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str) -> None:
     """Take in an optimizer's state dict, whose parameters are numbers (torch's own) or names (DCP's).
 
     Raises CheckpointError where it cannot be told which number is which parameter.
@@ -118,7 +118,7 @@ def add_optimizer(content: Content, document: Mapping[str, Any], what: str) -> N
     content.settings = settings
 
 
-def torch_optimizer(content: Content) -> dict[str, Any]:
+def torch_optimizer(content: PortableState) -> dict[str, Any]:
     """What `optimizer.load_state_dict` takes: parameters are numbers, in the order of the groups."""
     assert content.settings is not None
     groups, states, number = [], {}, 0
@@ -135,7 +135,7 @@ def torch_optimizer(content: Content) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
-def named_optimizer(content: Content) -> dict[str, Any]:
+def named_optimizer(content: PortableState) -> dict[str, Any]:
     """What torch's `set_state_dict` takes: parameters are names."""
     assert content.settings is not None
     scalars = content.settings["scalars"]
@@ -149,7 +149,7 @@ def named_optimizer(content: Content) -> dict[str, Any]:
 
 
 def _names(
-    content: Content, groups: Iterable[Mapping[str, Any]], states: Mapping[Any, Any], what: str
+    content: PortableState, groups: Iterable[Mapping[str, Any]], states: Mapping[Any, Any], what: str
 ) -> dict[str, str]:
     """Name of each parameter as the optimizer calls it."""
     called = [str(number) for group in groups for number in group["params"]]
@@ -157,7 +157,7 @@ def _names(
     if not all(name.isdigit() for name in called):
         given = called
     if len(given) == len(called):
-        names = [bare_name(name) for name in given]
+        names = [unwrap_name(name) for name in given]
     elif len(list(groups)) == 1:
         names = [name for name in content.weights if name.rsplit(".", 1)[-1] not in _BUFFERS]
     else:
@@ -183,11 +183,11 @@ _WINDOW_BYTES = 128 * 2**20  # read at once by an export
 _OBJECT_BYTES = 2 * 2**30  # of one data object: memory that an import needs besides what it reads
 
 
-def read_commit(store: Store, key: str) -> Content:
+def read_commit(store: Store, key: str) -> PortableState:
     """Its tensors are read and verified when they are asked for; the random states of the ranks are left out."""
     reader = CommitReader(store, key)
     manifest = reader.manifest
-    content = Content(weights={}, step=manifest.save.step, extra=manifest.common.get("extra") or {})
+    content = PortableState(weights={}, step=manifest.save.step, extra=manifest.common.get("extra") or {})
     content.settings = manifest.common.get("optimizer")
     content.source = partial(_stream, reader)
     for name in sorted(manifest.tensors, key=partial(_place, manifest)):
@@ -233,19 +233,19 @@ def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
     return torch.frombuffer(memory[start : start + length], dtype=dtype).view(entry.shape)
 
 
-def commit_content(store: Store, content: Content, *, source: str, seconds: float = 3600.0) -> CommitRef:
+def commit_portable_state(store: Store, content: PortableState, *, source: str, seconds: float = 3600.0) -> CommitRef:
     """Make `content` the first commit of a job that has none: a start from it goes on with what is there.
 
     seconds: for all of it. Raises CheckpointError, also when the job has been started before.
     """
-    if newest_number(store):
+    if newest_generation_number(store):
         raise CheckpointError(f"{store.uri}: the job has been started already; hint: import into a new job's name")
     generation = open_generation(store, run="import", attempt=0)
     deadline = Deadline(seconds)
     named = content.named()
     sizes = {name: _bytes(tensor) for name, tensor in named.items()}
     objects = [{name: named[name] for name in window} for window in _windows(sizes, _OBJECT_BYTES)]
-    save = Save(job=_job(store), generation=generation.name, step=content.step, world_size=len(objects))
+    save = CheckpointId(job=_job(store), generation=generation.name, step=content.step, world_size=len(objects))
     extra = {"cursor": 0, **content.extra, "step": content.step, "imported_from": source}
     common = {"extra": extra, "optimizer": content.settings, "parent": None}
     uploader = PartUploader(open_sink(store.uri, Throttle()), PartSettings(sha256=signer() is not None), Throttle())
@@ -254,8 +254,8 @@ def commit_content(store: Store, content: Content, *, source: str, seconds: floa
         data = uploader.upload(data_key(save.generation, save.step, rank), view, deadline)
         index = RankIndex(save=save, rank=rank, data=data, items=items, common=common if rank == 0 else None)
         key = index_key(save.generation, save.step, rank)
-        raw = index_bytes(store, key, index)
-        retried(f"put {key}", lambda key=key, raw=raw: put_settled(store, key, raw), deadline)
+        raw = signed_index_bytes(store, key, index)
+        retry(f"put {key}", lambda key=key, raw=raw: put_verified(store, key, raw), deadline)
     commit = await_commit(store, save, deadline).commit
     assert commit is not None
     return commit
@@ -293,16 +293,16 @@ def _bytes(tensor: Tensor | TensorEntry) -> int:
     return math.prod(tensor.shape) * dtype.itemsize
 
 
-def _packed(tensors: dict[str, Tensor]) -> tuple[tuple[Item, ...], memoryview]:
+def _packed(tensors: dict[str, Tensor]) -> tuple[tuple[IndexEntry, ...], memoryview]:
     starts, end = _laid_out({name: _bytes(tensor) for name, tensor in tensors.items()})
     whole = torch.zeros(end, dtype=torch.uint8)
-    items: list[Item] = []
+    items: list[IndexEntry] = []
     for name, tensor in tensors.items():
         start, length = starts[name], _bytes(tensor)
         shape: tuple[Any, ...] = tuple(tensor.shape)
         boxes: dict[str, Any] = {"shape": shape, "offsets": (0,) * len(shape), "sizes": shape}
         dtype = str(tensor.dtype).removeprefix("torch.")
-        items.append(Item(name=name, dtype=dtype, start=start, length=length, **boxes))
+        items.append(IndexEntry(name=name, dtype=dtype, start=start, length=length, **boxes))
         if length:
             whole[start : start + length].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return tuple(items), memoryview(whole.numpy())
