@@ -28,16 +28,15 @@ from ebbflow.cost.replay import add_command as add_replay
 from ebbflow.cost.report.render_text import COLUMNS, as_row, render_table
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.simulate.command import add_simulate
-from ebbflow.infra.errors import InfraError
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.foreign_text import guard_terminal
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.process import reader_has_left, run_benchmarks
 from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
 
 if TYPE_CHECKING:
     from ebbflow.cost.job_history import Experience
     from ebbflow.infra.config.schema import RunConfig
-    from ebbflow.infra.model_shape import ModelShape
+    from ebbflow.infra.footprint import ModelShape
 
 _REQUEST_SECONDS = 10.0
 
@@ -157,7 +156,7 @@ def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunR
 
 def _print_one(report: RunReport, *, configuration: bool) -> None:
     from ebbflow.cost.report.render_text import render
-    from ebbflow.infra.config.sources import render_sources
+    from ebbflow.infra.config.load import render_sources
 
     if configuration:
         print(render_sources(report.configuration) or "the configuration of this job was not recorded")

@@ -17,11 +17,10 @@ from ebbflow.cost.prices.source import NOT_ASKED, open_prices
 from ebbflow.infra.aws.account import companion, quota_code, vcpu_quota
 from ebbflow.infra.aws.calls import Patience
 from ebbflow.infra.batch import QueueState, batch_client, in_queues_region, training_queues
-from ebbflow.infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
-from ebbflow.infra.errors import CloudError, InfraError, StoreError
+from ebbflow.infra.checks.batch import ANSWER_SECONDS, why_not_asked
+from ebbflow.infra.errors import CloudError, InfraError, Outcome, StoreError
 from ebbflow.infra.footprint import size_text
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.preflight import Check, Finding, PreflightContext
 from ebbflow.infra.store import Store
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
 
 
 class CostError(Exception):

@@ -20,9 +20,18 @@ from typing import Any
 
 from ebbflow.cost.ledger.generations import Generation, read_generations
 from ebbflow.infra.errors import ObjectNotFound
-from ebbflow.infra.events import FAULT_INJECTED, GENERATION_STARTED, NODE_STARTED, NOTICE, PLAN, STEP, EndReason, Event
+from ebbflow.infra.events import (
+    FAULT_INJECTED,
+    GENERATION_STARTED,
+    NODE_STARTED,
+    NOTICE,
+    PLAN,
+    STEP,
+    EndReason,
+    Event,
+    LedgerClass,
+)
 from ebbflow.infra.layout import EXPERIENCE_PREFIX, experience_key
-from ebbflow.infra.ledger_classes import LedgerClass
 from ebbflow.infra.notices import RECLAIMS
 from ebbflow.infra.reliability import GammaHazard
 from ebbflow.infra.store import Store

@@ -30,12 +30,10 @@ from ebbflow.cost.prices.quote import PriceSource
 from ebbflow.cost.prices.recorded import SpotRecord
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import ObjectNotFound, StoreError
+from ebbflow.infra.errors import ObjectNotFound, Outcome, StoreError
 from ebbflow.infra.events import PRICES, Event, LogContent, read_events, read_log
-from ebbflow.infra.known_jobs import known_job, runs_folder
 from ebbflow.infra.launchers import running_launcher
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.layout import job_prefix, known_job, runs_folder
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.segments import Damage
 from ebbflow.infra.store import Store

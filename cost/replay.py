@@ -28,8 +28,7 @@ from ebbflow.cost.ledger.ledger import Ledger, fold
 from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, pool_of
 from ebbflow.cost.ledger.timeline import MICRO, rank_times
 from ebbflow.cost.report.figures import recorded_curves
-from ebbflow.infra.events import COMMIT, PLAN, STEP, Event
-from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.events import COMMIT, PLAN, STEP, Event, LedgerClass
 
 _STEPPING = (
     LedgerClass.USEFUL_STEP,

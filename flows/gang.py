@@ -27,11 +27,10 @@ from ebbflow.flows.decorators import training_backend
 from ebbflow.flows.job import Job
 from ebbflow.flows.remote import in_container
 from ebbflow.flows.steps import StepFailed, note_outcome, say
-from ebbflow.infra.checks.devices import visible_gpus
+from ebbflow.infra.checks.gpu import visible_gpus
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import read_events
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.process import StoppedProcesses, children
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import Any
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import Origin
-from ebbflow.infra.known_jobs import NOTE, KnownJob, runs_folder
-from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.layout import NOTE, KnownJob, job_prefix, runs_folder
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 

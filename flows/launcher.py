@@ -23,9 +23,8 @@ from typing import NoReturn
 from ebbflow.flows import remote
 from ebbflow.flows.job import RUNS, Job, local_folder, mark_latest
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, JobIsRunning
+from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome
 from ebbflow.infra.foreign_text import guard_terminal
-from ebbflow.infra.known_jobs import METAFLOW_FOLDER, records_root
 from ebbflow.infra.launchers import (
     RUN_CLAIM_VARIABLE,
     Claim,
@@ -34,8 +33,7 @@ from ebbflow.infra.launchers import (
     claim_job,
     claim_of_parent,
 )
-from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.layout import METAFLOW_FOLDER, job_prefix, records_root
 from ebbflow.infra.process import children, die_with_parent, end_with_descendants, survive_lost_readers
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store

@@ -30,7 +30,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ebbflow.infra.aws.account import metaflow_setting
-from ebbflow.infra.checks.batch.queues import why_not_asked
+from ebbflow.infra.checks.batch import why_not_asked
 from ebbflow.infra.preflight import Check, Finding, PreflightContext
 
 # On which the mended flow was run in a local Batch: `make metaflow-releases`.

@@ -17,11 +17,9 @@ from ebbflow.flows.job import RUNS
 from ebbflow.flows.remote import backend_asked, values_of
 from ebbflow.infra.config import ConfigError, LoadedConfig, load_config
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import read_events
-from ebbflow.infra.known_jobs import KnownJob, known_job
-from ebbflow.infra.layout import check_job_name, job_prefix
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.layout import KnownJob, check_job_name, job_prefix, known_job
 from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.rollback import PERMITS, record_permits

@@ -16,12 +16,11 @@ from ebbflow.flows.checks import run_all_checks
 from ebbflow.flows.decorators import training_backend
 from ebbflow.flows.job import Job, mark_latest
 from ebbflow.flows.remote import in_container
-from ebbflow.infra.config.sources import values_with_sources
-from ebbflow.infra.errors import InfraError
+from ebbflow.infra.config.load import values_with_sources
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import CERTIFICATE, CONFIGURED, OUTCOME, PLAN, PREFLIGHT, PREPARED, read_events
+from ebbflow.infra.footprint import ModelShape
 from ebbflow.infra.layout import PLAN_KEY
-from ebbflow.infra.model_shape import ModelShape
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.program import PROJECT_ROOT
 
 if TYPE_CHECKING:

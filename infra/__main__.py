@@ -19,13 +19,13 @@ from ebbflow.infra.aws.adopt import add_adopt_command
 from ebbflow.infra.aws.deploy import add_deploy_command
 from ebbflow.infra.config import ConfigError, load_config
 from ebbflow.infra.config.json_schema import schema_text
-from ebbflow.infra.config.sources import render_sources, values_with_sources
+from ebbflow.infra.config.load import render_sources, values_with_sources
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.foreign_text import guard_terminal
-from ebbflow.infra.logs.command import add_logs_command
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.preflight import Result, blocking, render_checks, render_results
 from ebbflow.infra.process import reader_has_left
 from ebbflow.infra.program import DEFAULT_CONFIG, PACKAGE_ROOT, PROJECT_ROOT
+from ebbflow.infra.rank_logs import add_logs_command
 
 SCHEMA_FILE = PACKAGE_ROOT / "configs" / "schema.json"
 

@@ -32,8 +32,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import COMMIT, COMMIT_FAILED, STEP, Event
-from ebbflow.infra.outcome import Outcome
 
 # Steps of a laptop's model and of a large one: a factor of about two apart.
 STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0)

@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from ebbflow.infra.metadata import HOP_LIMIT_FIX, MetadataService, endpoint, metadata_unavailable_reason
+from ebbflow.infra.instance import HOP_LIMIT_FIX, MetadataService, endpoint, metadata_unavailable_reason
 
 
 class NoticeSource(StrEnum):
@@ -178,7 +178,7 @@ _UNSAID_SECONDS = 30.0  # for an action whose time cannot be read: what the shor
 
 
 class MetadataSource:
-    """What EC2 says of this instance. environment, system: where to look for the service (`ebbflow.infra.metadata`)."""
+    """What EC2 says of this instance. environment, system: where to look for the service (`ebbflow.infra.instance`)."""
 
     name = NoticeSource.METADATA
 

@@ -60,7 +60,7 @@ class Finding:
         return cls("skipped", f"skipped, because {reason}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One check. symptoms: the ids of the troubles that it catches, from the table of known symptoms."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.program import IMPORT_ROOT, python_path
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import RESTORE, STEP, Event, read_events
+from ebbflow.infra.instance import describe_machine
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.machine import describe_machine
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.process import die_with_parent
 from ebbflow.infra.program import PROJECT_ROOT, python_path
 from ebbflow.infra.store import Store

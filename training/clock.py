@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ebbflow.infra.events import PHASE
-from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.events import PHASE, LedgerClass
 
 
 class Clock:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
 from ebbflow.training.guards.numbers import Action
 from ebbflow.training.limits import Stop
 from ebbflow.training.optimizer import scale_and_clip, set_learning_rate

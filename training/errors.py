@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import traceback
 
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EndReason
-from ebbflow.infra.outcome import Outcome
 
 # Of an exception's text and of its traceback, in characters: a control message takes 16 MiB, a terminal far less.
 LONGEST_MESSAGE = 32 * 1024

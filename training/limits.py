@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
 from ebbflow.training.launch.control import Control
 

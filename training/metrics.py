@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP
+from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP, LedgerClass
 from ebbflow.infra.layout import parse_commit_key
-from ebbflow.infra.ledger_classes import LedgerClass
 from ebbflow.infra.metrics import NODE_METRICS, Board, Group, MetricsServer, Pusher, delete_group
 from ebbflow.infra.terms import Terms
 from ebbflow.training.clock import process_start_monotonic

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ebbflow.infra.errors import InfraError
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.notices import rehearse_notice
-from ebbflow.infra.outcome import Outcome
 
 NOTICE = "notice"
 NON_FINITE = "non-finite"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.events import LedgerClass
 from ebbflow.training.clock import Clock
 
 # Where the time of a phase goes. The phases are those of the heartbeat, by which an agent sees progress.

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ebbflow.infra.config.schema import CheckpointConfig
-from ebbflow.infra.events import COMMIT_SKIPPED, INTERVAL
-from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.events import COMMIT_SKIPPED, INTERVAL, LedgerClass
 from ebbflow.training.cadence import Cadence
 from ebbflow.training.limits import Limits, Stop
 from ebbflow.training.parallel import Spread

@@ -16,15 +16,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ebbflow.infra.config.load import load_config
+from ebbflow.infra.config.load import load_config, values_with_sources
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.config.sources import values_with_sources
-from ebbflow.infra.errors import JobIsRunning, StoreError
+from ebbflow.infra.errors import JobIsRunning, Outcome, StoreError
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
 from ebbflow.infra.launchers import Claim, claim_job
 from ebbflow.infra.layout import check_job_name, job_prefix
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import CANDIDATES, GenerationOpening, open_generation, reachable_commits

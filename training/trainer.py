@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import StoreError
-from ebbflow.infra.events import BUDGET, EVALUATION, FAULT_INJECTED, NOTICE, OUTCOME, STEP
-from ebbflow.infra.ledger_classes import LedgerClass
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome, StoreError
+from ebbflow.infra.events import BUDGET, EVALUATION, FAULT_INJECTED, NOTICE, OUTCOME, STEP, LedgerClass
 from ebbflow.training.cadence import Cadence
 from ebbflow.training.errors import CheckpointError, GenerationSuperseded
 from ebbflow.training.evaluation import Evaluation

@@ -16,11 +16,10 @@ from typing import NoReturn
 import torch
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import NOTICE, Origin
 from ebbflow.infra.layout import generation_name, job_prefix
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.process import tie_forked_children
 from ebbflow.infra.store import Store
 from ebbflow.training.assembly import build_trainer, make_reporter, open_saver, restore

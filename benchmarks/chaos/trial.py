@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from benchmarks.chaos.fault import Aim, Fault, Means, Symptom
 from benchmarks.chaos.orders import Strike
 from benchmarks.chaos.scene import Scene
-from ebbflow.infra.errors import InfraError
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.spec import GangOutcome
 

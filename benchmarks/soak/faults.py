@@ -30,9 +30,8 @@ from benchmarks.training.survival.judge import judge
 from benchmarks.training.tables import machine_line
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError
-from ebbflow.infra.events import read_events
-from ebbflow.infra.ledger_classes import LedgerClass
-from ebbflow.infra.machine import describe_machine
+from ebbflow.infra.events import LedgerClass, read_events
+from ebbflow.infra.instance import describe_machine
 from ebbflow.training.errors import GangError, TrainingError
 
 DEFAULT_KINDS = ("rank-kill", "rank-stop", "exception", "sleep", "agent-kill", "uploader-kill", "connection-reset")

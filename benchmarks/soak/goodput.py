@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ebbflow.infra.events import NODE_STARTED, PHASE, STEP, Event
-from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.events import NODE_STARTED, PHASE, STEP, Event, LedgerClass
 
 _ABSENT = "absent"  # no rank was at work: dead or frozen until it was noticed, or not started again yet
 

@@ -27,10 +27,9 @@ from benchmarks.chaos.scene import Scene
 from benchmarks.soak.faults import soak_config
 from benchmarks.training.survival.job import make_scene
 from benchmarks.training.tables import machine_line
-from ebbflow.infra.errors import InfraError
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import COMMIT, EVALUATION, FAULT_DETECTED, STEP, read_events
-from ebbflow.infra.machine import describe_machine
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.instance import describe_machine
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.training.errors import GangError, TrainingError
 

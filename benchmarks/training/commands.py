@@ -17,8 +17,8 @@ from benchmarks.training.tables import engine_text, machine_line
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError
-from ebbflow.infra.machine import describe_machine
-from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.footprint import causal_lm_shape
+from ebbflow.infra.instance import describe_machine
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.training.data import prepare_tokens

@@ -21,7 +21,7 @@ from benchmarks.training.ranks import run_ranks
 from benchmarks.training.tables import machine_line, parts_text, table
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError
-from ebbflow.infra.machine import describe_machine
+from ebbflow.infra.instance import describe_machine
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import TrainingError
 

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from benchmarks.training.buckets import swift
 from benchmarks.training.tables import machine_line
 from ebbflow.infra.errors import InfraError, StoreError
+from ebbflow.infra.instance import describe_machine, file_system
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.machine import describe_machine, file_system
 from ebbflow.infra.ranges import read_blocks
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits

@@ -42,7 +42,7 @@ from ebbflow.cost.policy import policies
 from ebbflow.cost.policy.interface import MINIMUM_HOURS, Action, Market, Policy, PoolView, Run, State
 from ebbflow.cost.policy.safety_net import SafetyNet
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
 
 if TYPE_CHECKING:
     from ebbflow.infra.batch.queues import QueueState

@@ -23,8 +23,7 @@ from ebbflow.cost.ledger.instances import (
 )
 from ebbflow.cost.ledger.pricing import SIMULATED, NodePrice, PriceCurve, Pricing
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime, RankTime, Span, paid_nodes
-from ebbflow.infra.events import Event
-from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.events import Event, LedgerClass
 
 
 def node_usd(node: NodeTime, curve: PriceCurve) -> Decimal:

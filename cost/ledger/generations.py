@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import (
     COMMIT,
     GENERATION_ENDED,
@@ -20,7 +21,6 @@ from ebbflow.infra.events import (
     Event,
 )
 from ebbflow.infra.layout import parse_commit_key
-from ebbflow.infra.outcome import Outcome
 
 # Ends that were meant: the job was done, or stopped itself. Anything else cut the generation short.
 PLANNED_ENDS = frozenset({Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE, Outcome.NO_CAPACITY})

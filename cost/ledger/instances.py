@@ -26,8 +26,7 @@ from typing import Any, Protocol
 
 from ebbflow.cost.ledger.generations import Generation
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
-from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event
-from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, LedgerClass
 
 MINIMUM_SECONDS = 60.0
 # A longer pause of the same instance may have been another job's: it is left to the reconciliation with the bill.

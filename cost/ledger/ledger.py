@@ -21,8 +21,7 @@ from ebbflow.cost.ledger.generations import Generation, read_generations
 from ebbflow.cost.ledger.pricing import SIMULATED as SIMULATED
 from ebbflow.cost.ledger.pricing import UNPRICED
 from ebbflow.cost.ledger.timeline import MICRO, rank_times
-from ebbflow.infra.events import BUDGET, CONFIGURED, STEP, Event
-from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.events import BUDGET, CONFIGURED, STEP, Event, LedgerClass
 
 MEASURED = "measured"
 ESTIMATED = "estimated"

@@ -12,9 +12,8 @@ from typing import Any
 
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.generations import Generation, is_clock, is_of_generation
-from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, PHASE, EndReason, Event
-from ebbflow.infra.ledger_classes import LedgerClass
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
+from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, PHASE, EndReason, Event, LedgerClass
 
 MICRO = 1_000_000
 _INSTANCE_KEYS = ("instance_id", "instance_type", "zone", "zone_id", "region", "market", "uptime_seconds")

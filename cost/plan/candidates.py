@@ -39,8 +39,7 @@ from ebbflow.cost.prices.quote import PriceSource, Quote, is_zone_of
 from ebbflow.infra.batch.queues import BATCHS_CHOICE
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import PLAN, STEP, Event
-from ebbflow.infra.footprint import COMMIT_BYTES_PER_PARAMETER, shard_ranks
-from ebbflow.infra.model_shape import ModelShape
+from ebbflow.infra.footprint import COMMIT_BYTES_PER_PARAMETER, ModelShape, shard_ranks
 from ebbflow.infra.reliability import daly_interval_seconds
 
 if TYPE_CHECKING:

@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.plan.throughput import Fit, Throughput
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.footprint import COMMIT_BYTES_PER_PARAMETER
-from ebbflow.infra.model_shape import ModelShape
+from ebbflow.infra.footprint import COMMIT_BYTES_PER_PARAMETER, ModelShape
 from ebbflow.infra.reliability import GammaHazard, daly_interval_seconds
 
 if TYPE_CHECKING:

@@ -39,8 +39,8 @@ from ebbflow.cost.plan.forecast import outlook
 from ebbflow.cost.plan.throughput import speed_fingerprint
 from ebbflow.cost.prices.quote import PriceSource, StaticPrices, refresh_command
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.model_shape import ModelShape, causal_lm_shape
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
+from ebbflow.infra.footprint import ModelShape, causal_lm_shape
 from ebbflow.infra.terms import Terms
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ All of it is estimated. What each part stands on (`ebbflow.infra.footprint.rank_
   node with hsdp; with `fsdp.cpu_offload` they are in host memory instead.
 - unsharded: what FSDP2 and HSDP gather, and gradients that they have not reduced (`infra.footprint.gathered_bytes`).
   DDP: autocast's bfloat16 copies, and buckets where gradients are no views of them.
-- activations, logits: `infra.model_shape`, per sample. Attention is fused and keeps no matrix of length × length. Of
+- activations, logits: `infra.footprint`, per sample. Attention is fused and keeps no matrix of length × length. Of
   activations `parallel.recompute` keeps a share. Loss and log-probabilities stay float32.
 
 - compute: flops of the step / (GPUs × dense peak × MFU prior).
@@ -34,13 +34,14 @@ from ebbflow.infra.footprint import (
     BFLOAT16_BYTES,
     FLOAT32_BYTES,
     Gang,
+    ModelShape,
+    causal_lm_shape,
     gpu_host_bytes,
     rank_bytes,
     reduced_bytes_per_parameter,
     shard_ranks,
     stays_gathered,
 )
-from ebbflow.infra.model_shape import ModelShape, causal_lm_shape
 
 GIB = 2**30
 # The CUDA context with loaded kernels takes about 0.5 GiB on data-centre GPUs, NCCL's channel buffers about as much,

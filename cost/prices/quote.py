@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Literal, Protocol
 
 from ebbflow.cost.catalogue import InstanceType, advisor_recorded, on_demand_recorded
-from ebbflow.infra.config.rules.names import zone_prefix
+from ebbflow.infra.config.name_rules import zone_prefix
 
 QuoteKind = Literal["live", "recorded", "estimated"]
 

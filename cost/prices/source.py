@@ -17,8 +17,8 @@ from ebbflow.cost.prices.recorded import RecordedPrices, Recording, SpotRecord, 
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.problems import ConfigError
 from ebbflow.infra.config.schema import CostConfig, RunConfig
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.foreign_text import one_line
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.program import DEFAULT_CONFIG
 
 NOT_ASKED = "live prices are asked when the plan is made"

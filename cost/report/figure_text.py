@@ -26,8 +26,8 @@ from ebbflow.cost.amounts import (
 from ebbflow.cost.capacity.placement import UNKNOWN
 from ebbflow.cost.ledger.ledger import MEASURED, SIMULATED, UNPRICED
 from ebbflow.cost.report.report import RunReport
-from ebbflow.infra.config.sources import DEFAULT, value_text
-from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.config.load import DEFAULT, value_text
+from ebbflow.infra.events import LedgerClass
 
 _DAMAGE_SHOWN = 10
 LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")

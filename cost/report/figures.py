@@ -40,8 +40,8 @@ from ebbflow.infra.events import (
     PRICES,
     STEP,
     Event,
+    LedgerClass,
 )
-from ebbflow.infra.ledger_classes import LedgerClass
 
 
 def actual_figures(events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from ebbflow.cost.report.figure_text import (
 )
 from ebbflow.cost.report.render_text import PYTHON, resume_line
 from ebbflow.cost.report.report import RunReport
-from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.events import LedgerClass
 
 # One hue per class of time: work green, its overheads blue, what interruptions cost warm, the unknown grey.
 COLOURS = {

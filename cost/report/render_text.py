@@ -27,8 +27,8 @@ from ebbflow.cost.report.figure_text import (
     trust_lines,
 )
 from ebbflow.cost.report.report import RunReport
-from ebbflow.infra.ledger_classes import LedgerClass
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
+from ebbflow.infra.events import LedgerClass
 
 PYTHON = ".venv/bin/python"
 _FLOW = "flows/train_flow.py"

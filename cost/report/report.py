@@ -19,6 +19,7 @@ from ebbflow.cost.ledger.generations import Generation, final_outcome, read_gene
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold
 from ebbflow.cost.ledger.timeline import MICRO
 from ebbflow.cost.report.figures import actual_figures, money_figures
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import (
     BATCH_ATTEMPT,
     BUDGET,
@@ -36,9 +37,8 @@ from ebbflow.infra.events import (
     ROLLBACK,
     STEP,
     Event,
+    LedgerClass,
 )
-from ebbflow.infra.ledger_classes import LedgerClass
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.segments import Damage
 
 if TYPE_CHECKING:

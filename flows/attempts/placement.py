@@ -16,10 +16,9 @@ from ebbflow.flows.attempts.settlement import settle
 from ebbflow.flows.job import Job
 from ebbflow.flows.steps import experience
 from ebbflow.infra.aws.calls import within
-from ebbflow.infra.errors import JobIsRunning
+from ebbflow.infra.errors import JobIsRunning, Outcome
 from ebbflow.infra.events import COMMIT, PLACED, PLAN, Event, read_events
-from ebbflow.infra.model_shape import ModelShape
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.footprint import ModelShape
 from ebbflow.infra.program import PROJECT_ROOT
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 from ebbflow.cost.capacity import Placement, attempt_record
 from ebbflow.flows.job import Job
 from ebbflow.infra.batch import NEVER_STARTED, TERMINATED, BatchAttempt, batch_client, cancel_job, describe_attempts
-from ebbflow.infra.checks.batch.queues import ANSWER_SECONDS, why_not_asked
+from ebbflow.infra.checks.batch import ANSWER_SECONDS, why_not_asked
 from ebbflow.infra.errors import CloudRefused, InfraError
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events

@@ -190,8 +190,8 @@ class Submission:
 
     def _note_refusal(self, why: str) -> None:
         """Into the events: Metaflow ends the run then, and its report is to say what ended it."""
+        from ebbflow.infra.errors import Outcome
         from ebbflow.infra.events import OUTCOME
-        from ebbflow.infra.outcome import Outcome
 
         if self._asked:
             with self._events() as log:

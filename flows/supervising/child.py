@@ -19,7 +19,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 if (_ROOT / "ebbflow").is_dir():  # a checkout
     sys.path.insert(1, str(_ROOT))
 
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.process import StoppedProcesses, die_with_parent
 
 # A drained launcher waits up to 60 s for its last save, and then writes the report.

@@ -14,8 +14,8 @@ from ebbflow.cost.ledger.generations import read_generations
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.attempts.settlement import unsettled_jobs
 from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import BATCH_ATTEMPT, PLAN, SUPERVISED, Event, read_events
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import newest_commits
 from ebbflow.training.checkpoint.signing import use_signing_key

@@ -28,11 +28,10 @@ from ebbflow.flows.supervising.record import (
     waited_seconds,
 )
 from ebbflow.infra.config import ConfigError
-from ebbflow.infra.errors import InfraError, StoreAway, StoreError
+from ebbflow.infra.errors import InfraError, Outcome, StoreAway, StoreError
 from ebbflow.infra.events import OUTCOME, SUPERVISED
 from ebbflow.infra.foreign_text import guard_terminal
 from ebbflow.infra.launchers import CLAIM_VARIABLE, Claim, claim_job
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.process import survive_lost_readers
 from ebbflow.infra.program import PROJECT_ROOT
 

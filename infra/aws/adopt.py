@@ -19,8 +19,7 @@ from ebbflow.infra.aws.account import CONTAINERS, companion, metaflow_settings, 
 from ebbflow.infra.aws.calls import Patience, ask, pages
 from ebbflow.infra.batch import QueueState, batch_client, describe_queues
 from ebbflow.infra.batch.queues import BATCHS_CHOICE
-from ebbflow.infra.errors import CloudError, InfraError
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import CloudError, InfraError, Outcome
 
 T = TypeVar("T")
 

@@ -21,8 +21,7 @@ from typing import Any
 import yaml
 
 from ebbflow.infra.aws.calls import Patience, ask, aws_client, pages
-from ebbflow.infra.errors import CloudAway, CloudError, CloudForbidden, CloudRefused, InfraError
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import CloudAway, CloudError, CloudForbidden, CloudRefused, InfraError, Outcome
 
 TEMPLATE = Path(__file__).with_name("template.yaml")
 # https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/cloudformation-limits.html: in a request, in bytes.

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ebbflow.infra.aws.calls import Patience, ask, is_amazons, pages
-from ebbflow.infra.config.batch import BatchConfig, QueueConfig
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.config.schema import BatchConfig, QueueConfig, RunConfig
 from ebbflow.infra.store.s3 import aws_settings
 
 # Batch takes what fits the job, of the families c6i, c7i, m6i and r6i, or their Arm kin: none of them has a GPU.

@@ -1,10 +1,11 @@
-"""Does this machine's NVIDIA driver work with the torch that is installed? Skipped where there is no driver.
+"""Preflight checks of GPUs: the driver, CUDA and the GPUs that torch finds.
 
 Made by preflight on the launching machine, and by the agent of each node (`training.launch.devices.NodeGpuCheck`).
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -14,10 +15,34 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbflow.infra.checks.devices import GPU_FILES, gpu_files, gpus_hidden
 from ebbflow.infra.footprint import local_gang
 from ebbflow.infra.preflight import Finding, PreflightContext
 from ebbflow.infra.program import python_path
+
+GPU_FILES = "/dev/nvidia[0-9]*"  # one for each GPU
+RDMA_DEVICES = Path("/sys/class/infiniband")  # InfiniBand, RoCE and EFA alike
+
+
+def gpu_files() -> list[str]:
+    return glob.glob(GPU_FILES)
+
+
+def gpus_hidden() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES hides every GPU."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+
+
+def visible_gpus() -> int:
+    """Count of the GPUs that a process started here would see, as far as files and CUDA_VISIBLE_DEVICES show it."""
+    if gpus_hidden():
+        return 0
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return min(len(gpu_files()), len(named) or len(gpu_files()))
+
+
+def has_rdma() -> bool:
+    return RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
+
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _ANSWER_SECONDS = 15.0  # nvidia-smi initialises each GPU when no process keeps it awake

@@ -1,16 +1,20 @@
-"""Checks of the store: what a job will do there is really done, once, before anything is paid for."""
+"""Preflight checks of the store and of the clocks that it depends on."""
 
 from __future__ import annotations
 
+import http.client
 import os
 import secrets
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden
-from ebbflow.infra.known_jobs import METAFLOW_FOLDER, records_root, runs_folder
-from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.layout import METAFLOW_FOLDER, job_prefix, records_root, runs_folder
 from ebbflow.infra.preflight import Finding, PreflightContext
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.errors import ACTIONS
@@ -159,3 +163,64 @@ def _s3_client(settings: AwsSettings) -> Any:
 
     limits = Config(connect_timeout=4, read_timeout=8, retries={"total_max_attempts": 1})
     return Session().create_client("s3", region_name=settings.region, endpoint_url=settings.endpoint, config=limits)
+
+
+_DATE_SECONDS = 5.0
+_SKEW_WARNING_SECONDS = 60.0
+_STORE_REFUSES_SECONDS = 900.0  # S3 answers RequestTimeTooSkewed beyond it
+_FIX = "set the clock: chronyc makestep, or timedatectl set-ntp true"
+
+
+def check_store_clock(context: PreflightContext) -> Finding:
+    """This machine's clock against the store's: S3 refuses requests that are signed 15 minutes off."""
+    if not context.config.store.startswith("s3://"):
+        return Finding.skipped("the store is a folder: nothing is signed")
+    try:
+        settings = aws_settings()
+    except StoreError as error:
+        return Finding.skipped(f"the store cannot be found: {error}")
+    url = settings.endpoint or f"https://s3.{settings.region}.amazonaws.com"
+    return compare_clock(url, warned=_SKEW_WARNING_SECONDS, refused=_STORE_REFUSES_SECONDS)
+
+
+def compare_clock(url: str, *, warned: float, refused: float) -> Finding:
+    """warned, refused: seconds apart from which it is told, and from which nothing that is signed is taken."""
+    before = time.time()
+    try:
+        date = _date_of(url)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return Finding.skipped(f"{url} tells no time: {error}")
+    after = time.time()
+    # The header is cut to whole seconds, and was written at some moment between the two readings of our clock.
+    skew = max(before - date - 1.0, date - after, 0.0)
+    direction = "ahead of" if before > date else "behind"
+    if skew <= warned:
+        return Finding.passed(f"this machine's clock is within {max(skew, 1.0):.0f} s of {url}'s")
+    consequence = "; signed requests are refused" if skew > refused else ""
+    return Finding.failed(
+        f"this machine's clock is {skew:,.0f} s {direction} {url}'s ({refused:.0f} s allowed){consequence}", _FIX
+    )
+
+
+def _date_of(url: str) -> float:
+    """Unix time in the Date header of whatever `url` answers, even a refusal.
+
+    Raises OSError, ValueError, HTTPException.
+    """
+    opener = urllib.request.build_opener(_NoRedirect)
+    request = urllib.request.Request(url, method="HEAD")
+    try:
+        with opener.open(request, timeout=_DATE_SECONDS) as answer:
+            headers = answer.headers
+    except urllib.error.HTTPError as refusal:
+        headers = refusal.headers
+    if not headers.get("Date"):
+        raise ValueError("no Date header")
+    return parsedate_to_datetime(headers["Date"]).timestamp()
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Another server's clock is not the one to compare with."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None

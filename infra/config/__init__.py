@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ebbflow.infra.config.load import LoadedConfig, load_config
+from ebbflow.infra.config.load import LoadedConfig, load_config, violations
 from ebbflow.infra.config.problems import ConfigError, Place, Problem, render_problems
-from ebbflow.infra.config.rules import violations
 from ebbflow.infra.config.schema import RunConfig
 
 __all__ = [

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ebbflow.infra.config.keys import OPTION_NAME
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.config.tree import OPTION_NAME
 
 _DIALECT = "http://json-schema.org/draft-07/schema#"  # what language servers for YAML understand
 

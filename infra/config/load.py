@@ -3,20 +3,145 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbflow.infra.config.document import SourceText, parse
-from ebbflow.infra.config.overrides import ENVIRONMENT, override_name, read_environment, read_override
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from ebbflow.infra.config.keys import (
+    ENVIRONMENT,
+    Entry,
+    Origin,
+    annotation_of,
+    collect,
+    environment_source,
+    leaves,
+    mapping_of,
+    mappings,
+    override_name,
+    read_environment,
+    read_override,
+)
+from ebbflow.infra.config.name_rules import ADDRESS, BATCH_RULES, NAMES_RULES
 from ebbflow.infra.config.problems import ConfigError, Problem
-from ebbflow.infra.config.rules.names import ADDRESS
+from ebbflow.infra.config.rule_base import Violation
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.config.sources import sources_of
-from ebbflow.infra.config.tree import Entry, collect, leaves
-from ebbflow.infra.config.validate import convert_entries, validate
+from ebbflow.infra.config.shape_rules import DERIVED_RULES, MODEL_RULES, PARALLEL_RULES, SURVIVAL_RULES
+from ebbflow.infra.config.yaml_values import Expected, MismatchError, SourceText, convert, parse
+
+_RULES = (*MODEL_RULES, *DERIVED_RULES, *PARALLEL_RULES, *NAMES_RULES, *SURVIVAL_RULES, *BATCH_RULES)
+
+
+def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Violation]:
+    """The rules that a configuration breaks. Rules about a key in `without` are left out."""
+    broken = []
+    for rule in _RULES:
+        if any(key in without for key in rule.keys):
+            continue
+        found = rule.check(config)
+        if found is not None:
+            broken.append(Violation(keys=rule.keys, message=found[0], hint=found[1]))
+    return broken
+
+
+# Who is blamed for a broken rule: the last word had it, and never a default.
+_BLAME: dict[Origin | None, int] = {None: 0, "file": 1, "environment": 2, "set": 3}
+
+
+def convert_entries(entries: Mapping[str, Entry]) -> tuple[dict[str, Any], list[Problem]]:
+    """Values of the types that the schema wants, by dotted key."""
+    values: dict[str, Any] = {}
+    problems = []
+    for key, entry in entries.items():
+        try:
+            values[key] = convert(entry.node, Expected.of(annotation_of(key)))
+        except MismatchError as mismatch:
+            message = f"{key} {mismatch.message}"
+            problems.append(Problem(message=message, key=key, place=entry.place_of(mismatch.node), hint=mismatch.hint))
+    return values, problems
+
+
+def validate(
+    values: Mapping[str, Any], entries: Mapping[str, Entry], unknown: Collection[str]
+) -> tuple[RunConfig, list[Problem]]:
+    """The configuration, with defaults in the place of what is wrong, and what is wrong with ranges and rules.
+
+    unknown: keys whose meant value is not known; rules about them are left out.
+    """
+    problems = []
+    good = dict(values)
+    try:
+        RunConfig.model_validate(_nested(good))
+    except ValidationError as error:
+        for key, details in _errors_by_key(error).items():
+            message, hint = _range_message(entries[key], details)
+            problems.append(Problem(message=message, key=key, place=entries[key].place, hint=hint))
+            del good[key]
+    config = RunConfig.model_validate(_nested(good))
+    without = {*unknown, *(problem.key for problem in problems)}
+    problems += [_rule_problem(violation, entries) for violation in violations(config, without=without)]
+    return config, problems
+
+
+def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
+    """One error for each key. Of a union's branches, a broken limit tells more than "not the other branch"."""
+    found: dict[str, ErrorDetails] = {}
+    for details in error.errors():
+        key = ".".join(str(part) for part in details["loc"])
+        while key not in leaves():
+            key = key.rpartition(".")[0]
+        if key not in found or found[key]["type"] == "literal_error":
+            found[key] = details
+    return found
+
+
+def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None]:
+    key = entry.key
+    limits = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+    wanted = [f"{words} {details['ctx'][name]:g}" for name, words in limits.items() if name in details.get("ctx", {})]
+    if not wanted or not isinstance(entry.node, yaml.ScalarNode):
+        return f"{key}: {details['msg']}", None
+    default = leaves()[key].default
+    hint = None if default is None else f"the default is {default}"
+    return f"{key} must be {wanted[0]}, not {entry.node.value}", hint
+
+
+def _rule_problem(violation: Violation, entries: Mapping[str, Entry]) -> Problem:
+    """Blames the key that was given last: on the command line before the environment before the file."""
+    given = {key: _entry(key, entries) for key in violation.keys}
+    blamed = max(violation.keys, key=lambda key: _rank(given[key]))  # the first of equals
+    entry = given[blamed]
+    return Problem(
+        message=violation.message, key=blamed, place=None if entry is None else entry.place, hint=violation.hint
+    )
+
+
+def _entry(key: str, entries: Mapping[str, Entry]) -> Entry | None:
+    """Of a free mapping, the first name in it."""
+    names = (name for name in entries if mapping_of(name) == key)
+    return entries.get(key) or entries.get(next(names, ""))
+
+
+def _rank(entry: Entry | None) -> int:
+    return _BLAME[None if entry is None else entry.origin]
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *parents, leaf = key.split(".")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[leaf] = value
+    return tree
+
 
 _LARGEST_FILE_BYTES = 1 << 20
 # Keys whose value is a path, and the words that are none in its place.
@@ -173,3 +298,51 @@ def _in_reading_order(problems: Sequence[Problem], overrides: Sequence[str]) -> 
 def _display(file: Path, cwd: Path) -> str:
     """Relative to where the user stands, where it lies below."""
     return str(file.relative_to(cwd)) if file.is_relative_to(cwd) else str(file)
+
+
+DEFAULT = "default"
+
+
+def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Every leaf in the schema's order; in the place of a free mapping the names that were given in it."""
+    sources: dict[str, str] = {}
+    for key in leaves():
+        names = [name for name in entries if mapping_of(name) == key] if key in mappings() else []
+        sources |= {name: _source(entries.get(name)) for name in names or [key]}
+    return sources
+
+
+def values_with_sources(config: Mapping[str, Any], sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """[{key, value, source}] in the order of `sources`. config: as JSON, nested; a key that it lacks is null."""
+    return [{"key": key, "value": _at(config, key), "source": source} for key, source in sources.items()]
+
+
+def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) -> str:
+    """One line for each key: "model.num_layers  6  --set". defaults: whether to show those that nobody has set."""
+    shown = [row for row in rows if defaults or row["source"] != DEFAULT]
+    texts = [(row["key"], value_text(row["value"]), row["source"]) for row in shown]
+    # A long list runs over instead of moving every other line to the right.
+    widths = [min(60, max((len(text[column]) for text in texts), default=0)) for column in range(2)]
+    lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}" for key, value, source in texts]
+    left_out = len(rows) - len(shown)
+    return "\n".join([*lines, *([f"… and {left_out} defaults"] if left_out else [])])
+
+
+def value_text(value: Any) -> str:
+    """As YAML would take it: null, true, [.py, .txt], 0.001."""
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
+def _source(entry: Entry | None) -> str:
+    if entry is None:
+        return DEFAULT
+    if entry.origin == "environment":
+        return environment_source(entry.key)
+    return "--set" if entry.origin == "set" else f"{entry.place.source}:{entry.place.line}"
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ebbflow.infra.errors import InfraError
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import InfraError, Outcome
 
 _WIDEST_LINE = 160
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # of an address; terminals are recorded

@@ -14,7 +14,7 @@ from ebbflow.flows.checks import run_all_checks
 from ebbflow.infra.__main__ import main
 from ebbflow.infra.batch import batch_client, describe_queues, training_queues
 from ebbflow.infra.config import RunConfig
-from ebbflow.infra.config.batch import BatchConfig
+from ebbflow.infra.config.schema import BatchConfig
 from tests.support.aws_account import ACCOUNT, BUCKET, IMAGE, JOB_ROLE, REGION, Account, account
 from tests.support.batch.fixture import local_batch
 from tests.support.checks import failed, passed, skipped
@@ -188,7 +188,7 @@ def test_a_clock_that_is_off_and_a_batch_that_is_not_amazons(monkeypatch: pytest
 def test_what_a_stand_in_lacks_says_nothing_of_a_role_or_an_image(
     aws: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbflow.infra.checks.batch.account.is_amazons", lambda client: False)
+    monkeypatch.setattr("ebbflow.infra.checks.batch.is_amazons", lambda client: False)
     nobody = f"arn:aws:iam::{ACCOUNT}:role/nobody"
     assert f"knows no role {nobody}" in skipped("aws-role", **batch(SPOT, job_role=nobody)).detail
     assert f"has no image {IMAGE}" in skipped("aws-image", **batch(SPOT, image=IMAGE)).detail

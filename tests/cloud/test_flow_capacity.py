@@ -20,9 +20,9 @@ from ebbflow.flows.metaflow_fixes import command_of_node, correct_nodes, known_r
 from ebbflow.flows.remote import backend_asked, refusal, set_environment
 from ebbflow.flows.steps import StepFailed
 from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import BATCH_ATTEMPT, COMMIT, Event
 from ebbflow.infra.events import PLACED as PLACED_EVENT
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.store import Store
 
 PLACED = Placement(

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.chaos.imds import FakeMetadata
 from ebbflow.infra import notices as notices_module
-from ebbflow.infra.metadata import MetadataService
+from ebbflow.infra.instance import MetadataService
 from ebbflow.infra.notices import (
     MetadataSource,
     MetaflowSource,

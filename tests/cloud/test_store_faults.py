@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
-from ebbflow.infra.errors import StoreAway, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome, StoreAway, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
 from ebbflow.infra.store import Store
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 

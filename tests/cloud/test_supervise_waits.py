@@ -14,11 +14,10 @@ from ebbflow.flows.job import Job
 from ebbflow.flows.supervising import supervisor
 from ebbflow.flows.supervising.options import Options, read_options
 from ebbflow.flows.supervising.supervisor import Supervisor
-from ebbflow.infra.errors import JobIsRunning
+from ebbflow.infra.errors import JobIsRunning, Outcome
 from ebbflow.infra.events import BATCH_SUBMITTED, GENERATION_STARTED, PLAN, PREFLIGHT, SUPERVISED, read_events
 from ebbflow.infra.launchers import Claim, Launcher, claim_job
 from ebbflow.infra.layout import launcher_key
-from ebbflow.infra.outcome import Outcome
 from tests.support.timelines import plan_event
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.chaos.imds import FakeMetadata
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import NOTICE
-from ebbflow.infra.metadata import ENDPOINT_VARIABLE
+from ebbflow.infra.instance import ENDPOINT_VARIABLE
 from ebbflow.infra.notices import rehearse_notice
 from ebbflow.training.launch import standing as standing_module
 from ebbflow.training.launch.control import CAUSES, Control, Order

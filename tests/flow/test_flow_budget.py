@@ -15,8 +15,8 @@ from ebbflow.cost.plan.candidates import progress_of
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import read_events
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.store import Store
 from tests.support.flow import FlowRunner, assert_ledger_adds_up, wait_until
 

@@ -72,7 +72,7 @@ def test_ranks_that_share_a_core_are_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_locked_memory_matters_where_there_is_an_rdma_device(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr("ebbflow.infra.checks.devices.RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr("ebbflow.infra.checks.gpu.RDMA_DEVICES", tmp_path)
     skipped("locked-memory")
     (tmp_path / "efa_0").mkdir()
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (65536, 65536))

@@ -14,8 +14,7 @@ import pytest
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import PREFLIGHT, Origin
-from ebbflow.infra.known_jobs import NOTE, KnownJob
-from ebbflow.infra.layout import job_prefix
+from ebbflow.infra.layout import NOTE, KnownJob, job_prefix
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 

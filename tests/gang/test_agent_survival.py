@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import GENERATION_ENDED, OUTCOME, EndReason, read_events
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.process import signal_name
 from ebbflow.infra.store import Store
 from ebbflow.training import worker as worker_module

@@ -9,10 +9,10 @@ import pytest
 
 from ebbflow.cost.ledger.ledger import fold, spent_usd, told_threshold
 from ebbflow.cost.report.report import build_report
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import BUDGET, COMMIT, NODE_STARTED, PLAN, STEP, Event, Origin, read_events
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.launch import GangOutcome, GangSpec

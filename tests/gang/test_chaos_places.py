@@ -26,7 +26,7 @@ from benchmarks.training.survival.bare import bare_figures, bare_text
 from benchmarks.training.survival.campaign import Campaign, Judged, Planned, run_job
 from benchmarks.training.survival.judge import Finding
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.training.errors import CheckpointError, GangError
 from ebbflow.training.launch.spec import GangOutcome

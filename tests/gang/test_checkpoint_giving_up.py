@@ -15,10 +15,10 @@ from ebbflow.cost.report.report import build_report
 from ebbflow.flows import launcher
 from ebbflow.flows.options import checked_options, job_and_config, permits_in
 from ebbflow.infra import launchers
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import COMMIT, GENERATION_STARTED, OUTCOME, ROLLBACK, Origin, read_events
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.ranges import read_blocks
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import (

@@ -17,11 +17,10 @@ from torch import nn
 
 import ebbflow.training.checkpoint.restore as restoring
 from ebbflow.infra.checks.environment import check_signing_key
-from ebbflow.infra.config.rules import violations
+from ebbflow.infra.config.load import violations
 from ebbflow.infra.config.schema import CheckpointConfig, RunConfig
-from ebbflow.infra.errors import StoreAway, StoreError
+from ebbflow.infra.errors import Outcome, StoreAway, StoreError
 from ebbflow.infra.layout import data_key, index_key, signature_key
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.preflight import PreflightContext
 from ebbflow.infra.ranges import read_blocks
 from ebbflow.infra.signing_key import NAME_VARIABLE

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbflow.infra.ledger_classes import LedgerClass
+from ebbflow.infra.events import LedgerClass
 from ebbflow.training.clock import Clock
 from ebbflow.training.launch.watch.heartbeat import Beat, Heartbeat
 from ebbflow.training.launch.watch.limits import Deadlines, PhaseLimits

@@ -12,7 +12,7 @@ import torch
 
 from ebbflow.flows.gang import ranks_of_local_gpus
 from ebbflow.infra.config import RunConfig
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.preflight import Finding
 from ebbflow.training.errors import DeviceUnavailable, GangError
 from ebbflow.training.launch.devices import NodeGpuCheck, VisibleGpus, assign_gpus, see_gpus

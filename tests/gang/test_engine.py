@@ -18,9 +18,8 @@ from ebbflow.infra.config.schema import (
     SchedulerConfig,
     TrainingConfig,
 )
-from ebbflow.infra.events import read_events
-from ebbflow.infra.ledger_classes import LedgerClass
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
+from ebbflow.infra.events import LedgerClass, read_events
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.clock import Clock, process_start_monotonic

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EVALUATION, STEP, read_events
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.notices import rehearse_notice
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.evaluation import Evaluation

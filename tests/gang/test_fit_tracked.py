@@ -22,8 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ebbflow.cost.plan.throughput import memory_fit
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.footprint import rank_bytes
-from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.footprint import causal_lm_shape, rank_bytes
 from ebbflow.training.gang import Gang
 from ebbflow.training.parallel import spread
 from ebbflow.training.workloads.language_model import CausalLM

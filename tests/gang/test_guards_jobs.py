@@ -9,8 +9,8 @@ import pytest
 
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.report.report import notable
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import GUARD, RESTORE, STEP, read_events
-from ebbflow.infra.outcome import Outcome
 from ebbflow.training.errors import MemoryGrowth, MicroBatchTooLarge, Rewind, TooManyRewinds
 from tests.support.guard_jobs import Job
 

@@ -16,8 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.logs.line import LogLine, utc_text
-from ebbflow.infra.logs.reading import read_logs
+from ebbflow.infra.rank_logs import LogLine, read_logs, utc_text
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch import GangSpec

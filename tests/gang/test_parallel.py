@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ebbflow.infra.config.schema import ModelConfig, RunConfig, SchedulerConfig, TrainingConfig
-from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.optimizer import make_optimizer, scale_and_clip
 from ebbflow.training.schedule import learning_rate

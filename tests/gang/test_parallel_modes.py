@@ -14,7 +14,7 @@ from torch.profiler import profile
 
 from ebbflow.infra.config.schema import DataConfig, DdpConfig, FsdpConfig, ModelConfig, ParallelConfig, RunConfig
 from ebbflow.infra.config.schema import TrainingConfig as Training
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.training.data import prepare_tokens

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import StoreAway, StoreMisconfigured
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome, StoreAway, StoreMisconfigured
 from ebbflow.training.launch import leader as leader_module
 from ebbflow.training.launch.channel import Connection
 from ebbflow.training.launch.leading import Leading

@@ -21,9 +21,8 @@ from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import build_report
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL
-from ebbflow.infra.ledger_classes import LedgerClass
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
+from ebbflow.infra.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL, LedgerClass
 from ebbflow.infra.reliability import GammaHazard
 from ebbflow.training.cadence import Cadence
 from ebbflow.training.clock import Clock

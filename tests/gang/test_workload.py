@@ -27,7 +27,7 @@ from ebbflow.infra.config.schema import (
     TrainingConfig,
 )
 from ebbflow.infra.events import read_events
-from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.gang import Gang

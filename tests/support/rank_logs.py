@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ebbflow.infra.logs.reading import read_logs
+from ebbflow.infra.rank_logs import read_logs
 from ebbflow.training.launch.lines import RankLog
 from ebbflow.training.launch.watch.heartbeat import Beat
 

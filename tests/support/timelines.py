@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import (
     COMMIT,
     GENERATION_ENDED,
@@ -20,7 +21,6 @@ from ebbflow.infra.events import (
     Event,
 )
 from ebbflow.infra.layout import commit_key
-from ebbflow.infra.outcome import Outcome
 
 # The wall clock of the machines runs apart from their monotonic one, as on real machines.
 WALL = 1_800_000_000.0

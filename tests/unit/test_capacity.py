@@ -14,9 +14,9 @@ from ebbflow.cost.errors import PlacementError
 from ebbflow.infra.batch import ComputeEnvironment, in_queues_region
 from ebbflow.infra.batch.jobs import Cause
 from ebbflow.infra.batch.queues import contradiction
-from ebbflow.infra.config.batch import QueueConfig
+from ebbflow.infra.config.schema import QueueConfig
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import GENERATION_ENDED, NODE_STARTED, NOTICE
-from ebbflow.infra.outcome import Outcome
 from tests.support.capacity import BOTH, JobLog, batch_config, placed_now, planned, queue, queues
 from tests.support.timelines import WALL, event
 

@@ -14,7 +14,7 @@ import yaml
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.infra.config import ConfigError, load_config
 from ebbflow.infra.config.json_schema import json_schema, schema_text
-from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.footprint import causal_lm_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.infra.config import ConfigError, LoadedConfig, load_config
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 

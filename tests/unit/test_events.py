@@ -22,11 +22,10 @@ from ebbflow.cost.__main__ import main as cost_main
 from ebbflow.cost.jobs import read_job_log
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import build_report
-from ebbflow.infra.errors import StoreError, StoreHung
+from ebbflow.infra.errors import Outcome, StoreError, StoreHung
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import EndReason, Event, Origin, read_events, read_log
 from ebbflow.infra.layout import event_key
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.segments import Damage, seal_segment
 from ebbflow.infra.store import Store
 from tests.support.flow import wait_until

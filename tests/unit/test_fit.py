@@ -21,8 +21,14 @@ from ebbflow.cost.plan.throughput import (
     why_host_too_small,
 )
 from ebbflow.infra.config.schema import FsdpConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
-from ebbflow.infra.footprint import SMALL_MODEL_BYTES, Gang, gpu_host_bytes, host_memory_bytes
-from ebbflow.infra.model_shape import ModelShape, causal_lm_shape
+from ebbflow.infra.footprint import (
+    SMALL_MODEL_BYTES,
+    Gang,
+    ModelShape,
+    causal_lm_shape,
+    gpu_host_bytes,
+    host_memory_bytes,
+)
 from ebbflow.infra.reliability import young_interval_seconds
 
 SHAPE = ModelShape(

@@ -13,10 +13,9 @@ from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.flows import reporting, steps
 from ebbflow.flows.job import Job
 from ebbflow.infra.config.schema import CostConfig, RunConfig
-from ebbflow.infra.errors import StoreAway
+from ebbflow.infra.errors import Outcome, StoreAway
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import NODE_STARTED, OUTCOME, PLAN, PRICES, Origin, read_events
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.store import Store
 from tests.support.batch.fixture import local_batch
 from tests.support.capacity import batch_config

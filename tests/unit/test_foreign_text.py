@@ -18,7 +18,7 @@ from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import OUTCOME, Origin
 from ebbflow.infra.foreign_text import GuardedStream, one_line, printable
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.logs.line import LogLine, visible
+from ebbflow.infra.rank_logs import LogLine, visible
 from ebbflow.infra.store import Store
 from ebbflow.training.launch.echo import Echo, show_last_lines
 from ebbflow.training.launch.watch.dump import WorkerFailure

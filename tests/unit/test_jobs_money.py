@@ -30,8 +30,7 @@ from ebbflow.flows.reporting import record_prices
 from ebbflow.infra.config.schema import CostConfig, RunConfig
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import BUDGET, CONFIGURED, NODE_STARTED, PLAN, PRICES, Event, Origin, read_events
-from ebbflow.infra.known_jobs import KnownJob
-from ebbflow.infra.layout import event_key
+from ebbflow.infra.layout import KnownJob, event_key
 from ebbflow.infra.store import Store
 from tests.support.timelines import WALL, GangLog, event, plan_event, prices_event
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 import ebbflow.training.launch.lines
 from ebbflow.infra.errors import StoreError
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.logs.line import LONGEST_LINE_BYTES, split_lines, visible
-from ebbflow.infra.logs.reading import read_logs
+from ebbflow.infra.rank_logs import LONGEST_LINE_BYTES, read_logs, split_lines, visible
 from ebbflow.infra.store import Store
 from ebbflow.training.launch.lines import GangLines
 from ebbflow.training.launch.shipping import LogShipper

@@ -11,8 +11,7 @@ import pytest
 
 from ebbflow.infra.__main__ import main
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.logs.line import LogLine, utc_text
-from ebbflow.infra.logs.reading import Wanted, read_logs, select
+from ebbflow.infra.rank_logs import LogLine, Wanted, read_logs, select, utc_text
 from ebbflow.infra.store import Store
 from tests.support.rank_logs import three_ranks
 

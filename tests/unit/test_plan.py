@@ -17,7 +17,7 @@ from ebbflow.cost.plan.forecast import DETECT_SECONDS
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
 
 ROOT = Path(__file__).parents[2]
 NOW = 1_790_000_000.0

@@ -21,7 +21,7 @@ from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.cost.prices.recorded import SpotRecord
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import FAULT_INJECTED, NODE_STARTED, NOTICE, PLAN, Event
-from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.infra.reliability import GammaHazard
 from ebbflow.infra.store import Store
 from tests.support.timelines import WALL, GangLog, event

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbflow.infra.checks.advice import ADVICE
+from ebbflow.infra.checks.environment import ADVICE
 from ebbflow.infra.config import RunConfig
 from ebbflow.infra.footprint import commit_bytes, size_text, staging_bytes
 from ebbflow.infra.preflight import blocking, render_checks

@@ -133,7 +133,7 @@ def test_a_debugging_level_that_crashes_ddp_is_refused(monkeypatch: pytest.Monke
 
 
 def test_advice_looks_at_values_and_at_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("ebbflow.infra.checks.devices.RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr("ebbflow.infra.checks.gpu.RDMA_DEVICES", tmp_path)
     for variable, value in {
         "TORCH_DISTRIBUTED_DEBUG": "INFO",
         "CUDA_LAUNCH_BLOCKING": "0",

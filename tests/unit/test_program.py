@@ -112,7 +112,7 @@ def test_records_of_a_read_only_project_are_the_users_own(tmp_path: Path) -> Non
     project = tmp_path / "project"
     project.mkdir()
     program = (
-        "import pathlib, sys; from ebbflow.infra.known_jobs import *; project = pathlib.Path(sys.argv[1])\n"
+        "import pathlib, sys; from ebbflow.infra.layout import *; project = pathlib.Path(sys.argv[1])\n"
         "print(runs_folder(project)); print(records_root(project, METAFLOW_FOLDER))"
     )
     command = (sys.executable, "-c", program, str(project))

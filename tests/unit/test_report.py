@@ -23,6 +23,7 @@ from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import RunReport, build_report, events_frame, ledger_frame, loss_frame
 from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import (
     EVALUATION,
@@ -36,7 +37,6 @@ from ebbflow.infra.events import (
     Origin,
 )
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.store import Store
 from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
 

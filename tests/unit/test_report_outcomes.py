@@ -21,8 +21,8 @@ from ebbflow.cost.report.render_text import resume_line
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EVALUATION, PEAK, PLAN, STEP, EndReason, Event
-from ebbflow.infra.outcome import Outcome
 from tests.support.timelines import WALL, GangLog, event, plan_event
 from tests.unit.test_report import interrupted_job
 

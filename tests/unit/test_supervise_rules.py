@@ -20,9 +20,9 @@ from ebbflow.flows.supervising.record import (
     waited_seconds,
 )
 from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import BATCH_ATTEMPT, GENERATION_ENDED, GENERATION_STARTED, SUPERVISED, Origin
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]

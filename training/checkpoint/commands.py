@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.infra.errors import InfraError, ObjectNotFound
-from ebbflow.infra.known_jobs import known_job
-from ebbflow.infra.layout import data_prefix, pin_key, signature_key, tombstone_key, verified_key
+from ebbflow.infra.layout import data_prefix, known_job, pin_key, signature_key, tombstone_key, verified_key
 from ebbflow.infra.signing_key import NAME_PATTERN, NAME_VARIABLE, signing_key_problem
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import TracedCommit, trace_lineage

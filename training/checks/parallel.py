@@ -5,8 +5,7 @@ from __future__ import annotations
 import glob
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.footprint import local_gang, shard_ranks
-from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.footprint import causal_lm_shape, local_gang, shard_ranks
 from ebbflow.infra.preflight import Check, Finding, PreflightContext
 from ebbflow.training.parallel.refusals import Place, find_refusals
 

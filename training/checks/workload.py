@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.infra.preflight import Check, Finding, PreflightContext
 from ebbflow.training.data.tokenizer import BYTES, check_vocabulary, open_tokenizer
 from ebbflow.training.errors import DataError, WorkloadError

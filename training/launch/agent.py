@@ -11,8 +11,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ebbflow.infra.errors import InfraError
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.launch.echo import flush

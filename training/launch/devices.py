@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from ebbflow.infra.checks.devices import gpu_files, gpus_hidden
-from ebbflow.infra.checks.gpu import may_have_gpus, try_gpus
+from ebbflow.infra.checks.gpu import gpu_files, gpus_hidden, may_have_gpus, try_gpus
 from ebbflow.infra.preflight import Finding
 from ebbflow.training.errors import DeviceUnavailable
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from ebbflow.infra.logs.line import split_lines, visible
 from ebbflow.infra.program import REPLACE_UNPRINTABLE, own_command
+from ebbflow.infra.rank_logs import split_lines, visible
 from ebbflow.training.launch.watch.dump import WorkerFailure
 from ebbflow.training.launch.workers import Worker, WorkerGroup
 

@@ -16,9 +16,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from ebbflow.infra.errors import InfraError, ObjectNotFound
+from ebbflow.infra.errors import InfraError, ObjectNotFound, Outcome
 from ebbflow.infra.layout import secret_key
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError, TrainingError
 

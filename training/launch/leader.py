@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ebbflow.infra.errors import InfraError
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import FAULT_INJECTED, read_events
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
 from ebbflow.training.checkpoint.lineage import (

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TypeVar
 
-from ebbflow.infra.errors import InfraError
+from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, GENERATION_STARTED, OUTCOME, ROLLBACK, EndReason
-from ebbflow.infra.outcome import Outcome
 from ebbflow.training.checkpoint.lineage import Generation
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.launch.echo import say

@@ -1,7 +1,7 @@
 """Each rank's raw log as JSON lines: what it printed, when, and at which step. Written by the agent, which outlives it.
 
 The rank writes its raw log itself, so that nothing it says depends on an agent. The agent follows that file and puts
-one record per line beside it, in `rank-N.jsonl`; should it be killed, `infra.logs` reads the rest from the raw log.
+one record per line beside it, in `rank-N.jsonl`; if it is killed, `infra.rank_logs` reads the rest from the raw log.
 
 Both files have a size limit (`survival.rank_log_mib`). Of a raw log that exceeds it, the agent frees the middle with
 fallocate(2), FALLOC_FL_PUNCH_HOLE: the rank writes on undisturbed, and the byte offsets in the records stay valid.
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ebbflow.infra.logs.line import LogLine, split_lines, utc_text
+from ebbflow.infra.rank_logs import LogLine, split_lines, utc_text
 from ebbflow.training.launch.watch.heartbeat import Beat
 from ebbflow.training.launch.workers import Worker, WorkerGroup
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ebbflow.infra.outcome import Outcome
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.program import python_path
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.ports import control_ports

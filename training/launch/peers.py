@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Protocol
 
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EndReason
-from ebbflow.infra.outcome import Outcome
 from ebbflow.training.errors import UnreliableReader
 from ebbflow.training.launch.channel import Connection, Message
 from ebbflow.training.launch.control import SIGTERM, Order

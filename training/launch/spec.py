@@ -121,7 +121,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GangOutcome:
-    """How a gang ended when it ended by itself: `outcome` is a value of `ebbflow.infra.outcome.Outcome`.
+    """How a gang ended when it ended by itself: `outcome` is a value of `ebbflow.infra.errors.Outcome`.
 
     goes_on: for this node only; its machine had a notice, and the others go on without it.
     """

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EndReason
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.terms import Terms
 from ebbflow.training import errors
 from ebbflow.training.errors import describe_exception, describe_traceback

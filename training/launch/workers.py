@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ebbflow.infra.errors import Outcome
 from ebbflow.infra.keeper import Keeper
-from ebbflow.infra.outcome import Outcome
 from ebbflow.infra.process import signal_name
 from ebbflow.training import errors
 from ebbflow.training.errors import bounded_text, error_class

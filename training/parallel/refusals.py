@@ -1,7 +1,7 @@
 """What cannot be done with a model, a gang and a machine, and why. Asked by preflight and again when ranks start.
 
-Imports no torch. Rules about the configuration alone are in `ebbflow.infra.config.rules`; those repeated here are for a
-configuration that came another way.
+Imports no torch. Rules about the configuration alone are in `ebbflow.infra.config.shape_rules`; those repeated here
+are for a configuration that came another way.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError
-from ebbflow.infra.model_shape import ModelShape
+from ebbflow.infra.footprint import ModelShape
 from ebbflow.infra.process import die_with_parent
 from ebbflow.infra.program import PROJECT_ROOT, python_path
 from ebbflow.training.errors import TrainingError, WorkloadError

@@ -1,6 +1,6 @@
 """The built-in workload: a causal language model on text, as bytes or as tokens of a vocabulary.
 
-`ebbflow.infra.model_shape.causal_lm_shape` holds its size as plain numbers for the planner.
+`ebbflow.infra.footprint.causal_lm_shape` holds its size as plain numbers for the planner.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor, nn
 
 from ebbflow.infra.config.schema import ModelConfig
-from ebbflow.infra.model_shape import causal_lm_shape
+from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.training.data import SampleOrder, check_vocabulary, open_tokens, prepare_tokens
 from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext

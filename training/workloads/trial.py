@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.model_shape import ModelShape
+from ebbflow.infra.footprint import ModelShape
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.weights.files import find_weights
 from ebbflow.training.weights.load import check_weights_fit, initialise, materialise, tied_names

@@ -13,7 +13,7 @@ from benchmarks.training.notice.scaled import measure_scaled
 from benchmarks.training.notice.shape import ARMS, TARGET_STEPS, WORKERS, measure_shape
 from benchmarks.training.tables import machine_line
 from ebbflow.infra.errors import InfraError
-from ebbflow.infra.machine import describe_machine
+from ebbflow.infra.instance import describe_machine
 from ebbflow.training.errors import TrainingError
 
 PARTS = ("scaled", "shape")

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.chaos.imds import FakeMetadata
 from benchmarks.training.notice.figures import generation_of_attempt, notice_figures, spread, steps_redone
 from benchmarks.training.notice.job import SOURCES, NoticeJob
-from ebbflow.infra.metadata import ENDPOINT_VARIABLE
+from ebbflow.infra.instance import ENDPOINT_VARIABLE
 
 _ENDLESS = 10**7
 _FIRST_STEPS, _LAST_STEPS = 5, 60  # of a start, after which its notice comes

@@ -1,0 +1,303 @@
+"""Preflight checks of an AWS account, for a job that goes to AWS Batch; skipped for every other job."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ebbflow.infra.aws.account import (
+    CONTAINERS,
+    bucket_state,
+    companion,
+    denied_actions,
+    ecr_region,
+    image_exists,
+    metaflow_setting,
+    role_state,
+)
+from ebbflow.infra.aws.calls import Patience, aws_client, is_amazons
+from ebbflow.infra.batch import batch_client, describe_queues, has_gpus_only, training_queues
+from ebbflow.infra.batch.queues import QueueState
+from ebbflow.infra.checks.store import compare_clock
+from ebbflow.infra.errors import CloudError, StoreError
+from ebbflow.infra.preflight import Finding, PreflightContext
+from ebbflow.infra.store.s3 import split_uri
+
+# "A request must reach AWS within five minutes of the time stamp in the request":
+# https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_sigv.html
+_AWS_REFUSES_SECONDS = 300.0
+# What a node does in the store, by action and what it is done to.
+_OBJECT_ACTIONS = ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
+_BUCKET_ACTIONS = ("s3:ListBucket", "s3:ListBucketMultipartUploads")
+_ROLE = re.compile(r"arn:aws[a-z-]*:iam::[0-9]{12}:role/.+")
+
+
+def check_batch_role(context: PreflightContext) -> Finding:
+    """The role of the containers exists, and containers may take it on."""
+    if reason := why_not_asked(context):
+        return Finding.skipped(reason)
+    arn = _role(context)
+    if not _ROLE.fullmatch(arn):
+        return Finding.skipped(_no_role(arn))
+    try:
+        client = _client("iam", context)
+        role = role_state(arn, client, _patience())
+    except (CloudError, StoreError) as error:
+        return Finding.skipped(str(error))
+    if role is None and not is_amazons(client):
+        return Finding.skipped(f"{client.meta.endpoint_url} knows no role {arn}, and need not: it is not Amazon's")
+    if role is None:
+        return Finding.failed(f"there is no role {arn}", "correct batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
+    if CONTAINERS not in role.trusted:
+        trusted = ", ".join(role.trusted) or "no service"
+        return Finding.failed(f"{arn} trusts {trusted}", f"let its trust policy allow sts:AssumeRole to {CONTAINERS}")
+    return Finding.passed(f"{arn} can be taken on by containers")
+
+
+def check_batch_rights(context: PreflightContext) -> Finding:
+    """The role may do in the store what a node does there, by IAM's simulation of its own policies."""
+    if reason := why_not_asked(context):
+        return Finding.skipped(reason)
+    arn = _role(context)
+    if not _ROLE.fullmatch(arn):
+        return Finding.skipped(_no_role(arn))
+    if not context.config.store.startswith("s3://"):
+        return Finding.skipped("the store is a folder")
+    bucket, prefix = split_uri(context.config.store)
+    objects = f"arn:aws:s3:::{bucket}/{prefix + '/' if prefix else ''}*"
+    try:
+        client, patience = _client("iam", context), _patience()
+        denied = denied_actions(arn, _OBJECT_ACTIONS, [objects], client, patience)
+        denied += denied_actions(arn, _BUCKET_ACTIONS, [f"arn:aws:s3:::{bucket}"], client, patience)
+    except (CloudError, StoreError) as error:
+        return Finding.skipped(str(error))
+    if denied:
+        detail = (
+            f"{arn} is denied {', '.join(denied)} on {context.config.store}, unless the bucket's own policy allows it"
+        )
+        return Finding.failed(detail, f"allow {', '.join(denied)} on {objects} and its bucket")
+    return Finding.passed(f"{arn} may read, write, list and delete in {context.config.store}")
+
+
+def check_batch_bucket(context: PreflightContext) -> Finding:
+    """The bucket lies in the queues' region, is closed to the public, and drops parts of unfinished uploads."""
+    if reason := why_not_asked(context):
+        return Finding.skipped(reason)
+    if not context.config.store.startswith("s3://"):
+        return Finding.skipped("the store is a folder")
+    bucket, _ = split_uri(context.config.store)
+    try:
+        client = _client("s3", context)
+        state = bucket_state(bucket, client, _patience())
+    except (CloudError, StoreError) as error:
+        return Finding.skipped(str(error))
+    region, wrong, fixes = client.meta.region_name, [], []
+    if state.region != region:
+        wrong.append(f"it lies in {state.region}, the queues in {region}: each byte between them is paid for")
+        fixes.append(f"use a bucket of {region}")
+    if not state.public_access_blocked:
+        wrong.append("public access is not blocked")
+        fixes.append(
+            f"aws s3api put-public-access-block --bucket {bucket} --public-access-block-configuration "
+            "BlockPublicAcls=true,IgnorePublicAcls=true,BlockPublicPolicy=true,RestrictPublicBuckets=true"
+        )
+    if state.abort_days is None:
+        wrong.append("parts of unfinished uploads stay, and are paid for, for ever")
+        fixes.append("add a lifecycle rule with AbortIncompleteMultipartUpload, as infra/aws/template.yaml has it")
+    if wrong:
+        return Finding.failed(f"{bucket}: {'; '.join(wrong)}", "\n".join(fixes))
+    return Finding.passed(
+        f"{bucket}: in {region}, not public, unfinished uploads dropped after {state.abort_days} days"
+    )
+
+
+def check_batch_image(context: PreflightContext) -> Finding:
+    """The image of the containers exists, where it is one of ECR."""
+    if reason := why_not_asked(context):
+        return Finding.skipped(reason)
+    image = context.config.batch.image or _metaflow_image()
+    if not image:
+        return Finding.skipped("no image is named: Metaflow's default holds no torch; set batch.image")
+    region = ecr_region(image)
+    if region is None:
+        return Finding.skipped(f"{image} is not in ECR: its registry is not asked")
+    try:
+        client = _client("ecr", context, region)
+        there = image_exists(image, client, _patience())
+    except (CloudError, StoreError) as error:
+        return Finding.skipped(str(error))
+    if not there and not is_amazons(client):
+        return Finding.skipped(f"{client.meta.endpoint_url} has no image {image}, and need not: it is not Amazon's")
+    if not there:
+        return Finding.failed(f"there is no image {image}", "push it (docs/aws.md), or correct batch.image")
+    return Finding.passed(f"{image} is there")
+
+
+def _metaflow_image() -> str:
+    """As Metaflow puts it together: an image that names no registry gets the one of its setting."""
+    image, registry = (metaflow_setting(f"METAFLOW_BATCH_CONTAINER_{part}") for part in ("IMAGE", "REGISTRY"))
+    host, slash, _ = image.partition("/")
+    named = bool(slash) and ("." in host or ":" in host or host == "localhost")
+    return image if named or not registry or not image else f"{registry.rstrip('/')}/{image}"
+
+
+def _no_role(arn: str) -> str:
+    return f"{arn} is no role's ARN" if arn else "no role is named; the check aws-metaflow says more"
+
+
+def _role(context: PreflightContext) -> str:
+    return context.config.batch.job_role or metaflow_setting("METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
+
+
+def _client(service: str, context: PreflightContext, region: str | None = None) -> Any:
+    return companion(service, batch_client(context.config.batch.region), region)
+
+
+def _patience() -> Patience:
+    return Patience.of(ANSWER_SECONDS)
+
+
+# For all answers of one check; its own deadline is a little longer.
+ANSWER_SECONDS = 12.0
+_ADOPT = "ebbflow adopt shows what there is"
+
+
+def why_not_asked(context: PreflightContext) -> str:
+    """Why nothing is asked of an AWS account for this job; "" when it is to run there."""
+    cluster = context.config.cluster
+    if context.target not in (None, "batch"):
+        return "the job does not go to AWS Batch"
+    if context.target is None and cluster.backend != "batch":
+        return f"cluster.backend is {cluster.backend}: the job does not go to AWS Batch"
+    if context.target is None and not context.config.store.startswith("s3://"):
+        return "the store is a folder, which containers cannot reach: the job stays on this machine"
+    return ""
+
+
+def check_batch_queues(context: PreflightContext) -> Finding:
+    """The queues exist, take jobs, are of the declared market, and one of them takes the job's number of nodes."""
+    if reason := why_not_asked(context):
+        return Finding.skipped(reason)
+    batch = context.config.batch
+    try:
+        client = batch_client(batch.region)
+        queues = training_queues(batch, client, deadline_seconds=ANSWER_SECONDS)
+        light = batch.light_queue or metaflow_setting("METAFLOW_BATCH_JOB_QUEUE")
+        others = describe_queues([light], client, deadline_seconds=ANSWER_SECONDS) if light else {}
+    except (CloudError, StoreError) as error:
+        return _unanswered(str(error))
+    problems = [state.problem for state in queues.values() if not state.usable]
+    usable = {name: state for name, state in queues.items() if state.usable}
+    if problems and (batch.queues or not usable):
+        return Finding.failed("\n".join(problems), f"correct batch.queues, or enable the queue; {_ADOPT}")
+    if not usable:
+        where = client.meta.region_name
+        return Finding.failed(f"{where} has no queue that training may go to", f"ebbflow deploy makes them; {_ADOPT}")
+    refused = [state.problem for state in others.values() if not state.usable]
+    if refused:
+        fix = "set batch.light_queue (or METAFLOW_BATCH_JOB_QUEUE) to a queue that takes jobs"
+        return Finding.failed(f"for the steps around training: {refused[0]}", fix)
+    return _nodes_have_a_queue(context, usable) or Finding.passed(
+        "\n".join([_told(usable), *_fargate(others), *_gpus_unused(others)])
+    )
+
+
+def check_batch_metaflow(context: PreflightContext) -> Finding:
+    """Metaflow's own records lie where containers reach them, and its containers have a role."""
+    if reason := why_not_asked(context):
+        return Finding.skipped(reason)
+    lacks, fixes = [], []
+    datastore = metaflow_setting("METAFLOW_DEFAULT_DATASTORE") or "local"
+    root = metaflow_setting("METAFLOW_DATASTORE_SYSROOT_S3")
+    if datastore != "s3":
+        lacks.append(f"Metaflow's datastore is {datastore}, and @batch needs s3")
+        fixes.append("export METAFLOW_DEFAULT_DATASTORE=s3, or give --datastore=s3 before run")
+    if not root.startswith("s3://"):
+        lacks.append(f"METAFLOW_DATASTORE_SYSROOT_S3 is {root or 'not set'}")
+        fixes.append(f"export METAFLOW_DATASTORE_SYSROOT_S3={context.config.store.rstrip('/')}/metaflow")
+    if not (context.config.batch.job_role or metaflow_setting("METAFLOW_ECS_S3_ACCESS_IAM_ROLE")):
+        lacks.append("no role is named for the containers")
+        fixes.append("set batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
+    if lacks:
+        return Finding.failed("; ".join(lacks), "\n".join(fixes))
+    kind = metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
+    service = metaflow_setting("METAFLOW_SERVICE_URL")
+    if kind == "service" and not service:
+        return Finding.failed(
+            "METAFLOW_DEFAULT_METADATA is service, and no address is given", "set METAFLOW_SERVICE_URL"
+        )
+    metadata = f"metadata by {service}" if kind == "service" else f"metadata {kind}"
+    return Finding.passed(f"datastore {root}; {metadata}")
+
+
+def _nodes_have_a_queue(context: PreflightContext, usable: Mapping[str, QueueState]) -> Finding | None:
+    """The finding when none of the queues takes the job's nodes."""
+    cluster = context.config.cluster
+    if cluster.nodes == "auto" or cluster.nodes == 1 or any(state.multi_node for state in usable.values()):
+        return None
+    kinds = "; ".join(f"{name}: {_kinds(state)}" for name, state in usable.items())
+    detail = f"cluster.nodes is {cluster.nodes}, and no queue takes several nodes ({kinds})"
+    fix = "add an on-demand queue of a managed EC2 environment with multi_node: true, or set cluster.nodes to 1 or auto"
+    return Finding.failed(detail, fix)
+
+
+def _told(usable: Mapping[str, QueueState]) -> str:
+    lines = []
+    for name, state in usable.items():
+        nodes = ", several nodes" if state.multi_node else ""
+        lines.append(f"{name}: {_kinds(state)} ({', '.join(state.instance_types) or 'any type'}){nodes}")
+    waiting = [name for name, state in usable.items() if not state.cancels_after_seconds]
+    if waiting:
+        lines.append(
+            f"no jobStateTimeLimitActions on {', '.join(waiting)}: a job that waits there is ended by Ebbflow only"
+        )
+    wide = [name for name, state in usable.items() if state.multi_node and not state.keeps_nodes_near]
+    if wide:
+        lines.append(f"no placement group and several subnets on {', '.join(wide)}: nodes may lie in different zones")
+    return "\n".join(lines)
+
+
+def _fargate(light: Mapping[str, QueueState]) -> list[str]:
+    """`--with cloud` sends no step there, so that this refuses nothing."""
+    role = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"
+    found = [name for name, state in light.items() if state.fargate and not metaflow_setting(role)]
+    return [
+        f"{name}, for the steps around training, is Fargate: Metaflow runs none there without {role}" for name in found
+    ]
+
+
+def _gpus_unused(light: Mapping[str, QueueState]) -> list[str]:
+    return [
+        f"{name}, for the steps around training: all of its machines that hold one have GPUs or other accelerators, "
+        f"paid for and not used ({', '.join(state.instance_types)}); set batch.light_queue to a queue of small machines"
+        for name, state in light.items()
+        if has_gpus_only(state)
+    ]
+
+
+def _kinds(state: QueueState) -> str:
+    return ", ".join(dict.fromkeys(one.kind or "unmanaged" for one in state.compute_environments if one.usable))
+
+
+def _unanswered(said: str) -> Finding:
+    """Without an answer of Batch there is no submit either: Metaflow asks the same before each job.
+
+    But a container submits nothing, and its role need not have the right to ask.
+    """
+    if "AWS_BATCH_JOB_ID" in os.environ:
+        return Finding.skipped(f"{said}; whoever launched the run has asked before")
+    detail, _, fix = said.partition("; fix: ")
+    return Finding.failed(detail, fix or "see whether AWS Batch can be reached from here, and batch.region")
+
+
+def check_batch_clock(context: PreflightContext) -> Finding:
+    """This machine's clock against Batch's: AWS refuses requests that are signed 5 minutes off."""
+    if reason := why_not_asked(context):
+        return Finding.skipped(reason)
+    try:
+        url = aws_client("batch", context.config.batch.region).meta.endpoint_url
+    except (CloudError, StoreError) as error:
+        return Finding.skipped(str(error))
+    return compare_clock(url, warned=_AWS_REFUSES_SECONDS, refused=_AWS_REFUSES_SECONDS)

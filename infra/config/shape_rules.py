@@ -1,0 +1,336 @@
+"""Rules about sizes: batches, heads, ranks, shards and the quantities derived from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from ebbflow.infra.config.rule_base import (
+    Answer,
+    Rule,
+    division,
+    nearest_divisors,
+    nearest_multiples,
+    product,
+    ranks,
+    set_to,
+    value_of,
+)
+from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, RunConfig
+
+
+def _heads_divide_width(config: RunConfig) -> Answer:
+    width, heads = config.model.hidden_size, config.model.num_heads
+    if width % heads == 0 or width < heads:  # the latter is a derived quantity of less than 1
+        return None
+    message = f"model.hidden_size must be divisible by model.num_heads: {division(width, heads)}"
+    return message, set_to(
+        ("model.num_heads", nearest_divisors(width, heads)), ("model.hidden_size", nearest_multiples(heads, width))
+    )
+
+
+def _batch_divides_evenly(config: RunConfig) -> Answer:
+    world_size = ranks(config)
+    if world_size is None:
+        return None
+    nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
+    batch, parts = config.training.batch_size, config.training.gradient_accumulation_steps
+    unit = world_size * parts
+    if batch % unit == 0 or batch < unit:  # the latter is a derived quantity of less than 1
+        return None
+    message = (
+        "training.batch_size must be a multiple of cluster.nodes × cluster.processes_per_node × "
+        f"training.gradient_accumulation_steps = {nodes} × {processes} × {parts} = {unit}: {division(batch, unit)}"
+    )
+    fitting_parts = nearest_divisors(batch // world_size, parts) if batch % world_size == 0 else []
+    return message, set_to(
+        ("training.batch_size", nearest_multiples(unit, batch)),
+        ("training.gradient_accumulation_steps", fitting_parts),
+    )
+
+
+def _warm_up_fits(config: RunConfig) -> Answer:
+    warmup, steps = config.training.scheduler.warmup_steps, config.training.max_steps
+    if warmup <= steps:
+        return None
+    message = f"training.scheduler.warmup_steps must not exceed training.max_steps: {warmup} > {steps}"
+    return message, set_to(
+        ("training.scheduler.warmup_steps", [max(1, steps // 10)]), ("training.max_steps", [warmup * 10])
+    )
+
+
+def _bytes_have_tokens(config: RunConfig) -> Answer:
+    size = config.model.vocab_size
+    if config.data.tokenizer != "bytes" or size >= 256:
+        return None
+    return f"model.vocab_size must be at least 256, one for each byte of the text: {size} < 256", set_to(
+        ("model.vocab_size", [256])
+    )
+
+
+def _suffixes_are_endings(config: RunConfig) -> Answer:
+    suffixes = config.data.suffixes
+    if not suffixes:
+        return "data.suffixes must name at least one file ending, or no file is taken", "for example [.py, .txt]"
+    bare = [suffix for suffix in suffixes if not suffix.startswith(".") or suffix == "."]
+    if not bare:
+        return None
+    mended = ", ".join(f".{suffix.lstrip('*').strip('.')}" for suffix in bare)
+    return f"data.suffixes must be file endings with their dot, not {', '.join(map(repr, bare))}", f"write {mended}"
+
+
+MODEL_RULES = (
+    Rule(("model.hidden_size", "model.num_heads"), _heads_divide_width),
+    Rule(
+        (
+            "training.batch_size",
+            "training.gradient_accumulation_steps",
+            "cluster.nodes",
+            "cluster.processes_per_node",
+        ),
+        _batch_divides_evenly,
+    ),
+    Rule(("training.scheduler.warmup_steps", "training.max_steps"), _warm_up_fits),
+    Rule(("model.vocab_size", "data.tokenizer"), _bytes_have_tokens),
+    Rule(("data.suffixes",), _suffixes_are_endings),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """name = top / (bottom × …), rounded down. why: what it means when nothing is left. applies: whether it exists.
+
+    spare: offered instead of the bare minimum, in parts of the whole: an interval of a quarter makes four of them.
+    """
+
+    name: str
+    top: tuple[str, ...]
+    bottom: tuple[str, ...]
+    why: str
+    spare: int = 1
+    applies: Callable[[RunConfig], bool] = lambda config: True
+
+    def value(self, config: RunConfig) -> int:
+        return self._product(config, self.top) // self._product(config, self.bottom)
+
+    def formula(self, config: RunConfig) -> str:
+        """Such as "training.batch_size / (cluster.nodes × …) = 4 / (2 × 4) = 0.5"; a part that is auto is left out."""
+        top, bottom = self._known(config, self.top), self._known(config, self.bottom)
+        exact = self._product(config, self.top) / self._product(config, self.bottom)
+        numbers = (
+            f"{product([value_of(config, key) for key in top])} / {product([value_of(config, key) for key in bottom])}"
+        )
+        return f"{product(top)} / {product(bottom)} = {numbers} = {exact:.4g}"
+
+    def check(self, config: RunConfig) -> Answer:
+        """The rule that every derived quantity is at least 1."""
+        if not self.applies(config) or self.value(config) >= 1:
+            return None
+        return f"{self.name} must be at least 1, or {self.why}: {self.formula(config)}", self._hint(config)
+
+    def _hint(self, config: RunConfig) -> str:
+        whole, unit = self._product(config, self.top), self._product(config, self.bottom)
+        offers: list[tuple[str, list[int]]] = []
+        if len(self.top) == 1:
+            offers.append((self.top[0], [unit * self.spare]))
+        for key in self._known(config, self.bottom):
+            own = value_of(config, key)
+            largest = whole * own // unit  # what this divisor may be when the others stay
+            if self.spare > 1:
+                offers.append((key, [max(1, largest // self.spare)]))
+            elif largest and whole % (unit // own * largest) == 0:
+                offers.append((key, [largest]))
+        return set_to(*offers)
+
+    @staticmethod
+    def _known(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
+        return [key for key in keys if isinstance(value_of(config, key), int)]
+
+    def _product(self, config: RunConfig, keys: tuple[str, ...]) -> int:
+        return prod(value_of(config, key) for key in self._known(config, keys))
+
+
+DERIVED = (
+    Derived(
+        name="samples per micro-batch",
+        top=("training.batch_size",),
+        bottom=("training.gradient_accumulation_steps", "cluster.nodes", "cluster.processes_per_node"),
+        why="ranks have nothing to compute",
+    ),
+    Derived(
+        name="commits of the job",
+        top=("training.max_steps",),
+        bottom=("checkpoint.interval_steps",),
+        why="an interruption loses everything",
+        spare=4,
+        applies=lambda config: config.checkpoint.interval == "steps",
+    ),
+    Derived(
+        name="copies of the model",
+        top=("cluster.nodes", "cluster.processes_per_node"),
+        bottom=("parallel.shard_size",),
+        why="no group of ranks holds the whole of it",
+        applies=lambda config: bool(
+            config.parallel.mode == "hsdp" and config.parallel.shard_size and ranks(config) is not None
+        ),
+    ),
+    Derived(
+        name="width of an attention head",
+        top=("model.hidden_size",),
+        bottom=("model.num_heads",),
+        why="a head sees nothing",
+        applies=lambda config: config.workload is None,
+    ),
+)
+
+DERIVED_RULES = tuple(Rule((*one.top, *one.bottom), one.check) for one in DERIVED)
+
+
+_SHARDED = ("fsdp2", "hsdp")
+
+
+def _shards_divide_ranks(config: RunConfig) -> Answer:
+    shard, world_size = config.parallel.shard_size, ranks(config)
+    if config.parallel.mode != "hsdp" or shard is None or world_size is None:
+        return None
+    if world_size % shard == 0 or world_size < shard:  # the latter is a derived quantity of less than 1
+        return None
+    nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
+    message = (
+        "parallel.shard_size must divide the ranks, cluster.nodes × cluster.processes_per_node = "
+        f"{nodes} × {processes} = {world_size}: {division(world_size, shard)}"
+    )
+    return message, set_to(("parallel.shard_size", nearest_divisors(world_size, shard)))
+
+
+def _shard_size_is_of_hsdp(config: RunConfig) -> Answer:
+    if config.parallel.shard_size is None or config.parallel.mode == "hsdp":
+        return None
+    message = f"parallel.shard_size has no effect with parallel.mode {config.parallel.mode}: it is of mode hsdp"
+    return message, set_to(("parallel.mode", ["hsdp"]), ("parallel.shard_size", ["null"]))
+
+
+def _no_float16(config: RunConfig) -> Answer:
+    if config.fsdp.param_dtype != "float16":
+        return None
+    message = (
+        "fsdp.param_dtype float16 is refused: on a CPU it is hundreds of times slower than bfloat16, and on a GPU its "
+        "range, 6e-8 to 65504, needs loss scaling, which the engine does not do; bfloat16 has the range of float32"
+    )
+    return message, set_to(("fsdp.param_dtype", ["bfloat16"]))
+
+
+def _dtypes_need_mixed_precision(config: RunConfig) -> Answer:
+    sharded = config.parallel.mode in _SHARDED
+    if not sharded or config.fsdp.use_mixed_precision or config.fsdp.reduce_dtype == "float32":
+        return None
+    message = (
+        f"fsdp.reduce_dtype {config.fsdp.reduce_dtype} has no effect without fsdp.use_mixed_precision: "
+        "gradients of float32 parameters are added up in float32"
+    )
+    return message, set_to(("fsdp.use_mixed_precision", ["true"]), ("fsdp.reduce_dtype", ["float32"]))
+
+
+def _static_graph_finds_unused(config: RunConfig) -> Answer:
+    if not (config.parallel.mode == "ddp" and config.ddp.static_graph and config.ddp.find_unused_parameters):
+        return None
+    message = (
+        "ddp.find_unused_parameters has no effect with ddp.static_graph: torch finds them once, in the first step, and "
+        "takes them to be the same in every step"
+    )
+    return message, set_to(("ddp.find_unused_parameters", ["false"]), ("ddp.static_graph", ["false"]))
+
+
+def _compressed_once(config: RunConfig) -> Answer:
+    ddp, parts = config.ddp, config.training.gradient_accumulation_steps
+    if config.parallel.mode != "ddp" or ddp.gradient_compression == "none" or not ddp.static_graph or parts == 1:
+        return None
+    message = (
+        f"ddp.static_graph with training.gradient_accumulation_steps {parts} reduces gradients {parts} times per step, "
+        f"and ddp.gradient_compression {ddp.gradient_compression} would compress what was compressed before"
+    )
+    return message, set_to(("ddp.static_graph", ["false"]), ("training.gradient_accumulation_steps", [1]))
+
+
+def _only_with_modes(key: str, default: object, modes: tuple[str, ...]) -> Rule:
+    """An option that another mode would not look at must be left at its default there."""
+
+    def check(config: RunConfig) -> Answer:
+        mode, value = config.parallel.mode, value_of(config, key)
+        if mode in modes or value == default:
+            return None
+        allowed = " and ".join(modes)
+        shown = str(default).lower() if isinstance(default, bool) else default
+        message = f"{key} has no effect with parallel.mode {mode}: it is an option of {allowed}"
+        return message, set_to(("parallel.mode", modes), (key, [f"{shown}, the default"]))
+
+    return Rule((key, "parallel.mode"), check)
+
+
+PARALLEL_RULES = (
+    Rule(("parallel.shard_size", "parallel.mode", "cluster.nodes", "cluster.processes_per_node"), _shards_divide_ranks),
+    Rule(("parallel.shard_size", "parallel.mode"), _shard_size_is_of_hsdp),
+    Rule(("fsdp.param_dtype",), _no_float16),
+    Rule(("fsdp.reduce_dtype", "fsdp.use_mixed_precision", "parallel.mode"), _dtypes_need_mixed_precision),
+    Rule(
+        (
+            "ddp.static_graph",
+            "ddp.gradient_compression",
+            "training.gradient_accumulation_steps",
+            "parallel.mode",
+        ),
+        _compressed_once,
+    ),
+    Rule(("ddp.find_unused_parameters", "ddp.static_graph", "parallel.mode"), _static_graph_finds_unused),
+    *(_only_with_modes(f"ddp.{name}", field.default, ("ddp",)) for name, field in DdpConfig.model_fields.items()),
+    *(
+        _only_with_modes(f"fsdp.{name}", FsdpConfig.model_fields[name].default, _SHARDED)
+        for name in ("reduce_dtype", "cpu_offload")
+    ),
+)
+
+
+def _no_more_than_there_are(config: RunConfig) -> Answer:
+    least, nodes = config.cluster.min_nodes, config.cluster.nodes
+    if least is None or nodes == "auto" or least <= nodes:
+        return None
+    message = f"cluster.min_nodes {least} is more than cluster.nodes {nodes}: the job could not even start"
+    return message, set_to(("cluster.min_nodes", [nodes]), ("cluster.nodes", [least]))
+
+
+def _no_more_than_allowed(config: RunConfig) -> Answer:
+    cluster = config.cluster
+    if cluster.max_nodes is None:
+        return None
+    if cluster.nodes != "auto" and cluster.nodes > cluster.max_nodes:
+        message = f"cluster.nodes {cluster.nodes} is more than cluster.max_nodes {cluster.max_nodes}"
+        return message, set_to(("cluster.max_nodes", ["null"]), ("cluster.nodes", [cluster.max_nodes, "auto"]))
+    if cluster.min_nodes is not None and cluster.min_nodes > cluster.max_nodes:
+        message = f"cluster.min_nodes {cluster.min_nodes} is more than cluster.max_nodes {cluster.max_nodes}"
+        return message, set_to(("cluster.min_nodes", [cluster.max_nodes]), ("cluster.max_nodes", [cluster.min_nodes]))
+    return None
+
+
+def _shards_stay_on_a_node(config: RunConfig) -> Answer:
+    """A number of nodes that the configuration does not know must not be what a group of shards needs."""
+    shard, processes = config.parallel.shard_size, config.cluster.processes_per_node
+    if config.cluster.min_nodes is None or config.parallel.mode != "hsdp" or shard is None or processes == "auto":
+        return None
+    if config.cluster.min_nodes == config.cluster.nodes or processes % shard == 0:
+        return None
+    message = (
+        "parallel.shard_size must divide cluster.processes_per_node where cluster.min_nodes lets nodes be lost: "
+        f"{division(processes, shard)}"
+    )
+    return message, set_to(("parallel.shard_size", nearest_divisors(processes, shard)), ("cluster.min_nodes", ["null"]))
+
+
+SURVIVAL_RULES = (
+    Rule(("cluster.min_nodes", "cluster.nodes"), _no_more_than_there_are),
+    Rule(("cluster.max_nodes", "cluster.nodes", "cluster.min_nodes"), _no_more_than_allowed),
+    Rule(
+        ("parallel.shard_size", "parallel.mode", "cluster.processes_per_node", "cluster.min_nodes", "cluster.nodes"),
+        _shards_stay_on_a_node,
+    ),
+)

@@ -1,0 +1,428 @@
+"""Rank logs: the format of a line, reading them from the store, and the command that prints them.
+
+    {"t": "2026-11-21T04:22:17.123Z", "job", "generation", "node", "rank", "step", "phase", "text", "start", "end"}
+
+t is when the agent read the line, as a rule within 50 ms of its writing. start and end are the byte offsets of the line
+in the rank's own raw log, its line feed included: they tell a copy from another record, and what has no record yet.
+
+Two kinds of files hold it below `logs/`: `<generation>-<id>/rank-N.jsonl` and the raw `rank-N.log`, which an agent and
+its rank wrote on this machine, and the segments that agents carried to the store. What is in both is shown once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ebbflow.infra.errors import InfraError, Outcome, StoreError
+from ebbflow.infra.foreign_text import one_line, printable, without_colours
+from ebbflow.infra.layout import check_job_name, job_prefix, known_job, runs_folder
+from ebbflow.infra.store import Store
+
+# A line that is longer becomes several records; `more` marks all of them but the last.
+LONGEST_LINE_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogLine:
+    """t: UTC, when the agent read the line. step and phase: where the rank was then, by its heartbeat; None: unknown.
+
+    dropped: bytes of the raw log after this record's `end` that have no record, because the rank printed too much.
+    """
+
+    t: str
+    job: str
+    generation: int
+    node: int
+    rank: int
+    step: int | None
+    phase: str | None
+    text: str
+    start: int
+    end: int
+    more: bool = False
+    dropped: int = 0
+
+    @property
+    def identity(self) -> tuple[int, int, int, int, str]:
+        """The same in every copy. The time is part of it: a job that was deleted and begun anew counts anew."""
+        return self.generation, self.node, self.rank, self.start, self.t
+
+    def to_json(self) -> str:
+        """One line, safe to print. The two rare fields are left out where they say nothing."""
+        record = dict(self.__dict__)
+        for name in ("more", "dropped"):
+            if not record[name]:
+                del record[name]
+        return printable(json.dumps(record, separators=(",", ":"), ensure_ascii=False))
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> LogLine:
+        """Raises ValueError or TypeError for anything else."""
+        line = cls(**json.loads(line))
+        places = (line.generation, line.node, line.rank, line.start, line.end)
+        if not isinstance(line.t, str) or not isinstance(line.text, str) or not all(type(x) is int for x in places):
+            raise ValueError("a field has another type")
+        return line
+
+    def render(self) -> str:
+        """One line for a terminal."""
+        step = "step ?" if self.step is None else f"step {self.step}"
+        return f"{one_line(self.t)} g{self.generation} n{self.node} r{self.rank} {step} | {visible(self.text)}"
+
+
+def utc_text(unix_seconds: float) -> str:
+    """ISO 8601 with milliseconds: sorts as text as it does in time."""
+    milliseconds = round(unix_seconds * 1000)
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
+    return f"{whole}.{milliseconds % 1000:03d}Z"
+
+
+def visible(text: str) -> str:
+    """A rank's line without colours and with all other control characters as escapes.
+
+    Of a progress bar that overwrites itself, the last state, and the number of states before it, which the raw log has.
+    """
+    parts = [part for part in without_colours(text).split("\r") if part.strip()]
+    if not parts:
+        return ""
+    overwritten = f"[{len(parts) - 1} overwritten] " if len(parts) > 1 else ""
+    return overwritten + printable(parts[-1].rstrip("\n")).replace("\n", "\\u000a")
+
+
+def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
+    """The lines in `data` as (bytes with their line feed, whether the line goes on in the next piece).
+
+    What is not whole yet is left over, unless `at_end`: nothing more will come. Pieces of a line that is too long end
+    between two characters of UTF-8.
+    """
+    pieces: list[tuple[bytes, bool]] = []
+    at = 0
+    while at < len(data):
+        feed = data.find(b"\n", at, at + LONGEST_LINE_BYTES)
+        if feed >= 0:
+            pieces.append((data[at : feed + 1], False))
+        elif len(data) - at > LONGEST_LINE_BYTES:
+            pieces.append((_whole_characters(data[at : at + LONGEST_LINE_BYTES]), True))
+        elif at_end:
+            pieces.append((data[at:], False))
+        else:
+            break
+        at += len(pieces[-1][0])
+    return pieces
+
+
+def _whole_characters(piece: bytes) -> bytes:
+    """Without a last character that is not whole; bytes that are no UTF-8 at all stay as they are."""
+    for tail in range(1, min(4, len(piece))):
+        byte = piece[-tail]
+        if byte & 0xC0 == 0x80:
+            continue
+        needed = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+        return piece[:-tail] if needed > tail else piece
+    return piece
+
+
+# Of a raw log that has no records (its agent was killed): as much as an agent makes records of, the newest.
+_UNRECORDED_BYTES = 64 * 1024 * 1024
+_READERS = 16
+_SEGMENT = re.compile(r"logs/\d{6}/\d+-\d+-[^/]+\.jsonl")
+
+
+class LogsError(InfraError):
+    """The logs that were asked for cannot be shown, and why."""
+
+    outcome = Outcome.CONFIG
+
+
+@dataclass
+class Logs:
+    """lines: by time. notices: what could not be read, one line each."""
+
+    lines: list[LogLine] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which lines; None: all. around_step: with `lines` before and after the ones nearest to it; else the last ones."""
+
+    rank: int | None = None
+    node: int | None = None
+    generation: int | None = None
+    around_step: int | None = None
+    lines: int | None = None
+
+    def matches(self, line: LogLine) -> bool:
+        pairs = ((self.rank, line.rank), (self.node, line.node), (self.generation, line.generation))
+        return all(wanted is None or wanted == found for wanted, found in pairs)
+
+
+def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> Logs:
+    """All lines below the `logs/` of these folders of a job and of these stores of it, each once, by time.
+
+    Raises StoreError for a store that does not answer. A damaged line is passed over, with a notice.
+    """
+    logs, found = Logs(), {}
+    for folder in folders:
+        files = (folder / "logs").glob("*-*/rank-*.*")
+        for path in sorted({path.with_suffix(".log") for path in files if path.suffix in (".log", ".jsonl")}):
+            for line in _read_rank(path, logs.notices):
+                found.setdefault(line.identity, line)
+    for store in stores:
+        keys = [meta.key for meta in store.list("logs") if _SEGMENT.fullmatch(meta.key)]
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="logs") as pool:
+            for key, segment in zip(keys, pool.map(store.get, keys), strict=True):
+                for line in _parse(segment, f"{store.uri}/{key}", logs.notices):
+                    found.setdefault(line.identity, line)
+    logs.lines = sorted(found.values(), key=lambda line: (line.t, line.generation, line.node, line.rank, line.start))
+    return logs
+
+
+def select(lines: Iterable[LogLine], wanted: Wanted) -> list[LogLine]:
+    """The lines that match, in their order."""
+    matching = [line for line in lines if wanted.matches(line)]
+    if wanted.around_step is None:
+        return matching if wanted.lines is None else matching[max(0, len(matching) - wanted.lines) :]
+    return _around(matching, wanted.around_step, 10 if wanted.lines is None else wanted.lines)
+
+
+def describe(lines: Sequence[LogLine]) -> str:
+    """What there is, for who asked for something else."""
+    if not lines:
+        return "no lines at all"
+    parts = [f"{len(lines)} lines"]
+    for name in ("generation", "node", "rank"):
+        numbers = sorted({getattr(line, name) for line in lines})
+        parts.append(f"{name}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}")
+    steps = [line.step for line in lines if line.step is not None]
+    return "; ".join([*parts, f"steps {min(steps)} to {max(steps)}" if steps else "no known steps"])
+
+
+def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
+    """In each generation that came as near to the step as any: all lines nearest to it, and `context` on both sides.
+
+    A rank prints seldom, so that there need not be a line of the very step.
+    """
+    known = [line for line in lines if line.step is not None]
+    if not known:
+        return []
+    nearest = min(abs(line.step - step) for line in known)
+    chosen: list[LogLine] = []
+    for generation in sorted({line.generation for line in known}):
+        mine = [line for line in lines if line.generation == generation]
+        hits = [at for at, line in enumerate(mine) if line.step is not None and abs(line.step - step) == nearest]
+        if hits:
+            chosen += mine[max(0, hits[0] - context) : hits[-1] + context + 1]
+    return chosen
+
+
+def _read_rank(raw: Path, notices: list[str]) -> list[LogLine]:
+    """The records beside a raw log, and what the log holds beyond them."""
+    records = raw.with_suffix(".jsonl")
+    try:
+        data = records.read_bytes() if records.exists() else b""
+        # A crash of the agent can tear the last record; its line is read from the raw log then.
+        whole = data[: data.rfind(b"\n") + 1]
+        lines = _parse(whole, str(records), notices)
+        return lines + _unrecorded(raw, lines, notices)
+    except OSError as error:
+        notices.append(f"{raw}: {error.strerror or error}")
+        return []
+
+
+def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[LogLine]:
+    """Lines of a raw log that no record covers: an agent that is killed leaves some. Their time is the file's."""
+    if not raw.exists():
+        return []
+    status = raw.stat()
+    begin = max((line.end + line.dropped for line in lines), default=0)
+    if status.st_size <= begin:
+        return []
+    place = _place(raw, lines)
+    if place is None:
+        notices.append(f"{raw}: {status.st_size - begin} bytes are in no record, and whose they are is not known")
+        return []
+    found: list[LogLine] = []
+    common = {"t": utc_text(status.st_mtime), "step": None, "phase": None, **place}
+    with open(raw, "rb") as log:
+        parts = list(_ranges(log.fileno(), begin, status.st_size))
+        if sum(end - start for start, end, is_hole in parts if not is_hole) > _UNRECORDED_BYTES:
+            start = status.st_size - _UNRECORDED_BYTES
+            notices.append(f"{raw}: {start - begin} bytes are in no record and not shown; they stand there")
+            parts = list(_ranges(log.fileno(), start, status.st_size))
+        for begin, end, is_hole in parts:
+            if is_hole:
+                text = (
+                    f"[{end - begin} bytes are left out here: the rank printed more than survival.rank_log_mib keeps]"
+                )
+                found.append(LogLine(text=text, start=begin, end=begin, dropped=end - begin, **common))
+                continue
+            for piece, more in split_lines(os.pread(log.fileno(), end - begin, begin), at_end=True):
+                text = piece.removesuffix(b"\n").decode(errors="replace")
+                found.append(LogLine(text=text, start=begin, end=begin + len(piece), more=more, **common))
+                begin += len(piece)
+    return found
+
+
+def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
+    """The parts of a file between two offsets as (begin, end, whether it is a hole that an agent has made)."""
+    while start < end:
+        try:
+            data = min(end, os.lseek(descriptor, start, os.SEEK_DATA))
+        except OSError as error:  # ENXIO: nothing but a hole up to the end
+            data = end if error.errno == errno.ENXIO else start
+        if data > start:
+            yield start, data, True
+        start = data
+        if start < end:
+            try:
+                data = min(end, os.lseek(descriptor, start, os.SEEK_HOLE))
+            except OSError:
+                data = end
+            yield start, data, False
+            start = data
+
+
+def _place(raw: Path, lines: list[LogLine]) -> dict | None:
+    """job, generation, node and rank of a raw log: from its records, else from the specification of its rank."""
+    if lines:
+        return {name: getattr(lines[0], name) for name in ("job", "generation", "node", "rank")}
+    try:
+        spec = json.loads(raw.with_suffix(".spec.json").read_text())
+        rank = int(raw.stem.removeprefix("rank-"))
+        return {"job": spec["job"], "generation": spec["generation"], "node": spec["node"], "rank": rank}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _parse(data: bytes, where: str, notices: list[str]) -> list[LogLine]:
+    lines, damaged = [], []
+    for number, text in enumerate(data.split(b"\n"), start=1):
+        if not text:
+            continue
+        try:
+            lines.append(LogLine.from_json(text))
+        except (ValueError, TypeError):
+            damaged.append(number)
+    if damaged:
+        which = f"{len(damaged)} damaged lines" if len(damaged) > 1 else "a damaged line"
+        notices.append(f"{where}:{damaged[0]}: {which}, passed over; the raw log of the rank has the text")
+    return lines
+
+
+_STEP = "step:"
+_REQUEST_SECONDS = 30.0
+
+
+def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -> None:
+    """`logs` and its options. project_root: where runs/ lies, unless EBBFLOW_RUNS says otherwise."""
+    command = commands.add_parser("logs", help="what the ranks of a job printed, merged by time")
+    command.add_argument("job", metavar="JOB", help="a job's name, or latest")
+    command.add_argument("--rank", type=int, metavar="R", help="of this rank only")
+    command.add_argument("--node", type=int, metavar="N", help="of this node only")
+    command.add_argument("--generation", type=int, metavar="G", help="of this start of the gang only")
+    command.add_argument("--around", type=_step, metavar="step:N", help="the lines nearest to that step")
+    command.add_argument("--lines", type=_count, metavar="K", help="the last K; with --around K before and after (10)")
+    command.add_argument("--json", action="store_true", help="the records as they are, one per line")
+    command.add_argument("--store", metavar="URI", help="where the job lies, when this machine does not know it")
+    command.set_defaults(command=lambda options: show_logs(options, project_root))
+
+
+def show_logs(options: argparse.Namespace, project_root: Path) -> int:
+    """Exit code 0, 1 when no line matches, 2 for a job that is not there."""
+    wanted = Wanted(
+        rank=options.rank,
+        node=options.node,
+        generation=options.generation,
+        around_step=options.around,
+        lines=options.lines,
+    )
+    try:
+        logs = _find(options.job, options.store, project_root)
+    except InfraError as error:
+        print(f"logs: {error}", file=sys.stderr)
+        return error.outcome.exit_code
+    for notice in logs.notices:
+        print(f"logs: {notice}", file=sys.stderr)
+    chosen = select(logs.lines, wanted)
+    if not chosen:
+        print(f"logs: no line matches; job {options.job} has {describe(logs.lines)}", file=sys.stderr)
+        return Outcome.FAILED.exit_code
+    return _print([line.to_json() if options.json else line.render() for line in chosen])
+
+
+def _find(job: str, store_uri: str | None, project_root: Path) -> Logs:
+    """What this machine and the job's store hold; a store that does not answer is a notice when this machine has logs.
+
+    Raises LogsError for a job that is not there, LayoutError for a name that no job can have,
+    and StoreError for a store that does not answer.
+    """
+    runs = runs_folder(project_root)
+    place = runs / job
+    name = place.resolve().name if place.exists() else check_job_name(job)
+    known = known_job(place)  # else the default store
+    uri = (store_uri or (str(runs) if known is None else known.store)).removeprefix("file://")
+    in_store = [] if "://" in uri else [Path(uri).resolve() / job_prefix(name)]
+    folders = [folder for folder in dict.fromkeys([place.resolve(), *in_store]) if folder.is_dir()]
+    try:
+        store = _open_job(uri, name)
+        if store is not None:
+            return read_logs(folders, [store])
+    except StoreError as error:
+        logs = read_logs(folders, [])
+        if not logs.lines:
+            raise
+        logs.notices.append(f"shown is what this machine has, the job's store does not answer: {error}")
+        return logs
+    if not folders:
+        hint = f"{_jobs_there(runs)}, or name its store: --store URI"
+        looked = f"  {place}\n  {uri}/{job_prefix(name)}/logs"
+        raise LogsError(f"no job {job!r} to be found; looked at\n{looked}\n  hint: {hint}")
+    return read_logs(folders, [])
+
+
+def _open_job(uri: str, name: str) -> Store | None:
+    """The job's part of a store, None when it has no logs. A folder that is not there is not made by looking."""
+    if "://" not in uri and not Path(uri).is_dir():
+        return None
+    store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(name))
+    return store if store.list("logs", limit=1) else None
+
+
+def _jobs_there(runs: Path) -> str:
+    found = [path for path in runs.glob("*") if (path / "logs").is_dir() and path.name != "latest"]
+    newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:5]
+    return f"{runs} has {', '.join(path.name for path in newest)}" if newest else f"{runs} has no job with logs"
+
+
+def _print(lines: list[str]) -> int:
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return Outcome.COMPLETED.exit_code
+
+
+def _step(text: str) -> int:
+    number = text.removeprefix(_STEP)
+    if not text.startswith(_STEP) or not number.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not step:N, such as step:120")
+    return int(number)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines, 1 or more")
+    return int(text)
