@@ -33,8 +33,9 @@ lint: $(VENV)/dev.stamp  ## check style and format of the code
 types: $(VENV)/dev.stamp  ## check types with pyright
 	$(BIN)/pyright
 
+coverage: export COVERAGE_FILE = $(CURDIR)/.coverage/data
 coverage: $(VENV)/dev.stamp  ## run all tests and say which share of the product's lines they run, in every process
-	$(BIN)/python -m coverage erase
+	rm -rf .coverage && mkdir .coverage
 	$(BIN)/python -m coverage run -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
@@ -66,7 +67,7 @@ audit: $(AUDIT)/audit.stamp $(VENV)/run.stamp  ## compare packages with publishe
 	$(AUDIT)/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(AUDIT) docs/_build build .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(AUDIT) docs/_build build .pytest_cache .ruff_cache .hypothesis .coverage
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.11 ...")'
