@@ -14,6 +14,8 @@ from ebbflow.infra.program import PACKAGE_ROOT, begin_program
 # name: (module whose main(words) runs it, one line of help). Modules are imported only when their command is used.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("flows/train_flow.py", "train a job: preflight, plan, training, report"),
+    "resume": ("flows/train_flow.py", "go on with the newest run under its own plan and settings"),
+    "card": ("flows/train_flow.py", "show a run's report in the browser: card view report"),
     "supervise": ("flows/supervise.py", "run a job again after each interruption until it is complete"),
     "preflight": ("ebbflow.infra.__main__", "find what is wrong with a job before it starts"),
     "plan": ("ebbflow.cost.__main__", "rank the capacity pools that could run a configuration"),
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_benchmarks([suite, *(words[1:] if suite == "money" else words)])
     if place.endswith(".py"):  # a program of its own: Metaflow starts it again for each step
         program = str(PACKAGE_ROOT / place)
-        os.execv(sys.executable, [sys.executable, program, *(["run"] if name == "run" else []), *words])
+        os.execv(sys.executable, [sys.executable, program, *([] if name == "supervise" else [name]), *words])
     from ebbflow.infra.process import exit_when_interrupted
 
     exit_when_interrupted()

@@ -1,29 +1,47 @@
-"""The documentation site builds without a warning, and the pages that code and texts name exist."""
+"""The documentation site builds without a warning, and its pages agree with the code."""
 
+import importlib
+import importlib.util
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from ebbflow.infra.errors import Outcome
+from ebbflow.infra.events import LedgerClass
+from ebbflow.training.rehearse import KINDS
+
 ROOT = Path(__file__).resolve()
 while not (ROOT / "setup.cfg").is_file():
     ROOT = ROOT.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 FOLDERS = ("flows", "training", "cost", "infra", "benchmarks", "tests", "configs", "examples")
 TEXTS = {".py", ".yaml", ".yml", ".json", ".cfg", ".toml", ".md"}
 
 
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of each row of all tables, without backticks."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in lines]
+
+
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     site = tmp_path / "site"
-    command = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", str(ROOT / "docs"), str(site)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    words = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", str(ROOT / "docs"), str(site)]
+    built = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert built.returncode == 0, built.stderr
-    pages = list(site.glob("**/*.html"))
-    assert len(pages) > len(list((ROOT / "docs").glob("**/*.md")))  # and the search page
+    built_pages = list(site.glob("**/*.html"))
+    assert len(built_pages) > len(PAGES)  # and the search page
     address = r"(?:https?:)?//"
-    for page in pages:
-        html = page.read_text(encoding="utf-8")
-        assert not re.findall(rf'<(?:script|img|iframe)[^>]+src="{address}[^"]+"', html), page.name
-        assert not re.findall(rf'<link[^>]+rel="(?:stylesheet|preconnect|icon)"[^>]+href="{address}', html), page.name
+    for built_page in built_pages:
+        html = built_page.read_text(encoding="utf-8")
+        assert not re.findall(rf'<(?:script|img|iframe)[^>]+src="{address}[^"]+"', html), built_page.name
+        assert not re.findall(rf'<link[^>]+rel="(?:stylesheet|preconnect|icon)"[^>]+href="{address}', html)
     for sheet in site.glob("**/*.css"):
         found = re.findall(rf"(?:@import|url\()\s*[\"']?{address}", sheet.read_text(encoding="utf-8"))
         assert not found, sheet.name
@@ -31,7 +49,7 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
 
 def test_every_page_that_is_named_exists():
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in TEXTS]
-    files += [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"), ROOT / "Makefile"]
+    files += [*ROOT.glob("*.md"), *PAGES, ROOT / "Makefile"]
     missing = set()
     for path in files:
         for name in re.findall(r"\bdocs/[a-z0-9_/-]+\.(?:md|py)\b", path.read_text(encoding="utf-8", errors="replace")):
@@ -40,7 +58,50 @@ def test_every_page_that_is_named_exists():
     assert not missing, sorted(missing)
 
 
+def test_every_file_that_a_page_names_exists():
+    tests = {path.name for path in (ROOT / "tests").rglob("*.py")}
+    missing = set()
+    for path in [*PAGES, *ROOT.glob("*.md")]:
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./*-]*)`", text):
+            if not any(ROOT.glob(name.rstrip("/"))):
+                missing.add(f"{path.name}: {name}")
+        for name in re.findall(r"`((?:test|soak)_\w+\.py)\b", text):
+            if name not in tests:
+                missing.add(f"{path.name}: {name}")
+    assert not missing, sorted(missing)
+
+
 def test_links_from_the_readme_and_its_neighbours_lead_somewhere():
-    for page in ROOT.glob("*.md"):
-        for target in re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8")):
-            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+    for text_page in ROOT.glob("*.md"):
+        for target in re.findall(r"\]\(([^)\s#]+)", text_page.read_text(encoding="utf-8")):
+            assert "://" in target or (text_page.parent / target).exists(), f"{text_page.name}: {target}"
+
+
+def test_the_page_of_all_keys_is_that_of_the_schema():
+    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert page("configuration-keys.md") == generate.keys_page(), "fix: python docs/generate.py"
+
+
+def test_the_tables_of_commands_exit_codes_classes_and_faults_are_complete():
+    assert set(re.findall(r"`ebbflow ([a-z]+)", page("commands.md"))) == set(
+        importlib.import_module("ebbflow.command").COMMANDS
+    )
+    codes = {cells[1]: cells[0] for cells in rows(page("exit-codes.md"))}
+    assert {str(outcome): str(outcome.exit_code) for outcome in Outcome}.items() <= codes.items()
+    assert {str(kind).replace("_", " ") for kind in LedgerClass} <= {cells[0] for cells in rows(page("bill.md"))}
+    assert set(KINDS) <= {cells[0] for cells in rows(page("faults.md"))}
+
+
+def test_the_skeleton_of_a_workload_passes_its_examination(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", page("your-model.md"), re.DOTALL)
+    (tmp_path / "my_model.py").write_text(next(block for block in blocks if "class MyWorkload" in block))
+    settings = next(block for block in re.findall(r"```yaml\n(.*?)```", page("your-model.md"), re.DOTALL))
+    (tmp_path / "my.yaml").write_text(settings)
+    words = [sys.executable, "-m", "ebbflow", "examine", str(tmp_path / "my.yaml")]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    run = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "MyWorkload" in run.stdout

@@ -1,0 +1,68 @@
+"""Write the pages of the reference that follow from the code: `python docs/generate.py`. A test compares them."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+HEAD = """# All configuration keys
+
+Written by `python docs/generate.py` from `infra/config/schema.py`; do not edit. [Configuration](configuration.md)
+explains files, overrides and errors.
+"""
+
+
+def keys_page() -> str:
+    """The page with every key, its type, its default and its description."""
+    from ebbflow.infra.config.json_schema import json_schema
+
+    tree = json_schema()["properties"]
+    top = {name: node for name, node in tree.items() if "properties" not in node}
+    parts = [HEAD, "## Top level\n", _table("", top)]
+    for name, node in tree.items():
+        if "properties" in node:
+            parts += [f"## {name}\n", f"{node.get('description', '')}\n", _table(f"{name}.", node["properties"])]
+    return "\n".join(parts)
+
+
+def _table(prefix: str, nodes: dict[str, Any]) -> str:
+    rows = ["| key | type | default | what it does |", "|---|---|---|---|"]
+    for key, node in _leaves(prefix, nodes):
+        default = json.dumps(node["default"]) if "default" in node else "required"
+        cells = (f"`{key}`", _type(node), f"`{default}`", node.get("description", ""))
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _leaves(prefix: str, nodes: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for name, node in nodes.items():
+        if "properties" in node:
+            found += _leaves(f"{prefix}{name}.", node["properties"])
+        else:
+            found.append((f"{prefix}{name}", node))
+            if "properties" in node.get("items", {}):
+                found += _leaves(f"{prefix}{name}[].", node["items"]["properties"])
+    return found
+
+
+def _type(node: dict[str, Any]) -> str:
+    """The kind and range of a value, such as "integer ≥ 1"."""
+    if "anyOf" in node:
+        return " or ".join(dict.fromkeys(_type(part) for part in node["anyOf"]))
+    if "const" in node:
+        return f"`{node['const']}`"
+    if "enum" in node:
+        return ", ".join(f"`{value}`" for value in node["enum"])
+    kind = node.get("type", "any")
+    kind = " or ".join(kind) if isinstance(kind, list) else kind
+    if kind == "array":
+        return f"list of {_type(node['items'])}"
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    return " ".join([kind, *(f"{sign} {node[name]:g}" for name, sign in signs.items() if name in node)])
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(DOCS.parent))
+    (DOCS / "configuration-keys.md").write_text(keys_page(), encoding="utf-8")
