@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue_refresh import add_commands as add_catalogue_commands
 from ebbflow.cost.errors import CostError, ReportError
-from ebbflow.cost.jobs import known_job_names, read_job_log, read_running
+from ebbflow.cost.jobs import find_running_launcher, list_known_jobs, read_job_log
 from ebbflow.cost.prices.source import add_commands
 from ebbflow.cost.reconcile import add_command as add_reconcile
 from ebbflow.cost.replay import add_command as add_replay
-from ebbflow.cost.report.render_text import COLUMNS, as_row, render_table
+from ebbflow.cost.report.render_text import JOB_COLUMNS, build_job_row, render_table
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.simulate.command import add_simulate
 from ebbflow.infra.errors import InfraError, Outcome
@@ -119,14 +119,14 @@ def add_report(commands: Any) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    jobs = arguments.job or known_job_names()
+    jobs = arguments.job or list_known_jobs()
     if not jobs:
         raise ReportError("no job is known to this machine; name one, or say where with --store")
     reports = _reports(jobs, arguments.store, all_must=bool(arguments.job))
     if arguments.csv:
-        writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(sys.stdout, JOB_COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(as_row(report) for report in reports)
+        writer.writerows(build_job_row(report) for report in reports)
     elif arguments.json:
         found = [report.to_json() for report in reports]
         print(json.dumps(found[0] if len(arguments.job) == 1 else found, indent=1, allow_nan=False))
@@ -143,7 +143,7 @@ def _reports(jobs: list[str], store: str | None, *, all_must: bool) -> list[RunR
     for job in jobs:
         try:
             content = read_job_log(job, store)
-            running = read_running(job, content.events, store)
+            running = find_running_launcher(job, content.events, store)
             found.append(build_report(content.events, running=running, damage=content.damage))
         except (CostError, InfraError) as error:
             if all_must:

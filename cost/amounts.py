@@ -14,12 +14,12 @@ from ebbflow.infra.foreign_text import one_line
 USD_DECIMALS = 6
 
 
-def quantum(decimals: int) -> Decimal:
+def smallest_unit(decimals: int) -> Decimal:
     return Decimal(1).scaleb(-decimals)
 
 
-def rounded(amount: Decimal, decimals: int = USD_DECIMALS) -> Decimal:
-    return amount.quantize(quantum(decimals), ROUND_HALF_EVEN)
+def round_amount(amount: Decimal, decimals: int = USD_DECIMALS) -> Decimal:
+    return amount.quantize(smallest_unit(decimals), ROUND_HALF_EVEN)
 
 
 def apportion(amounts: list[Decimal], decimals: int = USD_DECIMALS, *, total: Decimal | None = None) -> list[Decimal]:
@@ -32,9 +32,9 @@ def apportion(amounts: list[Decimal], decimals: int = USD_DECIMALS, *, total: De
     from the rounded total go, one each, to the amounts that lost most (to the earlier one when equal). No amount
     moves by a whole unit or more.
     """
-    unit = quantum(decimals)
+    unit = smallest_unit(decimals)
     floors = [amount.quantize(unit, ROUND_FLOOR) for amount in amounts]
-    whole = rounded(sum(amounts, Decimal(0)), decimals) if total is None else total
+    whole = round_amount(sum(amounts, Decimal(0)), decimals) if total is None else total
     missing = int((whole - sum(floors, Decimal(0))) / unit)
     by_loss = sorted(range(len(amounts)), key=lambda index: (floors[index] - amounts[index], index))
     for index in by_loss[:missing]:
@@ -55,38 +55,38 @@ def usd_decimals(total: Decimal | float) -> int:
     return 2 if abs(Decimal(str(total))) >= _CENTS_FROM else 4
 
 
-def usd(amount: Decimal | float | None, decimals: int | None = None) -> str:
+def format_usd(amount: Decimal | float | None, decimals: int | None = None) -> str:
     """Dollars; n/a for None and for what is no number."""
     if amount is None or not math.isfinite(amount):
         return NONE
     exact = amount if isinstance(amount, Decimal) else Decimal(str(amount))
-    value = rounded(exact, usd_decimals(exact) if decimals is None else decimals)
+    value = round_amount(exact, usd_decimals(exact) if decimals is None else decimals)
     return f"{'-' if value < 0 else ''}${abs(value):,}"
 
 
-def number(value: float | None, digits: int = 4) -> str:
+def format_number(value: float | None, digits: int = 4) -> str:
     """A number to `digits` decimals, with commas; n/a for None, NaN and infinity."""
     return NONE if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
 
 
-def percent(share: float | None, digits: int = 1) -> str:
+def format_percent(share: float | None, digits: int = 1) -> str:
     return NONE if share is None or not math.isfinite(share) else f"{100 * share:.{digits}f} %"
 
 
-def share_of(share: float | None, whole: str) -> str:
+def format_share(share: float | None, whole: str) -> str:
     """A percentage that says what it is a share of; n/a for no number."""
-    text = percent(share)
+    text = format_percent(share)
     return text if text == NONE else f"{text} of {whole}"
 
 
-def seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     """Rank-seconds, always in seconds and rounded as the lines of a ledger are, so that they add up."""
     if value is None or not math.isfinite(value):
         return NONE
-    return f"{rounded(Decimal(str(value)), 2):,}"
+    return f"{round_amount(Decimal(str(value)), 2):,}"
 
 
-def duration(value: float | None) -> str:
+def format_duration(value: float | None) -> str:
     """Wall time as people say it: 42.3 s, 3 min 20 s, 5 h 12 min."""
     if value is None or not math.isfinite(value):
         return NONE
@@ -98,5 +98,5 @@ def duration(value: float | None) -> str:
     return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
-def count(value: int, noun: str) -> str:
+def format_count(value: int, noun: str) -> str:
     return f"{value:,} {noun}{'' if value == 1 else 's'}"

@@ -56,7 +56,7 @@ class BillLine:
     """One line. start, end: Unix time of its hour (or day); amount: in `unit`; usd: the unblended cost, exactly.
 
     kind: instance, storage, transfer or other. seconds: billed time of an instance, else 0. market: spot or on_demand
-    for instances. tags: by plain key (`tag_key`). synthetic: the file says that it is no real bill.
+    for instances. tags: by plain key (`normalise_tag`). synthetic: the file says that it is no real bill.
     line_id: of this delivery; empty: the report has none. delivery: which of the files that were given together; where:
     file and line.
     """
@@ -92,7 +92,7 @@ def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:
         yield _line(row, where, delivery)
 
 
-def tag_key(key: str) -> str:
+def normalise_tag(key: str) -> str:
     """Reports spell one tag in several ways (user:ebbflow-job, user_ebbflow_job): letters and digits alone tell."""
     return re.sub(r"[^a-z0-9]", "", re.sub(r"^(?:aws|user)[:_]", "", key.lower()))
 
@@ -195,15 +195,17 @@ def _kind(product: str, usage_type: str, instance: bool) -> str:
 def _tags(row: Mapping[str, Any], column: str) -> dict[str, str]:
     """Of a column for each tag (first generation) or one column of all (second), which is a JSON map or pairs."""
     tags = {
-        tag_key(found.group(1)): str(row[name]) for name in row if (found := _TAG.match(name)) and _of(row, (name,))
+        normalise_tag(found.group(1)): str(row[name])
+        for name in row
+        if (found := _TAG.match(name)) and _of(row, (name,))
     }
     if column.startswith("{"):
         # Some writers put single quotes; a value such as O'Brien is no reason to turn those of a proper map.
         for text in (column, column.replace("'", '"')):
             with contextlib.suppress(ValueError):
-                return tags | {tag_key(key): str(value) for key, value in json.loads(text).items()}
+                return tags | {normalise_tag(key): str(value) for key, value in json.loads(text).items()}
     elif column.startswith("["):  # a map as pandas reads it: a list of pairs
-        tags |= {tag_key(key): value for key, value in re.findall(r"\('([^']+)', '([^']*)'\)", column)}
+        tags |= {normalise_tag(key): value for key, value in re.findall(r"\('([^']+)', '([^']*)'\)", column)}
     return tags
 
 
@@ -225,7 +227,7 @@ def _number(text: str, column: str, where: str) -> Decimal:
     return value
 
 
-class Repeats:
+class RepeatFilter:
     """Remembers the lines that it is asked about: to be asked of one job's alone, since a bill may have millions."""
 
     def __init__(self) -> None:

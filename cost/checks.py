@@ -64,19 +64,19 @@ def check_quota(context: PreflightContext) -> Finding:
         return asked
     if not asked.offered:
         return Finding.skipped("no queue can run the plan; the check aws-capacity says more")
-    codes = {offer.id: quota_code(offer.candidate.instance_type, offer.candidate.market) for offer in asked.offered}
-    counted = [offer for offer in asked.offered if codes[offer.id] is not None]
+    codes = [(offer, quota_code(offer.candidate.instance_type, offer.candidate.market)) for offer in asked.offered]
+    counted = [(offer, code) for offer, code in codes if code is not None]
     if not counted:
         return Finding.skipped("no quota of these instance families is known")
     try:
         client, patience = companion("service-quotas", batch_client(asked.region)), Patience.of(ANSWER_SECONDS)
-        quotas = {code: vcpu_quota(code, client, patience) for code in dict.fromkeys(codes.values()) if code}
+        quotas = {code: vcpu_quota(code, client, patience) for code in dict.fromkeys(code for _, code in counted)}
     except (CloudError, StoreError) as error:
         return Finding.skipped(str(error))
     lines: dict[str, str] = {}
     allowed = False
-    for offer in counted:  # the cheapest of a quota stands for it
-        quota, needed = quotas[codes[offer.id]], asked.vcpus(offer)
+    for offer, code in counted:  # `lines` keeps the cheapest offer of each quota
+        quota, needed = quotas[code], asked.vcpus(offer)
         allowed = allowed or needed <= quota.vcpus
         verdict = "enough" if needed <= quota.vcpus else "too few"
         have = f"{quota.name} ({quota.code}): {quota.vcpus:g} vCPUs in {asked.region}"

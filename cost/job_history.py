@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from statistics import fmean, median, stdev
 from typing import Any
 
-from ebbflow.cost.ledger.generations import Generation, read_generations
+from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.infra.errors import ObjectNotFound
 from ebbflow.infra.events import (
     FAULT_INJECTED,
@@ -115,7 +115,7 @@ def experience_of(events: Sequence[Event]) -> JobExperience:
     return JobExperience(job=ordered[0].job if ordered else "", stays=tuple(stays), speeds=tuple(speeds))
 
 
-def _stay(chosen: dict[str, Any], generation: Generation, events: Sequence[Event]) -> Stay:
+def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> Stay:
     """A notice, or a node that was gone without a word, is the pool's doing; a rank's death, a user's stop or what was
     rehearsed is not. A notice that was waited out took no machine, or the one that it took was counted by the stay in
     which it was heard first."""
@@ -139,7 +139,7 @@ def _stay(chosen: dict[str, Any], generation: Generation, events: Sequence[Event
     )
 
 
-def _speed(plan: dict[str, Any], generation: Generation, events: Sequence[Event]) -> SpeedSeen | None:
+def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> SpeedSeen | None:
     fingerprint = plan.get("fingerprint")
     first_rank = min((event.rank for event in events if event.rank >= 0), default=0)
     steps = [event for event in events if event.name == STEP and event.rank == first_rank]

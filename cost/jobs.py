@@ -23,7 +23,7 @@ from typing import Any
 
 from ebbflow.cost.errors import PlanError, ReportError
 from ebbflow.cost.ledger.bills import NodeBill
-from ebbflow.cost.ledger.generations import final_outcome
+from ebbflow.cost.ledger.generations import find_final_outcome
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.quote import PriceSource
@@ -42,7 +42,7 @@ _NAME = "report.json"
 _REQUEST_SECONDS = 10.0
 
 
-def job_uri(job: str, store: str | None = None) -> str:
+def find_job_uri(job: str, store: str | None = None) -> str:
     """Where the job's events are: a URI as given, a folder that holds them, or a job of the store.
 
     Without a store: the one in which the job lies, if it was started from this machine. Raises ReportError with the
@@ -68,7 +68,7 @@ def job_uri(job: str, store: str | None = None) -> str:
 
 def read_job(job: str, store: str | None = None) -> list[Event]:
     """All events of a job, by time. Raises ReportError when there are none, StoreError when they cannot be read."""
-    uri = job_uri(job, store)
+    uri = find_job_uri(job, store)
     events = read_events(Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS))
     if not events:
         raise ReportError(f"no events of job {job!r} in {uri}")
@@ -77,7 +77,7 @@ def read_job(job: str, store: str | None = None) -> list[Event]:
 
 def read_job_log(job: str, store: str | None = None) -> LogContent:
     """The same with what is damaged in the job's log, for a report. Raises as `read_job`."""
-    uri = job_uri(job, store)
+    uri = find_job_uri(job, store)
     store_of_job = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS)
     content = read_log(store_of_job)
     if not content.events:
@@ -101,22 +101,22 @@ def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage
     ]
 
 
-def read_running(job: str, events: Sequence[Event], store: str | None = None) -> dict[str, Any] | None:
+def find_running_launcher(job: str, events: Sequence[Event], store: str | None = None) -> dict[str, Any] | None:
     """The launcher that runs the job now, by its claim in the store (`infra.launchers`); None where the job has ended.
 
     A launcher that has only its report left to write does not count. Raises ReportError, StoreError.
     """
-    found = running_launcher(Store.open(job_uri(job, store), request_timeout_seconds=_REQUEST_SECONDS))
+    found = running_launcher(Store.open(find_job_uri(job, store), request_timeout_seconds=_REQUEST_SECONDS))
     if found is None:
         return None
-    done = final_outcome(events)
+    done = find_final_outcome(events)
     written = done is not None and done.data.get("outcome") == Outcome.COMPLETED
     if written and done is not None and done.t_wall >= found.launcher.since_utc:
         return None
     return found.to_json()
 
 
-def known_job_names(root: Path | None = None) -> list[str]:
+def list_known_jobs(root: Path | None = None) -> list[str]:
     """Jobs that this machine knows, the one that was last written to last; `latest` is not counted again."""
     folder = runs_folder(PROJECT_ROOT) if root is None else root
     found = [path for path in folder.glob("*") if path.name != "latest" and known_job(path) is not None]
@@ -133,8 +133,8 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
     path = Path(uri)
     if "://" not in uri and path.suffix == ".json":
         return _parse(path.read_bytes() if path.is_file() else b"", uri)
-    place = job_uri(uri, store)
-    running = read_running(uri, (), store)
+    place = find_job_uri(uri, store)
+    running = find_running_launcher(uri, (), store)
     if not fresh and running is None:
         try:
             return _parse(Store.open(place, request_timeout_seconds=_REQUEST_SECONDS).get(_NAME), f"{place}/{_NAME}")
@@ -142,7 +142,7 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
             pass  # the job died before its report, or is still going on
     content = read_job_log(uri, store)
     if running is not None:  # its claim stands: the events say whether there is only the report left to write
-        running = read_running(uri, content.events, store)
+        running = find_running_launcher(uri, content.events, store)
     return build_report(content.events, running=running, damage=content.damage)
 
 

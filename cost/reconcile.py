@@ -12,11 +12,11 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from ebbflow.cost.amounts import percent, plain, usd
-from ebbflow.cost.bill import BillLine, Repeats, read_bill, tag_key
+from ebbflow.cost.amounts import format_percent, format_usd, plain
+from ebbflow.cost.bill import BillLine, RepeatFilter, normalise_tag, read_bill
 from ebbflow.cost.jobs import read_job
-from ebbflow.cost.ledger.bills import NodeBill, seconds_together
-from ebbflow.cost.ledger.instances import LONGEST_IDLE_SECONDS, MINIMUM_SECONDS, by_instance
+from ebbflow.cost.ledger.bills import NodeBill, covered_seconds
+from ebbflow.cost.ledger.instances import LONGEST_IDLE_SECONDS, MINIMUM_SECONDS, group_by_instance
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.ledger.pricing import SIMULATED
 from ebbflow.infra.events import PLAN, Event
@@ -26,7 +26,7 @@ _HOUR = 3600.0
 
 
 @dataclass(kw_only=True)
-class Metered:
+class MeteredInstance:
     """One instance in the job's events. seconds, usd: of its nodes, pauses and minimum charge included; of nodes that
     shared it the seconds count once.
 
@@ -51,7 +51,7 @@ class Metered:
 
 
 @dataclass(kw_only=True)
-class Billed:
+class BilledInstance:
     """One instance in the bill: the lines of the hours in which it was the job's. spans: seconds by hour; deliveries:
     which of the files have lines of the same use in the same hour.
     """
@@ -74,7 +74,7 @@ class Billed:
 
     @property
     def told_differently(self) -> int:
-        """Uses in an hour that several files have lines of, which are not the same lines again (`Repeats`)."""
+        """Uses in an hour that several files have lines of, which are not the same lines again (`RepeatFilter`)."""
         return sum(len(files) > 1 for files in self.deliveries.values())
 
     def add(self, line: BillLine, job_tag: str) -> None:
@@ -85,11 +85,11 @@ class Billed:
         self.zones |= {line.zone} - {""}
         self.instance_types |= {line.instance_type} - {""}
         self.markets |= {line.market} - {""}
-        self.tags |= {line.tags.get(tag_key(job_tag), "")} - {""}
+        self.tags |= {line.tags.get(normalise_tag(job_tag), "")} - {""}
 
 
 @dataclass(kw_only=True)
-class Account:
+class JobAndBill:
     """A job's two accounts side by side, before anything is explained.
 
     orphans: instances that carry the job's tag and are in none of its events. unknown: nodes whose instance nobody
@@ -104,9 +104,9 @@ class Account:
     metered_usd: Decimal
     simulated: bool
     synthetic: bool
-    metered: dict[str, Metered]
-    billed: dict[str, Billed]
-    orphans: dict[str, Billed]
+    metered: dict[str, MeteredInstance]
+    billed: dict[str, BilledInstance]
+    orphans: dict[str, BilledInstance]
     unknown: list[NodeBill]
     shared: list[str]
     other_usd: dict[str, Decimal]
@@ -114,7 +114,7 @@ class Account:
     twice: int = 0
 
 
-def compare(events: Sequence[Event], lines: Iterable[BillLine], *, job_tag: str = JOB_TAG) -> Account:
+def join_bill(events: Sequence[Event], lines: Iterable[BillLine], *, job_tag: str = JOB_TAG) -> JobAndBill:
     """Join by instance id and hour: tags of a Batch job do not reach the lines of its EC2 instances by themselves.
 
     events: of one job. lines: of a whole account's report, read once and not kept. Raises LedgerError, and BillError
@@ -125,7 +125,7 @@ def compare(events: Sequence[Event], lines: Iterable[BillLine], *, job_tag: str 
     metered = _metered(ledger.nodes)
     job = ordered[0].job if ordered else ""
     plan = next((event.data for event in ordered if event.name == PLAN and event.data.get("chosen")), None)
-    account = Account(
+    account = JobAndBill(
         job=job,
         job_tag=job_tag,
         forecast_usd=None if plan is None else plan["chosen"].get("compute_usd", plan["chosen"].get("expected_usd")),
@@ -140,16 +140,16 @@ def compare(events: Sequence[Event], lines: Iterable[BillLine], *, job_tag: str 
         other_usd={},
         covers_until=-math.inf,
     )
-    repeats = Repeats()
+    repeats = RepeatFilter()
     for line in lines:
         _take(account, line, repeats)
     return account
 
 
-def _take(account: Account, line: BillLine, repeats: Repeats) -> None:
+def _take(account: JobAndBill, line: BillLine, repeats: RepeatFilter) -> None:
     account.synthetic |= line.synthetic
     account.covers_until = max(account.covers_until, line.end)
-    tagged = line.tags.get(tag_key(account.job_tag)) == account.job
+    tagged = line.tags.get(normalise_tag(account.job_tag)) == account.job
     mine = account.metered.get(line.resource_id)
     if not tagged and mine is None:
         return
@@ -159,38 +159,38 @@ def _take(account: Account, line: BillLine, repeats: Repeats) -> None:
         if tagged:
             account.other_usd[line.kind] = account.other_usd.get(line.kind, Decimal(0)) + line.usd
     elif mine is not None:
-        billed = account.billed.setdefault(mine.instance_id, Billed(instance_id=mine.instance_id))
+        billed = account.billed.setdefault(mine.instance_id, BilledInstance(instance_id=mine.instance_id))
         if _in_its_hours(line, mine):
             billed.add(line, account.job_tag)
         else:
             billed.elsewhere_usd += line.usd
     else:
-        found = account.orphans.setdefault(line.resource_id, Billed(instance_id=line.resource_id))
+        found = account.orphans.setdefault(line.resource_id, BilledInstance(instance_id=line.resource_id))
         found.add(line, account.job_tag)
 
 
-def _in_its_hours(line: BillLine, mine: Metered) -> bool:
+def _in_its_hours(line: BillLine, mine: MeteredInstance) -> bool:
     """From the hour of its boot to the one after the job left it: an instance ends a while after its work."""
     born = mine.start - mine.boot_seconds
     return line.end > born and line.start < (math.floor(mine.end / _HOUR) + 2) * _HOUR
 
 
-def _metered(bills: Sequence[NodeBill]) -> dict[str, Metered]:
+def _metered(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
     of_node = {id(bill.node): bill for bill in bills}
     found = {}
-    for instance_id, nodes in by_instance([bill.node for bill in bills]).items():
+    for instance_id, nodes in group_by_instance([bill.node for bill in bills]).items():
         mine = [of_node[id(node)] for node in nodes]
         pool = mine[0].price.pool
         start, end = nodes[0].started_wall, max(node.ended_wall for node in nodes)
         since = start - _boot_seconds(nodes[0].machine)
         bounds = [bill.price.curve.bounds(since, end) for bill in mine]
-        found[instance_id] = Metered(
+        found[instance_id] = MeteredInstance(
             instance_id=instance_id,
             machine=nodes[0].machine,
             market=str(nodes[0].machine.get("market") or (pool.market if pool else "")),
             start=start,
             end=end,
-            seconds=seconds_together(nodes) + sum(extra.seconds for bill in mine for extra in bill.extras),
+            seconds=covered_seconds(nodes) + sum(extra.seconds for bill in mine for extra in bill.extras),
             usd=sum((bill.usd for bill in mine), Decimal(0)),
             lost_ends=sum(not node.measured for node in nodes),
             usd_per_hour=(min(low for low, _ in bounds), max(high for _, high in bounds)),
@@ -216,7 +216,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class GapPart:
     """A piece of the gap, billed less metered. cause: boot time, minimum charge, price, other zone … or unexplained."""
 
     cause: str
@@ -226,7 +226,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class BillingFinding:
     """Something wrong. kind: orphan instance, wrong zone, missed tag …; usd: of the lines that it concerns."""
 
     kind: str
@@ -239,9 +239,9 @@ class Finding:
 class Reconciliation:
     """forecast, metered and billed dollars of a job's instances, with the gap in parts that sum to it exactly."""
 
-    account: Account
-    parts: tuple[Part, ...]
-    findings: tuple[Finding, ...]
+    account: JobAndBill
+    parts: tuple[GapPart, ...]
+    findings: tuple[BillingFinding, ...]
 
     @property
     def billed_usd(self) -> Decimal:
@@ -299,24 +299,24 @@ class Reconciliation:
 UNEXPLAINED = "unexplained"
 
 
-def explain(account: Account) -> Reconciliation:
+def explain_gap(account: JobAndBill) -> Reconciliation:
     """Split each instance's gap: first by price, then by time, and what evidence does not cover stays unexplained."""
-    parts: list[Part] = []
+    parts: list[GapPart] = []
     for instance_id, metered in sorted(account.metered.items()):
         billed = account.billed.get(instance_id)
         if billed is None or not billed.seconds:
             words = "metered and not billed"
-            parts.append(Part(cause=UNEXPLAINED, instance_id=instance_id, usd=-metered.usd, words=words))
+            parts.append(GapPart(cause=UNEXPLAINED, instance_id=instance_id, usd=-metered.usd, words=words))
             continue
         parts += [part for part in _parts(metered, billed) if part.usd]
     return Reconciliation(account=account, parts=tuple(parts), findings=tuple(_findings(account)))
 
 
-def _parts(metered: Metered, billed: Billed) -> Iterator[Part]:
+def _parts(metered: MeteredInstance, billed: BilledInstance) -> Iterator[GapPart]:
     """billed − metered = (billed price − metered price) × common seconds + other seconds × their price."""
 
-    def part(cause: str, usd: Decimal, words: str) -> Part:
-        return Part(cause=cause, instance_id=metered.instance_id, usd=usd, words=words)
+    def part(cause: str, usd: Decimal, words: str) -> GapPart:
+        return GapPart(cause=cause, instance_id=metered.instance_id, usd=usd, words=words)
 
     rate = billed.usd / _decimal(billed.seconds)
     own_rate = metered.usd / _decimal(metered.seconds) if metered.seconds else rate
@@ -342,7 +342,7 @@ def _parts(metered: Metered, billed: Billed) -> Iterator[Part]:
     yield part(UNEXPLAINED, rate * _decimal(rest), f"{rest:,.0f} s billed while no agent of the job was there")
 
 
-def _price_cause(metered: Metered, billed: Billed) -> str:
+def _price_cause(metered: MeteredInstance, billed: BilledInstance) -> str:
     machine = metered.machine
     if billed.zones and machine.get("zone") and machine["zone"] not in billed.zones:
         return "other zone"
@@ -353,12 +353,12 @@ def _price_cause(metered: Metered, billed: Billed) -> str:
     return "price"
 
 
-def _findings(account: Account) -> Iterator[Finding]:
+def _findings(account: JobAndBill) -> Iterator[BillingFinding]:
     for instance_id, orphan in sorted(account.orphans.items()):
         words = (
             f"carries the tag {account.job_tag}={account.job}, and no event of the job knows it: is it still running?"
         )
-        yield Finding(kind="orphan instance", resource=instance_id, usd=orphan.usd, words=words)
+        yield BillingFinding(kind="orphan instance", resource=instance_id, usd=orphan.usd, words=words)
     for instance_id, metered in sorted(account.metered.items()):
         billed = account.billed.get(instance_id)
         if billed is None or not billed.seconds:
@@ -371,10 +371,10 @@ def _findings(account: Account) -> Iterator[Finding]:
         if account.job not in billed.tags:
             found = f"the value {', '.join(sorted(billed.tags))}" if billed.tags else "no value"
             words = f"its tag {account.job_tag} has {found}: cost allocation by tag misses it"
-            yield Finding(kind="missed tag", resource=instance_id, usd=billed.usd, words=words)
+            yield BillingFinding(kind="missed tag", resource=instance_id, usd=billed.usd, words=words)
 
 
-def _twice(billed: Billed) -> Iterator[Finding]:
+def _twice(billed: BilledInstance) -> Iterator[BillingFinding]:
     """Deliveries have ids of their own, so that one that corrects another is told by its times alone."""
     reasons = []
     if billed.told_differently:
@@ -383,10 +383,10 @@ def _twice(billed: Billed) -> Iterator[Finding]:
         reasons.append(f"{billed.too_long_seconds:,.0f} s billed beyond the length of their hours")
     if reasons:
         words = f"{', '.join(reasons)}: two deliveries together? fix: give the newest one alone"
-        yield Finding(kind="billed twice", resource=billed.instance_id, usd=billed.usd, words=words)
+        yield BillingFinding(kind="billed twice", resource=billed.instance_id, usd=billed.usd, words=words)
 
 
-def _contradictions(metered: Metered, billed: Billed) -> Iterator[Finding]:
+def _contradictions(metered: MeteredInstance, billed: BilledInstance) -> Iterator[BillingFinding]:
     machine = metered.machine
     for kind, known, said in (
         ("wrong zone", machine.get("zone"), billed.zones),
@@ -395,10 +395,10 @@ def _contradictions(metered: Metered, billed: Billed) -> Iterator[Finding]:
     ):
         if known and said and known not in said:
             words = f"billed in {', '.join(sorted(said))}, the events say {known}"
-            yield Finding(kind=kind, resource=metered.instance_id, usd=billed.usd, words=words)
+            yield BillingFinding(kind=kind, resource=metered.instance_id, usd=billed.usd, words=words)
 
 
-def _wrong_price(metered: Metered, billed: Billed) -> Iterator[Finding]:
+def _wrong_price(metered: MeteredInstance, billed: BilledInstance) -> Iterator[BillingFinding]:
     """Where no price on record makes the ledger's dollars those of the bill, for its other seconds."""
     beyond = _decimal(billed.seconds - metered.seconds) / 3600
     low, high = sorted(metered.usd + beyond * usd for usd in metered.usd_per_hour)
@@ -408,15 +408,15 @@ def _wrong_price(metered: Metered, billed: Billed) -> Iterator[Finding]:
             f"${billed.usd:.4f} billed for {billed.seconds:,.0f} s; at the prices on record it would be ${low:.4f}"
             + (f" to ${high:.4f}" if high > low else "")
         )
-        yield Finding(kind="wrong price", resource=metered.instance_id, usd=billed.usd, words=words)
+        yield BillingFinding(kind="wrong price", resource=metered.instance_id, usd=billed.usd, words=words)
 
 
-def _not_billed(account: Account, metered: Metered) -> Finding:
+def _not_billed(account: JobAndBill, metered: MeteredInstance) -> BillingFinding:
     early = account.covers_until < metered.end
     why = (
         "the bill ends before it did: try a later report" if early else "not in this bill: another account's, or daily?"
     )
-    return Finding(kind="not billed", resource=metered.instance_id, usd=metered.usd, words=why)
+    return BillingFinding(kind="not billed", resource=metered.instance_id, usd=metered.usd, words=why)
 
 
 def _decimal(seconds: float) -> Decimal:
@@ -437,35 +437,39 @@ def _text_lines(found: Reconciliation) -> Iterator[str]:
     bill = "synthetic bill" if account.synthetic else "bill"
     decimals = 2 if max(found.billed_usd, account.metered_usd) >= 10 else 4
     yield f"reconciliation of job {plain(account.job)} with the {bill}"
-    yield f"  forecast  {usd(account.forecast_usd, decimals)}  (estimated by the plan)"
+    yield f"  forecast  {format_usd(account.forecast_usd, decimals)}  (estimated by the plan)"
     simulated = ", SIMULATED: the job was priced as if, and no provider billed it" if account.simulated else ""
-    yield f"  metered   {usd(account.metered_usd, decimals)}  (from the job's events{simulated})"
+    yield f"  metered   {format_usd(account.metered_usd, decimals)}  (from the job's events{simulated})"
     unjoined = account.metered_usd - found.joined_usd
     if account.unknown:
-        yield f"    of it {usd(unjoined, decimals)} on {len(account.unknown)} nodes whose instance is unknown"
+        yield f"    of it {format_usd(unjoined, decimals)} on {len(account.unknown)} nodes whose instance is unknown"
     instances = len(account.billed)
-    yield f"  billed    {usd(found.billed_usd, decimals)}  ({instances} of {len(account.metered)} instances found)"
-    yield f"  gap       {usd(found.gap_usd, decimals)}  billed less metered on joined instances, of which"
+    billed_usd = format_usd(found.billed_usd, decimals)
+    yield f"  billed    {billed_usd}  ({instances} of {len(account.metered)} instances found)"
+    yield f"  gap       {format_usd(found.gap_usd, decimals)}  billed less metered on joined instances, of which"
     for cause, amount, count in _by_cause(found):
-        yield f"    {cause:<18} {usd(amount, decimals):>12}  ({count} instance{'s' if count > 1 else ''})"
+        yield f"    {cause:<18} {format_usd(amount, decimals):>12}  ({count} instance{'s' if count > 1 else ''})"
     share = found.unexplained_share
     if share is not None:
-        within = "within" if Decimal(share) <= AGREED_SHARE else "more than"
-        yield f"  unexplained: {percent(share, 2)} of the bill, {within} {percent(float(AGREED_SHARE), 0)}"
+        limit = (
+            f"{'within' if Decimal(share) <= AGREED_SHARE else 'more than'} {format_percent(float(AGREED_SHARE), 0)}"
+        )
+        yield f"  unexplained: {format_percent(share, 2)} of the bill, {limit}"
     for part in found.parts:
-        yield f"  · {part.instance_id}: {part.cause} {usd(part.usd, decimals)}: {part.words}"
+        yield f"  · {part.instance_id}: {part.cause} {format_usd(part.usd, decimals)}: {part.words}"
     for finding in found.findings:
-        yield f"  ! {finding.kind}: {plain(finding.resource)} ({usd(finding.usd, decimals)}): {plain(finding.words)}"
+        amount = format_usd(finding.usd, decimals)
+        yield f"  ! {finding.kind}: {plain(finding.resource)} ({amount}): {plain(finding.words)}"
     for instance_id, billed in sorted(account.billed.items()):
         if billed.elsewhere_usd:
-            yield f"  · {instance_id}: {usd(billed.elsewhere_usd, decimals)} more at other times, not this job's"
+            yield f"  · {instance_id}: {format_usd(billed.elsewhere_usd, decimals)} more at other times, not this job's"
     for instance_id in account.shared:
         yield f"  · {instance_id}: nodes of the job ran on it at once and divided its price"
     if account.twice:
         lines = f"{account.twice} lines were" if account.twice > 1 else "1 line was"
         yield f"  · {lines} given twice, as deliveries of one report repeat them, and counted once"
     for kind, amount in sorted(account.other_usd.items()):
-        yield f"  · {kind}: {usd(amount, decimals)} in lines with the job's tag, which the ledger does not count"
+        yield f"  · {kind}: {format_usd(amount, decimals)} in lines with the job's tag, which the ledger does not count"
     if account.unknown:
         yield (
             "  ! unknown instances cannot be joined with a bill; fix: let containers reach the metadata service "
@@ -497,8 +501,8 @@ def add_command(commands: Any) -> None:
 
 def _reconcile(arguments: argparse.Namespace) -> int:
     """Exit code 0 when both agree within the stated share and nothing is wrong, else 1."""
-    found = explain(
-        compare(read_job(arguments.job, arguments.store), _read_bill_lines(arguments.bill), job_tag=arguments.tag)
+    found = explain_gap(
+        join_bill(read_job(arguments.job, arguments.store), _read_bill_lines(arguments.bill), job_tag=arguments.tag)
     )
     print(json.dumps(found.to_json(), indent=1, allow_nan=False) if arguments.json else render(found))
     return 0 if found.agrees else 1

@@ -19,15 +19,15 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from ebbflow.cost.amounts import duration, percent, usd
+from ebbflow.cost.amounts import format_duration, format_percent, format_usd
 from ebbflow.cost.errors import ReplayError
 from ebbflow.cost.jobs import read_job
-from ebbflow.cost.ledger.bills import machines
-from ebbflow.cost.ledger.generations import Generation, read_generations
+from ebbflow.cost.ledger.bills import count_machines
+from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.ledger import Ledger, fold
-from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, pool_of
-from ebbflow.cost.ledger.timeline import MICRO, rank_times
-from ebbflow.cost.report.figures import recorded_curves
+from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool
+from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
+from ebbflow.cost.report.figures import read_price_curves
 from ebbflow.infra.events import COMMIT, PLAN, STEP, Event, LedgerClass
 
 _STEPPING = (
@@ -41,7 +41,7 @@ _TAIL = (LedgerClass.INTERRUPTION, LedgerClass.HANG)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
+class GenerationTimes:
     """One generation. begin: Unix time. seconds: paid; of them start: before the first step, tail: after the last sign
     of life, shutdown: after the last step. cut: it did not end as meant. steps, saves: how many it took.
     """
@@ -64,7 +64,7 @@ class Life:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class RecordedRun:
     """A run in numbers. nodes: machines that are paid for. steps: that the final weights are made of. interval_steps:
     between saves, the median.
 
@@ -80,12 +80,12 @@ class Facts:
     stall_seconds: float
     durable_seconds: float
     shutdown: float
-    lives: tuple[Life, ...]
+    lives: tuple[GenerationTimes, ...]
     paid_seconds: float
     ledger: Ledger
 
 
-def facts_of(events: Sequence[Event]) -> Facts:
+def measure_run(events: Sequence[Event]) -> RecordedRun:
     """events: of one job. Raises ReplayError for a run that took no step, LedgerError for contradictory events."""
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     ledger = fold(ordered)
@@ -98,9 +98,9 @@ def facts_of(events: Sequence[Event]) -> Facts:
         raise ReplayError("the run took no step that counts: there is nothing to replay")
     ends = [life.shutdown for life in lives if not life.cut]
     newest = max(generations)
-    return Facts(
+    return RecordedRun(
         job=ordered[0].job,
-        nodes=max(1, machines([bill for bill in ledger.nodes if bill.node.generation == newest])),
+        nodes=max(1, count_machines([bill for bill in ledger.nodes if bill.node.generation == newest])),
         steps=steps,
         interval_steps=_interval(ordered, steps),
         step_seconds=sum(life.stepping for life in lives) / executed,
@@ -113,16 +113,16 @@ def facts_of(events: Sequence[Event]) -> Facts:
     )
 
 
-def _life(events: Sequence[Event], ledger: Ledger, generation: Generation) -> Life:
+def _life(events: Sequence[Event], ledger: Ledger, generation: RecordedGeneration) -> GenerationTimes:
     mine = [bill.node for bill in ledger.nodes if bill.node.generation == generation.number]
-    ranks = [rank for node in mine for rank in rank_times(node, generation)]
+    ranks = [rank for node in mine for rank in compute_rank_times(node, generation)]
     count = max(1, len(ranks)) * MICRO
 
     def seconds(*kinds: LedgerClass) -> float:
         return sum(rank.classes.get(kind, 0) for rank in ranks for kind in kinds) / count
 
     own = [event for event in events if event.generation == generation.number]
-    return Life(
+    return GenerationTimes(
         begin=min((node.started_wall for node in mine), default=generation.started_wall),
         seconds=sum(rank.paid for rank in ranks) / count,
         start=seconds(LedgerClass.STARTUP, LedgerClass.RESTORE),
@@ -136,7 +136,7 @@ def _life(events: Sequence[Event], ledger: Ledger, generation: Generation) -> Li
     )
 
 
-def _kept(events: Sequence[Event], generations: dict[int, Generation]) -> int:
+def _kept(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> int:
     taken = [event for event in events if event.name == STEP and event.step is not None]
     return max((event.step or 0 for event in taken if generations[event.generation].keeps(event.step or 0)), default=0)
 
@@ -161,7 +161,7 @@ def _durable(events: Sequence[Event]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class WhatIf:
     """What to change. curve: price of one node; speed: work per second over the run's; interval_steps: of saves."""
 
     pool: str
@@ -172,7 +172,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ReplayResult:
     """usd, seconds: paid, of the gang. finished_wall: Unix time of the end."""
 
     usd: Decimal
@@ -185,8 +185,8 @@ class Answer:
 
 @dataclass
 class _Run:
-    facts: Facts
-    ask: Question
+    facts: RecordedRun
+    ask: WhatIf
     done: int = 0  # steps in the newest commit
     usd: Decimal = Decimal(0)
     paid: float = 0.0
@@ -202,11 +202,11 @@ class _Run:
         return begin + seconds
 
 
-def answer(facts: Facts, ask: Question) -> Answer:
-    """Deterministic; the same question as the run itself is how well this predicts (`error_share`)."""
+def simulate_run(facts: RecordedRun, ask: WhatIf) -> ReplayResult:
+    """Deterministic; the same question as the run itself is how well this predicts (`compute_error_share`)."""
     run = _Run(facts, ask)
     end = at = facts.lives[0].begin
-    previous: Life | None = None
+    previous: GenerationTimes | None = None
     for number, life in enumerate(facts.lives):
         at = life.begin if previous is None else at + max(0.0, life.begin - previous.begin - previous.seconds)
         step = (life.step_seconds or facts.step_seconds) if ask.interruptions else facts.step_seconds
@@ -219,7 +219,7 @@ def answer(facts: Facts, ask: Question) -> Answer:
         previous = life
         if run.done >= facts.steps:
             break
-    return Answer(
+    return ReplayResult(
         usd=run.usd,
         paid_seconds=run.paid,
         redone_steps=run.redone,
@@ -229,7 +229,7 @@ def answer(facts: Facts, ask: Question) -> Answer:
     )
 
 
-def error_share(facts: Facts, predicted: Answer) -> float:
+def compute_error_share(facts: RecordedRun, predicted: ReplayResult) -> float:
     """Predicted less measured dollars over measured."""
     measured = facts.ledger.total_usd
     return float((predicted.usd - measured) / measured) if measured else 0.0
@@ -243,7 +243,7 @@ def _rest(run: _Run, step: float) -> float:
     return left * step + saves * run.facts.stall_seconds
 
 
-def _cut_short(run: _Run, begin: float, life: Life, step: float) -> float:
+def _cut_short(run: _Run, begin: float, life: GenerationTimes, step: float) -> float:
     """One generation up to its recorded end, or to the end of the work where that comes first; returns its end."""
     facts, ask = run.facts, run.ask
     working = max(0.0, life.seconds - life.tail - life.start - (0.0 if life.cut else life.shutdown))
@@ -306,15 +306,15 @@ def replay(
     """
     if interval_steps is not None and interval_steps < 1:
         raise ReplayError(f"--interval {interval_steps}: at least one step lies between two saves")
-    facts = facts_of(events)
+    facts = measure_run(events)
     own_pool, own_curve = _own(facts)
-    own = answer(facts, Question(pool=str(own_pool), curve=own_curve, interval_steps=facts.interval_steps))
+    own = simulate_run(facts, WhatIf(pool=str(own_pool), curve=own_curve, interval_steps=facts.interval_steps))
     name, curve, speed = _asked(events, pool, own_pool, own_curve)
     if usd_per_hour is not None:
         curve = PriceCurve(usd_per_hour)
     interval = interval_steps or facts.interval_steps
-    ask = Question(pool=str(name), curve=curve, interval_steps=interval, speed=speed, interruptions=interruptions)
-    other = answer(facts, ask)
+    ask = WhatIf(pool=str(name), curve=curve, interval_steps=interval, speed=speed, interruptions=interruptions)
+    other = simulate_run(facts, ask)
     return {
         "job": facts.job,
         "price_kind": facts.ledger.price_kind,
@@ -325,30 +325,36 @@ def replay(
             "paid_seconds": facts.paid_seconds,
             "redone_steps": facts.ledger.redone_steps,
         },
-        "predicted": {"error_share": error_share(facts, own), **_json(own)},
+        "predicted": {"error_share": compute_error_share(facts, own), **_json(own)},
         "what_if": {"pool": str(name), "interval_steps": interval, "speed": speed, **_json(other)},
         "kind": "simulated",
     }
 
 
 def render(found: dict[str, Any]) -> str:
-    measured, own, other = found["measured"], found["predicted"], found["what_if"]
+    """Render the result of `replay` as text."""
+    measured, predicted, what_if = found["measured"], found["predicted"], found["what_if"]
+
+    def describe(run: dict[str, Any]) -> str:
+        pool = f"{run['pool']}, a checkpoint every {run['interval_steps']} steps"
+        return f"{pool}, {format_duration(run['paid_seconds'])} paid, {run['redone_steps']} steps redone"
+
+    error = format_percent(predicted["error_share"], 2)
+    difference = format_usd(what_if["usd"] - predicted["usd"])
+    speed = "" if what_if["speed"] == 1.0 else f"; speed × {what_if['speed']:.3g} as the plan estimated"
     return "\n".join(
         [
             f"replay of job {found['job']} (prices: {found['price_kind']})",
-            f"  measured   {usd(measured['usd'])}  {measured['pool']}, a save each {measured['interval_steps']} steps, "
-            f"{duration(measured['paid_seconds'])} paid, {measured['redone_steps']} steps redone",
-            f"  predicted  {usd(own['usd'])}  the same by the model: error {percent(own['error_share'], 2)}",
-            f"  what if    {usd(other['usd'])}  {other['pool']}, a save each {other['interval_steps']} steps, "
-            f"{duration(other['paid_seconds'])} paid, {other['redone_steps']} steps redone, simulated",
-            f"  difference {usd(other['usd'] - own['usd'])}  against the prediction, so its error falls out",
-            "  interruptions come when they came; how often another pool is interrupted is not replayed"
-            + ("" if other["speed"] == 1.0 else f"; speed × {other['speed']:.3g} as the plan estimated"),
+            f"  measured   {format_usd(measured['usd'])}  {describe(measured)}",
+            f"  predicted  {format_usd(predicted['usd'])}  the same run by the model: error {error}",
+            f"  what if    {format_usd(what_if['usd'])}  {describe(what_if)}, simulated",
+            f"  difference {difference}  what if less predicted, so that the model's error cancels out",
+            f"  interruptions keep their recorded times; the other pool's own hazard is not replayed{speed}",
         ]
     )
 
 
-def _json(found: Answer) -> dict[str, Any]:
+def _json(found: ReplayResult) -> dict[str, Any]:
     return {
         "usd": float(found.usd),
         "paid_seconds": found.paid_seconds,
@@ -358,7 +364,7 @@ def _json(found: Answer) -> dict[str, Any]:
     }
 
 
-def _own(facts: Facts) -> tuple[PoolName, PriceCurve]:
+def _own(facts: RecordedRun) -> tuple[PoolName, PriceCurve]:
     price = facts.ledger.nodes[-1].price
     if price.pool is None:
         raise ReplayError("the events hold no plan, so that the run has no price")
@@ -372,7 +378,7 @@ def _asked(
     if words is None:
         return own, own_curve, 1.0
     plan = next(event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen"))
-    curves = recorded_curves(plan, Pricing.of(events).history)
+    curves = read_price_curves(plan, Pricing.of(events).history)
     wanted = words.lower().replace("on_demand", "on-demand").split()
     found = [pool for pool in curves if all(word in str(pool).lower().split() for word in wanted)]
     if len(found) != 1:
@@ -384,5 +390,5 @@ def _asked(
 
 def _speed(plan: dict[str, Any], pool: PoolName) -> float:
     own = plan["chosen"].get("tokens_per_second")
-    speeds = [one.get("tokens_per_second") for one in plan.get("ranked", []) if pool_of(one) == pool]
+    speeds = [one.get("tokens_per_second") for one in plan.get("ranked", []) if parse_pool(one) == pool]
     return speeds[0] / own if speeds and speeds[0] and own else 1.0

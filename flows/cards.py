@@ -16,19 +16,19 @@ from ebbflow.cost.report.figure_text import (
     GENERATION_HEADER,
     LEDGER_HEADER,
     PLACE_HEADER,
-    attempt_rows,
-    cause_rows,
-    comparison_header,
-    comparison_rows,
-    generation_rows,
-    key_figures,
-    ledger_rows,
-    loss_unit,
-    place_rows,
-    trust_lines,
+    explain_figures,
+    format_attempt_rows,
+    format_cause_rows,
+    format_comparison_rows,
+    format_generation_rows,
+    format_key_figures,
+    format_ledger_rows,
+    format_placement_rows,
+    get_comparison_header,
+    get_loss_unit,
 )
-from ebbflow.cost.report.render_html import COLOURS, TABLE_STYLE, table
-from ebbflow.cost.report.render_text import HEADER, kinds_text, resume_line, table_rows
+from ebbflow.cost.report.render_html import COLOURS, TABLE_STYLE, render_html_table
+from ebbflow.cost.report.render_text import JOB_HEADER, describe_price_kinds, format_job_rows, suggest_next_step
 from ebbflow.cost.report.report import RunReport
 
 
@@ -42,35 +42,35 @@ def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:
     run = RunReport.from_json(report)
     card.append(Markdown(f"<style>{TABLE_STYLE.replace(chr(10), '')}</style>"))
     card.append(Markdown(f"# {_text(run.job)}: {_text(run.state)}"))
-    card.append(Markdown(table(("figure", "value"), [*key_figures(run).items()])))
+    card.append(Markdown(render_html_table(("figure", "value"), [*format_key_figures(run).items()])))
     card.append(Markdown("## Where the paid time went"))
     colours = [COLOURS[line.ledger_class] for line in run.ledger]
-    card.append(Markdown(table(LEDGER_HEADER, ledger_rows(run), colours=colours, total=True)))
-    _show_table(card, "Dollars by cause", CAUSE_HEADER, cause_rows(run))
+    card.append(Markdown(render_html_table(LEDGER_HEADER, format_ledger_rows(run), colours=colours, total=True)))
+    _show_table(card, "Dollars by cause", CAUSE_HEADER, format_cause_rows(run))
     curve = [{"step": step, "loss": loss} for step, loss in run.loss_curve if loss is not None and math.isfinite(loss)]
     if curve:
         card.append(Markdown("## Loss"))
-        card.append(VegaChart(_loss_chart(curve, loss_unit(run))))
+        card.append(VegaChart(_loss_chart(curve, get_loss_unit(run))))
     if attempts := run.money.get("attempts"):
-        _show_table(card, "Attempts, planned against actual", ATTEMPT_HEADER, attempt_rows(attempts))
-        card.append(Markdown(table(PLACE_HEADER, place_rows(attempts))))
-    _show_table(card, "Generations", GENERATION_HEADER, generation_rows(run))
-    _show_table(card, "Plan against actual", comparison_header(run), comparison_rows(run))
+        _show_table(card, "Attempts, planned against actual", ATTEMPT_HEADER, format_attempt_rows(attempts))
+        card.append(Markdown(render_html_table(PLACE_HEADER, format_placement_rows(attempts))))
+    _show_table(card, "Generations", GENERATION_HEADER, format_generation_rows(run))
+    _show_table(card, "Plan against actual", get_comparison_header(run), format_comparison_rows(run))
     if earlier:
         compared = [*map(RunReport.from_json, earlier), run]
-        _show_table(card, "Beside the jobs before it", HEADER, table_rows(compared))
-        card.append(Markdown(_text(kinds_text(compared))))
-    if step := resume_line(run):
+        _show_table(card, "Beside the jobs before it", JOB_HEADER, format_job_rows(compared))
+        card.append(Markdown(_text(describe_price_kinds(compared))))
+    if step := suggest_next_step(run):
         card.append(Markdown(f"## Next\n{_text(step.words)}: {_text(step.command)}"))
     card.append(Markdown("## How far to trust this"))
-    card.append(Markdown("\n".join(f"- {_text(line)}" for line in trust_lines(run))))
+    card.append(Markdown("\n".join(f"- {_text(line)}" for line in explain_figures(run))))
 
 
 def _show_table(card: Any, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table under its title; nothing without rows."""
     if rows:
         card.append(Markdown(f"## {title}"))
-        card.append(Markdown(table(header, rows)))
+        card.append(Markdown(render_html_table(header, rows)))
 
 
 def _loss_chart(curve: list[dict], unit: str) -> dict:

@@ -255,15 +255,15 @@ def _promised_gpus(order: Order | None) -> int:
 def _terms(flow: Any, job: Job, order: Order | None) -> dict:
     """The money terms of this attempt: the price of where it was placed, and what all attempts before it have cost."""
     from ebbflow.cost.errors import CostError
-    from ebbflow.cost.ledger.ledger import spent_usd, told_threshold
+    from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold
     from ebbflow.cost.plan.plan import Plan
 
     plan = Plan.from_json(flow.capacity if order is None or order.plan is None else order.plan)
     events = read_events(job.store)
     try:
-        spent = spent_usd(events)
+        spent = compute_spent_usd(events)
     except CostError as error:
         # An account that cannot be made is no reason to lose the training; it is one to look at the account.
         say(f"what was spent so far is unknown, and counts as nothing for the budget: {error}")
         spent = 0.0
-    return plan.terms(spent_usd=spent, told_threshold=told_threshold(events, plan.budget_usd)).to_json()
+    return plan.terms(spent_usd=spent, told_threshold=last_notified_threshold(events, plan.budget_usd)).to_json()

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from ebbflow.cost.jobs import known_job_names
+from ebbflow.cost.jobs import list_known_jobs
 from ebbflow.flows.checks import refused_at_once
 from ebbflow.flows.job import RUNS
 from ebbflow.flows.remote import backend_asked, values_of
@@ -237,7 +237,7 @@ def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
 
 def _with_a_name_of_its_own(run: str) -> KnownJob | None:
     """The job that the run was one of, by the events of the jobs that this machine has started last."""
-    folders = [RUNS / "latest", *(RUNS / name for name in known_job_names(RUNS)[-_MOST_ASKED:][::-1])]
+    folders = [RUNS / "latest", *(RUNS / name for name in list_known_jobs(RUNS)[-_MOST_ASKED:][::-1])]
     jobs = dict.fromkeys(job for folder in folders if (job := known_job(folder)) is not None)
     return next((job for job in jobs if _is_run_of(job, run)), None)
 

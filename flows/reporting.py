@@ -9,7 +9,7 @@ from typing import Any
 
 from ebbflow.cost.errors import CostError, PriceError
 from ebbflow.cost.job_history import remember
-from ebbflow.cost.jobs import known_job_names, load_report
+from ebbflow.cost.jobs import list_known_jobs, load_report
 from ebbflow.cost.prices.source import observed_pools
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import RunReport, build_report
@@ -81,7 +81,7 @@ def write_report(job: Job) -> RunReport:
 def earlier_reports(job: str) -> list[dict]:
     """Reports of the other jobs that this machine finished last, for comparison; of what cannot be read, none."""
     found = []
-    for name in [name for name in known_job_names(RUNS) if name != job][-_COMPARED_JOBS:]:
+    for name in [name for name in list_known_jobs(RUNS) if name != job][-_COMPARED_JOBS:]:
         try:
             found.append(load_report(str(RUNS / name / "report.json")).to_json())
         except (CostError, OSError):

@@ -10,35 +10,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
-from ebbflow.cost.ledger.generations import Generation
+from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.instances import (
     BatchJob,
-    Extra,
-    batch_jobs,
-    by_instance,
-    extras,
-    nodes_by_job,
-    silent_nodes,
-    unheard_extras,
+    ExtraTime,
+    find_batch_extras,
+    find_instance_extras,
+    find_unreported_nodes,
+    group_by_instance,
+    group_nodes_by_job,
+    read_batch_jobs,
 )
 from ebbflow.cost.ledger.pricing import SIMULATED, NodePrice, PriceCurve, Pricing
-from ebbflow.cost.ledger.timeline import MICRO, NodeTime, RankTime, Span, paid_nodes
+from ebbflow.cost.ledger.timeline import MICRO, NodeTime, RankTime, Span, read_paid_nodes
 from ebbflow.infra.events import Event, LedgerClass
 
 
-def node_usd(node: NodeTime, curve: PriceCurve) -> Decimal:
+def compute_node_usd(node: NodeTime, curve: PriceCurve) -> Decimal:
     """What the node cost: its paid time at the price of each moment."""
-    start = wall_micros(node)
+    start = start_micros(node)
     return curve.usd(start, start + node.paid_micros)
 
 
-def rank_charges(node: NodeTime, rank: RankTime, curve: PriceCurve) -> dict[LedgerClass, Decimal]:
-    """Dollars of one rank by class; they sum to the rank's share of `node_usd`.
+def compute_rank_charges(node: NodeTime, rank: RankTime, curve: PriceCurve) -> dict[LedgerClass, Decimal]:
+    """Dollars of one rank by class; they sum to the rank's share of `compute_node_usd`.
 
     With one price they are in proportion to the seconds. When the price changed, each span of the rank's time is
     charged at the mean price while it lasted, and what no span covers at that of the gaps.
     """
-    start = wall_micros(node)
+    start = start_micros(node)
     share = curve.usd(start, start + rank.paid) / len(node.ranks)
     if rank.paid <= 0:
         return {}
@@ -51,7 +51,7 @@ def rank_charges(node: NodeTime, rank: RankTime, curve: PriceCurve) -> dict[Ledg
     return {kind: share * weight / whole for kind, weight in weights.items()}
 
 
-def wall_micros(node: NodeTime) -> int:
+def start_micros(node: NodeTime) -> int:
     return round(node.started_wall * MICRO)
 
 
@@ -89,14 +89,14 @@ def _mean(curve: PriceCurve, start: int, end: int) -> Decimal:
 
 
 # (Unix microseconds since when, how many nodes pay), in the order of time.
-Parts = tuple[tuple[int, int], ...]
+SharerCounts = tuple[tuple[int, int], ...]
 
 
-def sharing(nodes: Sequence[NodeTime]) -> dict[int, Parts]:
+def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
     """By the node's `id`, of nodes that were not alone on their instance all the time: how many paid since when."""
-    found: dict[int, Parts] = {}
-    for lived in by_instance(nodes).values():
-        lives = [(wall_micros(node), wall_micros(node) + node.paid_micros) for node in lived]
+    found: dict[int, SharerCounts] = {}
+    for lived in group_by_instance(nodes).values():
+        lives = [(start_micros(node), start_micros(node) + node.paid_micros) for node in lived]
         moments = sorted({moment for life in lives for moment in life})
         alive = [(at, sum(start <= at < end for start, end in lives)) for at in moments]
         for node, (start, end) in zip(lived, lives, strict=True):
@@ -106,7 +106,7 @@ def sharing(nodes: Sequence[NodeTime]) -> dict[int, Parts]:
     return found
 
 
-def divided(curve: PriceCurve, parts: Parts) -> PriceCurve:
+def divide_price(curve: PriceCurve, parts: SharerCounts) -> PriceCurve:
     """The curve with each moment's price over the number that pays it; before the first of `parts`, as it is."""
     if not parts:
         return curve
@@ -118,10 +118,10 @@ def divided(curve: PriceCurve, parts: Parts) -> PriceCurve:
     return PriceCurve(curve.first, tuple(changes))
 
 
-def seconds_together(nodes: Sequence[NodeTime]) -> float:
+def covered_seconds(nodes: Sequence[NodeTime]) -> float:
     """Seconds in which at least one of the nodes was alive."""
     total, reached = 0, 0
-    for start, end in sorted((wall_micros(node), wall_micros(node) + node.paid_micros) for node in nodes):
+    for start, end in sorted((start_micros(node), start_micros(node) + node.paid_micros) for node in nodes):
         total += max(0, end - max(start, reached))
         reached = max(reached, end)
     return total / 1_000_000
@@ -141,33 +141,33 @@ class NodeBill:
 
     node: NodeTime
     price: NodePrice
-    parts: Parts
-    extras: tuple[Extra, ...]
+    parts: SharerCounts
+    extras: tuple[ExtraTime, ...]
     usd: Decimal
     job: BatchJob | None = None
 
     @property
     def curve(self) -> PriceCurve:
         """What the node pays per hour: its part of the price of its instance."""
-        return divided(self.price.curve, self.parts)
+        return divide_price(self.price.curve, self.parts)
 
     @property
     def on_demand_curve(self) -> PriceCurve | None:
         """The same at the on-demand price; None: not on record."""
         usd = self.price.on_demand_usd_per_hour
-        return None if usd is None else divided(PriceCurve(usd), self.parts)
+        return None if usd is None else divide_price(PriceCurve(usd), self.parts)
 
     @property
     def rank_microseconds(self) -> int:
         return (self.node.paid_micros + sum(extra.micros for extra in self.extras)) * len(self.node.ranks)
 
-    def extra_usd(self, extra: Extra) -> Decimal:
+    def extra_usd(self, extra: ExtraTime) -> Decimal:
         start = round(extra.start * MICRO)
         return self.price.curve.usd(start, start + extra.micros)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SilentBill:
+class UnreportedBill:
     """A node of a Batch job that never said a word: paid from its start to its stop, all of it start-up."""
 
     job: BatchJob
@@ -185,32 +185,34 @@ class Bills:
     """nodes: by generation and node. silent: by job and node."""
 
     nodes: tuple[NodeBill, ...]
-    silent: tuple[SilentBill, ...]
+    silent: tuple[UnreportedBill, ...]
 
     @property
     def usd(self) -> Decimal:
         return sum((bill.usd for bill in (*self.nodes, *self.silent)), Decimal(0))
 
 
-def bills_of(events: Sequence[Event], generations: Mapping[int, Generation]) -> Bills:
+def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGeneration]) -> Bills:
     """Of all that was paid for. events: by time."""
-    nodes = paid_nodes(events)
-    jobs = batch_jobs(events)
-    heard = nodes_by_job(nodes, jobs)
+    nodes = read_paid_nodes(events)
+    jobs = read_batch_jobs(events)
+    heard = group_nodes_by_job(nodes, jobs)
     job_of = {id(node): jobs[job_id] for job_id, mine in heard.items() for node in mine}
     # "Multi-node parallel job nodes are single-tenant", whatever their metadata service calls their instances:
     # https://docs.aws.amazon.com/batch/latest/userguide/multi-node-parallel-jobs.html
-    shared = sharing([node for node in nodes if id(node) not in job_of or job_of[id(node)].nodes == 1])
+    shared = count_sharers([node for node in nodes if id(node) not in job_of or job_of[id(node)].nodes == 1])
     pricing = Pricing.of(events)
     stays = {id(node): job_of[id(node)].stay(node.node) for node in nodes if id(node) in job_of}
-    beyond = [*unheard_extras(heard, jobs, generations), *extras(nodes, stays)]
+    beyond = [*find_batch_extras(heard, jobs, generations), *find_instance_extras(nodes, stays)]
     return Bills(
         nodes=tuple(_node_bill(node, pricing, shared, beyond, job_of.get(id(node))) for node in nodes),
-        silent=tuple(_silent_bill(job, node, pricing) for job, node in silent_nodes(heard, jobs)),
+        silent=tuple(_silent_bill(job, node, pricing) for job, node in find_unreported_nodes(heard, jobs)),
     )
 
 
-def with_batchs_word(generations: Mapping[int, Generation], bills: Sequence[NodeBill]) -> dict[int, Generation]:
+def merge_batch_status(
+    generations: Mapping[int, RecordedGeneration], bills: Sequence[NodeBill]
+) -> dict[int, RecordedGeneration]:
     """The generations, those that ended without a word with what Batch told of the end of their job."""
     told = {bill.node.generation: bill.job.cause for bill in bills if bill.job is not None}
     return {
@@ -221,13 +223,17 @@ def with_batchs_word(generations: Mapping[int, Generation], bills: Sequence[Node
     }
 
 
-def machines(bills: Sequence[NodeBill]) -> int:
+def count_machines(bills: Sequence[NodeBill]) -> int:
     """How many machines are paid for the nodes of one generation: of those that share an instance, one."""
     return len({bill.node.instance_id if bill.parts else id(bill) for bill in bills})
 
 
 def _node_bill(
-    node: NodeTime, pricing: Pricing, shared: Mapping[int, Parts], beyond: Sequence[Extra], job: BatchJob | None
+    node: NodeTime,
+    pricing: Pricing,
+    shared: Mapping[int, SharerCounts],
+    beyond: Sequence[ExtraTime],
+    job: BatchJob | None,
 ) -> NodeBill:
     price = pricing.node(node, job)
     # A simulated run is priced as if each of its nodes had a machine of the plan's, whatever this one is.
@@ -235,11 +241,11 @@ def _node_bill(
     parts = shared.get(id(node), ()) if real else ()
     mine = tuple(extra for extra in beyond if extra.node is node and real)
     bill = NodeBill(node=node, price=price, parts=parts, extras=mine, usd=Decimal(0), job=job)
-    usd = sum((bill.extra_usd(extra) for extra in mine), node_usd(node, bill.curve))
+    usd = sum((bill.extra_usd(extra) for extra in mine), compute_node_usd(node, bill.curve))
     return NodeBill(node=node, price=price, parts=parts, extras=mine, usd=usd, job=job)
 
 
-def _silent_bill(job: BatchJob, node: int, pricing: Pricing) -> SilentBill:
+def _silent_bill(job: BatchJob, node: int, pricing: Pricing) -> UnreportedBill:
     price, stay = pricing.job(job), job.stay(node)
     start = round(stay.started * MICRO)
-    return SilentBill(job=job, node=node, price=price, usd=price.curve.usd(start, start + stay.micros))
+    return UnreportedBill(job=job, node=node, price=price, usd=price.curve.usd(start, start + stay.micros))

@@ -29,7 +29,7 @@ _REFUSED = frozenset({Outcome.PREFLIGHT, Outcome.CONFIG})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class RecordedGeneration:
     """One start of the gang.
 
     reason: how it ended, None while nothing says so. kept: the steps (after, up to) that are part of the final
@@ -55,7 +55,7 @@ class Generation:
         return self.kept[0] < step <= self.kept[1]
 
 
-def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[int, Generation]:
+def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[int, RecordedGeneration]:
     """All generations by number, oldest first.
 
     running: the job is still going on, so that a newest generation without an end is no interruption and its steps
@@ -63,7 +63,7 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
     """
     by_number: dict[int, list[Event]] = {}
     for event in events:
-        if is_of_generation(event):
+        if proves_generation(event):
             by_number.setdefault(event.generation, []).append(event)
     numbers = sorted(by_number)
     kept = _kept_steps(by_number, running)
@@ -73,10 +73,10 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
     }
 
 
-def final_outcome(events: Sequence[Event]) -> Event | None:
+def find_final_outcome(events: Sequence[Event]) -> Event | None:
     """The last `outcome` event that concerns the newest generation: its own, or one that the flow wrote after it.
 
-    A job that is completed stays so where later runs of it were refused before they did anything: see `refused_after`.
+    A completed job stays completed if preflight refuses a later run of it (`find_later_refusal`).
     """
     concerning = _concerning(events)
     acted = [event for event in concerning if event.data.get("outcome") not in _REFUSED]
@@ -84,10 +84,10 @@ def final_outcome(events: Sequence[Event]) -> Event | None:
     return acted[-1] if stays else (concerning or [None])[-1]
 
 
-def refused_after(events: Sequence[Event]) -> Event | None:
+def find_later_refusal(events: Sequence[Event]) -> Event | None:
     """The last `outcome` event, where a completed job's later run was refused by its checks; None: it was not."""
     last = (_concerning(events) or [None])[-1]
-    return last if last is not final_outcome(events) else None
+    return last if last is not find_final_outcome(events) else None
 
 
 def _concerning(events: Sequence[Event]) -> list[Event]:
@@ -101,14 +101,14 @@ def _concerning(events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event.name == OUTCOME and concerns(event)]
 
 
-def _generation(number: int, events: list[Event], running: bool, kept: tuple[float, float]) -> Generation:
+def _generation(number: int, events: list[Event], running: bool, kept: tuple[float, float]) -> RecordedGeneration:
     ended = _last(events, GENERATION_ENDED)
     outcome = _last(events, OUTCOME)
     data: dict[str, Any] = {} if ended is None else ended.data
     reason = data.get("reason")
     if ended is None and outcome is not None and outcome.data.get("outcome") in PLANNED_ENDS:
         reason = outcome.data["outcome"]  # the gang was done; only its agent did not live to say so
-    return Generation(
+    return RecordedGeneration(
         number=number,
         parent_step=_parent_step(events),
         started_wall=min(event.t_wall for event in events),
@@ -184,11 +184,11 @@ def _last(events: list[Event], name: str) -> Event | None:
     return next((event for event in reversed(events) if event.name == name), None)
 
 
-def is_of_generation(event: Event) -> bool:
+def proves_generation(event: Event) -> bool:
     """Whether the event alone shows that its generation existed: an agent's heartbeats and end do not."""
     return event.rank >= 0 or event.name in (GENERATION_STARTED, GENERATION_ENDED, NODE_STARTED)
 
 
-def is_clock(event: Event) -> bool:
+def accounts_for_time(event: Event) -> bool:
     """Whether the event accounts for a rank's time."""
     return event.rank >= 0 and event.name in (PHASE, STEP)

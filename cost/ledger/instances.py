@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
-from ebbflow.cost.ledger.generations import Generation
+from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
 from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, LedgerClass
 
@@ -34,7 +34,7 @@ LONGEST_IDLE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extra:
+class ExtraTime:
     """Paid time of an instance besides its nodes'. node: whose ranks and price it counts by; start: Unix seconds."""
 
     node: NodeTime
@@ -47,7 +47,20 @@ class Extra:
         return round(self.seconds * MICRO)
 
 
-def by_instance(nodes: Sequence[NodeTime]) -> dict[str, list[NodeTime]]:
+@dataclass(frozen=True, kw_only=True)
+class PaidStay:
+    """In which a node of a job was paid for: Unix seconds by Batch's clock, and what ended the job."""
+
+    started: float
+    stopped: float
+    cause: str
+
+    @property
+    def micros(self) -> int:
+        return max(0, round(self.stopped * MICRO) - round(self.started * MICRO))
+
+
+def group_by_instance(nodes: Sequence[NodeTime]) -> dict[str, list[NodeTime]]:
     """Nodes whose instance is known, by its id, in the order in which they ran."""
     grouped: dict[str, list[NodeTime]] = {}
     for node in sorted(nodes, key=lambda node: node.started_wall):
@@ -56,18 +69,7 @@ def by_instance(nodes: Sequence[NodeTime]) -> dict[str, list[NodeTime]]:
     return grouped
 
 
-class Stay(Protocol):
-    """Unix seconds in which an instance was paid for in any case, as a job of AWS Batch on it, and what ended it."""
-
-    @property
-    def started(self) -> float: ...
-    @property
-    def stopped(self) -> float: ...
-    @property
-    def cause(self) -> str: ...
-
-
-def extras(nodes: Sequence[NodeTime], stays: Mapping[int, Stay] | None = None) -> list[Extra]:
+def find_instance_extras(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay] | None = None) -> list[ExtraTime]:
     """What the instances were billed beyond their nodes' time. Machines without an id, such as this one, have none.
 
     stays: by the node's `id`, of nodes that were part of a longer stay that is paid whole, whoever pays it.
@@ -83,7 +85,7 @@ def extras(nodes: Sequence[NodeTime], stays: Mapping[int, Stay] | None = None) -
         stay = known.get(id(node))
         return stay is not None and stay.cause == "reclaimed"
 
-    for lived in by_instance(nodes).values():
+    for lived in group_by_instance(nodes).values():
         lived.sort(key=lambda node: span(node)[0])
         (reached, _), paid = span(lived[0]), 0.0
         previous = lived[0]
@@ -91,7 +93,7 @@ def extras(nodes: Sequence[NodeTime], stays: Mapping[int, Stay] | None = None) -
             start, end = span(node)
             pause = start - reached
             if 0 < pause <= LONGEST_IDLE_SECONDS and not taken(previous):  # nobody pays for one that was taken away
-                found.append(Extra(node=previous, ledger_class=LedgerClass.IDLE, start=reached, seconds=pause))
+                found.append(ExtraTime(node=previous, ledger_class=LedgerClass.IDLE, start=reached, seconds=pause))
                 paid += pause
             paid += max(0.0, end - max(start, reached))  # of two at once, once
             if end >= reached:
@@ -101,26 +103,13 @@ def extras(nodes: Sequence[NodeTime], stays: Mapping[int, Stay] | None = None) -
         missing = MINIMUM_SECONDS - booted - paid
         if missing > 0:
             last = LedgerClass.MINIMUM_CHARGE
-            found.append(Extra(node=previous, ledger_class=last, start=reached, seconds=missing))
+            found.append(ExtraTime(node=previous, ledger_class=last, start=reached, seconds=missing))
     return found
 
 
 # A node that does not say which job it is of belongs to one that it overlaps with, clocks so far apart.
 CLOCKS_APART_SECONDS = 300.0
 _CANDIDATE_KEYS = ("instance_type", "market", "region", "zone", "usd_per_hour", "quoted_usd_per_hour", "price_kind")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeStay:
-    """In which a node of a job was paid for: Unix seconds by Batch's clock, and what ended the job."""
-
-    started: float
-    stopped: float
-    cause: str
-
-    @property
-    def micros(self) -> int:
-        return max(0, round(self.stopped * MICRO) - round(self.started * MICRO))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +132,9 @@ class BatchJob:
     candidate: Mapping[str, Any]
     node_times: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
-    def stay(self, node: int) -> NodeStay:
+    def stay(self, node: int) -> PaidStay:
         started, stopped = self.node_times.get(node, (self.started, self.stopped))
-        return NodeStay(started=started, stopped=stopped, cause=self.cause)
+        return PaidStay(started=started, stopped=stopped, cause=self.cause)
 
     @property
     def quote(self) -> Decimal | None:
@@ -157,7 +146,7 @@ class BatchJob:
         return usd if usd.is_finite() and usd >= 0 else None
 
 
-def batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
+def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
     """By id: of each the last word that was told. Jobs that never started, or still run, are left out.
 
     events: by time.
@@ -170,7 +159,7 @@ def batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
     return found
 
 
-def nodes_by_job(nodes: Sequence[NodeTime], jobs: Mapping[str, BatchJob]) -> dict[str, list[NodeTime]]:
+def group_nodes_by_job(nodes: Sequence[NodeTime], jobs: Mapping[str, BatchJob]) -> dict[str, list[NodeTime]]:
     """The nodes that spoke in each job: by the job's id, else by the time."""
     found: dict[str, list[NodeTime]] = {job_id: [] for job_id in jobs}
     for node in nodes:
@@ -181,9 +170,9 @@ def nodes_by_job(nodes: Sequence[NodeTime], jobs: Mapping[str, BatchJob]) -> dic
     return found
 
 
-def unheard_extras(
-    heard: Mapping[str, Sequence[NodeTime]], jobs: Mapping[str, BatchJob], generations: Mapping[int, Generation]
-) -> list[Extra]:
+def find_batch_extras(
+    heard: Mapping[str, Sequence[NodeTime]], jobs: Mapping[str, BatchJob], generations: Mapping[int, RecordedGeneration]
+) -> list[ExtraTime]:
     """Of the nodes that spoke: what their jobs cost beyond what they told of."""
     found = []
     for job_id, nodes in heard.items():
@@ -192,7 +181,9 @@ def unheard_extras(
     return found
 
 
-def silent_nodes(heard: Mapping[str, Sequence[NodeTime]], jobs: Mapping[str, BatchJob]) -> list[tuple[BatchJob, int]]:
+def find_unreported_nodes(
+    heard: Mapping[str, Sequence[NodeTime]], jobs: Mapping[str, BatchJob]
+) -> list[tuple[BatchJob, int]]:
     """(job, node) of all that were paid for and never said a word."""
     spoke = {(job_id, node.node) for job_id, nodes in heard.items() for node in nodes}
     everywhere = [(job, node) for job in jobs.values() for node in range(job.nodes)]
@@ -248,7 +239,7 @@ def _by_index(nodes: Sequence[NodeTime]) -> list[tuple[int, list[NodeTime]]]:
     return sorted(grouped.items())
 
 
-def _of_node(job: BatchJob, mine: Sequence[NodeTime], generations: Mapping[int, Generation]) -> list[Extra]:
+def _of_node(job: BatchJob, mine: Sequence[NodeTime], generations: Mapping[int, RecordedGeneration]) -> list[ExtraTime]:
     """What is left of the job's time on this node, in microseconds that add up to it."""
     stay = job.stay(mine[0].node)
     left = stay.micros - sum(node.paid_micros for node in mine)
@@ -271,5 +262,5 @@ def _of_node(job: BatchJob, mine: Sequence[NodeTime], generations: Mapping[int, 
     return found
 
 
-def _extra(node: NodeTime, kind: LedgerClass, start: float, micros: int) -> Extra:
-    return Extra(node=node, ledger_class=kind, start=start, seconds=micros / MICRO)
+def _extra(node: NodeTime, kind: LedgerClass, start: float, micros: int) -> ExtraTime:
+    return ExtraTime(node=node, ledger_class=kind, start=start, seconds=micros / MICRO)

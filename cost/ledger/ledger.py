@@ -15,12 +15,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from ebbflow.cost.amounts import apportion, rounded
-from ebbflow.cost.ledger.bills import Bills, NodeBill, SilentBill, bills_of, rank_charges, with_batchs_word
-from ebbflow.cost.ledger.generations import Generation, read_generations
+from ebbflow.cost.amounts import apportion, round_amount
+from ebbflow.cost.ledger.bills import (
+    Bills,
+    NodeBill,
+    UnreportedBill,
+    compute_bills,
+    compute_rank_charges,
+    merge_batch_status,
+)
+from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.pricing import SIMULATED as SIMULATED
 from ebbflow.cost.ledger.pricing import UNPRICED
-from ebbflow.cost.ledger.timeline import MICRO, rank_times
+from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
 from ebbflow.infra.events import BUDGET, CONFIGURED, STEP, Event, LedgerClass
 
 MEASURED = "measured"
@@ -60,7 +67,7 @@ class Ledger:
     redone_steps: int
     causes: tuple[CauseLine, ...] = ()
     nodes: tuple[NodeBill, ...] = field(default=(), compare=False)
-    silent: tuple[SilentBill, ...] = field(default=(), compare=False)
+    silent: tuple[UnreportedBill, ...] = field(default=(), compare=False)
     owner: str = ""
     project: str = ""
 
@@ -86,29 +93,29 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered, running=running)
-    bills = bills_of(ordered, generations)
-    sums = _Sums(with_batchs_word(generations, bills.nodes))
+    bills = compute_bills(ordered, generations)
+    sums = _Sums(merge_batch_status(generations, bills.nodes))
     for bill in bills.nodes:
         sums.add(bill)
     for silent in bills.silent:
         sums.add_silent(silent)
-    total_usd = rounded(sum(sums.usd.values(), Decimal(0)))
+    total_usd = round_amount(sum(sums.usd.values(), Decimal(0)))
     return Ledger(
         lines=_lines(sums, total_usd),
         paid_microseconds=sum(sums.micros.values()),
         total_usd=total_usd,
         price_kind=_price_kind(bills),
-        useful_on_demand_usd=None if sums.useful is None else rounded(sums.useful),
+        useful_on_demand_usd=None if sums.useful is None else round_amount(sums.useful),
         redone_steps=_redone_steps(ordered, generations),
-        causes=cause_lines(sums.cause_micros, sums.cause_usd, total_usd),
+        causes=build_cause_lines(sums.cause_micros, sums.cause_usd, total_usd),
         nodes=bills.nodes,
         silent=bills.silent,
-        owner=setting(ordered, "cost.owner"),
-        project=setting(ordered, "cost.project"),
+        owner=read_setting(ordered, "cost.owner"),
+        project=read_setting(ordered, "cost.project"),
     )
 
 
-def setting(events: Sequence[Event], key: str) -> str:
+def read_setting(events: Sequence[Event], key: str) -> str:
     """A value of the newest recorded configuration, as text; empty when it was not set or nobody recorded it."""
     configured = next((event for event in reversed(events) if event.name == CONFIGURED), None)
     rows = [] if configured is None else configured.data.get("settings", [])
@@ -123,9 +130,9 @@ def _price_kind(bills: Bills) -> str:
 class _Sums:
     """Microseconds and dollars by class and by cause, added up node by node."""
 
-    def __init__(self, generations: dict[int, Generation]) -> None:
+    def __init__(self, generations: dict[int, RecordedGeneration]) -> None:
         self._generations = generations
-        self._started_by = blame(generations)
+        self._started_by = find_start_causes(generations)
         self.cause_micros: dict[str, int] = {}
         self.cause_usd: dict[str, Decimal] = {}
         self.micros: dict[LedgerClass, int] = {}
@@ -136,22 +143,22 @@ class _Sums:
     def add(self, bill: NodeBill) -> None:
         node, curve, on_demand = bill.node, bill.curve, bill.on_demand_curve
         generation = self._generations[node.generation]
-        for rank in rank_times(node, generation):
+        for rank in compute_rank_times(node, generation):
             self.estimated |= rank.estimated
-            for kind, usd in rank_charges(node, rank, curve).items():
+            for kind, usd in compute_rank_charges(node, rank, curve).items():
                 self._spend(generation, kind, rank.classes[kind], usd)
-            usual = None if on_demand is None else rank_charges(node, rank, on_demand)
+            usual = None if on_demand is None else compute_rank_charges(node, rank, on_demand)
             self.useful = _useful(self.useful, usual)
         for extra in bill.extras:
             self.estimated.add(extra.ledger_class)
             spent = extra.micros * len(node.ranks)
             self._spend(generation, extra.ledger_class, spent, bill.extra_usd(extra))
 
-    def add_silent(self, bill: SilentBill) -> None:
-        self._add(LedgerClass.STARTUP, cause_of_job(bill.job.cause), bill.rank_microseconds, bill.usd)
+    def add_silent(self, bill: UnreportedBill) -> None:
+        self._add(LedgerClass.STARTUP, find_batch_cause(bill.job.cause), bill.rank_microseconds, bill.usd)
 
-    def _spend(self, generation: Generation, kind: LedgerClass, micros: int, usd: Decimal) -> None:
-        self._add(kind, cause_of(kind, generation, self._started_by[generation.number]), micros, usd)
+    def _spend(self, generation: RecordedGeneration, kind: LedgerClass, micros: int, usd: Decimal) -> None:
+        self._add(kind, find_cause(kind, generation, self._started_by[generation.number]), micros, usd)
 
     def _add(self, kind: LedgerClass, cause: str, micros: int, usd: Decimal) -> None:
         self.cause_micros[cause] = self.cause_micros.get(cause, 0) + micros
@@ -181,22 +188,22 @@ def _useful(so_far: Decimal | None, usual: dict[LedgerClass, Decimal] | None) ->
     return so_far + usual.get(LedgerClass.USEFUL_STEP, Decimal(0))
 
 
-def _redone_steps(events: Sequence[Event], generations: dict[int, Generation]) -> int:
+def _redone_steps(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> int:
     """Step executions that were thrown away. All ranks execute a step together, so each (generation, step) is one."""
     executed = {(event.generation, event.step) for event in events if event.name == STEP and event.step is not None}
     return sum(not generations[generation].keeps(step) for generation, step in executed)
 
 
-def spent_usd(events: Sequence[Event]) -> float:
-    """What the job has cost so far, in dollars: the `spent_usd` of the next attempt's terms.
+def compute_spent_usd(events: Sequence[Event]) -> float:
+    """What the job has cost so far, in dollars: the `compute_spent_usd` of the next attempt's terms.
 
     From the nodes' paid time alone, so that a rank's contradictory intervals cannot hide what was spent.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    return float(rounded(bills_of(ordered, read_generations(ordered)).usd))
+    return float(round_amount(compute_bills(ordered, read_generations(ordered)).usd))
 
 
-def told_threshold(events: Sequence[Event], budget_usd: float | None) -> float:
+def last_notified_threshold(events: Sequence[Event], budget_usd: float | None) -> float:
     """The highest share of this very budget that was already told of as reached; another budget begins anew."""
     told = [event.data for event in events if event.name == BUDGET]
     return max((data["threshold"] for data in told if data.get("budget_usd") == budget_usd), default=0.0)
@@ -229,36 +236,38 @@ class CauseLine:
     usd: Decimal
 
 
-def blame(generations: Mapping[int, Generation]) -> dict[int, str]:
+def find_start_causes(generations: Mapping[int, RecordedGeneration]) -> dict[int, str]:
     """For each generation, the cause of its having to start: the unplanned end before it, or none."""
     found, before = {}, ""
     for number in sorted(generations):
         found[number] = before
-        before = interruption(generations[number]) if generations[number].unplanned else ""
+        before = describe_interruption(generations[number]) if generations[number].unplanned else ""
     return found
 
 
-def interruption(generation: Generation) -> str:
+def describe_interruption(generation: RecordedGeneration) -> str:
     return f"interruption: {str(generation.reason or _NOT_RECORDED).replace('_', ' ')}"
 
 
-def cause_of(kind: LedgerClass, generation: Generation, started_by: str) -> str:
-    """started_by: as `blame` has it. A step redone after a planned end (a budget) was lost to that end."""
+def find_cause(kind: LedgerClass, generation: RecordedGeneration, started_by: str) -> str:
+    """started_by: as `find_start_causes` has it. A step redone after a planned end (a budget) was lost to that end."""
     if kind in _OF_ITS_END:
-        return interruption(generation)
+        return describe_interruption(generation)
     if kind is LedgerClass.IDLE:
-        return interruption(generation) if generation.unplanned else "idle"
+        return describe_interruption(generation) if generation.unplanned else "idle"
     if kind in _OF_THE_END_BEFORE:
         return started_by or "start and end"
     return _OWN[kind]
 
 
-def cause_of_job(cause: str) -> str:
+def find_batch_cause(cause: str) -> str:
     """Of a Batch job that ended, as Batch tells it, before its agents said a word."""
     return "start and end" if cause == "ended" else f"interruption: {cause.replace('_', ' ')} before the first word"
 
 
-def cause_lines(micros: Mapping[str, int], usd: Mapping[str, Decimal], total_usd: Decimal) -> tuple[CauseLine, ...]:
+def build_cause_lines(
+    micros: Mapping[str, int], usd: Mapping[str, Decimal], total_usd: Decimal
+) -> tuple[CauseLine, ...]:
     """Work first, then the dearest; their dollars sum to the rounded total."""
     names = sorted(micros, key=lambda name: (name != WORK, -usd[name], name))
     amounts = apportion([usd[name] for name in names], total=total_usd)

@@ -105,7 +105,7 @@ class Pricing:
         history: dict[PoolName, list[tuple[float, Decimal]]] = {}
         for event in events:
             if event.name == PRICES:
-                for pool, changes in recorded_changes(event):
+                for pool, changes in read_price_changes(event):
                     history.setdefault(pool, []).extend(changes)
         plans = tuple(event for event in events if event.name == PLAN and event.data.get("chosen"))
         return cls(plans, {pool: tuple(changes) for pool, changes in history.items()})
@@ -131,9 +131,9 @@ class Pricing:
         if plan is None:
             return NodePrice(curve=PriceCurve(Decimal(0)), on_demand_usd_per_hour=None, kind=UNPRICED, pool=None)
         chosen: dict[str, Any] = plan["chosen"]
-        planned, simulated = pool_of(chosen), bool(plan.get("simulated"))
+        planned, simulated = parse_pool(chosen), bool(plan.get("simulated"))
         kind = SIMULATED if simulated else str(chosen.get("price_kind", "recorded"))
-        first, pool = quote_of(chosen), planned
+        first, pool = parse_quote(chosen), planned
         if not simulated:
             pool = self._recorded_pool(machine, planned)
             if pool != planned:
@@ -142,7 +142,7 @@ class Pricing:
                 first, pool, kind = _unrecorded(machine, plan, kind)
         return NodePrice(
             curve=PriceCurve.of(first, self.history.get(pool, ())),
-            on_demand_usd_per_hour=on_demand_usd(plan, pool.instance_type),
+            on_demand_usd_per_hour=find_on_demand_usd(plan, pool.instance_type),
             kind=kind,
             pool=pool,
         )
@@ -156,7 +156,7 @@ class Pricing:
         if plan is None:
             return {"chosen": dict(job.candidate)}
         chosen = plan["chosen"]
-        if pool_of(chosen) == pool_of(job.candidate) and quote_of(chosen) == job.quote:
+        if parse_pool(chosen) == parse_pool(job.candidate) and parse_quote(chosen) == job.quote:
             return plan
         same = chosen["instance_type"] == job.candidate["instance_type"]
         usual = chosen.get("on_demand_usd_per_hour") if same else None
@@ -182,33 +182,33 @@ def _unrecorded(machine: Mapping[str, Any], plan: Mapping[str, Any], kind: str) 
 
     An on-demand machine is never charged at a spot price, nor a spot machine at the on-demand price.
     """
-    planned = pool_of(plan["chosen"])
-    real, quoted = _real(machine, planned, planned.place), quote_of(plan["chosen"])
+    planned = parse_pool(plan["chosen"])
+    real, quoted = _real(machine, planned, planned.place), parse_quote(plan["chosen"])
     alike = [candidate for candidate in plan.get("ranked") or [] if _is_like(candidate, real, plan)]
     if (real.instance_type, real.market) == (planned.instance_type, planned.market):
         zone = _other_zone(machine, plan["chosen"])
         if zone is None:
             return quoted, planned, kind
-        there = next((candidate for candidate in alike if pool_of(candidate).place == zone), None)
+        there = next((candidate for candidate in alike if parse_pool(candidate).place == zone), None)
         if there is None:
             lacking = f"the machine is in {zone}, of which no price is on record"
             return quoted, planned, f"{kind}, of the planned {planned}: {lacking}"
-        return quote_of(there), pool_of(there), _as_told(there)
+        return parse_quote(there), parse_pool(there), _as_told(there)
     if real.market == "on_demand":
-        usd = on_demand_usd(plan, real.instance_type)
+        usd = find_on_demand_usd(plan, real.instance_type)
         if usd is not None:
             return usd, real, f"recorded: on-demand, of {real.instance_type}, as the machine says that it is"
     places = {machine.get("zone_id"), machine.get("zone")} - {None} or {planned.place}
-    for candidate in sorted(alike, key=lambda one: pool_of(one).place not in places):
-        return quote_of(candidate), pool_of(candidate), _as_told(candidate)
-    usual = on_demand_usd(plan, planned.instance_type) if real.market == "on_demand" else None
+    for candidate in sorted(alike, key=lambda one: parse_pool(one).place not in places):
+        return parse_quote(candidate), parse_pool(candidate), _as_told(candidate)
+    usual = find_on_demand_usd(plan, planned.instance_type) if real.market == "on_demand" else None
     stands = replace(planned, market=real.market) if usual is not None else planned
     lacking = f"the machine is {real.instance_type} {real.market.replace('_', '-')}, of which no price is on record"
     return quoted if usual is None else usual, real, f"{kind}, of the planned {stands}: {lacking}"
 
 
 def _as_told(candidate: Mapping[str, Any]) -> str:
-    return f"{candidate['price_kind']}; of {pool_of(candidate)}, as the machine says that it is"
+    return f"{candidate['price_kind']}; of {parse_pool(candidate)}, as the machine says that it is"
 
 
 def _other_zone(machine: Mapping[str, Any], chosen: Mapping[str, Any]) -> str | None:
@@ -220,17 +220,17 @@ def _other_zone(machine: Mapping[str, Any], chosen: Mapping[str, Any]) -> str | 
 
 def _is_like(candidate: Mapping[str, Any], real: PoolName, plan: Mapping[str, Any]) -> bool:
     """Whether the plan's candidate is of the machine's type and market, in the region of the chosen pool."""
-    other = pool_of(candidate)
+    other = parse_pool(candidate)
     same = (other.instance_type, other.market) == (real.instance_type, real.market)
     return same and candidate.get("region") == plan["chosen"].get("region")
 
 
-def quote_of(candidate: Mapping[str, Any]) -> Decimal:
+def parse_quote(candidate: Mapping[str, Any]) -> Decimal:
     """Dollars per hour of one node, as quoted: not through a float, where a plan has it."""
     return Decimal(candidate.get("quoted_usd_per_hour") or str(candidate["usd_per_hour"]))
 
 
-def on_demand_usd(plan: Mapping[str, Any], instance_type: str) -> Decimal | None:
+def find_on_demand_usd(plan: Mapping[str, Any], instance_type: str) -> Decimal | None:
     """Of a type in the region of the plan's pool; None: not on record."""
     chosen = plan["chosen"]
     same = instance_type == chosen["instance_type"]
@@ -238,18 +238,18 @@ def on_demand_usd(plan: Mapping[str, Any], instance_type: str) -> Decimal | None
     return None if known is None else Decimal(str(known))
 
 
-def pool_of(candidate: Mapping[str, Any]) -> PoolName:
+def parse_pool(candidate: Mapping[str, Any]) -> PoolName:
     """The pool of a plan's candidate or of a `prices` event, as JSON."""
     place = candidate.get("zone") or candidate.get("region") or ""
     return PoolName(instance_type=candidate["instance_type"], market=str(candidate["market"]), place=place)
 
 
-def recorded_changes(event: Event) -> Iterator[tuple[PoolName, list[tuple[float, Decimal]]]]:
+def read_price_changes(event: Event) -> Iterator[tuple[PoolName, list[tuple[float, Decimal]]]]:
     """Each pool of a `prices` event with its changes."""
     for pool in event.data.get("pools", []):
         try:
             changes = [(float(at), Decimal(usd)) for at, usd in pool["changes"]]
-            name = pool_of(pool)
+            name = parse_pool(pool)
         except (KeyError, TypeError, ValueError, InvalidOperation) as error:
             raise LedgerError(f"a prices event that cannot be read: {str(pool)[:200]}: {error!r}") from error
         wrong = [usd for _, usd in changes if not usd.is_finite() or usd < 0]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebbflow.cost.errors import LedgerError
-from ebbflow.cost.ledger.generations import Generation, is_clock, is_of_generation
+from ebbflow.cost.ledger.generations import RecordedGeneration, accounts_for_time, proves_generation
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, PHASE, EndReason, Event, LedgerClass
 
@@ -86,7 +86,7 @@ class NodeTime:
         return self.machine.get("instance_id") or None
 
 
-def paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
+def read_paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
     """Every node that was paid for, with the events of its ranks.
 
     A node's end is its `node_ended`. Without one it is billed to its last heartbeat or its ranks' last event,
@@ -94,7 +94,7 @@ def paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
     `node_started` is lost began where its agent's other events put it, else where its first rank did.
     """
     grouped: dict[tuple[str, int, int, int], list[Event]] = {}
-    numbers = {event.generation for event in events if is_of_generation(event)}
+    numbers = {event.generation for event in events if proves_generation(event)}
     for event in events:
         if event.generation not in numbers:
             continue
@@ -109,7 +109,7 @@ def paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
     return sorted(nodes, key=lambda node: (node.generation, node.node))
 
 
-def rank_times(node: NodeTime, generation: Generation) -> list[RankTime]:
+def compute_rank_times(node: NodeTime, generation: RecordedGeneration) -> list[RankTime]:
     """What each rank of the node did. Raises LedgerError when a rank's intervals cannot all be true."""
     return [_rank_time(node, rank, generation) for rank in node.ranks]
 
@@ -153,7 +153,7 @@ def _beginning(events: Sequence[Event], by_rank: Mapping[int, list[Event]]) -> t
     told = [event for event in events if event.name in (NODE_HEARTBEAT, NODE_ENDED) and "seconds" in event.data]
     starts = [(event.t_mono - float(event.data["seconds"]), event) for event in told]
     if not starts:
-        clocks = ([event for event in group if is_clock(event)] for group in by_rank.values())
+        clocks = ([event for event in group if accounts_for_time(event)] for group in by_rank.values())
         starts = [(_clock_start(mine), mine[0]) for mine in clocks if mine]
     if not starts:
         return None
@@ -175,8 +175,8 @@ def _clock_start(clocks: Sequence[Event]) -> float:
     return start
 
 
-def _rank_time(node: NodeTime, rank: int, generation: Generation) -> RankTime:
-    clocks = [event for event in node.events.get(rank, []) if is_clock(event)]
+def _rank_time(node: NodeTime, rank: int, generation: RecordedGeneration) -> RankTime:
+    clocks = [event for event in node.events.get(rank, []) if accounts_for_time(event)]
     paid = _micros(node.paid_seconds)
     classes: dict[LedgerClass, int] = {}
     tail_class = _tail_class(clocks, generation)
@@ -203,7 +203,7 @@ def _rank_time(node: NodeTime, rank: int, generation: Generation) -> RankTime:
     return RankTime(rank=rank, paid=paid, classes=classes, estimated=estimated, spans=tuple(spans))
 
 
-def _tail_class(clocks: list[Event], generation: Generation) -> LedgerClass:
+def _tail_class(clocks: list[Event], generation: RecordedGeneration) -> LedgerClass:
     """What a rank's time after its last event is."""
     if generation.reason == EndReason.HANG:
         return LedgerClass.HANG
@@ -228,7 +228,7 @@ def _total(event: Event) -> float:
     return sum(_seconds(event).values())
 
 
-def _clipped(event: Event, node: NodeTime, generation: Generation) -> Mapping[LedgerClass, float]:
+def _clipped(event: Event, node: NodeTime, generation: RecordedGeneration) -> Mapping[LedgerClass, float]:
     """The event's seconds within the node's paid time; time outside it costs nothing.
 
     Only a completed step that is in the final weights is useful: all other step time is given the class of its waste.
@@ -255,7 +255,7 @@ def _clipped(event: Event, node: NodeTime, generation: Generation) -> Mapping[Le
     return seconds
 
 
-def _incomplete_class(generation: Generation) -> LedgerClass:
+def _incomplete_class(generation: RecordedGeneration) -> LedgerClass:
     """The class of step time that a rank reports at its end: the step that it belongs to was never completed."""
     if generation.reason == EndReason.HANG:
         return LedgerClass.HANG

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.cost.catalogue import Catalogue, InstanceType, Rates, Usage, load_rates, other_costs
 from ebbflow.cost.job_history import Experience
 from ebbflow.cost.ledger.generations import read_generations
-from ebbflow.cost.ledger.ledger import spent_usd
+from ebbflow.cost.ledger.ledger import compute_spent_usd
 from ebbflow.cost.plan.forecast import (
     Case,
     Course,
@@ -247,7 +247,7 @@ def progress_of(events: Sequence[Event]) -> Progress:
     before = [at for at in plans if at <= started]
     return Progress(
         done_steps=int(min(kept, taken)),
-        spent_usd=spent_usd(ordered),
+        spent_usd=compute_spent_usd(ordered),
         started_utc=max(before) if before else started,
     )
 

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
-from ebbflow.cost.amounts import count, duration, number, percent, plain, usd
+from ebbflow.cost.amounts import format_count, format_duration, format_number, format_percent, format_usd, plain
 from ebbflow.cost.catalogue import advisor_recorded
 from ebbflow.cost.plan.candidates import Candidate, Rejection
 from ebbflow.cost.plan.plan import RANKED, Plan
@@ -45,11 +45,11 @@ def render_plan(plan: Plan) -> str:
 def _header(plan: Plan) -> list[str]:
     made = datetime.fromtimestamp(plan.made_utc, UTC).strftime("%Y-%m-%d %H:%M UTC")
     work = f"{plan.steps:,} steps, {plan.tokens:,.0f} {plain(plan.weight_unit)}"
-    budget = "no budget" if plan.budget_usd is None else f"budget {usd(plan.budget_usd, 2)}"
-    deadline = "no deadline" if plan.deadline_hours is None else f"deadline {number(plan.deadline_hours, 2)} h"
+    budget = "no budget" if plan.budget_usd is None else f"budget {format_usd(plan.budget_usd, 2)}"
+    deadline = "no deadline" if plan.deadline_hours is None else f"deadline {format_number(plan.deadline_hours, 2)} h"
     lines = [f"{work} · {budget} · {deadline}", f"made {made} for backend {plan.backend}"]
     if plan.done_steps:
-        spent = f"{plan.done_steps:,} steps are done and {usd(plan.spent_usd)} spent"
+        spent = f"{plan.done_steps:,} steps are done and {format_usd(plan.spent_usd)} spent"
         lines += _wrapped(f"the job goes on: {spent}; what follows is of the {plan.steps:,} steps that are left")
     if plan.simulated:
         lines += _wrapped(
@@ -61,16 +61,15 @@ def _header(plan: Plan) -> list[str]:
 
 def _chosen(plan: Plan, best: Candidate) -> list[str]:
     size = "1 node" if best.nodes == 1 else f"{best.nodes} nodes"
-    price = f"{usd(best.usd_per_hour, 4)}/h per node, {usd(best.gang_usd_per_hour, 4)}/h in all"
+    price = f"{format_usd(best.usd_per_hour, 4)}/h per node, {format_usd(best.gang_usd_per_hour, 4)}/h in all"
     used = (
         f"{best.ranks} of {best.nodes * best.gpu_count} GPUs used" if best.processes_per_node < best.gpu_count else ""
     )
-    gpus = (
-        f"{size} × {best.processes_per_node} {best.gpu} = {count(best.ranks, 'rank')}, micro-batch {best.micro_batch}"
-    )
+    ranks = format_count(best.ranks, "rank")
+    gpus = f"{size} × {best.processes_per_node} {best.gpu} = {ranks}, micro-batch {best.micro_batch}"
     speed = (
-        f"{number(best.tokens_per_second, 0)} {plain(plan.weight_unit)}/s, bound by {best.bound}, "
-        f"MFU {percent(best.mfu)}, {best.step_seconds:.4g} s per step"
+        f"{format_number(best.tokens_per_second, 0)} {plain(plan.weight_unit)}/s, bound by {best.bound}, "
+        f"MFU {format_percent(best.mfu)}, {best.step_seconds:.4g} s per step"
     )
     items = [
         ("price", f"{price} ({_price_mark(best)})"),
@@ -95,19 +94,25 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
 
 
 def _hours(best: Candidate) -> str:
-    hours = f"{number(best.expected_hours)} h ({duration(best.expected_hours * 3600)}) with one start (e)"
+    hours = f"{format_number(best.expected_hours)} h ({format_duration(best.expected_hours * 3600)}) with one start (e)"
     ahead = best.outlook
-    return hours if ahead is None else f"{hours}; p50 {number(ahead.p50_hours)}, p90 {number(ahead.p90_hours)} h (s)"
+    return (
+        hours
+        if ahead is None
+        else f"{hours}; p50 {format_number(ahead.p50_hours)}, p90 {format_number(ahead.p90_hours)} h (s)"
+    )
 
 
 def _dollars(plan: Plan, best: Candidate) -> str:
-    parts = f"compute {usd(best.compute_usd, 4)} + storage {usd(best.storage_usd, 4)}"
-    parts += f" + transfer {usd(best.transfer_usd, 4)}" if best.transfer_usd else ""
-    per_step = f"{usd(1000 * best.usd_per_step, 4)} per 1,000 useful steps"
-    reserve = f"reserve for the last save {usd(plan.reserve_usd, 4)} (e)"
-    text = f"{usd(best.expected_usd, 4)} = {parts}; {per_step}; {reserve}"
+    parts = f"compute {format_usd(best.compute_usd, 4)} + storage {format_usd(best.storage_usd, 4)}"
+    parts += f" + transfer {format_usd(best.transfer_usd, 4)}" if best.transfer_usd else ""
+    per_step = f"{format_usd(1000 * best.usd_per_step, 4)} per 1,000 useful steps"
+    reserve = f"reserve for the last save {format_usd(plan.reserve_usd, 4)} (e)"
+    text = f"{format_usd(best.expected_usd, 4)} = {parts}; {per_step}; {reserve}"
     ahead = best.outlook
-    return text if ahead is None else f"{text}; p50 {usd(ahead.p50_usd, 4)}, p90 {usd(ahead.p90_usd, 4)} (s)"
+    return (
+        text if ahead is None else f"{text}; p50 {format_usd(ahead.p50_usd, 4)}, p90 {format_usd(ahead.p90_usd, 4)} (s)"
+    )
 
 
 def _limits(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
@@ -115,11 +120,11 @@ def _limits(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
     if plan.deadline_hours is not None:
         left = plan.deadline_hours - (plan.made_utc - plan.started_utc) / 3600
         in_time = best.outlook.deadline_probability if best.outlook else None
-        chance = "" if in_time is None else f"; P(in time, staying in this pool) {percent(in_time)} (s)"
-        limits.append(("slack", f"{number(left - best.expected_hours, 2)} h to the deadline (e){chance}"))
+        chance = "" if in_time is None else f"; P(in time, staying in this pool) {format_percent(in_time)} (s)"
+        limits.append(("slack", f"{format_number(left - best.expected_hours, 2)} h to the deadline (e){chance}"))
     if plan.budget_usd is not None:
-        share = percent((plan.spent_usd + best.expected_usd + plan.reserve_usd) / plan.budget_usd)
-        limits.append(("budget", f"{share} of {usd(plan.budget_usd, 2)}, reserve included (e)"))
+        share = format_percent((plan.spent_usd + best.expected_usd + plan.reserve_usd) / plan.budget_usd)
+        limits.append(("budget", f"{share} of {format_usd(plan.budget_usd, 2)}, reserve included (e)"))
     return limits
 
 
@@ -140,11 +145,11 @@ def _ranked(plan: Plan) -> list[str]:
                 f"{one.nodes} × {one.instance_type} {one.market.replace('_', '-')}",
                 plain(one.place) + (f" +{others}" if others else ""),
                 f"{one.ranks} {one.gpu}",
-                f"{usd(one.gang_usd_per_hour, 4)} {_price_mark(one)}",
+                f"{format_usd(one.gang_usd_per_hour, 4)} {_price_mark(one)}",
                 short_age_text(one.price_age_hours * 3600),
-                number(one.tokens_per_second, 0),
-                number(one.expected_hours, 3),
-                usd(one.expected_usd, 4),
+                format_number(one.tokens_per_second, 0),
+                format_number(one.expected_hours, 3),
+                format_usd(one.expected_usd, 4),
             )
         )
     more = plan.counts.get(RANKED, len(plan.ranked)) - sum(map(len, groups[:_LISTED]))

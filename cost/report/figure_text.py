@@ -13,14 +13,14 @@ from typing import Any
 from ebbflow.cost.amounts import (
     NONE,
     apportion,
-    count,
-    duration,
-    number,
-    percent,
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    format_seconds,
+    format_share,
+    format_usd,
     plain,
-    seconds,
-    share_of,
-    usd,
     usd_decimals,
 )
 from ebbflow.cost.capacity.placement import UNKNOWN
@@ -33,7 +33,7 @@ _DAMAGE_SHOWN = 10
 LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")
 
 
-def ledger_rows(report: RunReport) -> list[tuple[str, str, str, str, str]]:
+def format_ledger_rows(report: RunReport) -> list[tuple[str, str, str, str, str]]:
     """(class, rank-seconds, share of the paid time, dollars, kind) of each line, and of the total as the last row.
 
     The displayed seconds and dollars of the lines sum to the displayed totals.
@@ -46,42 +46,51 @@ def ledger_rows(report: RunReport) -> list[tuple[str, str, str, str, str]]:
         (
             str(line.ledger_class).replace("_", " "),
             f"{shown_seconds:,}",
-            percent(line.rank_seconds / paid if paid else None),
-            usd(shown_usd, decimals),
+            format_percent(line.rank_seconds / paid if paid else None),
+            format_usd(shown_usd, decimals),
             line.kind,
         )
         for line, shown_seconds, shown_usd in zip(report.ledger, time, dollars, strict=True)
     ]
     kinds = {line.kind for line in report.ledger}
     kind = "estimated" if kinds - {MEASURED} else MEASURED
-    return [*rows, ("total", seconds(paid), percent(1.0 if paid else None), usd(report.total_usd, decimals), kind)]
+    return [
+        *rows,
+        (
+            "total",
+            format_seconds(paid),
+            format_percent(1.0 if paid else None),
+            format_usd(report.total_usd, decimals),
+            kind,
+        ),
+    ]
 
 
-def key_figures(report: RunReport) -> dict[str, str]:
+def format_key_figures(report: RunReport) -> dict[str, str]:
     """The headline figures by name. Every rendering holds each of them, letter by letter. Unknown ones are left out."""
     actual = report.actual
     figures = {
         "job": plain(report.job),
-        "outcome": outcome_text(report),
-        "total": usd(report.total_usd),
-        "savings": usd(report.savings_usd, usd_decimals(report.total_usd)),
-        "regret": regret_text(report),
-        "budget": budget_text(report),
-        "paid by": owner_text(report),
-        "prices": price_text(report),
-        "paid time": f"{seconds(report.paid_rank_seconds)} rank-seconds",
-        "wall time": duration(_seconds_of(actual.get("wall_hours"))),
-        "speed": f"{number(actual.get('tokens_per_second'), 0)} {weight_unit(report)}/s",
-        "MFU": mfu_text(report),
+        "outcome": format_outcome(report),
+        "total": format_usd(report.total_usd),
+        "savings": format_usd(report.savings_usd, usd_decimals(report.total_usd)),
+        "regret": format_regret(report),
+        "budget": format_budget(report),
+        "paid by": format_owner(report),
+        "prices": describe_prices(report),
+        "paid time": f"{format_seconds(report.paid_rank_seconds)} rank-seconds",
+        "wall time": format_duration(_seconds_of(actual.get("wall_hours"))),
+        "speed": f"{format_number(actual.get('tokens_per_second'), 0)} {get_weight_unit(report)}/s",
+        "MFU": format_mfu(report),
         **_quality(report),
-        "final loss": number(final_loss(report)),
-        "commits": count(actual.get("commits", 0), "commit"),
+        "final loss": format_number(get_final_loss(report)),
+        "commits": format_count(actual.get("commits", 0), "commit"),
         "saves": _saves(actual.get("saves") or {}),
-        "interruptions": count(report.interruptions, "interruption"),
-        "failures": count(report.failures, "failure"),
-        "redone": count(report.redone_steps, "redone step"),
-        "goodput": percent(actual.get("goodput")),
-        "unattributed": percent(actual.get("unattributed_share"), 2),
+        "interruptions": format_count(report.interruptions, "interruption"),
+        "failures": format_count(report.failures, "failure"),
+        "redone": format_count(report.redone_steps, "redone step"),
+        "goodput": format_percent(actual.get("goodput")),
+        "unattributed": format_percent(actual.get("unattributed_share"), 2),
         "weights": report.weights_sha256 or NONE,
         **_certificate(report),
     }
@@ -93,13 +102,13 @@ def _is_unknown(figure: str) -> bool:
     return figure.split(" ")[0] == NONE
 
 
-def mfu_text(report: RunReport) -> str:
+def format_mfu(report: RunReport) -> str:
     """Such as "41.0 % of measured peak", or why it is withheld."""
     withheld = report.actual.get("mfu_withheld")
-    return f"withheld: {plain(withheld)}" if withheld else share_of(report.actual.get("mfu"), "measured peak")
+    return f"withheld: {plain(withheld)}" if withheld else format_share(report.actual.get("mfu"), "measured peak")
 
 
-def outcome_text(report: RunReport) -> str:
+def format_outcome(report: RunReport) -> str:
     """The outcome with its exit code, or since when and where the job is running."""
     if report.running is None:
         return f"{report.outcome} (exit code {report.exit_code})"
@@ -109,26 +118,28 @@ def outcome_text(report: RunReport) -> str:
     return f"running since {since} on host {running['host']} ({by}); all figures are so far"
 
 
-def weight_unit(report: RunReport) -> str:
+def get_weight_unit(report: RunReport) -> str:
     """What the weight of a batch counts, and with it speeds and losses: tokens for text."""
     return plain(report.actual.get("weight_unit") or "tokens")
 
 
-def loss_unit(report: RunReport) -> str:
-    unit = weight_unit(report)
+def get_loss_unit(report: RunReport) -> str:
+    unit = get_weight_unit(report)
     return "nats per token" if unit == "tokens" else f"per {unit.removesuffix('s')}"
 
 
 def _quality(report: RunReport) -> dict[str, str]:
     """How good the model is: loss against entropy for text, else whatever the workload's own evaluation gave."""
     actual = report.actual
-    if weight_unit(report) == "tokens":
+    if get_weight_unit(report) == "tokens":
         return {
-            "held-out loss": f"{number(actual.get('held_out_loss'))} nats per token",
-            "unigram entropy": f"{number(actual.get('unigram_entropy_nats'))} nats per token",
-            "loss / entropy": number(actual.get("held_out_ratio"), 3),
+            "held-out loss": f"{format_number(actual.get('held_out_loss'))} nats per token",
+            "unigram entropy": f"{format_number(actual.get('unigram_entropy_nats'))} nats per token",
+            "loss / entropy": format_number(actual.get("held_out_ratio"), 3),
         }
-    return {plain(name).replace("_", " "): number(value) for name, value in (actual.get("metrics") or {}).items()}
+    return {
+        plain(name).replace("_", " "): format_number(value) for name, value in (actual.get("metrics") or {}).items()
+    }
 
 
 def _certificate(report: RunReport) -> dict[str, str]:
@@ -137,28 +148,28 @@ def _certificate(report: RunReport) -> dict[str, str]:
     if not found:
         return {}
     verdict = "holds" if found.get("holds") else "DOES NOT HOLD"
-    tried = count(len(found.get("interruptions") or []), "interruption")
-    return {"certificate": f"resume {verdict}: {tried} of {count(found.get('steps') or 0, 'step')}, bit for bit"}
+    tried = format_count(len(found.get("interruptions") or []), "interruption")
+    return {"certificate": f"resume {verdict}: {tried} of {format_count(found.get('steps') or 0, 'step')}, bit for bit"}
 
 
 def _saves(found: dict[str, Any]) -> str:
     """What they cost, with redone work: predicted, and as it came; n/a when neither is known."""
     lost, predicted = found.get("actual_loss"), found.get("predicted_loss")
-    known = [] if lost is None else [f"stalls and redone steps {share_of(lost, 'paid time')}"]
-    known += [] if predicted is None else [f"predicted {percent(predicted)}"]
+    known = [] if lost is None else [f"stalls and redone steps {format_share(lost, 'paid time')}"]
+    known += [] if predicted is None else [f"predicted {format_percent(predicted)}"]
     if known and found.get("skipped"):
         known[-1] += f"; {found['skipped']:,} left out"
     return ", ".join(known) or NONE
 
 
-def price_text(report: RunReport) -> str:
+def describe_prices(report: RunReport) -> str:
     """How the dollars are to be read."""
     kind = plain(report.actual.get("price_kind", UNPRICED))
     if kind == SIMULATED:
-        return f"simulated: priced as if on {plain(pool_text(report.plan))}"
+        return f"simulated: priced as if on {plain(format_pool(report.plan))}"
     if _nothing_paid(report):
         chosen = (report.plan or {}).get("chosen")
-        planned = f"it was to run on {plain(pool_text(report.plan))}" if chosen else "it has no plan"
+        planned = f"it was to run on {plain(format_pool(report.plan))}" if chosen else "it has no plan"
         return f"none: nothing of the job has started, so that nothing was paid for; {planned}"
     if kind == UNPRICED:
         return "unpriced: the events hold no plan"
@@ -169,7 +180,7 @@ def _nothing_paid(report: RunReport) -> bool:
     return report.actual.get("price_kind", UNPRICED) == UNPRICED and not report.paid_microseconds
 
 
-def pool_text(plan: dict[str, Any] | None) -> str:
+def format_pool(plan: dict[str, Any] | None) -> str:
     """Such as "2 × g5.xlarge spot in use1-az4"; n/a without a pool."""
     chosen = (plan or {}).get("chosen")
     if not chosen:
@@ -179,18 +190,18 @@ def pool_text(plan: dict[str, Any] | None) -> str:
     return f"{pool} in {place}" if place else pool
 
 
-def final_loss(report: RunReport) -> float | None:
+def get_final_loss(report: RunReport) -> float | None:
     return report.loss_curve[-1][1] if report.loss_curve else None
 
 
-def comparison_header(report: RunReport) -> tuple[str, str, str]:
-    """Column titles of `comparison_rows`: a local run is not what was planned, so it must not look like it."""
+def get_comparison_header(report: RunReport) -> tuple[str, str, str]:
+    """Column titles of `format_comparison_rows`: a local run is not what was planned, so it must not look like it."""
     if (report.plan or {}).get("simulated"):
         return "plan against actual", "planned on the pool (estimated)", "actual on this machine"
     return "plan against actual", "planned (estimated)", "actual (measured)"
 
 
-def comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
+def format_comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
     """(figure, planned, actual): what the plan promised and what came of it. Empty without a plan."""
     chosen = (report.plan or {}).get("chosen")
     if not chosen:
@@ -203,15 +214,15 @@ def comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
         "interruptions": chosen["interruptions"],
     }
     rows = [
-        ("hours", number(forecast["hours"]), number(actual.get("wall_hours"))),
-        ("dollars", usd(forecast["compute_usd"]), usd(report.total_usd)),
+        ("hours", format_number(forecast["hours"]), format_number(actual.get("wall_hours"))),
+        ("dollars", format_usd(forecast["compute_usd"]), format_usd(report.total_usd)),
         (
-            f"{weight_unit(report)}/s",
-            number(chosen["tokens_per_second"], 0),
-            number(actual.get("tokens_per_second"), 0),
+            f"{get_weight_unit(report)}/s",
+            format_number(chosen["tokens_per_second"], 0),
+            format_number(actual.get("tokens_per_second"), 0),
         ),
-        ("MFU", share_of(chosen["mfu"], "data sheet peak"), share_of(actual.get("mfu"), "measured peak")),
-        ("interruptions", number(forecast["interruptions"], 4), str(report.interruptions)),
+        ("MFU", format_share(chosen["mfu"], "data sheet peak"), format_share(actual.get("mfu"), "measured peak")),
+        ("interruptions", format_number(forecast["interruptions"], 4), str(report.interruptions)),
     ]
     return [row for row in rows if not (_is_unknown(row[1]) and _is_unknown(row[2]))]
 
@@ -219,7 +230,7 @@ def comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
 GENERATION_HEADER = ("generation", "from step", "last step", "paid rank-seconds", "ended", "culprit")
 
 
-def generation_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str]]:
+def format_generation_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str]]:
     """`GENERATION_HEADER` of each start of the gang, oldest first. Empty with a single one, which the rest describes.
 
     The displayed seconds sum to those of the ledger, but for nodes of AWS Batch that never joined a generation.
@@ -241,7 +252,7 @@ def generation_rows(report: RunReport) -> list[tuple[str, str, str, str, str, st
     ]
 
 
-def configuration_rows(report: RunReport, *, defaults: bool) -> list[tuple[str, str, str]]:
+def format_configuration_rows(report: RunReport, *, defaults: bool) -> list[tuple[str, str, str]]:
     """(key, value, source) of what was set, or of what was left at its default."""
     return [
         (plain(row["key"]), plain(value_text(row["value"])), plain(row["source"]))
@@ -250,7 +261,7 @@ def configuration_rows(report: RunReport, *, defaults: bool) -> list[tuple[str, 
     ]
 
 
-def trust_lines(report: RunReport) -> list[str]:
+def explain_figures(report: RunReport) -> list[str]:
     """What each kind of figure rests on."""
     billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
     estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
@@ -258,7 +269,7 @@ def trust_lines(report: RunReport) -> list[str]:
     rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]
     exact = "" if _nothing_paid(report) else "exact at that price, "
     lines = [
-        *damage_lines(report),
+        *describe_damage(report),
         "measured: losses, steps, speed and all time that agents and ranks recorded",
         f"dollars: {_price_in_full(report)}; {exact}no invoice (taxes, credits, storage, transfer left out)",
     ]
@@ -277,13 +288,13 @@ def trust_lines(report: RunReport) -> list[str]:
         lines.append(f"estimated: {', '.join(inferred)}: {why}")
     if rules:
         lines.append(f"estimated: {', '.join(rules)}: by the provider's rules, for an instance that is known by its id")
-    lines += price_lines(report)
+    lines += format_node_prices(report)
     lines += [plain(line) for line in (report.plan or {}).get("prices", [])]
     if (report.plan or {}).get("chosen"):
         lines.append("estimated: the plan's hours, dollars, speed and interruptions")
     share = report.actual.get("unattributed_share") or 0.0
     if share > 0.01:
-        lines.append(f"caution: {percent(share, 2)} of the paid time is unattributed, more than 1 %")
+        lines.append(f"caution: {format_percent(share, 2)} of the paid time is unattributed, more than 1 %")
     if (report.money.get("hindsight") or {}).get("usd") is not None:
         lines.append(
             "regret: against the cheapest recorded prices of the same shape with the whole future known, as if there "
@@ -297,12 +308,12 @@ def trust_lines(report: RunReport) -> list[str]:
     return lines
 
 
-def damage_lines(report: RunReport) -> list[str]:
+def describe_damage(report: RunReport) -> list[str]:
     """What is damaged or missing in the event log, the first places by name. Empty for a sound log."""
     damage = report.events.get("damage") or []  # reports of before it was recorded have none
     if not damage:
         return []
-    places = count(len(damage), "place")
+    places = format_count(len(damage), "place")
     lines = [f"DAMAGED: the event log is damaged in {places}; time, dollars and losses are folded from what is left"]
     for one in damage[:_DAMAGE_SHOWN]:
         line = f" line {one['line']}" if one.get("line") else ""
@@ -315,7 +326,7 @@ def damage_lines(report: RunReport) -> list[str]:
 def _price_in_full(report: RunReport) -> str:
     """The price as it was quoted, and how it was known; plans that were made before quotes were kept lack both."""
     chosen = (report.plan or {}).get("chosen") or {}
-    text, quoted = price_text(report), chosen.get("quoted_usd_per_hour")
+    text, quoted = describe_prices(report), chosen.get("quoted_usd_per_hour")
     # The quote is of the planned pool: of other machines the lines on prices say more.
     if not quoted or report.actual.get("price_kind") not in (SIMULATED, chosen.get("price_kind")):
         return text
@@ -323,10 +334,10 @@ def _price_in_full(report: RunReport) -> str:
     return f"{text}, ${plain(quoted)}/h per node{known}"
 
 
-def failure_lines(report: RunReport) -> list[str]:
+def format_failures(report: RunReport) -> list[str]:
     """The failures, first one first."""
     return [
-        f"{duration(failure['seconds'])}: {plain(failure['what'])}"
+        f"{format_duration(failure['seconds'])}: {plain(failure['what'])}"
         + (f" ({plain(failure['culprit'])})" if failure.get("culprit") else "")
         for failure in report.events.get("failures", [])
     ]
@@ -340,7 +351,7 @@ _LONGEST = 48  # a generation's reason is foreign text
 CAUSE_HEADER = ("what it was paid for", "rank-seconds", "share", "USD")
 
 
-def cause_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
+def format_cause_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
     """`CAUSE_HEADER` of each cause and of the total. What is displayed sums to the displayed totals."""
     causes = report.money.get("causes") or []
     if not causes:
@@ -353,43 +364,43 @@ def cause_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
         (
             _short(plain(line["cause"])),
             f"{shown_seconds:,}",
-            percent(line["usd"] / total if total else None),
-            usd(shown_usd, decimals),
+            format_percent(line["usd"] / total if total else None),
+            format_usd(shown_usd, decimals),
         )
         for line, shown_seconds, shown_usd in zip(causes, time, dollars, strict=True)
     ]
-    whole = percent(1.0 if total else None)
-    return [*rows, ("total", seconds(report.paid_rank_seconds), whole, usd(report.total_usd, decimals))]
+    whole = format_percent(1.0 if total else None)
+    return [*rows, ("total", format_seconds(report.paid_rank_seconds), whole, format_usd(report.total_usd, decimals))]
 
 
-def regret_text(report: RunReport) -> str:
+def format_regret(report: RunReport) -> str:
     """Such as "$0.0012 (34.0 %) over $0.0035 in hindsight, estimated"."""
     found = report.money.get("hindsight")
     if not found:
         return NONE
     decimals = usd_decimals(report.total_usd)
-    share = percent(found.get("regret_share"))
-    return f"{usd(found['regret_usd'], decimals)} ({share}) over {usd(found['usd'], decimals)} in hindsight, estimated"
+    regret, optimum = format_usd(found["regret_usd"], decimals), format_usd(found["usd"], decimals)
+    return f"{regret} ({format_percent(found.get('regret_share'))}) over {optimum} in hindsight, estimated"
 
 
-def budget_text(report: RunReport) -> str:
+def format_budget(report: RunReport) -> str:
     """Such as "62.0 % of $5.0000, told at 50 %"; n/a without a budget."""
     limit = (report.plan or {}).get("budget_usd")
     if not limit:
         return NONE
-    told = [percent(share, 0) for share in report.money.get("thresholds") or []]
-    return f"{percent(float(report.total_usd) / limit)} of {usd(limit)}" + (
+    told = [format_percent(share, 0) for share in report.money.get("thresholds") or []]
+    return f"{format_percent(float(report.total_usd) / limit)} of {format_usd(limit)}" + (
         f", told at {', '.join(told)}" if told else ""
     )
 
 
-def owner_text(report: RunReport) -> str:
+def format_owner(report: RunReport) -> str:
     """Owner and project of the configuration; n/a where nobody set them."""
     owner, project = (plain(report.money.get(name) or NONE) for name in ("owner", "project"))
     return NONE if owner == project == NONE else f"{owner}, project {project}"
 
 
-def price_lines(report: RunReport) -> list[str]:
+def format_node_prices(report: RunReport) -> list[str]:
     """How the price of each kind of machine is known, where they were not all of one."""
     found = report.money.get("prices") or []
     nodes, decimals = sum(line["nodes"] for line in found), usd_decimals(report.total_usd)
@@ -397,7 +408,7 @@ def price_lines(report: RunReport) -> list[str]:
         return []
     return [
         f"prices: {line['nodes']} of {nodes} nodes on {plain(line['pool'] or NONE)}, "
-        f"{usd(line['usd'], decimals)}: {plain(line['kind'])}"
+        f"{format_usd(line['usd'], decimals)}: {plain(line['kind'])}"
         for line in found
     ]
 
@@ -411,31 +422,31 @@ PLACE_HEADER = ("attempt", "where", "why")
 _NOTHING_TOLD = "not told"
 
 
-def attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+def format_attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """`ATTEMPT_HEADER` of each: hours and dollars per hour beside what was planned."""
     return [
         (
             str(one["number"]),
             _ended(one),
-            duration(one["actual"]["wait_seconds"]),
-            number(one["actual"]["hours"]),
-            number(one["planned"]["hours"]),
-            usd(one["actual"]["usd_per_hour"], 4),
-            usd(one["planned"]["usd_per_hour"], 4),
-            usd(one["actual"]["usd"], 4),
+            format_duration(one["actual"]["wait_seconds"]),
+            format_number(one["actual"]["hours"]),
+            format_number(one["planned"]["hours"]),
+            format_usd(one["actual"]["usd_per_hour"], 4),
+            format_usd(one["planned"]["usd_per_hour"], 4),
+            format_usd(one["actual"]["usd"], 4),
         )
         for one in attempts
     ]
 
 
-def place_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+def format_placement_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """`PLACE_HEADER` of each."""
     return [(str(one["number"]), plain(one["where"]), plain(one["why"])) for one in attempts]
 
 
-def place_lines(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
+def format_placements(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Where each was placed and why, a line for each."""
-    return [f"{name}: {where}: {why}" for name, where, why in place_rows(attempts)]
+    return [f"{name}: {where}: {why}" for name, where, why in format_placement_rows(attempts)]
 
 
 def _ended(one: Mapping[str, Any]) -> str:

@@ -17,13 +17,13 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from ebbflow.cost.amounts import USD_DECIMALS, apportion, rounded
+from ebbflow.cost.amounts import USD_DECIMALS, apportion, round_amount
 from ebbflow.cost.capacity.placement import PastAttempt, history_of
-from ebbflow.cost.ledger.bills import NodeBill, SilentBill, machines
-from ebbflow.cost.ledger.generations import Generation
+from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill, count_machines
+from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.ledger import Ledger
-from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, pool_of
-from ebbflow.cost.ledger.timeline import MICRO, rank_times
+from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool
+from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
 from ebbflow.infra.events import (
     BATCH_ATTEMPT,
     BUDGET,
@@ -44,7 +44,9 @@ from ebbflow.infra.events import (
 )
 
 
-def actual_figures(events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger) -> dict[str, Any]:
+def compute_actual_figures(
+    events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
+) -> dict[str, Any]:
     """The `actual` part of a report. Figures that the events do not hold are None.
 
     weight_unit: what a batch's weight counts, "tokens" for text; speeds are of it. metrics: of the last evaluation.
@@ -72,7 +74,7 @@ def actual_figures(events: Sequence[Event], generations: dict[int, Generation], 
         "weight_unit": str(prepared.get("weight_unit", "tokens")),
         "metrics": _last_metrics(events),
         "commits": len(commits),
-        "saves": save_figures(events, ledger),
+        "saves": compute_save_figures(events, ledger),
         "generations": len(generations),
         "goodput": _goodput(ledger),
         "unattributed_share": ledger.unattributed_share,
@@ -86,7 +88,7 @@ def _wall_hours(events: Sequence[Event]) -> float:
     return (max(times) - min(times)) / 3600
 
 
-def _is_kept(event: Event, generations: dict[int, Generation]) -> bool:
+def _is_kept(event: Event, generations: dict[int, RecordedGeneration]) -> bool:
     generation = generations.get(event.generation)
     return generation is not None and event.step is not None and generation.keeps(event.step)
 
@@ -184,7 +186,7 @@ def _number(value: Any) -> float | None:
 _LOST = (LedgerClass.CHECKPOINT_STALL, LedgerClass.REDONE_STEP)
 
 
-def save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, Any]:
+def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, Any]:
     """The `saves` part of a report's `actual`. Figures that the events do not hold are None.
 
     actual_loss: share of the paid time that went into stalls and steps taken again, measured. predicted_loss: the mean
@@ -208,7 +210,9 @@ def _numbers(events: Sequence[Event], name: str, key: str) -> list[float]:
     return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
-def money_figures(events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger) -> dict[str, Any]:
+def compute_money_figures(
+    events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
+) -> dict[str, Any]:
     """Plain JSON. events: by time.
 
     forecast: of the first plan, for the whole job; later plans are for what was left. compute_usd leaves storage and
@@ -218,7 +222,7 @@ def money_figures(events: Sequence[Event], generations: dict[int, Generation], l
     attempts: on AWS Batch, planned against actual (`ebbflow.cost.report.figures`).
     light_steps_away: the steps around training were sent to other machines as well, which the ledger does not meter.
     """
-    found = hindsight(events, generations, ledger)
+    found = compute_hindsight(events, generations, ledger)
     return {
         "owner": ledger.owner,
         "project": ledger.project,
@@ -233,7 +237,7 @@ def money_figures(events: Sequence[Event], generations: dict[int, Generation], l
         "unknown_nodes": sum(bill.node.instance_id is None for bill in ledger.nodes),
         "price_changes": _price_changes(ledger),
         "prices": _prices(ledger),
-        "attempts": attempt_figures(events, ledger),
+        "attempts": compute_attempt_figures(events, ledger),
         "light_steps_away": any(event.data.get("sent_away") for event in events if event.name == PREFLIGHT),
     }
 
@@ -264,7 +268,7 @@ def _price_changes(ledger: Ledger) -> int:
 
 def _prices(ledger: Ledger) -> list[dict[str, Any]]:
     """Dollars sum to the total."""
-    grouped: dict[tuple[str, str], list[NodeBill | SilentBill]] = {}
+    grouped: dict[tuple[str, str], list[NodeBill | UnreportedBill]] = {}
     for bill in (*ledger.nodes, *ledger.silent):
         pool = "" if bill.price.pool is None else str(bill.price.pool)
         grouped.setdefault((pool, bill.price.kind), []).append(bill)
@@ -275,7 +279,7 @@ def _prices(ledger: Ledger) -> list[dict[str, Any]]:
     ]
 
 
-def attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[dict[str, Any]]:
+def compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[dict[str, Any]]:
     """Plain JSON, one for each placement, oldest first; empty where nothing was placed on Batch. events: by time.
 
     planned: dollars per hour of the gang, and hours and dollars to finish the rest of the job there (estimated).
@@ -317,7 +321,7 @@ def _actual(attempt: PastAttempt, spent: Decimal | None) -> dict[str, Any]:
     created, started, stopped = attempt.created_utc, attempt.started_utc, attempt.stopped_utc
     hours = None if started is None or stopped is None else max(0.0, stopped - started) / 3600
     waited = started if started is not None else stopped
-    dollars = None if spent is None else float(rounded(spent))
+    dollars = None if spent is None else float(round_amount(spent))
     return {
         "wait_seconds": None if created is None or waited is None else max(0.0, waited - created),
         "hours": hours,
@@ -363,7 +367,9 @@ class Hindsight:
         }
 
 
-def hindsight(events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger) -> Hindsight | None:
+def compute_hindsight(
+    events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
+) -> Hindsight | None:
     """None without a plan, without paid work, or when the recorded prices cannot bear it. events: by time."""
     plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), None)
     if plan is None or not ledger.nodes:
@@ -373,14 +379,14 @@ def hindsight(events: Sequence[Event], generations: dict[int, Generation], ledge
     work, start = _hours(ledger.nodes, generations, ranks=sum(len(bill.node.ranks) for bill in gang))
     if work <= 0:
         return None
-    known = recorded_curves(plan, _with_quotes(events, Pricing.of(events).history))
+    known = read_price_curves(plan, _with_quotes(events, Pricing.of(events).history))
     curves = {pool: curve for pool, curve in known.items() if pool.instance_type == plan["chosen"]["instance_type"]}
     begin = min(bill.node.started_wall for bill in ledger.nodes)
     end = max(bill.node.ended_wall for bill in ledger.nodes)
     if plan.get("deadline_hours"):
         since = plan.get("started_utc") or plan.get("made_utc") or begin
         end = max(end, float(since) + plan["deadline_hours"] * 3600)
-    nodes = machines(gang)
+    nodes = count_machines(gang)
     if all(curve.constant(round(begin * MICRO), round(end * MICRO)) for curve in curves.values()):
         usd = min(float(curve.at(begin)) for curve in curves.values()) * nodes * (work + start)
     else:
@@ -390,12 +396,12 @@ def hindsight(events: Sequence[Event], generations: dict[int, Generation], ledge
     return Hindsight(usd=usd, pools=len(curves), work_hours=work, start_hours=start)
 
 
-def _hours(bills: Sequence[NodeBill], generations: dict[int, Generation], *, ranks: int) -> tuple[float, float]:
+def _hours(bills: Sequence[NodeBill], generations: dict[int, RecordedGeneration], *, ranks: int) -> tuple[float, float]:
     """(work, one start with its end) of the gang, from all ranks' time: the start is the first generation's."""
     work, start, first = 0, 0, bills[0].node.generation
     first_ranks = sum(len(bill.node.ranks) for bill in bills if bill.node.generation == first)
     for bill in bills:
-        for rank in rank_times(bill.node, generations[bill.node.generation]):
+        for rank in compute_rank_times(bill.node, generations[bill.node.generation]):
             work += sum(rank.classes.get(kind, 0) for kind in _WORK)
             if bill.node.generation == first:
                 start += sum(rank.classes.get(kind, 0) for kind in _START)
@@ -406,7 +412,7 @@ def _hours(bills: Sequence[NodeBill], generations: dict[int, Generation], *, ran
     return work / hour / max(1, ranks), start / hour / max(1, first_ranks)
 
 
-def recorded_curves(
+def read_price_curves(
     plan: dict[str, Any], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
 ) -> dict[PoolName, PriceCurve]:
     """Prices of every recorded pool of as many nodes as the plan chose, from its candidates and what came since."""
@@ -423,7 +429,7 @@ def _quotes(plan: dict[str, Any]) -> dict[PoolName, Decimal]:
     for candidate in [*plan.get("ranked", []), chosen]:
         if candidate["nodes"] == chosen["nodes"]:
             quoted = candidate.get("quoted_usd_per_hour") or str(candidate["usd_per_hour"])
-            first[pool_of(candidate)] = Decimal(quoted)
+            first[parse_pool(candidate)] = Decimal(quoted)
     if chosen.get("on_demand_usd_per_hour") is not None:
         usual = PoolName(instance_type=chosen["instance_type"], market="on_demand", place=chosen.get("region") or "")
         first.setdefault(usual, Decimal(str(chosen["on_demand_usd_per_hour"])))

@@ -10,27 +10,27 @@ import html
 import math
 from collections.abc import Callable, Sequence
 
-from ebbflow.cost.amounts import number, plain
+from ebbflow.cost.amounts import format_number, plain
 from ebbflow.cost.report.figure_text import (
     ATTEMPT_HEADER,
     CAUSE_HEADER,
     GENERATION_HEADER,
     LEDGER_HEADER,
     PLACE_HEADER,
-    attempt_rows,
-    cause_rows,
-    comparison_header,
-    comparison_rows,
-    configuration_rows,
-    failure_lines,
-    generation_rows,
-    key_figures,
-    ledger_rows,
-    loss_unit,
-    place_rows,
-    trust_lines,
+    explain_figures,
+    format_attempt_rows,
+    format_cause_rows,
+    format_comparison_rows,
+    format_configuration_rows,
+    format_failures,
+    format_generation_rows,
+    format_key_figures,
+    format_ledger_rows,
+    format_placement_rows,
+    get_comparison_header,
+    get_loss_unit,
 )
-from ebbflow.cost.report.render_text import PYTHON, resume_line
+from ebbflow.cost.report.render_text import PYTHON, suggest_next_step
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.events import LedgerClass
 
@@ -85,7 +85,7 @@ def escape(text: object) -> str:
     return html.escape(str(text), quote=True)
 
 
-def table(
+def render_html_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, colours: Sequence[str] = (), total: bool = False
 ) -> str:
     """A table in one line of HTML. Cells are escaped here, once; those of a row beyond the header are left out.
@@ -112,20 +112,20 @@ def _cell(cell: str, label: str, kind: str, mark: str) -> str:
     return f"<td{kind}{named}>{mark}{escape(cell).replace(chr(10), ' ')}</td>"
 
 
-def ledger_bar(report: RunReport) -> str:
+def render_ledger_bar(report: RunReport) -> str:
     """Shares of the paid time side by side, each with its name as a tooltip."""
     parts = [
         f'<span style="flex:{line.rank_microseconds} 1 0;background:{COLOURS[line.ledger_class]}" '
-        f'title="{escape(line.ledger_class)} {number(line.rank_seconds, 2)} s"></span>'
+        f'title="{escape(line.ledger_class)} {format_number(line.rank_seconds, 2)} s"></span>'
         for line in report.ledger
         if line.rank_microseconds > 0
     ]
     return f'<div class="bar" role="img" aria-label="share of paid time by class">{"".join(parts)}</div>'
 
 
-def loss_chart(report: RunReport) -> str:
+def render_loss_chart(report: RunReport) -> str:
     """The loss over steps, gaps where it was not finite, with the unigram entropy as a dashed line."""
-    points = thinned(report.loss_curve)
+    points = thin_points(report.loss_curve)
     losses = [loss for _, loss in points if loss is not None and math.isfinite(loss)]
     if not losses:
         return '<p class="quiet">no finite loss was recorded</p>'
@@ -157,7 +157,7 @@ def loss_chart(report: RunReport) -> str:
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
 
 
-def thinned(
+def thin_points(
     points: Sequence[tuple[int, float | None]], largest: int = _LARGEST_POINTS
 ) -> list[tuple[int, float | None]]:
     """At most about `largest` points, evenly taken, the last one always among them."""
@@ -189,7 +189,7 @@ def _axis(
         anchor = {0.0: "start", 0.5: "middle", 1.0: "end"}[share]
         marks.append(
             f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(loss):.1f}" y2="{y(loss):.1f}"/>'
-            f'<text x="{_LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{number(loss, 2)}</text>'
+            f'<text x="{_LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{format_number(loss, 2)}</text>'
             f'<text x="{x(step):.1f}" y="{_HEIGHT - 10}" text-anchor="{anchor}">{step:,}</text>'
         )
     return "".join(marks)
@@ -211,23 +211,23 @@ _HEADLINES = (
 
 def render(report: RunReport, *, python: str = PYTHON) -> str:
     """The whole page. python: the interpreter that the command to go on names."""
-    figures = key_figures(report)
+    figures = format_key_figures(report)
     title = f"Ebbflow report: {figures['job']}"
     tone = "bad" if report.exit_code else "good"
     body = [
         f'<header><h1>{escape(figures["job"])}</h1><p class="badge {tone}">{escape(figures["outcome"])}</p></header>',
         _message(report),
         _tiles(figures),
-        _section("Where the paid time went", ledger_bar(report) + _ledger(report)),
+        _section("Where the paid time went", render_ledger_bar(report) + _ledger(report)),
         _causes(report),
-        _section(f"Training loss, {loss_unit(report)}", loss_chart(report)),
+        _section(f"Training loss, {get_loss_unit(report)}", render_loss_chart(report)),
         _comparison(report),
         _attempts(report),
         _generations(report),
-        _list("What went wrong, first failure first", failure_lines(report)),
+        _list("What went wrong, first failure first", format_failures(report)),
         _section("All figures", _definitions(figures)),
         _configuration(report),
-        _list("How far to trust this", trust_lines(report)),
+        _list("How far to trust this", explain_figures(report)),
         _next_step(report, python),
     ]
     return (
@@ -250,17 +250,21 @@ def _tiles(figures: dict[str, str]) -> str:
 
 def _ledger(report: RunReport) -> str:
     colours = [COLOURS[line.ledger_class] for line in report.ledger]
-    return table(LEDGER_HEADER, ledger_rows(report), colours=colours, total=True)
+    return render_html_table(LEDGER_HEADER, format_ledger_rows(report), colours=colours, total=True)
 
 
 def _causes(report: RunReport) -> str:
-    rows = cause_rows(report)
-    return _section("Dollars by cause", table(CAUSE_HEADER, rows)) if rows else ""
+    rows = format_cause_rows(report)
+    return _section("Dollars by cause", render_html_table(CAUSE_HEADER, rows)) if rows else ""
 
 
 def _comparison(report: RunReport) -> str:
-    rows = comparison_rows(report)
-    return _section("Plan against actual", table(("", *comparison_header(report)[1:]), rows)) if rows else ""
+    rows = format_comparison_rows(report)
+    return (
+        _section("Plan against actual", render_html_table(("", *get_comparison_header(report)[1:]), rows))
+        if rows
+        else ""
+    )
 
 
 def _definitions(figures: dict[str, str]) -> str:
@@ -274,30 +278,30 @@ def _message(report: RunReport) -> str:
 
 
 def _generations(report: RunReport) -> str:
-    rows = generation_rows(report)
-    return _section("Generations", table(GENERATION_HEADER, rows)) if rows else ""
+    rows = format_generation_rows(report)
+    return _section("Generations", render_html_table(GENERATION_HEADER, rows)) if rows else ""
 
 
 def _attempts(report: RunReport) -> str:
     attempts = report.money.get("attempts") or []
     if not attempts:
         return ""
-    figures = table(ATTEMPT_HEADER, attempt_rows(attempts))
-    return _section("Attempts", figures + table(PLACE_HEADER, place_rows(attempts)))
+    figures = render_html_table(ATTEMPT_HEADER, format_attempt_rows(attempts))
+    return _section("Attempts", figures + render_html_table(PLACE_HEADER, format_placement_rows(attempts)))
 
 
 def _configuration(report: RunReport) -> str:
     """What somebody set; the defaults fold away, without a script."""
     if not report.configuration:
         return ""
-    chosen, defaults = (configuration_rows(report, defaults=each) for each in (False, True))
+    chosen, defaults = (format_configuration_rows(report, defaults=each) for each in (False, True))
     header = ("key", "value", "source")
-    folded = f"<details><summary>{len(defaults)} defaults</summary>{table(header[:2], defaults)}</details>"
-    return _section("Configuration", (table(header, chosen) if chosen else "") + folded)
+    folded = f"<details><summary>{len(defaults)} defaults</summary>{render_html_table(header[:2], defaults)}</details>"
+    return _section("Configuration", (render_html_table(header, chosen) if chosen else "") + folded)
 
 
 def _next_step(report: RunReport, python: str) -> str:
-    following = resume_line(report, python=python)
+    following = suggest_next_step(report, python=python)
     if following is None:
         return ""
     return _section("What next", f"<p>{escape(following.words)}:</p><pre>{escape(following.command)}</pre>")

@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from decimal import ROUND_CEILING, Decimal
 from typing import Any, NamedTuple
 
-from ebbflow.cost.amounts import number, percent, plain, usd, usd_decimals
+from ebbflow.cost.amounts import format_number, format_percent, format_usd, plain, usd_decimals
 from ebbflow.cost.report.figure_text import (
     ATTEMPT_HEADER,
     CAUSE_HEADER,
     GENERATION_HEADER,
-    attempt_rows,
-    cause_rows,
-    comparison_header,
-    comparison_rows,
-    failure_lines,
-    generation_rows,
-    key_figures,
-    ledger_rows,
-    place_lines,
-    pool_text,
-    trust_lines,
+    explain_figures,
+    format_attempt_rows,
+    format_cause_rows,
+    format_comparison_rows,
+    format_failures,
+    format_generation_rows,
+    format_key_figures,
+    format_ledger_rows,
+    format_placements,
+    format_pool,
+    get_comparison_header,
 )
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.errors import Outcome
@@ -48,7 +48,7 @@ class NextStep(NamedTuple):
     command: str
 
 
-def resume_line(report: RunReport, *, python: str = PYTHON) -> NextStep | None:
+def suggest_next_step(report: RunReport, *, python: str = PYTHON) -> NextStep | None:
     """How to go on with a job; None when it is completed or running. python: the interpreter to name.
 
     `resume` repeats the steps of a run with its plan and configuration as they were: it cures what came from outside.
@@ -141,28 +141,28 @@ _LONGEST_END = 20
 
 def render(report: RunReport, *, python: str = PYTHON) -> str:
     """The whole report, ready to print. python: the interpreter that the command to go on names."""
-    figures = key_figures(report)
+    figures = format_key_figures(report)
     sections = [
         _pairs(figures),
-        _table(ledger_rows(report), ("where the paid time went", "rank-seconds", "share", "USD", "figure")),
+        _table(format_ledger_rows(report), ("where the paid time went", "rank-seconds", "share", "USD", "figure")),
     ]
-    if causes := cause_rows(report):
+    if causes := format_cause_rows(report):
         sections.append(_table(causes, CAUSE_HEADER))
-    if compared := comparison_rows(report):
-        sections.append(_table(compared, comparison_header(report)))
+    if compared := format_comparison_rows(report):
+        sections.append(_table(compared, get_comparison_header(report)))
     if attempts := (report.money.get("attempts") or [])[-_LISTED_ATTEMPTS:]:
-        sections.append(_table(attempt_rows(attempts), ATTEMPT_HEADER))
-        sections.append(["where each attempt was placed, and why:", *_wrapped(place_lines(attempts))])
-    if started := generation_rows(report):
+        sections.append(_table(format_attempt_rows(attempts), ATTEMPT_HEADER))
+        sections.append(["where each attempt was placed, and why:", *_wrapped(format_placements(attempts))])
+    if started := format_generation_rows(report):
         sections.append(_generations(started))
-    if found := failure_lines(report):
+    if found := format_failures(report):
         more = len(found) - _LISTED_FAILURES
         listed = found[:_LISTED_FAILURES] + ([f"… and {more} more"] if more > 0 else [])
         sections.append(["what went wrong, first failure first:", *_wrapped(listed)])
     if message := report.events.get("message"):
         sections.append(_wrapped([f"message: {plain(message)}"]))
-    sections.append(["how far to trust this:", *_wrapped(trust_lines(report))])
-    if following := resume_line(report, python=python):
+    sections.append(["how far to trust this:", *_wrapped(explain_figures(report))])
+    if following := suggest_next_step(report, python=python):
         sections.append([*_wrapped([f"{following.words}:"]), f"  {following.command}"])
     title = f"report of job {figures['job']}"
     lines = [f"┌─ {title} ".ljust(WIDTH - 1, "─")]
@@ -218,17 +218,17 @@ def _wrapped(lines: Sequence[str]) -> list[str]:
 
 
 # Of a CSV: plain numbers and words, dollars to six decimals.
-COLUMNS = (
+JOB_COLUMNS: tuple[str, ...] = (
     "job", "owner", "project", "outcome", "pool", "price_kind", "forecast_usd", "total_usd", "savings_usd",
     "hindsight_usd", "regret_usd", "forecast_hours", "wall_hours", "paid_rank_seconds", "goodput", "interruptions",
     "failures", "redone_steps", "steps", "tokens_per_second", "final_loss",
 )  # fmt: skip
-HEADER = ("job", "outcome", "pool", "forecast", "paid", "savings", "regret", "hours", "goodput", "interr.", "loss")
+JOB_HEADER = ("job", "outcome", "pool", "forecast", "paid", "savings", "regret", "hours", "goodput", "interr.", "loss")
 _LONGEST = 34
 
 
-def as_row(report: RunReport) -> dict[str, Any]:
-    """One job by `COLUMNS`; None for what is not known."""
+def build_job_row(report: RunReport) -> dict[str, Any]:
+    """One job by `JOB_COLUMNS`; None for what is not known."""
     money, actual = report.money, report.actual
     forecast, found = money.get("forecast") or {}, money.get("hindsight") or {}
     known = {
@@ -236,7 +236,7 @@ def as_row(report: RunReport) -> dict[str, Any]:
         "owner": plain(money.get("owner") or ""),
         "project": plain(money.get("project") or ""),
         "outcome": report.state,
-        "pool": plain(pool_text(report.plan)),
+        "pool": plain(format_pool(report.plan)),
         "price_kind": plain(actual.get("price_kind") or ""),
         "forecast_usd": forecast.get("compute_usd", forecast.get("usd")),  # what is paid for below is compute alone
         "total_usd": report.total_usd,
@@ -250,28 +250,28 @@ def as_row(report: RunReport) -> dict[str, Any]:
         "redone_steps": report.redone_steps,
         "final_loss": report.loss_curve[-1][1] if report.loss_curve else None,
     }
-    return {name: known.get(name, actual.get(name)) for name in COLUMNS}
+    return {name: known.get(name, actual.get(name)) for name in JOB_COLUMNS}
 
 
-def table_rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
-    """`HEADER` of each job and, of several, a last row with the sums of what can be summed."""
+def format_job_rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
+    """`JOB_HEADER` of each job and, of several, a last row with the sums of what can be summed."""
     decimals = usd_decimals(max((report.total_usd for report in reports), default=0))
-    rows = [_cells(as_row(report), decimals) for report in reports]
+    rows = [_cells(build_job_row(report), decimals) for report in reports]
     if len(reports) > 1:
         total = sum(report.total_usd for report in reports)
         saved = [report.savings_usd for report in reports]
         savings = None if None in saved else sum(usd for usd in saved if usd is not None)
         rows.append(
-            ("total", "", "", "", usd(total, decimals), usd(savings, decimals), "", "", percent(_goodput(reports)),
-             str(sum(report.interruptions for report in reports)), "")
+            ("total", "", "", "", format_usd(total, decimals), format_usd(savings, decimals), "", "",
+             format_percent(_goodput(reports)), str(sum(report.interruptions for report in reports)), "")
         )  # fmt: skip
     return rows
 
 
 def render_table(reports: Sequence[RunReport]) -> str:
     """For the terminal, as wide as it must be, with what the dollars are."""
-    table = [HEADER, *table_rows(reports)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
+    table = [JOB_HEADER, *format_job_rows(reports)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(JOB_HEADER))]
     lines = [
         "  ".join(
             cell.ljust(width) if column < 3 else cell.rjust(width)
@@ -280,7 +280,7 @@ def render_table(reports: Sequence[RunReport]) -> str:
         for row in table
     ]
     lines.insert(1, "─" * len(lines[0]))
-    return "\n".join([*lines, kinds_text(reports), *_damaged(reports)])
+    return "\n".join([*lines, describe_price_kinds(reports), *_damaged(reports)])
 
 
 def _damaged(reports: Sequence[RunReport]) -> list[str]:
@@ -291,7 +291,7 @@ def _damaged(reports: Sequence[RunReport]) -> list[str]:
     ]
 
 
-def kinds_text(reports: Sequence[RunReport]) -> str:
+def describe_price_kinds(reports: Sequence[RunReport]) -> str:
     """How the dollars of the table are to be read."""
     kinds = sorted({plain(report.actual.get("price_kind") or "unpriced") for report in reports})
     estimated = "forecast (compute alone, as what is paid), savings, regret: estimated"
@@ -303,14 +303,14 @@ def _cells(row: dict[str, Any], decimals: int) -> tuple[str, ...]:
         _short(row["job"]),
         row["outcome"],
         _short(row["pool"]),
-        usd(row["forecast_usd"], decimals),
-        usd(row["total_usd"], decimals),
-        usd(row["savings_usd"], decimals),
-        usd(row["regret_usd"], decimals),
-        number(row["wall_hours"], 3),
-        percent(row["goodput"]),
+        format_usd(row["forecast_usd"], decimals),
+        format_usd(row["total_usd"], decimals),
+        format_usd(row["savings_usd"], decimals),
+        format_usd(row["regret_usd"], decimals),
+        format_number(row["wall_hours"], 3),
+        format_percent(row["goodput"]),
         str(row["interruptions"]),
-        number(row["final_loss"]),
+        format_number(row["final_loss"]),
     )
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from ebbflow.cost.amounts import USD_DECIMALS, rounded
+from ebbflow.cost.amounts import USD_DECIMALS, round_amount
 from ebbflow.cost.capacity.placement import history_of
 from ebbflow.cost.errors import LedgerError, ReportError
-from ebbflow.cost.ledger.generations import Generation, final_outcome, read_generations, refused_after
+from ebbflow.cost.ledger.generations import RecordedGeneration, find_final_outcome, find_later_refusal, read_generations
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold
 from ebbflow.cost.ledger.timeline import MICRO
-from ebbflow.cost.report.figures import actual_figures, money_figures
+from ebbflow.cost.report.figures import compute_actual_figures, compute_money_figures
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import (
     BATCH_ATTEMPT,
@@ -155,12 +155,12 @@ def build_report(
     if not events:
         raise ReportError("no events: nothing of this job was recorded")
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    if refused_after(ordered) is not None:  # whose settings are not those that the job was done with
-        done = final_outcome(ordered)
+    done = find_final_outcome(ordered)
+    if done is not None and find_later_refusal(ordered) is not None:  # the job did not run with the refused settings
         ordered = [event for event in ordered if event.name != CONFIGURED or event.run == done.run]
     generations = read_generations(ordered, running=running is not None)
     ledger = _fold(ordered, running is not None, damage)
-    outcome_event = final_outcome(ordered)
+    outcome_event = find_final_outcome(ordered)
     plan = next((event.data for event in reversed(ordered) if event.name == PLAN), None)
     unplanned = [generation for generation in generations.values() if generation.unplanned]
     outcome = None if running else _outcome(ordered, generations)
@@ -171,17 +171,17 @@ def build_report(
         failures=sum(generation.user_code for generation in unplanned),
         redone_steps=ledger.redone_steps,
         weights_sha256=None if outcome_event is None else outcome_event.data.get("weights_sha256"),
-        loss_curve=loss_curve(ordered),
+        loss_curve=read_loss_curve(ordered),
         ledger=ledger.lines,
         total_usd=ledger.total_usd,
         paid_microseconds=ledger.paid_microseconds,
         savings_usd=_savings(ledger),
         plan=None if plan is None else _plan_summary(plan),
-        actual=actual_figures(ordered, generations, ledger),
+        actual=compute_actual_figures(ordered, generations, ledger),
         events={
             "counts": _counts(ordered),
-            "failures": failures(ordered, generations),
-            "notable": notable(ordered),
+            "failures": list_failures(ordered, generations),
+            "notable": list_notable_events(ordered),
             "generations": _generation_lines(ordered, generations, ledger),
             "run": ordered[-1].run,
             "damage": [{"segment": one.segment, "line": one.line, "what": one.what} for one in damage],
@@ -190,7 +190,7 @@ def build_report(
             "certificate": next((event.data for event in reversed(ordered) if event.name == CERTIFICATE), None),
         },
         configuration=next((event.data["settings"] for event in reversed(ordered) if event.name == CONFIGURED), []),
-        money=money_figures(ordered, generations, ledger),
+        money=compute_money_figures(ordered, generations, ledger),
         running=running,
     )
 
@@ -206,7 +206,7 @@ def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> L
         raise LedgerError(f"{error}\n  the event log is damaged in {len(damage)} places{places}") from error
 
 
-def loss_curve(events: Sequence[Event]) -> list[tuple[int, float | None]]:
+def read_loss_curve(events: Sequence[Event]) -> list[tuple[int, float | None]]:
     """(step, training loss) by step. All ranks know the same loss; a redone step shows its last execution."""
     latest: dict[int, tuple[int, float | None]] = {}
     for event in events:
@@ -219,7 +219,7 @@ def loss_curve(events: Sequence[Event]) -> list[tuple[int, float | None]]:
 
 
 def _generation_lines(
-    events: Sequence[Event], generations: dict[int, Generation], ledger: Ledger
+    events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
 ) -> list[dict[str, Any]]:
     return [
         {
@@ -237,13 +237,13 @@ def _generation_lines(
     ]
 
 
-def _is_step_of(event: Event, generation: Generation) -> bool:
+def _is_step_of(event: Event, generation: RecordedGeneration) -> bool:
     return event.name == STEP and event.generation == generation.number
 
 
-def _outcome(events: list[Event], generations: dict[int, Generation]) -> Outcome:
+def _outcome(events: list[Event], generations: dict[int, RecordedGeneration]) -> Outcome:
     """How the job ended: what was recorded last, else what the last thing recorded means."""
-    recorded = final_outcome(events)
+    recorded = find_final_outcome(events)
     if recorded is not None:
         return Outcome(recorded.data["outcome"])
     newest = generations[max(generations)] if generations else None
@@ -267,13 +267,13 @@ def _is_refusal(event: Event) -> bool:
 
 def _refused(events: Sequence[Event]) -> dict[str, str] | None:
     """Run and outcome of the last run of a completed job, where its checks refused it; None: they did not."""
-    refused = refused_after(events)
+    refused = find_later_refusal(events)
     return None if refused is None else {"run": refused.run, "outcome": refused.data["outcome"]}
 
 
 def _message(events: Sequence[Event]) -> str | None:
     """Of the outcome, and that a run after it was refused."""
-    recorded, refused = final_outcome(events), refused_after(events)
+    recorded, refused = find_final_outcome(events), find_later_refusal(events)
     message = None if recorded is None else recorded.data.get("message")
     if refused is None:
         return message
@@ -283,7 +283,7 @@ def _message(events: Sequence[Event]) -> str | None:
 
 def _savings(ledger: Ledger) -> Decimal | None:
     """The useful work alone at the on-demand price, less the total. Without a completed step there are none."""
-    return None if ledger.useful_on_demand_usd is None else rounded(ledger.useful_on_demand_usd - ledger.total_usd)
+    return None if ledger.useful_on_demand_usd is None else round_amount(ledger.useful_on_demand_usd - ledger.total_usd)
 
 
 def _plan_summary(plan: dict[str, Any]) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def _line_from_json(data: dict[str, Any]) -> LedgerLine:
 
 
 def _usd(number: float) -> Decimal:
-    return rounded(Decimal(str(number)), USD_DECIMALS)
+    return round_amount(Decimal(str(number)), USD_DECIMALS)
 
 
 def _finite(value: Any) -> Any:
@@ -337,7 +337,7 @@ def _finite(value: Any) -> Any:
 _NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, GUARD, NOTICE, OUTCOME}
 
 
-def failures(events: Sequence[Event], generations: dict[int, Generation]) -> list[dict[str, Any]]:
+def list_failures(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> list[dict[str, Any]]:
     """{seconds, generation, what, culprit} of each failure, by time; seconds count from the first event.
 
     A failure is a generation that ended unplanned, a job of AWS Batch that did not succeed, a failed check, a refused
@@ -355,7 +355,7 @@ def failures(events: Sequence[Event], generations: dict[int, Generation]) -> lis
     return [{"seconds": failure["t_wall"] - start, **failure} for failure in found]
 
 
-def notable(events: Sequence[Event]) -> list[dict[str, Any]]:
+def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
     """{seconds, generation, name, step, text} of the events that a reader wants to see, by time."""
     start = min((event.t_wall for event in events), default=0.0)
     return [
@@ -371,7 +371,7 @@ def notable(events: Sequence[Event]) -> list[dict[str, Any]]:
     ]
 
 
-def _cut_short(events: Sequence[Event], generation: Generation) -> dict[str, Any]:
+def _cut_short(events: Sequence[Event], generation: RecordedGeneration) -> dict[str, Any]:
     """Dated by its first sign: the detected fault, else the recorded end, else the last thing heard of it."""
     mine = [event for event in events if event.generation == generation.number]
     detected = next((event for event in mine if event.name == FAULT_DETECTED), None)

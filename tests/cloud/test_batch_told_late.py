@@ -10,7 +10,7 @@ from botocore import handlers
 from botocore.stub import Stubber
 from metaflow.plugins.aws.batch.batch_client import RunningJob
 
-from ebbflow.cost.report.report import failures
+from ebbflow.cost.report.report import list_failures
 from ebbflow.flows import metaflow_fixes
 from ebbflow.flows.attempts.settlement import settle
 from ebbflow.flows.job import Job
@@ -57,7 +57,7 @@ def test_what_was_not_waited_for_is_told_afterwards_and_counts_once(job: Job) ->
     assert settled(job, deadline_seconds=1) == []
     events = read_events(job.store)
     assert [event.name for event in events].count(BATCH_ATTEMPT) == 2
-    [failure] = failures(events, {})
+    [failure] = list_failures(events, {})
     assert failure["what"] == "Batch job in queue q: reclaimed"
 
 

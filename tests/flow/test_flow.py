@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.cost.report.figure_text import key_figures
+from ebbflow.cost.report.figure_text import format_key_figures
 from ebbflow.cost.report.report import RunReport
 from tests.support.browser import cut_off, dump
 from tests.support.exposition import values
@@ -80,7 +80,7 @@ def test_the_report_says_who_set_what(default: tuple[FlowRunner, FlowRun]) -> No
 
 def test_every_rendering_shows_the_same_figures(default: tuple[FlowRunner, FlowRun]) -> None:
     runner, run = default
-    figures = key_figures(RunReport.from_json(run.report))
+    figures = format_key_figures(RunReport.from_json(run.report))
     page = (run.folder / "report.html").read_text()
     card = runner.run("card", "get", f"{run.report['job']}/report", "--id", "report")
     assert card.exit_code == 0, card.output
@@ -100,7 +100,7 @@ def test_the_card_is_not_blank_in_a_browser(default: tuple[FlowRunner, FlowRun],
     assert runner.run("card", "get", f"{run.report['job']}/report", str(page), "--id", "report").exit_code == 0
     shown = dump(page, tmp_path)
     body = html.unescape(re.sub(r"<script.*?</script>", "", shown, flags=re.DOTALL))
-    for name, figure in key_figures(RunReport.from_json(run.report)).items():
+    for name, figure in format_key_figures(RunReport.from_json(run.report)).items():
         assert figure in body, f"{name} is missing on the card's page"
     assert not cut_off(page.read_text(), 390, tmp_path / "phone", wait_milliseconds=5000)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.cost.ledger.ledger import fold, spent_usd, told_threshold
+from ebbflow.cost.ledger.ledger import compute_spent_usd, fold, last_notified_threshold
 from ebbflow.cost.report.report import build_report
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
@@ -88,8 +88,8 @@ class Job:
             usd_per_rank_second=GANG_USD_PER_SECOND / 2,
             budget_usd=budget_usd,
             reserve_usd=RESERVE_USD,
-            spent_usd=spent_usd(events),
-            told_threshold=told_threshold(events, budget_usd),
+            spent_usd=compute_spent_usd(events),
+            told_threshold=last_notified_threshold(events, budget_usd),
         )
         config = dict(self.spec.config)
         if max_steps:
@@ -129,4 +129,4 @@ def test_a_real_gang_stops_within_its_budget_and_a_larger_one_goes_on(tmp_path: 
     assert (done.outcome, done.step) == (Outcome.COMPLETED, outcome.step + 3)
     ledger = fold(job.events())
     assert ledger.redone_steps == 0
-    assert float(ledger.total_usd) == pytest.approx(spent_usd(job.events()))
+    assert float(ledger.total_usd) == pytest.approx(compute_spent_usd(job.events()))

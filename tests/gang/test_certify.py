@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ebbflow.training.certify
-from ebbflow.cost.report.figure_text import key_figures
+from ebbflow.cost.report.figure_text import format_key_figures
 from ebbflow.cost.report.report import build_report
 from ebbflow.flows import steps
 from ebbflow.infra.config.schema import RunConfig
@@ -63,8 +63,8 @@ def test_equal_runs_make_a_certificate_that_stands_in_the_report() -> None:
     assert found["holds"] and found["interruptions"][0]["redone_steps"] == 1
     assert "holds" in format_certificate(found) and "bit for bit" in format_certificate(found)
     report = build_report([*interrupted_job(), event(CERTIFICATE, 0.0, **found)])
-    assert key_figures(report)["certificate"] == "resume holds: 1 interruption of 3 steps, bit for bit"
-    assert "certificate" not in key_figures(build_report(interrupted_job()))
+    assert format_key_figures(report)["certificate"] == "resume holds: 1 interruption of 3 steps, bit for bit"
+    assert "certificate" not in format_key_figures(build_report(interrupted_job()))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_the_flow_certifies_a_job_that_is_killed_and_the_report_has_it(
     assert found["workload"] == "text" and found["weights_sha256"] and found["config_sha256"] == config_sha256(config)
     events = told_by(config)
     assert [event.name for event in events] == [CERTIFICATE] and events[0].data == found
-    figures = key_figures(build_report([*interrupted_job(), *events]))
+    figures = format_key_figures(build_report([*interrupted_job(), *events]))
     assert figures["certificate"] == "resume holds: 1 interruption of 12 steps, bit for bit"
 
 

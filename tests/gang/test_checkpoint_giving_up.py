@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from ebbflow.cost.report.render_text import resume_line
+from ebbflow.cost.report.render_text import suggest_next_step
 from ebbflow.cost.report.report import build_report
 from ebbflow.flows import launcher
 from ebbflow.flows.options import checked_options, job_and_config, permits_in
@@ -200,7 +200,7 @@ def test_an_agent_asks_too_and_the_report_says_what_is_missing(tmp_path: Path) -
         log.emit(ROLLBACK, step=2, key="k", found_step=1, found_key="f")
     report = build_report(read_events(job))
     assert (report.outcome, report.exit_code) == (Outcome.ROLLED_BACK, 10)
-    assert resume_line(report).command.endswith(f"run --job {report.job} --accept-rollback")
+    assert suggest_next_step(report).command.endswith(f"run --job {report.job} --accept-rollback")
     assert "the commit of step 2 is missing" in report.events["failures"][-1]["what"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ebbflow.cost.ledger.ledger import fold
-from ebbflow.cost.report.report import notable
+from ebbflow.cost.report.report import list_notable_events
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import GUARD, RESTORE, STEP, read_events
 from ebbflow.training.errors import MemoryGrowth, MicroBatchTooLarge, Rewind, TooManyRewinds
@@ -51,7 +51,7 @@ def test_going_back_is_leaving_out_where_every_step_is_a_commit(tmp_path: Path, 
     (left_out,) = [event for event in skipping.events(STEP) if event.data.get("skipped")]
     taken = left_out.data["seconds"]
     assert seconds["skipped_step"] == pytest.approx(taken["useful_step"] + taken["data_wait"], abs=1e-5)
-    assert [line["step"] for line in notable(read_events(skipping.store)) if line["name"] == GUARD] == [7]
+    assert [line["step"] for line in list_notable_events(read_events(skipping.store)) if line["name"] == GUARD] == [7]
     (event,) = going_back.events(GUARD)
     assert (event.data["action"], event.data["limit"], event.data["first_sample"]) == ("rewind", 6, 56)
     assert going_back.events(RESTORE)[0].step == 6

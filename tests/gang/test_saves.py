@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine
-from ebbflow.cost.report.figure_text import key_figures
-from ebbflow.cost.report.figures import save_figures
+from ebbflow.cost.report.figure_text import format_key_figures
+from ebbflow.cost.report.figures import compute_save_figures
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import build_report
@@ -62,7 +62,7 @@ def test_predicted_and_actual_loss_stand_side_by_side() -> None:
         event(COMMIT_SKIPPED, 5.0, step=6, reason="busy"),
         *(event(COMMIT_FAILED, 6.0, step=8, rank=rank, message="away") for rank in (0, 1)),
     ]
-    found = save_figures(events, ledger)
+    found = compute_save_figures(events, ledger)
     assert found == {
         "skipped": 1,
         "failed": 1,
@@ -72,7 +72,7 @@ def test_predicted_and_actual_loss_stand_side_by_side() -> None:
         "predicted_loss": pytest.approx(0.07),
         "actual_loss": pytest.approx(0.1),
     }
-    empty = save_figures([], replace(ledger, lines=(), paid_microseconds=0))
+    empty = compute_save_figures([], replace(ledger, lines=(), paid_microseconds=0))
     assert {name for name, value in empty.items() if value is not None} == {"skipped", "failed"}
 
 
@@ -92,7 +92,7 @@ def test_every_rendering_shows_the_predicted_loss_beside_the_actual_one() -> Non
     assert report.actual["saves"]["actual_loss"] == pytest.approx(0.1)
     wanted = "stalls and redone steps 10.0 % of paid time, predicted 6.0 %"
     assert json.loads(json.dumps(report.to_json()))["actual"]["saves"] == report.actual["saves"]
-    for rendered in (render_text(report), html.unescape(render_html(report)), str(key_figures(report))):
+    for rendered in (render_text(report), html.unescape(render_html(report)), str(format_key_figures(report))):
         assert wanted in " ".join(rendered.split())
 
 

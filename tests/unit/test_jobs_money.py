@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from ebbflow.cost.errors import PriceError, ReportError
-from ebbflow.cost.jobs import known_job_names, load_report
+from ebbflow.cost.jobs import list_known_jobs, load_report
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.prices.ec2_prices import Unavailable
 from ebbflow.cost.prices.source import observed_pools
-from ebbflow.cost.report.figure_text import CAUSE_HEADER, cause_rows, comparison_rows, key_figures
+from ebbflow.cost.report.figure_text import CAUSE_HEADER, format_cause_rows, format_comparison_rows, format_key_figures
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.render_text import render_table
@@ -78,7 +78,7 @@ def test_an_interruption_carries_all_that_it_cost() -> None:
     assert sum(usd.values()) == report.total_usd == Decimal("0.032")
     assert sum(line.usd for line in fold(killed_job()).causes) == report.total_usd
     for rendering in (render_text(report), render_html(report)):
-        assert all(cell in rendering for row in [CAUSE_HEADER, *cause_rows(report)] for cell in row)
+        assert all(cell in rendering for row in [CAUSE_HEADER, *format_cause_rows(report)] for cell in row)
         assert "ada, project engine" in rendering
 
 
@@ -89,8 +89,8 @@ def test_the_forecast_is_the_first_plans_and_the_budget_says_how_much_is_gone() 
     later.data["budget_usd"] = 0.064
     told = event(BUDGET, 31.0, generation=2, rank=0, threshold=0.5, spent_usd=0.033, budget_usd=0.064, reserve_usd=0.0)
     report = build_report([*events, later, told])
-    assert {row[0]: row[1] for row in comparison_rows(report)}["dollars"] == "$0.9000"
-    assert key_figures(report)["budget"] == "50.0 % of $0.0640, told at 50 %"
+    assert {row[0]: row[1] for row in format_comparison_rows(report)}["dollars"] == "$0.9000"
+    assert format_key_figures(report)["budget"] == "50.0 % of $0.0640, told at 50 %"
 
 
 def test_hindsight_at_one_price_is_the_work_and_one_start() -> None:
@@ -151,7 +151,7 @@ def test_the_command_reports_all_known_jobs_as_csv(tmp_path: Path) -> None:
         (runs / name).mkdir(parents=True)
         (runs / name / "job.json").write_bytes(KnownJob(name, str(tmp_path / "store")).note())
     (runs / "latest").symlink_to("two")
-    assert sorted(known_job_names(runs)) == ["one", "two"]
+    assert sorted(list_known_jobs(runs)) == ["one", "two"]
     done = run("--csv", runs=runs)
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
@@ -177,7 +177,7 @@ def test_a_report_is_loaded_by_file_folder_and_name(tmp_path: Path) -> None:
     assert load_report("demo", store=str(tmp_path), fresh=True).interruptions == 1
     older = {name: value for name, value in written.items() if name != "money"}
     (folder / "report.json").write_text(json.dumps(older))
-    assert cause_rows(load_report(str(folder))) == []
+    assert format_cause_rows(load_report(str(folder))) == []
     (folder / "report.json").write_text("{}")
     for place in (folder / "report.json", tmp_path / "nothing.json", tmp_path / "nowhere"):
         with pytest.raises(ReportError, match=str(place.name)):

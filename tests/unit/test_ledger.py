@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.cost.amounts import apportion, rounded
+from ebbflow.cost.amounts import apportion, round_amount
 from ebbflow.cost.errors import LedgerError
-from ebbflow.cost.ledger.ledger import Ledger, fold, spent_usd
-from ebbflow.cost.ledger.timeline import paid_nodes
-from ebbflow.cost.report.render_text import HEADER, as_row, table_rows
+from ebbflow.cost.ledger.ledger import Ledger, compute_spent_usd, fold
+from ebbflow.cost.ledger.timeline import read_paid_nodes
+from ebbflow.cost.report.render_text import JOB_HEADER, build_job_row, format_job_rows
 from ebbflow.cost.report.report import build_report
 from ebbflow.infra.events import NODE_ENDED, NODE_STARTED, PHASE, PLAN, STEP, Event
 from tests.support.timelines import WALL, GangLog, faulty_jobs, plan_event, timelines
@@ -76,7 +76,7 @@ def test_a_clean_run_by_hand():
     assert set(kinds_of(ledger).values()) == {"measured"}
     assert (ledger.price_kind, ledger.redone_steps, ledger.unattributed_share) == ("recorded 2026-07-20", 0, 0.0)
     assert ledger.useful_on_demand_usd == Decimal("0.020000"), "20 rank-seconds of useful steps at twice the price"
-    assert spent_usd(clean_run()) == pytest.approx(0.02)
+    assert compute_spent_usd(clean_run()) == pytest.approx(0.02)
 
 
 def test_a_kill_by_hand():
@@ -136,7 +136,7 @@ def test_a_node_whose_start_is_lost_is_billed_from_what_else_is_known(heartbeats
     """By its agent's other events it is paid as before; without any, from its first rank's process start."""
     whole = gang_with_phases_emitted_together(heartbeats=heartbeats, ends=ends)
     left = [event for event in whole if event.name != NODE_STARTED]
-    [node, _] = paid_nodes(left)
+    [node, _] = read_paid_nodes(left)
     assert (node.paid_seconds, node.ranks) == (paid_seconds, [0])
     assert node.started_wall == WALL + node.start, "the two clocks of these events differ by WALL"
     ledger = fold(left)
@@ -155,7 +155,7 @@ def test_a_log_that_lost_any_one_event_still_has_a_ledger():
 def test_a_node_of_which_only_the_agents_end_is_left_is_still_billed():
     whole = gang_with_phases_emitted_together()
     left = [event for event in whole if event.node == 0 or event.name == NODE_ENDED]
-    assert [(node.ranks, node.paid_seconds) for node in paid_nodes(left)] == [([0], 20.0), ([1], 20.0)]
+    assert [(node.ranks, node.paid_seconds) for node in read_paid_nodes(left)] == [([0], 20.0), ([1], 20.0)]
     assert fold(left).total_usd == Decimal("0.04")
 
 
@@ -282,7 +282,7 @@ def test_ranks_without_an_agent_are_billed_from_their_own_events():
 @given(st.lists(st.decimals(min_value=0, max_value=1000, places=9), min_size=1, max_size=12), st.integers(0, 6))
 def test_apportioned_parts_sum_to_the_rounded_whole(amounts: list[Decimal], decimals: int):
     parts = apportion(amounts, decimals)
-    assert sum(parts) == rounded(sum(amounts), decimals)
+    assert sum(parts) == round_amount(sum(amounts), decimals)
     assert all(abs(part - amount) < Decimal(1).scaleb(-decimals) for part, amount in zip(parts, amounts, strict=True))
 
 
@@ -359,8 +359,8 @@ def test_useful_time_is_that_of_completed_steps_in_the_final_weights(job: tuple[
     useful = seconds_of(ledger).get("useful_step", 0.0)
     assert useful == pytest.approx(own_seconds, abs=1e-3)
     assert sum(line.rank_microseconds for line in ledger.lines) == ledger.paid_microseconds
-    goodput = as_row(report)["goodput"]
+    goodput = build_job_row(report)["goodput"]
     assert goodput == pytest.approx(own_seconds / ledger.paid_rank_seconds, abs=1e-6)
     if own_seconds == 0.0:
         assert goodput == 0.0 and (report.savings_usd is None or report.savings_usd <= 0)
-        assert table_rows([report, report])[-1][HEADER.index("goodput")] == "0.0 %", "of the fleet"
+        assert format_job_rows([report, report])[-1][JOB_HEADER.index("goodput")] == "0.0 %", "of the fleet"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.cost.ledger.ledger import Ledger, fold, spent_usd
+from ebbflow.cost.ledger.ledger import Ledger, compute_spent_usd, fold
 from ebbflow.infra.events import BATCH_ATTEMPT, NODE_STARTED, Event
 from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
 
@@ -61,7 +61,7 @@ def assert_adds_up(ledger: Ledger) -> None:
 def test_a_killed_attempt_pays_from_batchs_start_to_its_stop() -> None:
     events = [plan_event(3.6), *gang("j").events, told("j", -100.0, 60.0)]
     ledger = fold(events)
-    assert ledger.total_usd == Decimal("0.16") == Decimal(str(spent_usd(events)))
+    assert ledger.total_usd == Decimal("0.16") == Decimal(str(compute_spent_usd(events)))
     found = seconds_of(ledger)
     assert found["startup"] == 2 * (100 + 10), "Batch's start to the first word, and the agent's own"
     assert found["interruption"] == 2 * (10 + 20), "from the last step to the last word, and on to the stop"

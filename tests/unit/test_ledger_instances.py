@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.cost.ledger.ledger import Ledger, fold
-from ebbflow.cost.report.figure_text import trust_lines
+from ebbflow.cost.report.figure_text import explain_figures
 from ebbflow.cost.report.report import build_report
 from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, Event
 from tests.support.timelines import GangLog, plan_event, prices_event, timelines
@@ -203,10 +203,10 @@ def test_the_report_says_which_machines_were_charged_how() -> None:
     assert [(line["pool"], line["nodes"], line["usd"]) for line in report.money["prices"]] == [
         ("g6.4xlarge spot", 1, 0.1), ("g5.xlarge spot", 1, 0.1),
     ]  # fmt: skip
-    [told] = [line for line in trust_lines(report) if line.startswith("prices: 1 of 2 nodes on g6.4xlarge spot")]
+    [told] = [line for line in explain_figures(report) if line.startswith("prices: 1 of 2 nodes on g6.4xlarge spot")]
     assert "of the planned g5.xlarge spot" in told and "no price is on record" in told
     plan = real_plan()
     plan.data["chosen"]["quoted_usd_per_hour"] = "3.60"
     for machine, quoted in ((OTHER, False), (OTHER | SPOT, True)):
-        lines = trust_lines(build_report([plan, *gang([machine]).events]))
+        lines = explain_figures(build_report([plan, *gang([machine]).events]))
         assert any("$3.60/h per node" in line for line in lines) is quoted, "the quote is of the planned machine"

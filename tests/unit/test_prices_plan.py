@@ -13,7 +13,7 @@ from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.cost.prices.source import open_prices
-from ebbflow.cost.report.figure_text import key_figures, trust_lines
+from ebbflow.cost.report.figure_text import explain_figures, format_key_figures
 from ebbflow.cost.report.report import build_report
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import PLAN
@@ -126,13 +126,13 @@ def test_the_price_reaches_terms_bill_and_report_as_quoted_with_kind_and_age():
     assert ledger.price_kind == "recorded 2026-09-21 08:00 UTC, 6.2 h old"
     report = build_report(events)
     assert report.savings_usd is None, "no on-demand price of us-east-2 is on record to compare with"
-    assert key_figures(report)["prices"] == ledger.price_kind
-    trust = " ".join(trust_lines(report))
+    assert format_key_figures(report)["prices"] == ledger.price_kind
+    trust = " ".join(explain_figures(report))
     assert "recorded in synthetic.json (us-east-1, us-east-2, us-west-2 2026-09-21 08:00 UTC, 6.2 h old)" in trust
     assert "dollars: recorded 2026-09-21 08:00 UTC, 6.2 h old, $0.298800/h per node; exact" in trust
     local = build_report([event(PLAN, 0.0, **plan.as_simulated().to_json()), *gang.events])
-    assert key_figures(local)["prices"] == "simulated: priced as if on 2 × g5.xlarge spot in use2-az1"
-    trust = " ".join(trust_lines(local))
+    assert format_key_figures(local)["prices"] == "simulated: priced as if on 2 × g5.xlarge spot in use2-az1"
+    trust = " ".join(explain_figures(local))
     assert "in use2-az1, $0.298800/h per node (recorded 2026-09-21 08:00 UTC, 6.2 h old); exact at that price" in trust
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from ebbflow.cost.bill import read_bill
 from ebbflow.cost.errors import BillError
-from ebbflow.cost.reconcile import Reconciliation, compare, explain, render
+from ebbflow.cost.reconcile import Reconciliation, explain_gap, join_bill, render
 from ebbflow.infra.events import Event
 from ebbflow.infra.layout import event_key
 from ebbflow.infra.store import Store
@@ -63,7 +63,7 @@ def two_instances() -> tuple[list[Event], list[Instance]]:
 
 def reconciled(events: list[Event], instances: list[Instance], folder: Path, *extra: dict, **how) -> Reconciliation:
     rows = [row for instance in instances for row in rows_of(instance)]
-    return explain(compare(events, read_bill(write_report(folder / "cur.csv", [*rows, *extra], **how))))
+    return explain_gap(join_bill(events, read_bill(write_report(folder / "cur.csv", [*rows, *extra], **how))))
 
 
 def kinds(found: Reconciliation) -> list[tuple[str, str]]:
@@ -263,7 +263,7 @@ def test_a_delivery_that_is_given_twice_is_counted_once(tmp_path: Path, ids: str
     kept, again = [*kept, {**kept[0], key: kept[0][key] and "z"}], [*again, {**again[0], key: again[0][key] and "z"}]
     files = [write_report(tmp_path / "first.csv", kept), write_report(tmp_path / "second.csv", again)]
     both = [line for number, path in enumerate(files) for line in read_bill(path, delivery=number)]
-    once, twice = explain(compare(events, read_bill(files[0]))), explain(compare(events, both))
+    once, twice = explain_gap(join_bill(events, read_bill(files[0]))), explain_gap(join_bill(events, both))
     assert twice.billed_usd == once.billed_usd == total_usd(kept)
     assert (once.account.twice, twice.account.twice) == (0, len(kept))
     assert f"{len(kept)} lines were given twice" in render(twice) and twice.to_json()["repeated_lines"] == len(kept)
@@ -276,11 +276,11 @@ def test_deliveries_that_differ_are_refused_or_named(tmp_path: Path) -> None:
     dearer = [{**row, "lineItem/UnblendedCost": "9"} for row in rows]
     newer = write_report(tmp_path / "newer.csv", dearer)
     with pytest.raises(BillError, match=r"newer.csv:2: .*give the newest one alone"):
-        compare(events, [*read_bill(first), *read_bill(newer, delivery=1)])
+        join_bill(events, [*read_bill(first), *read_bill(newer, delivery=1)])
     other = write_report(
         tmp_path / "ids.csv", [{**row, "identity/LineItemId": f"x{n}"} for n, row in enumerate(dearer)]
     )
-    doubled = explain(compare(events, [*read_bill(first), *read_bill(other, delivery=1)]))
+    doubled = explain_gap(join_bill(events, [*read_bill(first), *read_bill(other, delivery=1)]))
     assert not doubled.agrees and ("billed twice", "i-one") in kinds(doubled)
 
 
@@ -290,6 +290,8 @@ def test_a_delivery_that_corrects_a_part_of_an_hour_is_named(tmp_path: Path) -> 
         one = Instance(instance_id="i-one", start=WALL - BOOT, end=end, usd_per_hour=lambda at: 3.6, tags=TAG)
         rows = [{**row, "identity/LineItemId": f"{number}"} for row in rows_of(one)]
         files.append(write_report(tmp_path / f"{number}.csv", rows))
-    assert explain(compare(events, read_bill(files[1]))).agrees
-    both = explain(compare(events, [line for n, path in enumerate(files) for line in read_bill(path, delivery=n)]))
+    assert explain_gap(join_bill(events, read_bill(files[1]))).agrees
+    both = explain_gap(
+        join_bill(events, [line for n, path in enumerate(files) for line in read_bill(path, delivery=n)])
+    )
     assert kinds(both) == [("billed twice", "i-one")] and "in two files that differ" in both.findings[0].words

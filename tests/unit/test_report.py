@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from ebbflow.cost.amounts import usd
+from ebbflow.cost.amounts import format_usd
 from ebbflow.cost.errors import ReportError
 from ebbflow.cost.plan.plan import make_plan
-from ebbflow.cost.report.figure_text import key_figures, ledger_rows
+from ebbflow.cost.report.figure_text import format_key_figures, format_ledger_rows
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import RunReport, build_report, events_frame, ledger_frame, loss_frame
@@ -164,10 +164,10 @@ def expensive() -> list[Event]:
 def test_every_rendering_holds_the_same_figures(job):
     report = build_report(job())
     text, page = render_text(report), html.unescape(render_html(report))
-    for name, figure in key_figures(report).items():
+    for name, figure in format_key_figures(report).items():
         assert figure in text, name
         assert figure in page, name
-    for row in ledger_rows(report):
+    for row in format_ledger_rows(report):
         for cell in row:
             assert cell in text and cell in page
     assert max(map(len, text.splitlines())) <= 100
@@ -175,7 +175,7 @@ def test_every_rendering_holds_the_same_figures(job):
 
 
 def assert_displayed_rows_add_up(report: RunReport) -> str:
-    *lines, total = ledger_rows(report)
+    *lines, total = format_ledger_rows(report)
     for column in (1, 3):
         amounts = [Decimal(re.sub(r"[$,]", "", row[column])) for row in [*lines, total]]
         assert sum(amounts[:-1]) == amounts[-1], total
@@ -241,8 +241,8 @@ def test_losses_that_are_no_numbers_break_nothing():
     page, text = render_html(report), render_text(report)
     assert page.count("<polyline") == 2, "the curve must not bridge what was not finite"
     assert "nan" not in re.sub(r"loss nan at step 8", "", (page + text).lower())
-    assert "held-out loss" not in key_figures(report), "a row of n/a says nothing"
-    assert not [name for name, figure in key_figures(report).items() if figure.startswith("n/a")]
+    assert "held-out loss" not in format_key_figures(report), "a row of n/a says nothing"
+    assert not [name for name, figure in format_key_figures(report).items() if figure.startswith("n/a")]
     json.dumps(report.to_json(), allow_nan=False)
     frame = loss_frame(report)
     assert frame["loss"].isna().sum() == 3
@@ -259,8 +259,8 @@ def test_a_zombies_late_step_does_not_rewrite_the_curve():
 
 def test_dollars_are_written_one_way():
     shown = {0.00004: "$0.0000", 9.99996: "$10.0000", 10: "$10.00", Decimal("1234.565"): "$1,234.56", -0.02: "-$0.0200"}
-    assert {amount: usd(amount) for amount in shown} == shown
-    assert usd(None) == usd(math.nan) == "n/a"
+    assert {amount: format_usd(amount) for amount in shown} == shown
+    assert format_usd(None) == format_usd(math.nan) == "n/a"
 
 
 def test_frames_hold_the_same_numbers():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ebbflow.cost.capacity import as_placed, history_of, place
-from ebbflow.cost.report.figure_text import attempt_rows, place_rows, price_text, trust_lines
+from ebbflow.cost.report.figure_text import describe_prices, explain_figures, format_attempt_rows, format_placement_rows
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import RunReport, build_report
@@ -77,9 +77,9 @@ def test_all_of_it_is_rendered(report: RunReport) -> None:
     text, page = render_text(report), html.unescape(render_html(report))
     assert max(len(line) for line in text.splitlines() if "prices  " not in line) <= 100
     plain = " ".join(text.replace("│", " ").split())
-    for row in attempt_rows(report.money["attempts"]):
+    for row in format_attempt_rows(report.money["attempts"]):
         assert " ".join(row) in plain and all(f">{cell}</td>" in page for cell in row)
-    for _, where, why in place_rows(report.money["attempts"]):
+    for _, where, why in format_placement_rows(report.money["attempts"]):
         assert why.split(";")[0] in plain and f">{where}</td>" in page and f">{why}</td>" in page
     assert "interruption: reclaimed" in plain, "not lost without a word: Batch told it"
     assert "never started" in plain and "Batch job in queue q: reclaimed" in plain
@@ -107,14 +107,14 @@ def test_a_job_that_an_unanswered_submit_made_twice_is_paid_for_and_no_attempt_o
 
 def test_a_job_that_never_started_says_so_and_not_that_it_had_no_plan() -> None:
     log = JobLog()
-    assert price_text(build_report([event(PREFLIGHT, 0.0, results=[])])).endswith("it has no plan")
+    assert describe_prices(build_report([event(PREFLIGHT, 0.0, results=[])])).endswith("it has no plan")
     placed(log, 0.0, 0.0)
     told(log, "never_started", 1800.0, started=None, job_id="one")
     report = build_report(log.events)
     assert report.total_usd == 0
-    assert price_text(report).startswith("none: nothing of the job has started")
-    assert "1 × g5.xlarge spot" in price_text(report) and "no plan" not in render_text(report)
-    assert "exact at that price" not in " ".join(trust_lines(report))
+    assert describe_prices(report).startswith("none: nothing of the job has started")
+    assert "1 × g5.xlarge spot" in describe_prices(report) and "no plan" not in render_text(report)
+    assert "exact at that price" not in " ".join(explain_figures(report))
 
 
 @pytest.mark.parametrize("away", [True, False])
@@ -123,7 +123,9 @@ def test_jobs_of_the_light_steps_are_told_as_not_counted_where_there_were_any(aw
     log.events.append(event(PREFLIGHT, 0.0, results=[], sent_away=away))
     placed(log, 1.0, 0.0)
     told(log, "ended", 900.0, started=120.0, job_id="one")
-    found = [line for line in trust_lines(build_report(log.events)) if line.startswith("not counted: the jobs of the")]
+    found = [
+        line for line in explain_figures(build_report(log.events)) if line.startswith("not counted: the jobs of the")
+    ]
     assert bool(found) is away
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from ebbflow.cost.plan.plan import Plan, make_plan
-from ebbflow.cost.report.figure_text import comparison_rows, generation_rows, key_figures
+from ebbflow.cost.report.figure_text import format_comparison_rows, format_generation_rows, format_key_figures
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
-from ebbflow.cost.report.render_text import resume_line
+from ebbflow.cost.report.render_text import suggest_next_step
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.schema import RunConfig
@@ -43,7 +43,7 @@ def ended(outcome: Outcome | str, *, budget_usd: float | None = None, deadline_h
 
 
 def command(report: RunReport) -> str:
-    following = resume_line(report)
+    following = suggest_next_step(report)
     assert following is not None
     return following.command
 
@@ -67,7 +67,7 @@ def test_each_outcome_says_once_how_to_go_on(outcome: Outcome) -> None:
         assert rendered.count("flows/train_flow.py") == (outcome is not Outcome.COMPLETED)
     assert max(map(len, text.splitlines())) <= 100
     if outcome is Outcome.COMPLETED:
-        assert resume_line(report) is None
+        assert suggest_next_step(report) is None
         return
     assert command(report) in text and command(report) in page
     resumed = ".venv/bin/python flows/train_flow.py resume train --origin-run-id run-1"
@@ -76,12 +76,12 @@ def test_each_outcome_says_once_how_to_go_on(outcome: Outcome) -> None:
     else:
         assert command(report).startswith(".venv/bin/python flows/train_flow.py run --job demo")
     again = RunReport.from_json(json.loads(json.dumps(report.to_json(), allow_nan=False)))
-    assert resume_line(again) == resume_line(report)
+    assert suggest_next_step(again) == suggest_next_step(report)
 
 
 def test_the_command_names_the_interpreter_and_survives_a_shell() -> None:
     report = ended(Outcome.INTERRUPTED)
-    following = resume_line(report, python="/my env/bin/python")
+    following = suggest_next_step(report, python="/my env/bin/python")
     assert following is not None
     assert shlex.split(following.command)[:2] == ["/my env/bin/python", "flows/train_flow.py"]
     assert following.command in render_text(report, python="/my env/bin/python")
@@ -111,7 +111,7 @@ def test_a_refused_plan_is_not_refused_again_with_what_is_suggested(limit: dict[
 def test_without_capacity_the_hint_of_the_plan_is_told() -> None:
     plan = make_plan(RunConfig.model_validate({"cluster": {"instance_types": ["q9"]}}), now_utc=WALL)
     report = build_report([event(PLAN, 2.0, **plan.to_json())])
-    following = resume_line(report)
+    following = suggest_next_step(report)
     assert following is not None and plan.refusal is not None
     assert plan.refusal.hint in following.words
     assert following.command.endswith("run --job demo")
@@ -138,7 +138,7 @@ def test_a_loss_that_is_no_number_is_read_as_null_and_as_nan(strict: bool) -> No
     assert report.loss_curve == [(1, 2.0), (2, 1.0), (3, None)]
     assert report.outcome is Outcome.NON_FINITE
     assert report.actual["held_out_loss"] is None and report.actual["mfu"] is None
-    following = resume_line(report)
+    following = suggest_next_step(report)
     assert following is not None and "would fail again at step 3" in following.words
     assert setting(report) == ("training.learning_rate", "0.0015")
     page, text = render_html(report), render_text(report)
@@ -158,15 +158,15 @@ def test_mfu_says_of_what() -> None:
             one.data["flops"] = 2e9
     gang.outcome("completed")
     report = build_report([plan_event(), *gang.events])
-    assert key_figures(report)["MFU"] == "25.0 % of measured peak"
-    assert ("MFU", "30.0 % of data sheet peak", "25.0 % of measured peak") in comparison_rows(report)
+    assert format_key_figures(report)["MFU"] == "25.0 % of measured peak"
+    assert ("MFU", "30.0 % of data sheet peak", "25.0 % of measured peak") in format_comparison_rows(report)
     assert "25.0 % of measured peak" in render_text(report) and "25.0 % of measured peak" in render_html(report)
-    assert "MFU" not in key_figures(ended(Outcome.COMPLETED))
+    assert "MFU" not in format_key_figures(ended(Outcome.COMPLETED))
 
 
 def test_generations_are_listed_when_there_is_more_than_one() -> None:
     report = build_report(interrupted_job())
-    assert generation_rows(report) == [
+    assert format_generation_rows(report) == [
         ("1", "0", "6", "40.00", "node lost", "node 1 (host-1) was lost"),
         ("2", "4", "8", "28.00", "completed", ""),
     ]
@@ -176,7 +176,7 @@ def test_generations_are_listed_when_there_is_more_than_one() -> None:
     (line,) = [line for line in text.splitlines() if re.search(r"│ +1 |│ 1 ", line)]
     assert line.endswith("40.00  node lost  node 1 (host-1) was lost")
     single = ended(Outcome.COMPLETED)
-    assert generation_rows(single) == [] and "<h2>Generations" not in render_html(single)
+    assert format_generation_rows(single) == [] and "<h2>Generations" not in render_html(single)
 
 
 def test_many_generations_with_long_foreign_culprits_stay_within_the_line() -> None:
@@ -192,7 +192,7 @@ def test_many_generations_with_long_foreign_culprits_stay_within_the_line() -> N
     assert max(map(len, text.splitlines())) <= 100 and "\x1b" not in text
     assert "… and 18 earlier ones" in text
     assert "<b onload" not in page and page.count("&lt;b onload") > 30
-    paid = [Decimal(row[3]) for row in generation_rows(report)]
+    paid = [Decimal(row[3]) for row in format_generation_rows(report)]
     assert len(paid) == 30 and sum(paid) == round(Decimal(str(report.paid_rank_seconds)), 2)
 
 
@@ -216,7 +216,7 @@ def test_a_completed_job_stays_so_when_a_later_run_of_it_is_refused() -> None:
     refused = build_report([*done, settings(499.0, "9"), later(500.0, Outcome.PREFLIGHT)])
     assert refused.configuration == build_report(done).configuration != []
     assert refused.money["owner"] == build_report(done).money["owner"] != ""
-    assert (refused.outcome, refused.exit_code, resume_line(refused)) == (Outcome.COMPLETED, 0, None)
+    assert (refused.outcome, refused.exit_code, suggest_next_step(refused)) == (Outcome.COMPLETED, 0, None)
     assert refused.events["refused"] == {"run": "9", "outcome": "preflight"}
     assert refused.weights_sha256 == build_report(done).weights_sha256 is not None
     said = "run 9 was refused (preflight: 2 checks failed), and the job stays as it was"
@@ -256,5 +256,5 @@ def test_an_mfu_above_100_percent_is_withheld_with_its_reason() -> None:
     report = measured_job(0.2e9)
     assert report.actual["mfu"] is None
     why = "withheld: 2.5 times the peak, which was measured while the machine was busy"
-    assert key_figures(report)["MFU"] == why
+    assert format_key_figures(report)["MFU"] == why
     assert why in render_text(report) and max(map(len, render_text(report).splitlines())) <= 100
