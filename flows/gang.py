@@ -34,7 +34,7 @@ from ebbflow.infra.events import read_events
 from ebbflow.infra.process import StoppedProcesses, children
 
 if TYPE_CHECKING:
-    from ebbflow.training.launch import GangSpec
+    from ebbflow.training.launch.messages import GangSpec
 
 
 _VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -169,7 +169,7 @@ def train_node(flow: Any, this: Any) -> dict:
 
 def _train(flow: Any, this: Any, order: Order | None, *, node: int, main_address: str) -> dict:
     from ebbflow.training.errors import GangError, TrainingError
-    from ebbflow.training.launch import run_gang
+    from ebbflow.training.launch.agent import run_gang
 
     if order is not None and order.does == "stop":
         return _stopped(flow, order, node)
@@ -222,8 +222,8 @@ def _placed_task(this: Any) -> str:
 
 def _gang_spec(flow: Any, this: Any, order: Order | None, *, node: int, main_address: str) -> GangSpec:
     """What this node's agent must know. Raises StoreError when what was spent so far cannot be read."""
-    from ebbflow.training.launch import GangSpec
-    from ebbflow.training.launch.ports import control_ports
+    from ebbflow.training.launch.messages import GangSpec
+    from ebbflow.training.launch.transport import control_ports
 
     job = Job.of(flow, this.run_id)
     shape = gang_shape(flow, order)

@@ -112,7 +112,7 @@ def order_key(run: str, step: str, task: str, attempt: int) -> str:
 
 
 def secret_key(run: str, attempt: int) -> str:
-    """By which the agents of one start know each other (`ebbflow.training.launch.handshake`)."""
+    """By which the agents of one start know each other (`ebbflow.training.launch.transport`)."""
     return f"secrets/{run}-{attempt}"
 
 

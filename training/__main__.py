@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
 
         sys.exit(certify(arguments[1:]))
     if arguments[:1] == ["--standby"]:
-        from ebbflow.training.launch.standby import STANDBY_VARIABLE
+        from ebbflow.training.launch.workers import STANDBY_VARIABLE
         from ebbflow.training.standby import serve
 
         serve(int(os.environ[STANDBY_VARIABLE]))

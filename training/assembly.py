@@ -32,10 +32,8 @@ from ebbflow.training.errors import DataError
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import fit_micro_batch, make_guards, overridden
 from ebbflow.training.guards.overrides import Overrides
-from ebbflow.training.launch.control import Control
-from ebbflow.training.launch.patience import try_again
-from ebbflow.training.launch.spec import WorkerSpec
-from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.launch.heartbeat import Heartbeat
+from ebbflow.training.launch.messages import Control, WorkerSpec
 from ebbflow.training.limits import Limits
 from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.parallel import spread_model
@@ -45,6 +43,7 @@ from ebbflow.training.position import Position
 from ebbflow.training.progress import Progress
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Reporter
+from ebbflow.training.retry import try_again
 from ebbflow.training.trainer import Rehearsal, Trainer
 from ebbflow.training.weights.files import describe_files
 from ebbflow.training.weights.load import load_weights

@@ -26,8 +26,8 @@ from ebbflow.infra.process import die_with_parent
 from ebbflow.infra.program import PROJECT_ROOT, python_path
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError, TrainingError
-from ebbflow.training.launch.local import LocalGang
-from ebbflow.training.launch.spec import GangOutcome, GangSpec
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.messages import GangOutcome, GangSpec
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.launch.devices import DeviceChoice, VisibleGpus, assign_gpus, see_gpus
-from ebbflow.training.launch.ports import on_loopback
+from ebbflow.training.launch.transport import on_loopback
 from ebbflow.training.wire import LARGEST_ROW_BYTES, MOST_RANKS, Wire, open_wire
 
 

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
-from ebbflow.training.launch.control import Control
+from ebbflow.training.launch.messages import Control
 
 _LEAVING_SECONDS = 2.0  # from the last save to the end of the process
 _STEPS_REMEMBERED = 32

@@ -18,9 +18,9 @@ from ebbflow.infra.layout import parse_commit_key
 from ebbflow.infra.metrics import NODE_METRICS, Board, Group, MetricsServer, Pusher, delete_group
 from ebbflow.infra.terms import Terms
 from ebbflow.training.clock import process_start_monotonic
-from ebbflow.training.launch.ports import on_loopback
-from ebbflow.training.launch.spec import WorkerSpec
-from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.launch.heartbeat import Heartbeat
+from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.launch.transport import on_loopback
 from ebbflow.training.limits import Limits
 
 Emit = Callable[..., Any]

@@ -30,7 +30,7 @@ from ebbflow.training.checkpoint.rollback import PERMITS, check_rollback, newest
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.gang import Gang, leave
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
-from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.workloads.examine import PREPARE_SECONDS
 from ebbflow.training.workloads.loader import prepare_data, workload_context
 from ebbflow.training.workloads.trial import try_workload

@@ -28,8 +28,8 @@ from ebbflow.training.clock import Clock
 from ebbflow.training.engine import train
 from ebbflow.training.errors import TrainingError, WorkloadError, describe_exception, describe_traceback
 from ebbflow.training.gang import Gang, connect, disconnect, leave
-from ebbflow.training.launch.spec import WorkerSpec
-from ebbflow.training.launch.watch.heartbeat import Observed
+from ebbflow.training.launch.heartbeat import Observed
+from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.metrics import live_metrics
 from ebbflow.training.position import Ending
 from ebbflow.training.standalone import Request, parse_arguments, release_job, share_spec

@@ -14,10 +14,10 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.process import children
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError
-from ebbflow.training.launch.local import LocalGang
-from ebbflow.training.launch.ports import control_ports
-from ebbflow.training.launch.spec import GangSpec
-from ebbflow.training.launch.watch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.messages import GangSpec
+from ebbflow.training.launch.transport import control_ports
 
 Alter = Callable[[GangSpec], GangSpec | None]
 

@@ -11,7 +11,7 @@ from benchmarks.chaos.orders import Strike
 from benchmarks.chaos.scene import Scene
 from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.training.errors import GangError
-from ebbflow.training.launch.spec import GangOutcome
+from ebbflow.training.launch.messages import GangOutcome
 
 _STEADY_STEPS = 8
 _STEADY_SECONDS = 120.0  # from a start to steady steps, on a busy machine

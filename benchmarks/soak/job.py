@@ -23,8 +23,8 @@ from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.errors import GangError
-from ebbflow.training.launch.local import LocalGang
-from ebbflow.training.launch.spec import GangOutcome, GangSpec
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.messages import GangOutcome, GangSpec
 
 _VICTIMS = ("rank", "uploader", "agent", "everything")
 _TIMEOUT_SECONDS = 600.0

@@ -24,8 +24,8 @@ from ebbflow.training.data import SampleOrder, open_tokens
 from ebbflow.training.engine import train
 from ebbflow.training.errors import TrainingError
 from ebbflow.training.gang import Gang
-from ebbflow.training.launch.spec import WorkerSpec
-from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.launch.heartbeat import Heartbeat
+from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.position import Position
 from ebbflow.training.saver import NoSaver
 

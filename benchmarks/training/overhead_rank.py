@@ -14,7 +14,7 @@ from benchmarks.training.laps import await_all
 from benchmarks.training.parts import example_row, judged, measure_parts
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.training.gang import Gang
-from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.pulse import exchange
 
 BARE, WATCHED, GUARDED = "bare", "watched", "guarded"

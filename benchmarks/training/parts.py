@@ -18,7 +18,7 @@ from ebbflow.infra.store import Store
 from ebbflow.training.data import SampleOrder
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Guards
-from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.position import Position
 from ebbflow.training.pulse import Pulse, Row, exchange
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ebbflow import training
 from ebbflow.training.errors import GangError
-from ebbflow.training.launch.ports import rendezvous_port
+from ebbflow.training.launch.transport import rendezvous_port
 
 _ADDRESS = "127.0.0.1"
 _POLL_SECONDS = 0.05

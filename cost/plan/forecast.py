@@ -209,7 +209,7 @@ def _waits(chance: numpy.random.Generator, reclaims: numpy.ndarray) -> numpy.nda
     return sums * reclaims / numpy.maximum(some, 1)
 
 
-# After so much silence an agent takes a peer for lost (training/launch/channel.py).
+# After so much silence an agent takes a peer for lost (training/launch/transport.py).
 DETECT_SECONDS = 20.0
 # A save stages to host memory at about a third of a memcpy's 6 GB/s, plus planning.
 STAGING_BYTES_PER_SECOND = 2e9

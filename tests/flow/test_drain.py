@@ -18,10 +18,9 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import NOTICE
 from ebbflow.infra.instance import ENDPOINT_VARIABLE
 from ebbflow.infra.notices import rehearse_notice
-from ebbflow.training.launch import standing as standing_module
-from ebbflow.training.launch.control import CAUSES, Control, Order
-from ebbflow.training.launch.drain import Drain
-from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.launch import preemption as standing_module
+from ebbflow.training.launch.messages import CAUSES, Control, GangSpec, Order
+from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.limits import Limits, Stop
 from tests.support.flow import wait_until
 

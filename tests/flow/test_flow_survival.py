@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.launch.heartbeat import Heartbeat
 from tests.support.flow import (
     FlowRun,
     FlowRunner,

@@ -15,8 +15,8 @@ from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTO
 from ebbflow.infra.layout import commit_key
 from ebbflow.infra.metrics import NODE_METRICS, Board, Group, Pusher, delete_group
 from ebbflow.infra.terms import Terms
-from ebbflow.training.launch.spec import WorkerSpec
-from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.launch.heartbeat import Heartbeat
+from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.metrics import live_metrics
 from tests.support.exposition import PROMTOOL, lint, parse, values
 from tests.support.flow import wait_until

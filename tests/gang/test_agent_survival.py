@@ -24,13 +24,13 @@ from ebbflow.infra.process import signal_name
 from ebbflow.infra.store import Store
 from ebbflow.training import worker as worker_module
 from ebbflow.training.errors import LONGEST_MESSAGE, GangError, WorkloadError, error_class
-from ebbflow.training.launch import run_gang
-from ebbflow.training.launch.echo import Echo, say, show_last_lines
-from ebbflow.training.launch.leading import Leading
-from ebbflow.training.launch.lines import RankLog
-from ebbflow.training.launch.spec import WorkerSpec
-from ebbflow.training.launch.verdict import guilty
-from ebbflow.training.launch.watch import Deadlines, Watch, WorkerFailure
+from ebbflow.training.launch.agent import run_gang
+from ebbflow.training.launch.coordinator import Leading
+from ebbflow.training.launch.evidence import WorkerFailure
+from ebbflow.training.launch.heartbeat import Deadlines
+from ebbflow.training.launch.logs import Echo, RankLog, say, show_last_lines
+from ebbflow.training.launch.messages import WorkerSpec, guilty
+from ebbflow.training.launch.watch import Watch
 from ebbflow.training.launch.workers import Worker
 from tests.support.gangs import endless_gang
 

@@ -15,8 +15,8 @@ from ebbflow.infra.events import BUDGET, COMMIT, NODE_STARTED, PLAN, STEP, Event
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
-from ebbflow.training.launch import GangOutcome, GangSpec
-from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.messages import GangOutcome, GangSpec
 from ebbflow.training.limits import Limits, Stop
 from tests.support.gangs import endless_gang
 from tests.support.timelines import plan_event

@@ -29,7 +29,7 @@ from ebbflow.training.certify import (
     gang_size,
     small_config,
 )
-from ebbflow.training.launch.spec import GangOutcome
+from ebbflow.training.launch.messages import GangOutcome
 from ebbflow.training.workloads.language_model import TextBatch
 from tests.support.timelines import event
 from tests.unit.test_report import interrupted_job

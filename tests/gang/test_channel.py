@@ -17,9 +17,17 @@ import pytest
 from ebbflow.infra.process import AwakeClock
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError
-from ebbflow.training.launch import channel
-from ebbflow.training.launch.channel import Connection, Lobby, Message, join
-from ebbflow.training.launch.handshake import SECRET_BYTES, StartSecret, follower_proof, new_nonce
+from ebbflow.training.launch import transport
+from ebbflow.training.launch.transport import (
+    SECRET_BYTES,
+    Connection,
+    Lobby,
+    Message,
+    StartSecret,
+    follower_proof,
+    join,
+    new_nonce,
+)
 from tests.support.gangs import KNOWN, SECRET, free_port
 
 TOKEN, HELLO = "job/run/0/2x1", {"node": 1, "host": "b"}
@@ -157,7 +165,7 @@ def test_no_stranger_is_let_in_or_keeps_a_node_out(attack: Callable[[Door], list
 
 
 def test_idle_strangers_are_dropped_whatever_they_trickle(lobby: Lobby, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(transport, "HANDSHAKE_SECONDS", 0.5)
     silent, trickling = (connect(("127.0.0.1", lobby.port)) for _ in range(2))
     dropped: set[socket.socket] = set()
     limit = time.monotonic() + 60

@@ -29,7 +29,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.training.errors import CheckpointError, GangError
-from ebbflow.training.launch.spec import GangOutcome
+from ebbflow.training.launch.messages import GangOutcome
 
 SYNC = "import os, sys; file = open(sys.argv[1], 'wb'); file.write(b'x'); file.flush(); os.fsync(file.fileno())"
 

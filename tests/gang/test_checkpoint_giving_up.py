@@ -33,7 +33,7 @@ from ebbflow.training.checkpoint.restore import assign_second_readers
 from ebbflow.training.checkpoint.rollback import ROLLBACK as ROLLBACK_PERMIT
 from ebbflow.training.checkpoint.rollback import check_rollback
 from ebbflow.training.errors import GangError, NothingToRestore, RolledBack, UnreliableReader
-from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.agent import LocalGang
 from tests.support.gangs import endless_gang
 
 

@@ -36,8 +36,8 @@ from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
 from ebbflow.training.checkpoint.signing import signed_index_bytes
 from ebbflow.training.checkpoint.verified_io import canonical_json, crc_text, sha256_text
 from ebbflow.training.errors import CheckpointError, CorruptCommit, GangError, NoSigningKey, NothingToRestore
-from ebbflow.training.launch.local import LocalGang
-from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.messages import WorkerSpec
 from tests.support.gangs import endless_gang
 
 

@@ -35,7 +35,7 @@ from ebbflow.training.errors import (
     UnreliableReader,
 )
 from ebbflow.training.gang import Gang
-from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.launch.messages import WorkerSpec
 
 
 @pytest.fixture

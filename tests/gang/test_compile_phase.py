@@ -11,8 +11,7 @@ import torch
 
 from ebbflow.infra.events import LedgerClass
 from ebbflow.training.clock import Clock
-from ebbflow.training.launch.watch.heartbeat import Beat, Heartbeat
-from ebbflow.training.launch.watch.limits import Deadlines, PhaseLimits
+from ebbflow.training.launch.heartbeat import Beat, Deadlines, Heartbeat, PhaseLimits
 from ebbflow.training.parallel.compiling import tell_compilation
 from ebbflow.training.reporter import Reporter
 from tests.support.guard_jobs import Job

@@ -15,8 +15,8 @@ from ebbflow.infra.config import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.preflight import Finding
 from ebbflow.training.errors import DeviceUnavailable, GangError
+from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.devices import NodeGpuCheck, VisibleGpus, assign_gpus, see_gpus
-from ebbflow.training.launch.local import LocalGang
 from tests.support.gangs import endless_gang, run_ranks
 
 # A rank that joins several gangs with the GPUs named on its command line, and prints its device in each.

@@ -14,9 +14,9 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.notices import rehearse_notice
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import reachable_commits
-from ebbflow.training.launch import GangOutcome, GangSpec
-from ebbflow.training.launch.local import LocalGang
-from ebbflow.training.launch.watch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.messages import GangOutcome, GangSpec
 from tests.support.flow import wait_until
 from tests.support.gangs import endless_gang
 

@@ -23,8 +23,8 @@ from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.evaluation import Evaluation
 from ebbflow.training.gang import Gang
-from ebbflow.training.launch import GangSpec
-from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.messages import GangSpec
 from ebbflow.training.limits import Limits
 from ebbflow.training.parallel import Spread
 from tests.support.alone import run_alone

@@ -19,9 +19,9 @@ from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.errors import GangError
-from ebbflow.training.launch import GangSpec
-from ebbflow.training.launch.local import LocalGang
-from ebbflow.training.launch.watch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.messages import GangSpec
 from tests.support.flow import listening_addresses, wait_until
 from tests.support.gangs import endless_gang, free_port
 

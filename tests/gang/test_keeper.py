@@ -16,7 +16,7 @@ import pytest
 from ebbflow.infra.keeper import Keeper, RemoteChild, end_below
 from ebbflow.infra.process import descendants, process_state
 from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.launch.workers import WorkerGroup
 from tests.support.flow import wait_until
 

@@ -17,15 +17,10 @@ from ebbflow.infra.events import NODE_HEARTBEAT, EndReason, read_events
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError
-from ebbflow.training.launch.channel import Connection, Lobby, join
-from ebbflow.training.launch.control import Order
-from ebbflow.training.launch.handshake import StartSecret, new_nonce
-from ebbflow.training.launch.local import LocalGang
-from ebbflow.training.launch.member import Member
-from ebbflow.training.launch.peers import Lead
-from ebbflow.training.launch.ports import control_ports
-from ebbflow.training.launch.spec import GangSpec
-from ebbflow.training.launch.verdict import Start, Verdict
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.membership import Lead, Member
+from ebbflow.training.launch.messages import GangSpec, Order, Start, Verdict
+from ebbflow.training.launch.transport import Connection, Lobby, StartSecret, control_ports, join, new_nonce
 from tests.support.flow import wait_until
 from tests.support.gangs import KNOWN, SECRET, endless_gang
 

@@ -13,13 +13,10 @@ from pathlib import Path
 import pytest
 
 from ebbflow.training.errors import GangError
-from ebbflow.training.launch.channel import Connection, Lobby, join
-from ebbflow.training.launch.member import Member
-from ebbflow.training.launch.peers import Lead
-from ebbflow.training.launch.ports import control_ports
-from ebbflow.training.launch.spec import GangSpec
-from ebbflow.training.launch.verdict import Verdict
-from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.launch.heartbeat import Heartbeat
+from ebbflow.training.launch.membership import Lead, Member
+from ebbflow.training.launch.messages import GangSpec, Verdict
+from ebbflow.training.launch.transport import Connection, Lobby, control_ports, join
 from tests.support.gangs import KNOWN, SECRET, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,7 +185,7 @@ def test_a_heartbeat_is_never_read_half_written(tmp_path) -> None:
     """An agent that reads half a beat sees a rank that has been silent since the machine started, and kills it."""
     agent_side = Heartbeat.create(tmp_path / "beat")
     code = (
-        "import sys, time; from pathlib import Path; from ebbflow.training.launch.watch.heartbeat import Heartbeat\n"
+        "import sys, time; from pathlib import Path; from ebbflow.training.launch.heartbeat import Heartbeat\n"
         "beat = Heartbeat(Path(sys.argv[1])); end = time.monotonic() + 2; step = 0\n"
         "while time.monotonic() < end: step += 1; beat.beat(step, 'forward')"
     )

@@ -17,10 +17,8 @@ from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.checkpoint import reachable_commits, read_generation
 from ebbflow.training.checkpoint.lineage import amend_parent
-from ebbflow.training.launch import GangSpec
-from ebbflow.training.launch.crash_loop import Failed, crash_loop
-from ebbflow.training.launch.leader import Leader
-from ebbflow.training.launch.verdict import Verdict
+from ebbflow.training.launch.coordinator import Failed, Leader, crash_loop
+from ebbflow.training.launch.messages import GangSpec, Verdict
 
 A, B = "ValueError at model.py:12 in loss", "killed by SIGSEGV"
 

@@ -19,11 +19,10 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.rank_logs import LogLine, read_logs, utc_text
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError
-from ebbflow.training.launch import GangSpec
-from ebbflow.training.launch.echo import Echo
-from ebbflow.training.launch.local import LocalGang
-from ebbflow.training.launch.shipping import LogShipper
-from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.heartbeat import Heartbeat
+from ebbflow.training.launch.logs import Echo, LogShipper
+from ebbflow.training.launch.messages import GangSpec
 from tests.support.exposition import values
 from tests.support.flow import ROOT, wait_until
 from tests.support.gangs import endless_gang, free_port

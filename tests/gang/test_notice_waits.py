@@ -26,12 +26,10 @@ from ebbflow.infra.events import (
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError
-from ebbflow.training.launch import GangSpec
-from ebbflow.training.launch.control import CAUSES, Order
-from ebbflow.training.launch.local import LocalGang
-from ebbflow.training.launch.member import Member
-from ebbflow.training.launch.peers import Lead
-from ebbflow.training.launch.ports import control_ports
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.membership import Lead, Member
+from ebbflow.training.launch.messages import CAUSES, GangSpec, Order
+from ebbflow.training.launch.transport import control_ports
 from tests.support.flow import wait_until
 from tests.support.gangs import KNOWN, SECRET, endless_gang
 

@@ -12,14 +12,12 @@ import pytest
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome, StoreAway, StoreMisconfigured
-from ebbflow.training.launch import leader as leader_module
-from ebbflow.training.launch.channel import Connection
-from ebbflow.training.launch.leading import Leading
-from ebbflow.training.launch.member import Member
-from ebbflow.training.launch.own_node import OwnNode
-from ebbflow.training.launch.ports import control_ports
-from ebbflow.training.launch.spec import GangOutcome, GangSpec
-from ebbflow.training.launch.verdict import Verdict
+from ebbflow.training.launch import coordinator as leader_module
+from ebbflow.training.launch.coordinator import Leading
+from ebbflow.training.launch.membership import Member
+from ebbflow.training.launch.messages import GangOutcome, GangSpec, Verdict
+from ebbflow.training.launch.node_runtime import OwnNode
+from ebbflow.training.launch.transport import Connection, control_ports
 from tests.support.flow import wait_until
 
 DONE = Verdict(outcome=GangOutcome(outcome=Outcome.COMPLETED, step=1, generation=1), reason=Outcome.COMPLETED)

@@ -19,8 +19,8 @@ from ebbflow.infra.terms import Terms
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.errors import GangError
 from ebbflow.training.gang import Gang
-from ebbflow.training.launch import GangSpec
-from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.messages import GangSpec
 from ebbflow.training.workloads.loader import prepare_data, workload_context
 from tests.support.crashing import CRASHES_AT_STEP
 from tests.support.flow import wait_until

@@ -12,7 +12,7 @@ from ebbflow.infra.events import FAULT_DETECTED, FAULT_INJECTED, read_events
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import reachable_commits
-from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.rehearse import KINDS, Fault, RehearsalError
 from tests.support.flow import wait_until
 from tests.support.gangs import endless_gang

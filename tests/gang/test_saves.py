@@ -29,7 +29,7 @@ from ebbflow.training.clock import Clock
 from ebbflow.training.errors import CheckpointError
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Guards
-from ebbflow.training.launch.control import CAUSES, Control, Order
+from ebbflow.training.launch.messages import CAUSES, Control, Order
 from ebbflow.training.limits import Limits, Stop
 from ebbflow.training.position import Position
 from ebbflow.training.pulse import Pulse, Row

@@ -21,12 +21,12 @@ from ebbflow.flows.supervising import child as child_module
 from ebbflow.flows.supervising.child import Child
 from ebbflow.infra.process import StoppedProcesses, children
 from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.training.launch.own_node import LoopWatchdog
+from ebbflow.training.launch.node_runtime import LoopWatchdog
 from tests.support.flow import wait_until
 
 SAY_MUCH = """
 import sys
-from ebbflow.training.launch.echo import flush, say
+from ebbflow.training.launch.logs import flush, say
 for number in range(25_000):  # 1.3 MB
     say(f"line {number:06} " + "x" * 40)
 open(sys.argv[1], "w").close()
@@ -36,7 +36,7 @@ say("after the pause")
 flush(float(sys.argv[2]))
 """
 STUCK_IN_PRINT = """
-from ebbflow.training.launch.own_node import LoopWatchdog
+from ebbflow.training.launch.node_runtime import LoopWatchdog
 LoopWatchdog(lambda: 17, 0.5)
 while True:
     print("x" * 65536, flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.training.launch.watch import Culprit
+from ebbflow.training.launch.blame import Culprit
 from tests.support.watched_gang import WatchedGang
 
 RANK = "tests/support/watched_rank.py"
@@ -37,7 +37,7 @@ def test_of_two_silent_ranks_the_one_outside_of_a_collective_is_named(
 ) -> None:
     """Where nobody may trace, faulthandler answers, even while the GIL is held."""
     if not tracing:
-        monkeypatch.setattr("ebbflow.training.launch.watch.stacks.shutil.which", lambda *_, **__: None)
+        monkeypatch.setattr("ebbflow.training.launch.evidence.shutil.which", lambda *_, **__: None)
     culprit = verdict(folder, trouble, guilty=guilty)
     assert (culprit.kind, culprit.certainty, culprit.step, culprit.phase) == ("hang", "slow", 20, "data")
     assert culprit.where.startswith(f"{RANK}:") and culprit.where.endswith(f" in {trouble}")

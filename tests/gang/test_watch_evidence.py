@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from ebbflow.infra.process import process_state
-from ebbflow.training.launch.watch import Deadlines, Watch, WorkerFailure
-from ebbflow.training.launch.watch.evidence import resident_bytes
-from ebbflow.training.launch.watch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.evidence import WorkerFailure
+from ebbflow.training.launch.heartbeat import Beat, Deadlines, Heartbeat
+from ebbflow.training.launch.watch import Watch, resident_bytes
 from tests.support.flow import wait_until
 
 CHILD = "import sys; sys.stdin.readline(); memory = bytearray(300_000_000); sys.stdin.readline()"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.gang import Gang
-from ebbflow.training.launch.watch.dump import is_collective_error
+from ebbflow.training.launch.evidence import is_collective_error
 from ebbflow.training.wire import Wire, open_wire
 
 

@@ -17,16 +17,12 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.keeper import Keeper, RemoteChild
 from ebbflow.infra.process import children, process_state
 from ebbflow.infra.store import Store
-from ebbflow.training.launch import standby as standby_module
 from ebbflow.training.launch import workers as workers_module
-from ebbflow.training.launch.drain import Drain
-from ebbflow.training.launch.generation import NodeGeneration
-from ebbflow.training.launch.node_log import NodeLog
-from ebbflow.training.launch.spec import GangSpec, WorkerSpec
-from ebbflow.training.launch.standby import Standby
-from ebbflow.training.launch.verdict import Start, guilty
-from ebbflow.training.launch.watch import WorkerFailure
-from ebbflow.training.launch.workers import WorkerGroup
+from ebbflow.training.launch.evidence import WorkerFailure
+from ebbflow.training.launch.generation import NodeGeneration, NodeLog
+from ebbflow.training.launch.messages import GangSpec, Start, WorkerSpec, guilty
+from ebbflow.training.launch.preemption import Drain
+from ebbflow.training.launch.workers import Standby, WorkerGroup
 from tests.support.flow import wait_until
 
 # A rank with a child that stayed in its session, one that left it, and one that it forked; none hears of its end.
@@ -122,7 +118,7 @@ def test_what_a_rank_has_started_does_not_outlive_it(
 def test_a_frozen_standby_is_given_up_though_it_does_not_read_what_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby_module, "_FORK_DEADLINE_SECONDS", 0.5)
+    monkeypatch.setattr(workers_module, "_FORK_DEADLINE_SECONDS", 0.5)
     standby, began = Standby(tmp_path / "standby.log", colocated_ranks=1), time.monotonic()
     os.kill(standby.pid, signal.SIGSTOP)
     request = {"LONG": "x" * 200_000}  # a pipe holds 64 KiB

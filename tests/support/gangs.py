@@ -13,7 +13,7 @@ from typing import Any
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.store import Store
 from ebbflow.training.data import prepare_tokens
-from ebbflow.training.launch import GangSpec
+from ebbflow.training.launch.messages import GangSpec
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE_SECONDS = 120

@@ -13,8 +13,8 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import Event, read_events
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
-from ebbflow.training.launch import GangOutcome, GangSpec
-from ebbflow.training.launch.local import LocalGang
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.messages import GangOutcome, GangSpec
 from ebbflow.training.position import Ending
 from ebbflow.training.workload import Cursor, Loss
 from tests.support.alone import run_alone

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ebbflow.infra.rank_logs import read_logs
-from ebbflow.training.launch.lines import RankLog
-from ebbflow.training.launch.watch.heartbeat import Beat
+from ebbflow.training.launch.heartbeat import Beat
+from ebbflow.training.launch.logs import RankLog
 
 
 def beat(step: int, phase: str = "forward") -> Beat:

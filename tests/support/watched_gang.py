@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.training.launch.spec import WorkerSpec
-from ebbflow.training.launch.watch import Culprit, Deadlines, Watch, WorkerFailure, blame, mismatch_of, settle_seconds
+from ebbflow.training.launch.blame import Culprit, blame, mismatch_of, settle_seconds
+from ebbflow.training.launch.evidence import WorkerFailure
+from ebbflow.training.launch.heartbeat import Deadlines
+from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.launch.watch import Watch
 from ebbflow.training.launch.workers import Worker
 from tests.support.gangs import free_port
 

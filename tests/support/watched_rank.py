@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ebbflow.training.gang import Gang, connect, leave
-from ebbflow.training.launch.watch.heartbeat import Heartbeat, Observed
+from ebbflow.training.launch.heartbeat import Heartbeat, Observed
 
 TROUBLE_STEP = 20
 STEPS = 100_000

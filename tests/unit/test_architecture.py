@@ -109,8 +109,9 @@ def test_no_file_is_longer_than_600_lines() -> None:
 
 
 def test_launchers_agents_and_uploaders_start_without_torch() -> None:
-    names = "training.launch training.rehearse training.data training.checkpoint.lineage training.checkpoint.uploader "
-    names += "infra.config infra.preflight infra.checks cost.plan cost.checks training.checks"
+    names = "training.launch.agent training.rehearse training.data training.checkpoint.lineage "
+    names += "training.checkpoint.uploader infra.config infra.preflight infra.checks cost.plan cost.checks "
+    names += "training.checks"
     modules = ", ".join(f"ebbflow.{name}" for name in names.split())
     code = f"import sys, {modules}; print([m for m in ('torch', 'pandas', 'metaflow', 'boto3') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

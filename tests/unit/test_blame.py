@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 
-from ebbflow.training.launch.watch import Deadlines, WorkerFailure, blame, mismatch_of, settle_seconds
-from ebbflow.training.launch.watch.heartbeat import Beat
-from ebbflow.training.launch.watch.limits import Durations, PhaseLimits
-from ebbflow.training.launch.watch.recorder import find_mismatch, furthest_behind
-from ebbflow.training.launch.watch.stacks import parse_faulthandler, parse_spy, parse_traceback
+from ebbflow.training.launch.blame import blame, mismatch_of, settle_seconds
+from ebbflow.training.launch.evidence import (
+    WorkerFailure,
+    find_mismatch,
+    furthest_behind,
+    parse_faulthandler,
+    parse_spy,
+    parse_traceback,
+)
+from ebbflow.training.launch.heartbeat import Beat, Deadlines, Durations, PhaseLimits
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer"
 STEP = ["all_reduce [[100]]", "all_gather [[8]]"]

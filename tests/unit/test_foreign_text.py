@@ -20,8 +20,8 @@ from ebbflow.infra.foreign_text import GuardedStream, one_line, printable
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.rank_logs import LogLine, visible
 from ebbflow.infra.store import Store
-from ebbflow.training.launch.echo import Echo, show_last_lines
-from ebbflow.training.launch.watch.dump import WorkerFailure
+from ebbflow.training.launch.evidence import WorkerFailure
+from ebbflow.training.launch.logs import Echo, show_last_lines
 from tests.support.rank_logs import beat, rank_log, write
 
 ROOT = Path(__file__).resolve().parents[2]

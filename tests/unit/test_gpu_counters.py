@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbflow.training.launch.watch import Deadlines, GpuCounters, Watch
-from ebbflow.training.launch.watch.heartbeat import Beat
+from ebbflow.training.launch.heartbeat import Beat, Deadlines
+from ebbflow.training.launch.watch import GpuCounters, Watch
 from tests.support.flow import wait_until
 
 GIB = 2**30

@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ebbflow.training.launch.lines
+import ebbflow.training.launch.logs
 from ebbflow.infra.errors import StoreError
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.rank_logs import LONGEST_LINE_BYTES, read_logs, split_lines, visible
 from ebbflow.infra.store import Store
-from ebbflow.training.launch.lines import GangLines
-from ebbflow.training.launch.shipping import LogShipper
+from ebbflow.training.launch.logs import GangLines, LogShipper
 from tests.support.flow import wait_until
 from tests.support.rank_logs import beat, rank_log, texts, write
 
@@ -83,8 +82,8 @@ def test_what_an_agent_that_was_killed_left_behind_is_read_from_the_raw_log(tmp_
 FOLLOWER = """
 import sys
 from pathlib import Path
-from ebbflow.training.launch.watch.heartbeat import Beat
-from ebbflow.training.launch.lines import RankLog
+from ebbflow.training.launch.heartbeat import Beat
+from ebbflow.training.launch.logs import RankLog
 log = RankLog(Path(sys.argv[1]), job="job", generation=1, node=0, rank=0, limit_bytes=2**26)
 while True:
     log.follow(Beat(1, 3, "forward", 0.0))
@@ -187,7 +186,7 @@ def test_a_file_system_that_cannot_free_the_middle_is_said_once(tmp_path: Path, 
     def refuse(*_: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(ebbflow.training.launch.lines, "punch_hole", refuse)
+    monkeypatch.setattr(ebbflow.training.launch.logs, "punch_hole", refuse)
     workers = [SimpleNamespace(rank=rank, log_path=tmp_path / f"rank-{rank}.log", beat=beat(1)) for rank in (0, 1)]
     said: list[str] = []
     place = {"job": "job", "generation": 1, "node": 0}

@@ -8,12 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.training.launch.member import Member
-from ebbflow.training.launch.peers import Lead
-from ebbflow.training.launch.ports import control_ports
-from ebbflow.training.launch.recently import Recently
-from ebbflow.training.launch.spec import GangSpec
-from ebbflow.training.launch.verdict import Start
+from ebbflow.training.launch.membership import Lead, Member, Recently
+from ebbflow.training.launch.messages import GangSpec, Start
+from ebbflow.training.launch.transport import control_ports
 from tests.support.gangs import KNOWN, SECRET
 
 _DEADLINE_SECONDS = 60.0

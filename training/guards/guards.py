@@ -39,7 +39,7 @@ from ebbflow.training.guards.memory import (
 from ebbflow.training.guards.numbers import Action, Judgement, NumberGuard
 from ebbflow.training.guards.overrides import Overrides, record_rewind, record_split
 from ebbflow.training.guards.pace import PaceWatch
-from ebbflow.training.launch.spec import WorkerSpec
+from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.parallel import Spread
 from ebbflow.training.position import Position
 from ebbflow.training.pulse import Pulse

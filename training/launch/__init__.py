@@ -1,6 +1,1 @@
-"""Starting and ending a gang: all the ranks that must live together. One door: `run_gang(spec)`."""
-
-from ebbflow.training.launch.agent import run_gang
-from ebbflow.training.launch.spec import GangOutcome, GangSpec
-
-__all__ = ["GangOutcome", "GangSpec", "run_gang"]
+"""Starting, watching and ending a gang: all ranks of one job, on all its nodes. `agent.run_gang` is the entry."""

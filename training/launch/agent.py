@@ -1,4 +1,6 @@
-"""One agent per node owns its ranks; node 0's agent leads. `run_gang` is all that anybody else needs.
+"""The agent of one node: run its part of a gang, as node 0 or as a follower.
+
+Metaflow's task is a node's agent in the flow; this is the same without Metaflow, for several nodes on one machine.
 
 An agent imports no torch and never waits without a deadline. It ends its gang as soon as one rank or node is gone, and
 says which one came first: that is the culprit, the others only followed. What the agents that are there can cure, they
@@ -7,19 +9,173 @@ cure at once: the next generation of the gang begins where this one ends, with t
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
 
 from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.infra.foreign_text import guard_terminal
+from ebbflow.infra.process import die_with_parent
+from ebbflow.infra.program import begin_program, python_path
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.errors import GangError, TrainingError
-from ebbflow.training.launch.echo import flush
-from ebbflow.training.launch.following import follow
-from ebbflow.training.launch.leading import Leading
-from ebbflow.training.launch.own_node import OwnNode
-from ebbflow.training.launch.spec import GangOutcome, GangSpec
-from ebbflow.training.launch.verdict import Verdict, agent_failed
+from ebbflow.training.launch.coordinator import REGROUP_SECONDS, Leading
+from ebbflow.training.launch.logs import flush
+from ebbflow.training.launch.membership import Member
+from ebbflow.training.launch.messages import GangOutcome, GangSpec, Order, Start, Verdict, left_out, told_to_leave
+from ebbflow.training.launch.node_runtime import OwnNode, agent_failed
+from ebbflow.training.launch.transport import control_ports
+
+
+def follow(own: OwnNode) -> Verdict:
+    """The gang's last word. Raises GangError where node 0 cannot be found."""
+    standing = own.standing()
+    try:
+        member = Member(
+            own.spec,
+            own.host,
+            own.start_seconds,
+            own.told_to_leave,
+            secret=own.fetch_secret,
+            standing=standing,
+            opened=lambda number: own.log.open(own.spec, number),
+        )
+    except GangError:
+        if own.drain.leaving:
+            return told_to_leave(own.drain.cause)
+        raise
+    last = own.stopped()
+    try:
+        if standing is not None and (word := _outlive(own, member, standing)) is not None:
+            last = word
+            return word
+        word = member.await_start(own.start_seconds)
+        while isinstance(word, Start):
+            spec = own.in_place(word.nodes)
+            own.log.open(spec, word.generation, left_for=last.reason)
+            last = own.stopped()
+            last = own.run_ranks(spec, word, member)
+            if not last.again:
+                return last
+            if own.spec.node in last.left_out:
+                return (last := left_out(last, own.drain.cause))
+            own.drain.settle(last.left_out)
+            member.ready()
+            word = member.await_start(own.start_seconds + REGROUP_SECONDS)
+        if word.generation and not own.log.is_open:  # it waited for a gang that never started, and is paid for
+            own.log.open(own.spec, word.generation)
+        last = word
+        return word
+    finally:
+        for order in own.drain.record(own.log.emit):  # heard while it waited for the lead, which must know why
+            member.order(order)
+        member.close()
+        own.log.close(last.reason)
+
+
+def _outlive(own: OwnNode, member: Member, standing: Order) -> Verdict | None:
+    """The last word where there is one before this node can start."""
+    heard: list[Verdict] = []
+
+    def meanwhile(seconds: float) -> str:
+        if (verdict := member.stands_by(replace(standing, seconds=seconds))) is not None:
+            heard.append(verdict)
+        return heard[0].culprit if heard else ""
+
+    if why := own.outlive(meanwhile):
+        return heard[0] if heard else told_to_leave(why)
+    member.can_start()
+    return None
+
+
+class LocalGang:
+    """One start of a gang. `spec` is node 0's; the other nodes' differ only by `node`.
+
+    output: where all agents' output goes (rank 0's lines among it). alter: changes a node's spec, to see what a gang
+    makes of a node that is not like the others; None instead of a spec: that node never comes. command: what the
+    command of a node's agent begins with, and that becomes it (`nsenter …`).
+    """
+
+    def __init__(
+        self,
+        spec: GangSpec,
+        folder: Path,
+        output: Path,
+        *,
+        alter: Callable[[GangSpec], GangSpec | None] | None = None,
+        command: Callable[[int], list[str]] = lambda node: [],
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        ports = control_ports(f"{spec.job}/{spec.run}", spec.attempt)
+        environment = dict(os.environ, PYTHONPATH=python_path(os.environ.get("PYTHONPATH")))
+        self._results = [folder / f"node-{node}.result.json" for node in range(spec.nodes)]
+        self.agents_by_node: dict[int, subprocess.Popen[bytes]] = {}
+        for node, result in enumerate(self._results):
+            result.unlink(missing_ok=True)
+            own_spec = replace(spec, node=node, candidate_ports=ports)
+            if alter is not None and (own_spec := alter(own_spec)) is None:
+                continue
+            own = folder / f"node-{node}.spec.json"
+            own.write_text(json.dumps(asdict(own_spec)))
+            with open(output, "ab") as log:
+                agent = [*command(node), sys.executable, "-m", "ebbflow.training.launch.agent", str(own), str(result)]
+                process = subprocess.Popen(agent, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            self.agents_by_node[node] = process
+
+    @property
+    def agents(self) -> list[subprocess.Popen[bytes]]:
+        return list(self.agents_by_node.values())
+
+    def wait(self, timeout_seconds: float) -> GangOutcome:
+        """The outcome that node 0 tells. Raises GangError when the gang died, or did not end in time."""
+        limit = time.monotonic() + timeout_seconds
+        try:
+            for agent in self.agents:
+                agent.wait(max(0.0, limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise GangError(f"the gang did not end within {timeout_seconds:g} s") from None
+        finally:
+            self.kill()
+        if not self._results[0].exists():
+            raise GangError("node 0's agent was killed")
+        result = json.loads(self._results[0].read_text())
+        if "error" in result:
+            raise GangError(result["error"], curable=result["curable"], outcome=Outcome(result["outcome"]))
+        return GangOutcome(**result)
+
+    def kill(self) -> None:
+        """Every agent is gone when this returns; their ranks go with them."""
+        for agent in self.agents:
+            if agent.poll() is None:
+                agent.kill()
+            agent.wait()
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 0 with the outcome in the result file, 1 with an "error" in it."""
+    guard_terminal()
+    spec_path, result_path = map(Path, argv)
+    die_with_parent()
+    spec = GangSpec(**json.loads(spec_path.read_text()))
+    try:
+        result: dict = asdict(run_gang(spec))
+    except (TrainingError, InfraError) as error:
+        curable = isinstance(error, InfraError) or error.curable  # a store that is away may be back
+        result = {"error": str(error), "curable": curable, "outcome": error.outcome}
+    result_path.write_text(json.dumps(result))
+    return int("error" in result)
+
+
+if __name__ == "__main__":
+    begin_program()
+    sys.exit(main(sys.argv[1:]))
 
 
 def run_gang(spec: GangSpec) -> GangOutcome:

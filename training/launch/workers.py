@@ -1,4 +1,10 @@
-"""The worker processes of one node: start them, watch them, end them.
+"""The worker processes of one node: start, watch and end them.
+
+All that a rank starts stays below the keeper (`ebbflow.infra.keeper`). Where there is none, because the system has no
+subreapers or the keeper was killed, what stayed in the rank's own session is found. (What a rank's main thread forks
+the kernel ends with it: `ebbflow.infra.process.tie_forked_children`.)
+
+Without it, or when it died, each rank is a new interpreter: slower by all of its imports, otherwise the same.
 
 Workers are started directly, with torchrun's environment contract, and not through torchrun: its agent imports torch
 before it starts anything, comes back from a killed worker several times later than ours (docs/benchmarks.md, Injected
@@ -11,30 +17,253 @@ import contextlib
 import json
 import math
 import os
+import select
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.keeper import Keeper
-from ebbflow.infra.process import signal_name
+from ebbflow.infra.keeper import Keeper, RemoteChild, end_all
+from ebbflow.infra.process import (
+    MessageReader,
+    ProcessStat,
+    all_processes,
+    descendants,
+    process_stat,
+    process_state,
+    signal_name,
+)
+from ebbflow.infra.program import python_path
 from ebbflow.training import errors
 from ebbflow.training.errors import bounded_text, error_class
-from ebbflow.training.launch.session import Session, end_left_behind
-from ebbflow.training.launch.spec import SPEC_VARIABLE, WorkerSpec
-from ebbflow.training.launch.standby import Process, Standby, start_cold, threads_of, with_project_path
-from ebbflow.training.launch.watch.dump import WorkerFailure, is_collective_error
-from ebbflow.training.launch.watch.heartbeat import Beat, Heartbeat
-from ebbflow.training.launch.watch.recorder import BUFFER_RECORDS, BUFFER_VARIABLE
+from ebbflow.training.launch.evidence import BUFFER_RECORDS, BUFFER_VARIABLE, WorkerFailure, is_collective_error
+from ebbflow.training.launch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.messages import SPEC_VARIABLE, WorkerSpec
+
+_LEFT_BEHIND_SECONDS = 3.0
+
+
+class Session:
+    """Of one rank. To be made when it was just started. parents: who may have started it."""
+
+    def __init__(self, pid: int, parents: Collection[int]) -> None:
+        stat = process_stat(pid)
+        # A rank that is gone already has left nothing; and a number that is not a rank's must not be ended.
+        self._leader = stat if stat is not None and stat.parent in parents else None
+
+    def left_behind(self, living: Sequence[ProcessStat]) -> list[ProcessStat]:
+        """The processes of `living` that belong to this rank, the rank itself left out."""
+        leader = self._leader
+        if leader is None:
+            return []
+        # The kernel does not give a number anew while a session of that number has members: a process that has it now
+        # and is not the rank has a session of its own.
+        now = process_stat(leader.pid)
+        if now is not None and now.started_ticks != leader.started_ticks:
+            return []
+        return [
+            one
+            for one in living
+            if one.pid != leader.pid and one.session == leader.pid and one.started_ticks >= leader.started_ticks
+        ]
+
+
+def end_left_behind(
+    sessions: Sequence[Session],
+    keeper: Keeper | None,
+    *,
+    spare: Collection[int] = (),
+    spare_trees: Collection[int] = (),
+) -> list[int]:
+    """Kill what is in these sessions, and all that is below the keeper but `spare` and `spare_trees` (with all below
+    them). Returns what is left: killed, and in uninterruptible sleep (state D)."""
+    spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
+
+    def find() -> list[ProcessStat]:
+        below = [] if keeper is None or keeper.lost else descendants(keeper.pid, spare, spare_trees)
+        if below:
+            return below
+        living = list(all_processes())
+        return [one for session in sessions for one in session.left_behind(living)]
+
+    return end_all(find, _LEFT_BEHIND_SECONDS, spare_groups={stat.group for stat in spared})
+
+
+_FORK_DEADLINE_SECONDS = 10.0
+_END_DEADLINE_SECONDS = 10.0
+STANDBY_VARIABLE = "EBBFLOW_STANDBY_OF"
+
+
+class Process(Protocol):
+    """What of a rank's process an agent needs: `subprocess.Popen`, or `RemoteChild`."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def send_signal(self, number: int) -> None: ...
+    def kill(self) -> None: ...
+    def wait(self, timeout: float) -> int: ...
+
+
+class Standby:
+    """The process that forks. log: what it has to say for itself, when it fails. colocated_ranks: that will share this
+    machine's cores. keeper: starts it; without one it is this process's child, to be made in the main thread, which its
+    life is tied to then. Raises OSError."""
+
+    def __init__(self, log: Path, *, colocated_ranks: int, keeper: Keeper | None = None) -> None:
+        environment = dict(with_project_path(os.environ), PYTHONUNBUFFERED="1")
+        environment["OMP_NUM_THREADS"] = str(threads_of(colocated_ranks))  # libraries read it when they are loaded
+        environment[STANDBY_VARIABLE] = str(os.getpid() if keeper is None else keeper.pid)
+        its_input, self._requests = os.pipe()
+        self._answers, its_output = os.pipe()
+        try:
+            with open(log, "wb") as errors:
+                command = [sys.executable, "-m", "ebbflow.training", "--standby"]
+                self._process = start_process(command, environment, (its_input, its_output, errors.fileno()), keeper)
+        except OSError:
+            os.close(self._requests)
+            os.close(self._answers)
+            raise
+        finally:
+            os.close(its_input)
+            os.close(its_output)
+        for pipe in (self._requests, self._answers):
+            os.set_blocking(pipe, False)
+        self._open = True
+        self._messages = MessageReader(lambda: os.read(self._answers, 65536))
+        self._number = 0
+        self._started: dict[int, int] = {}
+        self._living: set[int] = set()
+        self._ended: dict[int, int] = {}
+        self.ready = False
+        self.lost = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def settled(self) -> bool:
+        """Ready to fork, or lost: nothing to wait for."""
+        self._hear()
+        return self.ready or self.lost
+
+    def fork(self, name: str, log: Path, environment: Mapping[str, str]) -> RemoteChild | None:
+        """A rank as a new process, or None when there is none to be had; this standby is of no use any more then."""
+        self._number += 1
+        request = {"start": self._number, "environment": dict(environment), "log": str(log), "name": name}
+        limit = time.monotonic() + _FORK_DEADLINE_SECONDS
+        if not self._ask(json.dumps(request).encode() + b"\n", limit):
+            self._lose()
+            return None
+        while self._number not in self._started and not self.lost:
+            left = limit - time.monotonic()
+            if left <= 0:
+                self._lose()
+                break
+            select.select([self._answers], [], [], left)
+            self._hear()
+        pid = self._started.pop(self._number, None)
+        return None if pid is None or self.lost else RemoteChild(pid, self)
+
+    def ended(self, pid: int) -> int | None:
+        """Exit status of a rank that has ended, negative for a signal's number; None while it lives."""
+        self._hear()
+        return self._ended.get(pid, -signal.SIGKILL if self.lost else None)
+
+    def close(self) -> None:
+        """Gone when this returns, and every rank that is still there with it."""
+        self._lose()
+        if self._open:
+            self._open = False
+            os.close(self._requests)
+            os.close(self._answers)
+
+    def abandon(self, pid: int) -> None:
+        """Wait no more for a rank in uninterruptible sleep (state D); it ends by itself when it wakes."""
+        self._living.discard(pid)
+
+    def _ask(self, request: bytes, limit: float) -> bool:
+        """Whether it was taken in time: a frozen process reads nothing, and a pipe holds 64 KiB at most."""
+        pipe, unsent = self._requests, memoryview(request)
+        while unsent and (left := limit - time.monotonic()) > 0:
+            select.select([], [pipe], [], left)
+            try:
+                unsent = unsent[os.write(pipe, unsent) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                return False
+        return not unsent
+
+    def _lose(self) -> None:
+        """The kernel ends its ranks with it, so that none can go on unseen."""
+        self.lost = True
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_DEADLINE_SECONDS)
+        limit = time.monotonic() + _END_DEADLINE_SECONDS
+        while any(process_state(pid) not in ("", "Z") for pid in self._living) and time.monotonic() < limit:
+            time.sleep(0.005)
+        self._living.clear()
+
+    def _hear(self) -> None:
+        if not self.lost and not self._messages.read(self._note):
+            self._lose()
+
+    def _note(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self.ready = True
+        elif "started" in message:
+            self._started[message["started"]] = message["pid"]
+            self._living.add(message["pid"])
+            self._ended.pop(message["pid"], None)  # of one that had this number before
+        else:
+            self._living.discard(message["ended"])
+            self._ended[message["ended"]] = message["status"]
+
+
+def start_cold(log: Path, environment: Mapping[str, str], keeper: Keeper | None = None) -> Process:
+    """A rank as an interpreter of its own."""
+    command = [sys.executable, "-m", "ebbflow.training"]
+    with open(log, "ab") as output, open(os.devnull, "rb") as nothing:
+        return start_process(command, environment, (nothing.fileno(), output.fileno(), output.fileno()), keeper)
+
+
+def start_process(
+    command: list[str], environment: Mapping[str, str], streams: tuple[int, int, int], keeper: Keeper | None
+) -> Process:
+    """Start a program in a session of its own: signals for the agent's group do not reach it. Raises OSError."""
+    if keeper is not None and not keeper.lost:
+        return keeper.spawn(command, environment, *streams)
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(
+        command, env=dict(environment), stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+    )
+
+
+def threads_of(colocated_ranks: int) -> int:
+    """Of each rank: its share of the cores."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, colocated_ranks))
+
+
+def with_project_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same, for a process that is to find the project's packages."""
+    return dict(environment, PYTHONPATH=python_path(environment.get("PYTHONPATH")))
+
 
 _EXIT_SECONDS = 1.0
 _LONGEST_RECORD = 8 * 1024 * 1024
 _LONGEST_NAME = 200
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 _KILLED_SECONDS = 10.0
-Start = Callable[[str, Path, Mapping[str, str]], Process]
+_StartProcess = Callable[[str, Path, Mapping[str, str]], Process]
 
 
 class Worker:
@@ -47,7 +276,7 @@ class Worker:
         folder: Path,
         spec: WorkerSpec,
         environment: Mapping[str, str],
-        start: Start,
+        start: _StartProcess,
         parents: Collection[int] = (),
     ) -> None:
         """parents: who may start it besides this process: the standby and the keeper."""

@@ -9,7 +9,7 @@ from benchmarks.chaos.fault import Aim, Fault, Means
 from benchmarks.chaos.orders import Strike
 from benchmarks.chaos.scene import Scene
 from ebbflow.infra.events import EndReason
-from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.launch.messages import GangSpec
 
 _START_SECONDS = 4.0  # patience of such a start: nobody comes however long it is
 _ACTION = "every node ends within cluster.start_deadline_seconds, and says who is missing"

@@ -9,7 +9,7 @@ from benchmarks.chaos.fault import Aim, Fault, Means, Symptom
 from benchmarks.chaos.orders import Strike
 from benchmarks.chaos.scene import Scene
 from ebbflow.infra.events import EndReason
-from ebbflow.training.launch.watch.heartbeat import Beat
+from ebbflow.training.launch.heartbeat import Beat
 
 _AGAIN = "the gang restarts from the newest commit"
 _ELSEWHERE = "a new attempt, on another node"

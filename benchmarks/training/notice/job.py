@@ -19,9 +19,9 @@ from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.errors import GangError, TrainingError
-from ebbflow.training.launch.local import LocalGang
-from ebbflow.training.launch.spec import GangOutcome, GangSpec
-from ebbflow.training.launch.watch.heartbeat import Heartbeat
+from ebbflow.training.launch.agent import LocalGang
+from ebbflow.training.launch.heartbeat import Heartbeat
+from ebbflow.training.launch.messages import GangOutcome, GangSpec
 
 SOURCES = ("rehearsal", "metadata", "metaflow", "signal")
 _POLL_SECONDS = 0.005

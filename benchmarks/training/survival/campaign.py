@@ -20,7 +20,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError
 from ebbflow.infra.events import read_events
 from ebbflow.training.errors import TrainingError
-from ebbflow.training.launch.spec import GangOutcome
+from ebbflow.training.launch.messages import GangOutcome
 
 Planned = list[tuple[Fault, Aim]]
 Judged = tuple[Trial, list[Finding]]

@@ -14,7 +14,7 @@ from ebbflow.infra.layout import workload_prefix
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.training.data import prepare_tokens
-from ebbflow.training.launch.spec import GangSpec
+from ebbflow.training.launch.messages import GangSpec
 
 WORKLOAD = "benchmarks.chaos.workload:Tormented"
 STEPS_PER_INJECTION = 30  # what passes between two injections, with a commit among them

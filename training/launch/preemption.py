@@ -1,7 +1,10 @@
-"""A node's notices on their way: from the watcher to the lead, and from the lead's orders to the ranks of this node.
+"""Preemption: from a spot interruption notice to the order that all ranks leave after the same step.
+
+To leave for one at once would take attempt after attempt for the same notice, and what starts now would hardly begin to
+train. Whatever goes with the machine then goes with this one attempt.
 
 Whoever hears that a machine goes tells the lead, and the lead tells all nodes. Each agent writes the order into the
-record of its ranks (`ebbflow.training.launch.control`), and through the pulse all ranks leave after the same step.
+record of its ranks (`ebbflow.training.launch.messages`), and through the pulse all ranks leave after the same step.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +22,7 @@ from ebbflow.infra.events import NOTICE, NOTICE_SOURCES
 from ebbflow.infra.notices import (
     LEAVE,
     REBALANCE,
+    STALE_SECONDS,
     MetadataSource,
     MetaflowSource,
     Notice,
@@ -26,12 +30,49 @@ from ebbflow.infra.notices import (
     RehearsalSource,
     Watcher,
 )
-from ebbflow.training.launch.control import Control, Order
-from ebbflow.training.launch.echo import say
-from ebbflow.training.launch.spec import GangSpec
-from ebbflow.training.launch.standing import Standing, stands, wait_seconds
-from ebbflow.training.launch.watch.dump import SLOW, WorkerFailure
+from ebbflow.training.launch.evidence import SLOW, WorkerFailure
+from ebbflow.training.launch.logs import say
+from ebbflow.training.launch.messages import Control, GangSpec, Order
 from ebbflow.training.launch.workers import WorkerGroup
+
+
+def stands(notice: Notice) -> bool:
+    """One that an attempt before this one may have heard already, of the same machine; a rehearsal is heard once."""
+    return notice.reclaims and notice.source is not NoticeSource.REHEARSAL
+
+
+def wait_seconds(notice: Notice) -> float:
+    """Until it counts no more, if the machine is still there."""
+    return max(notice.ends_at + STALE_SECONDS - time.monotonic(), 0.0)
+
+
+class Standing:
+    """One node's. open: from the first look at the sources until what stands is over, or is left for after all."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self._waiting: list[Notice] = []
+        self._unrecorded: list[Notice] = []
+
+    def take(self, heard: Sequence[Notice]) -> list[Notice]:
+        """What of `heard` stands is waited out from now on; returns the rest."""
+        fresh = [one for one in heard if stands(one)]
+        self._waiting += fresh
+        self._unrecorded += fresh
+        return [one for one in heard if one not in fresh]
+
+    @property
+    def soonest(self) -> Notice | None:
+        """Whose time comes first; None: nothing is waited out any more."""
+        over = time.monotonic() - STALE_SECONDS
+        self._waiting = [one for one in self._waiting if one.ends_at >= over]
+        return min(self._waiting, key=lambda one: one.ends_at, default=None)
+
+    def unrecorded(self) -> list[Notice]:
+        """Those that no event tells of yet; each is handed out once."""
+        fresh, self._unrecorded = self._unrecorded, []
+        return fresh
+
 
 _CAUSES = {
     NoticeSource.SIGNAL: "SIGTERM",
@@ -48,7 +89,7 @@ _ECHO_SECONDS = 1.0  # for the lead to order what it was told; then this node's 
 
 
 class Post(Protocol):
-    """Of the other nodes, what concerns orders (`ebbflow.training.launch.peers`)."""
+    """Of the other nodes, what concerns orders (`ebbflow.training.launch.membership`)."""
 
     def order(self, order: Order) -> None: ...
     def orders(self) -> list[Order]: ...

@@ -1,4 +1,4 @@
-"""Who is to blame: pure, from the evidence of all nodes.
+"""The rank that caused a failure, as a pure function of the evidence of all nodes.
 
 exit or kill for memory → process state → flight recorders that differ → a frame outside any collective → furthest
 behind → network. The first failure is the cause; what its loss did to the others is marked as such.
@@ -10,10 +10,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ebbflow.training.launch.watch.dump import PROVEN, SLOW, WorkerFailure
-from ebbflow.training.launch.watch.heartbeat import PHASES
-from ebbflow.training.launch.watch.recorder import Mismatch, find_mismatch, furthest_behind, is_unusual
-from ebbflow.training.launch.watch.stacks import in_engine
+from ebbflow.training.launch.evidence import (
+    PROVEN,
+    SLOW,
+    Mismatch,
+    WorkerFailure,
+    find_mismatch,
+    furthest_behind,
+    in_engine,
+    is_unusual,
+)
+from ebbflow.training.launch.heartbeat import PHASES
 
 DIFFERENT_CALLS = "different collectives"
 LEFT_EARLY = "left early"

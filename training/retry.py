@@ -1,4 +1,4 @@
-"""Work that may take long, such as asking a store, done without falling silent towards those who wait for news."""
+"""Retry work that may fail for a passing reason, such as asking a store."""
 
 from __future__ import annotations
 
@@ -51,4 +51,4 @@ def try_again(
             if not passing(error) or given_up() or time.monotonic() + pause >= limit:
                 raise
         time.sleep(pause)
-    raise AssertionError("pauses never end")
+    raise AssertionError("backoff_pauses never end")

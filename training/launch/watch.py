@@ -1,10 +1,17 @@
-"""The watch over all ranks of a node: what its agent asks every few hundredths of a second."""
+"""The watch over the ranks of a node.
+
+Not verified on a GPU; the tests put another library in its place.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import shutil
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +19,222 @@ from typing import Any, Protocol
 
 from ebbflow.infra.process import process_state
 from ebbflow.training.errors import bounded_text
-from ebbflow.training.launch.watch.dump import PROVEN, SLOW, Dump, WorkerFailure
-from ebbflow.training.launch.watch.evidence import MemoryKills, node_sample, resident_bytes
-from ebbflow.training.launch.watch.gpu import GpuCounters
-from ebbflow.training.launch.watch.heartbeat import Beat, records_path
-from ebbflow.training.launch.watch.limits import STORE_PHASE, Deadlines, PhaseLimits
-from ebbflow.training.launch.watch.recorder import parse_records
-from ebbflow.training.launch.watch.stacks import last_words, parse_traceback
+from ebbflow.training.launch.evidence import (
+    PROVEN,
+    SLOW,
+    Dump,
+    WorkerFailure,
+    last_words,
+    parse_records,
+    parse_traceback,
+)
+from ebbflow.training.launch.heartbeat import STORE_PHASE, Beat, Deadlines, PhaseLimits, records_path
+
+_CLOCK_SECONDS = 2.0  # the clock of the kernel's log may differ so much from that of processes
+_LOG_RECORDS = 100_000
+
+
+class MemoryKills:
+    """Whether the kernel has killed for want of memory since this was made, in the cgroup of a process or at all.
+
+    A container sees its own cgroup at the root of its mount; the paths of /proc/PID/cgroup are tried first.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._since = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._before: dict[Path, int] = {}
+        self.follow()
+
+    def follow(self) -> None:
+        """From time to time: a process can be moved to another cgroup."""
+        for file in _counter_files(self._pid):
+            self._before.setdefault(file, _kills(file))
+
+    def told(self) -> str:
+        """What the kernel's log says of the end of this process; "" when it says nothing, or may not be read.
+
+        In a container its numbers are another namespace's, so that it is silent there, and the counters must do.
+        """
+        for seconds, text in _kernel_log():
+            if seconds >= self._since - _CLOCK_SECONDS and f"Killed process {self._pid} (" in text:
+                return text
+        return ""
+
+    def happened(self) -> bool:
+        return bool(self.told()) or any(_kills(file) > before for file, before in self._before.items())
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that is in RAM, without mapped files; 0 when it is gone.
+
+    The pages of libraries and data that are mapped are shared by all ranks, and dropped before anybody is killed. What
+    a forked rank still shares of the standby's own memory is counted: only the kernel's look at each page
+    (smaps_rollup), which takes tens of milliseconds, could tell it apart.
+    """
+    try:
+        lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+        return sum(1024 * int(line[1]) for line in lines if line and line[0] in ("RssAnon:", "RssShmem:"))
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
+    """One look at the node, for its heartbeat: some tenths of a millisecond per process, and none is started."""
+    sample = {"resident_bytes": sum(map(resident_bytes, pids))}
+    if (available := _available_bytes()) is not None:
+        sample["memory_available_bytes"] = available
+    for name, path in (("disk_free_bytes", folder), ("shared_memory_free_bytes", Path("/dev/shm"))):
+        try:
+            sample[name] = shutil.disk_usage(path).free
+        except OSError:
+            continue
+    return sample
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Of all its threads since it started (proc(5), fields 14 and 15 of stat); None when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _kernel_log() -> Iterable[tuple[float, str]]:
+    """(seconds since boot, text) of each record of /dev/kmsg: "priority,number,microseconds,flags;text"."""
+    try:
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        for _ in range(_LOG_RECORDS):
+            try:
+                prefix, _, text = os.read(log, 8192).decode(errors="replace").partition(";")
+                yield int(prefix.split(",")[2]) / 1e6, text.partition("\n")[0]
+            except BrokenPipeError:  # overwritten while it was read: the next record is there
+                continue
+            except (OSError, ValueError, IndexError):
+                return
+    finally:
+        os.close(log)
+
+
+def _available_bytes() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _counter_files(pid: int) -> Iterable[Path]:
+    """Each file that counts memory kills of this process's cgroup, of versions 1 and 2; without any, the kernel's."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    candidates = [root / "memory.events", root / "memory" / "memory.oom_control"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            candidates.append(root / path.lstrip("/") / "memory.events")
+        elif "memory" in controllers.split(","):
+            candidates.append(root / "memory" / path.lstrip("/") / "memory.oom_control")
+    found = [file for file in dict.fromkeys(candidates) if file.exists()]
+    return found or [Path("/proc/vmstat")]
+
+
+def _kills(file: Path) -> int:
+    try:
+        for line in file.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+_FRESH_SECONDS = 5.0
+
+
+class GpuCounters:
+    """Asked by a thread of its own: a driver in trouble may never answer, and the agent must not wait for it.
+
+    One for all of an agent's life. With one for each generation, each would leave a thread at a driver that hangs.
+    """
+
+    def __init__(self) -> None:
+        self._wanted = threading.Event()
+        self._last: tuple[float, dict[str, int]] = (-_FRESH_SECONDS, {})
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def sample(self) -> dict[str, int]:
+        """What was found when it was last asked for: gpus, gpu_memory_used_bytes (of all), gpu_memory_free_bytes (of
+        the fullest), gpu_busy_percent (of the idlest, as the driver averages it) and gpu_celsius (of the hottest).
+
+        {} at first, where there are none, and where nothing has answered for 5 s. Returns at once.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._ask, name="gpu counters", daemon=True)
+            self._thread.start()
+        self._wanted.set()
+        at, found = self._last
+        return found if time.monotonic() - at < _FRESH_SECONDS else {}
+
+    def close(self) -> None:
+        """Its thread ends with the question that it is at."""
+        self._closed = True
+        self._wanted.set()
+
+    def _ask(self) -> None:
+        try:
+            library = importlib.import_module("pynvml")
+            library.nvmlInit()
+            devices = [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
+        except Exception:  # no binding, no driver, a device that is lost: of no concern to a job
+            return
+        while devices:
+            self._wanted.wait()
+            self._wanted.clear()
+            if self._closed:
+                return
+            self._last = (time.monotonic(), _counters(library, devices))
+
+
+def _counters(library: Any, devices: list[Any]) -> dict[str, int]:
+    """What a device does not tell is left out."""
+    found = {"gpus": len(devices)}
+    if memory := _answers(library.nvmlDeviceGetMemoryInfo, devices):
+        found["gpu_memory_used_bytes"] = sum(int(one.used) for one in memory)
+        found["gpu_memory_free_bytes"] = min(int(one.free) for one in memory)
+    if busy := _answers(library.nvmlDeviceGetUtilizationRates, devices):
+        found["gpu_busy_percent"] = min(int(one.gpu) for one in busy)
+    if heat := _answers(library.nvmlDeviceGetTemperature, devices, library.NVML_TEMPERATURE_GPU):
+        found["gpu_celsius"] = max(map(int, heat))
+    return found
+
+
+def _answers(question: Any, devices: list[Any], *more: Any) -> list[Any]:
+    answers = []
+    for device in devices:
+        try:
+            answers.append(question(device, *more))
+        except Exception:  # not supported by this device, or not allowed
+            continue
+    return answers
+
 
 _LONGEST_PLACE = 500
 _STOPPED_SECONDS = 1.0  # a rank that is stopped for so long is not merely being looked at
 _STATE_SECONDS = 0.25  # between two looks at the kernel's word
 _LONGEST_TURN_SECONDS = 1.0  # of the agent's loop; the rest of a longer one (a frozen container) is nobody's silence
-_FRESH_SECONDS = 5.0  # a dump is shown as where a rank stands
+_DUMP_FRESH_SECONDS = 5.0  # a dump is shown as where a rank stands
 _SUSPICION_SECONDS = 30.0  # between two dumps of what is only remarkable
 
 
@@ -109,7 +319,7 @@ class Watch:
 
     def _dumped(self, living: list[_Rank], due: list[_Rank], remarkable: bool, now: float) -> list[WorkerFailure]:
         """Start a dump, or wait for it; when it is there, all that it shows."""
-        if self._dump is None or (self._dump.done and now - self._dump.at > _FRESH_SECONDS):
+        if self._dump is None or (self._dump.done and now - self._dump.at > _DUMP_FRESH_SECONDS):
             self._dumps += 1
             heartbeats = {rank.number: (rank.pid, rank.heartbeat) for rank in living}
             self._dump = Dump(self._pool, self._folder / f"dump-{self._dumps}", heartbeats, now)

@@ -1,4 +1,8 @@
-"""What the agent of a node has over all generations, whether it leads or follows: log, notices, standby, ranks."""
+"""The state of a node's agent over all generations: event log, notices, standby, keeper and ranks.
+
+One generation of a node ends at the very moment at which its next one begins, so that all of an agent's life is paid
+for in exactly one generation, and nothing twice.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +23,18 @@ from ebbflow.infra.keeper import Keeper
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.process import AwakeClock
 from ebbflow.infra.store import Store
-from ebbflow.training.launch.control import Order
+from ebbflow.training.errors import AgentFailure, describe_exception, describe_traceback
 from ebbflow.training.launch.devices import NodeGpuCheck
-from ebbflow.training.launch.drain import Drain
-from ebbflow.training.launch.echo import say
-from ebbflow.training.launch.generation import NodeGeneration
-from ebbflow.training.launch.handshake import StartSecret
-from ebbflow.training.launch.node_log import NodeLog
-from ebbflow.training.launch.patience import do_meanwhile
-from ebbflow.training.launch.peers import Peers
-from ebbflow.training.launch.spec import GangSpec
-from ebbflow.training.launch.standby import Standby
-from ebbflow.training.launch.verdict import Start, Verdict
+from ebbflow.training.launch.evidence import parse_traceback
+from ebbflow.training.launch.generation import NodeGeneration, NodeLog
+from ebbflow.training.launch.logs import say
+from ebbflow.training.launch.membership import Peers
+from ebbflow.training.launch.messages import GangSpec, Order, Start, Verdict
+from ebbflow.training.launch.preemption import Drain
+from ebbflow.training.launch.transport import StartSecret
 from ebbflow.training.launch.watch import GpuCounters
+from ebbflow.training.launch.workers import Standby
+from ebbflow.training.retry import do_meanwhile
 
 LOOP_SECONDS = 180.0  # that an agent's loop may stand still; all that it waits for ends sooner
 _JOIN_SECONDS = 5.0  # for a node that comes late to find the others, who wait for it as long as a start may take
@@ -186,3 +190,19 @@ class OwnNode:
 
             for node in self._pushed:
                 delete_group(Group(url, self.spec.job, node), say=say)
+
+
+def agent_failed(error: Exception, node: int) -> Verdict:
+    """The end of a gang one of whose agents raised: a failure of the program, which a new attempt may cure."""
+    text = describe_traceback(error)
+    say(text)
+    place = parse_traceback(text)
+    kind = f"{AgentFailure.__name__} ({type(error).__name__})"
+    return Verdict(
+        culprit=f"the agent of node {node} failed: {describe_exception(error)}{f' in {place}' if place else ''}",
+        reason=EndReason.AGENT_FAILED,
+        error=AgentFailure.__name__,
+        fingerprint=f"{kind} at {place}" if place else kind,
+        at=(time.time(), time.monotonic()),
+        user_code=True,
+    )

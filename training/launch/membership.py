@@ -1,23 +1,170 @@
-"""How the agents of a gang agree: node 0 leads (`Lead`), the others follow (`training.launch.member`). Both look alike
-to an agent (`Peers`)."""
+"""The nodes of a gang, as the agents of node 0 and of the other nodes see them."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Protocol
 
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import EndReason
-from ebbflow.training.errors import UnreliableReader
-from ebbflow.training.launch.channel import Connection, Message
-from ebbflow.training.launch.control import SIGTERM, Order
-from ebbflow.training.launch.gathering import Gathering
-from ebbflow.training.launch.heard import Heard
-from ebbflow.training.launch.spec import GangSpec
-from ebbflow.training.launch.verdict import Start, Verdict, agreed, guilty, told_to_leave
-from ebbflow.training.launch.watch import WorkerFailure, mismatch_of, settle_seconds
+from ebbflow.training.errors import GangError, UnreliableReader
+from ebbflow.training.launch.blame import mismatch_of, settle_seconds
+from ebbflow.training.launch.evidence import WorkerFailure
+from ebbflow.training.launch.messages import SIGTERM, GangSpec, Order, Start, Verdict, agreed, guilty, told_to_leave
+from ebbflow.training.launch.transport import Connection, Lobby, Message, join
+
+STORE_WAIT_SECONDS = 3.0  # it is told each second; and those who waited along have a moment to go on when it is over
+
+
+class Recently:
+    """Whether `mark` was called within the last `seconds`."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._now = seconds, now
+        self._marked = float("-inf")
+
+    def mark(self) -> None:
+        self._marked = self._now()
+
+    @property
+    def seconds_since(self) -> float:
+        return self._now() - self._marked
+
+    @property
+    def holds(self) -> bool:
+        return self.seconds_since < self._seconds
+
+
+class Heard:
+    """The part of `ebbflow.training.launch.membership.Peers` that is the same for the lead and for a member."""
+
+    def __init__(self) -> None:
+        self._orders: list[Order] = []
+        self._witnesses_wanted = False
+        self._store_wait = Recently(STORE_WAIT_SECONDS)
+
+    def orders(self) -> list[Order]:
+        orders, self._orders = self._orders, []
+        return orders
+
+    def witnesses_wanted(self) -> bool:
+        wanted, self._witnesses_wanted = self._witnesses_wanted, False
+        return wanted
+
+    @property
+    def somebody_waits(self) -> bool:
+        return self._store_wait.holds
+
+
+_STANDING_SECONDS = 1.0  # between two words that somebody waits out a notice
+_LOOK_SECONDS = 0.02
+
+
+class Gathering:
+    """Once for each attempt: those who have joined stay for all its generations.
+
+    members, hellos: of those who came, by their numbers. lost: what took a node that was waiting out a notice.
+    """
+
+    def __init__(self, spec: GangSpec, secret: bytes) -> None:
+        self._spec = spec
+        self.members: dict[int, Connection] = {}
+        self.hellos: dict[int, Message] = {}
+        self.lost: Order | None = None
+        self._lobby: Lobby | None = None
+        if spec.nodes > 1:
+            self._lobby = Lobby(spec.main_address, spec.candidate_ports, spec.token, secret, spec.silence_seconds)
+        self._number = 0
+        self._standing: dict[int, tuple[float, Order]] = {}  # (time.monotonic() until when, why) by node
+        self._told_standing = Recently(_STANDING_SECONDS)
+
+    def gather_for(self, number: int) -> None:
+        """The number of the generation, told to all who have come and come yet: they are paid for from now on."""
+        self._number = number
+        for connection in self.members.values():
+            connection.send({"kind": "generation", "generation": number})
+
+    def greet(self) -> None:
+        """Let in whoever has come, while node 0 is still busy with something else."""
+        if self._lobby is not None:
+            self._lobby.admit(self._spec.nodes)
+            self._take_in()
+
+    def roll_call(self, deadline_seconds: float, stopped: Callable[[], bool]) -> None:
+        """Until all have come, and then until nobody waits out a notice any more, for as long again.
+
+        Raises GangError naming who is missing, and what keeps them.
+        """
+        if self._lobby is None:
+            return
+
+        def looked() -> bool:
+            self._take_in()
+            return stopped()
+
+        try:
+            self._lobby.roll_call(self._spec.nodes, deadline_seconds, looked)
+        finally:  # who came is told, also when others did not
+            self._take_in()
+            self._lobby.close()
+            self._lobby = None
+        limit = time.monotonic() + deadline_seconds
+        while self._standing:
+            if stopped():
+                raise GangError("roll-call: this agent was told to leave")
+            self._check_standing(deadline_seconds, limit)
+            now = time.monotonic()
+            self.stand_by(max((until - now for until, _ in self._standing.values()), default=0.0))
+            for connection in self.members.values():
+                connection.hold()
+            time.sleep(_LOOK_SECONDS)
+
+    def stand_by(self, seconds: float) -> None:
+        """All are told, once a second, that the start is at least so many seconds away, so that they wait for it."""
+        if not self._told_standing.holds:
+            self._told_standing.mark()
+            for connection in self.members.values():
+                connection.send({"kind": "standing", "seconds": max(seconds, 0.0)})
+
+    def stands(self, node: int, order: Order) -> None:
+        """What a node says of the notice that it waits out; no seconds: that is over."""
+        self._standing[node] = (time.monotonic() + order.seconds, order)
+        if order.seconds <= 0:
+            del self._standing[node]
+
+    def close(self) -> None:
+        for connection in self.members.values():
+            connection.close()
+        if self._lobby is not None:
+            self._lobby.close()
+
+    def _take_in(self) -> None:
+        for node, (connection, hello) in self._lobby.joined.items() if self._lobby is not None else ():
+            if (before := self.members.get(node)) is connection:
+                continue
+            if before is not None:  # it had no answer in time, and has come again
+                before.close()
+                self._standing.pop(node, None)
+            self.members[node], self.hellos[node] = connection, hello
+            if "standing" in hello:
+                self.stands(node, Order.from_json(hello["standing"]))
+            if self._number:
+                connection.send({"kind": "generation", "generation": self._number})
+
+    def _check_standing(self, deadline_seconds: float, limit: float) -> None:
+        for node, (_, order) in self._standing.items():
+            name = f"node {node} ({self.hellos[node]['host']})"
+            if closed := self.members[node].closed:
+                self.lost = order
+                raise GangError(f"roll-call: {name} was lost while it waited out its {order.cause}: {closed}")
+            if time.monotonic() > limit:
+                raise GangError(
+                    f"roll-call: {name} still waits out its {order.cause}, {deadline_seconds:g} s after all had come"
+                )
+
 
 _WITNESS_SECONDS = 10.0  # where a rank stood longer ago says nothing of what happens now
 
@@ -289,3 +436,116 @@ class Lead(Heard):
     def _broadcast(self, message: Message) -> None:
         for connection in self._members.values():
             connection.send(message)
+
+
+class Member(Heard):
+    """Any other node's view: it reports to node 0 and does what node 0 says."""
+
+    def __init__(
+        self,
+        spec: GangSpec,
+        host: str,
+        deadline_seconds: float,
+        stopped: Callable[[], bool],
+        *,
+        secret: Callable[[], bytes | None],
+        standing: Order | None = None,
+        opened: Callable[[int], object] = lambda number: None,
+    ) -> None:
+        """secret: reads the secret of this start. standing: what this node waits out before it can start. opened: is
+        called with the number of the generation that the gang gathers for, as soon as node 0 tells it."""
+        super().__init__()
+        hello: Message = {"node": spec.node, "host": host}
+        if standing is not None:
+            hello["standing"] = standing.to_json()
+        door = (spec.main_address, spec.candidate_ports, spec.token)
+        self._lead = join(*door, hello, deadline_seconds, stopped, spec.silence_seconds, secret=secret)
+        self._stopped, self._opened = stopped, opened
+        self._asked_to_wait_until = 0.0
+        self._generation = 0
+        self._inbox: deque[Message] = deque()
+        self._told_standing = Recently(_STANDING_SECONDS)
+
+    def await_start(self, deadline_seconds: float) -> Start | Verdict:
+        """The start, or the verdict that there will be none. A node that waits out a notice is waited for besides."""
+        limit = time.monotonic() + deadline_seconds
+        while time.monotonic() < max(limit, self._asked_to_wait_until + deadline_seconds):
+            if (message := self._next("start", "verdict")) is not None:
+                if message.pop("kind") == "verdict":
+                    return Verdict.from_message(message)
+                start = Start(**message)
+                self._generation, self._witnesses_wanted = start.generation, False
+                return start
+            if self._lead.closed or self._stopped():
+                break
+            time.sleep(0.01)
+        if self._stopped():
+            return told_to_leave("this node")
+        cause = self._lead.closed or f"no start within {deadline_seconds:g} s"
+        return Verdict(culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST)
+
+    def stands_by(self, standing: Order) -> Verdict | None:
+        """What this node still waits out, told to node 0; the verdict where there is one meanwhile."""
+        if not self._told_standing.holds:
+            self._told_standing.mark()
+            self._lead.send({"kind": "standing", **standing.to_json()})
+        return self.poll()
+
+    def can_start(self) -> None:
+        """What this node waited out is over."""
+        self._lead.send({"kind": "standing", **Order(seconds=0.0, cause="", node=0).to_json()})
+
+    def ready(self) -> None:
+        """This node's ranks of the generation that failed are gone."""
+        self._send("ready")
+
+    def report(self, failure: WorkerFailure) -> None:
+        self._send("failed", failure=asdict(failure))
+
+    def finished(self, results: dict[int, dict]) -> None:
+        self._send("finished", results=results)
+
+    def order(self, order: Order) -> None:
+        self._lead.send({"kind": "order", **order.to_json()})
+
+    def waiting(self) -> None:
+        self._store_wait.mark()
+        self._send("waiting")
+
+    def poll(self) -> Verdict | None:
+        if (message := self._next("verdict")) is not None:
+            del message["kind"]
+            return Verdict.from_message(message)
+        if self._lead.closed:
+            return Verdict(culprit=f"node 0 was lost: {self._lead.closed}", reason=EndReason.NODE_LOST)
+        return None
+
+    def hold(self) -> None:
+        """Stay in touch with node 0 while this node is busy otherwise; what it says is kept."""
+        self._lead.hold()
+
+    def close(self) -> None:
+        self._lead.close()
+
+    def _next(self, *kinds: str) -> Message | None:
+        """The next message of these kinds; orders are put aside, what comes after it is left for later."""
+        self._lead.keep_alive()
+        self._inbox.extend(self._lead.receive())
+        while self._inbox:
+            message = self._inbox.popleft()
+            if message["kind"] == "order":
+                self._orders.append(Order.from_json(message))
+            elif message["kind"] == "waiting":
+                self._store_wait.mark()
+            elif message["kind"] == "witnesses":
+                self._witnesses_wanted = True
+            elif message["kind"] == "generation":
+                self._opened(message["generation"])
+            elif message["kind"] == "standing":
+                self._asked_to_wait_until = time.monotonic() + message["seconds"]
+            elif message["kind"] in kinds:
+                return message
+        return None
+
+    def _send(self, kind: str, **content: object) -> None:
+        self._lead.send({"kind": kind, "generation": self._generation, **content})

@@ -1,35 +1,157 @@
-"""Agents talking to each other: JSON lines over TCP, node 0 in the middle.
+"""How agents talk to each other: JSON lines over TCP with node 0 in the middle, and the handshake before it.
+
+Node 0 draws a secret for each start and puts it into the job's store; every reader of that store can take part. Neither
+side ever sends the secret: each answers a fresh nonce of the other with an HMAC (RFC 2104, SHA-256). The answer covers
+both nonces, the start, the sender's role and the node's hello, so that none can be replayed, reflected or altered.
+Messages after the handshake carry no HMAC of their own (docs/security.md).
 
 Agents, not ranks, hold this conversation, so that a frozen rank cannot block the news of it. A closed connection is
 the fastest sign of a lost node; silence is the slower one. A peer is believed only after both sides have proved that
-they belong to the same start (`ebbflow.training.launch.handshake`); before and after that all it may cost is bounded.
+they belong to the same start (`ebbflow.training.launch.transport`); before and after that all it may cost is bounded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
+import ipaddress
 import json
 import re
+import secrets
 import select
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ebbflow.infra.errors import InfraError
+from ebbflow.infra.errors import InfraError, ObjectNotFound, Outcome
+from ebbflow.infra.layout import secret_key
 from ebbflow.infra.process import AwakeClock
-from ebbflow.training.errors import GangError
-from ebbflow.training.launch.handshake import (
-    HANDSHAKE_SECONDS,
-    LARGEST_GREETING_BYTES,
-    coordinator_proof,
-    follower_proof,
-    is_nonce,
-    is_proof,
-    new_nonce,
-)
+from ebbflow.infra.store import Store
+from ebbflow.training.errors import GangError, TrainingError
+
+SECRET_BYTES = 32
+LARGEST_GREETING_BYTES = 4096  # of any message before a peer is known
+HANDSHAKE_SECONDS = 5.0  # from the connection to the welcome
+_COORDINATOR, _FOLLOWER = "node 0", "follower"
+_NONCE_BYTES = 32
+_LONGEST_REFUSAL = 4096
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(_NONCE_BYTES)
+
+
+def coordinator_proof(secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
+    """What node 0 answers to a hello. nonces: the follower's, then node 0's."""
+    return _proof(_COORDINATOR, secret, token, hello, nonces)
+
+
+def follower_proof(secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
+    """What a follower answers to node 0's nonce."""
+    return _proof(_FOLLOWER, secret, token, hello, nonces)
+
+
+def is_proof(given: object, expected: str) -> bool:
+    """Compared in constant time."""
+    return isinstance(given, str) and hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
+
+
+def is_nonce(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 2 * _NONCE_BYTES
+
+
+class StartSecret:
+    """The secret of one start in the job's store. run, attempt: as in `GangSpec`."""
+
+    def __init__(self, job_store: Store, run: str, attempt: int) -> None:
+        self._store, self._key = job_store, secret_key(run, attempt)
+
+    def publish(self, secret: bytes) -> None:
+        """Let the followers read it; in a folder only this user can (mode 0600). Raises StoreError."""
+        self._store.put(self._key, secret.hex().encode(), private=True)
+
+    def refuse(self, error: TrainingError) -> None:
+        """Put node 0's refusal in the secret's place, so that no follower waits for a start that will not come.
+
+        It may stay: every start has a key of its own. A store that does not take it costs the followers their deadline.
+        """
+        refusal = {"refused": str(error)[:_LONGEST_REFUSAL], "outcome": error.outcome.value}
+        with contextlib.suppress(InfraError):
+            self._store.put(self._key, json.dumps(refusal).encode(), private=True)
+
+    def fetch(self) -> bytes | None:
+        """None while node 0 has not published it. Raises StoreError, and GangError where node 0 refuses the start."""
+        try:
+            content = self._store.get(self._key).decode("utf-8", "replace")
+        except ObjectNotFound:
+            return None
+        if content.startswith("{"):
+            raise _refusal(content)
+        try:
+            secret = bytes.fromhex(content)
+        except ValueError:
+            return None
+        return secret if len(secret) == SECRET_BYTES else None
+
+    def withdraw(self) -> None:
+        """Delete it after the roll-call, when it opens nothing any more; so one that cannot be deleted may stay."""
+        with contextlib.suppress(InfraError):
+            self._store.delete(self._key)
+
+
+def _refusal(content: str) -> GangError:
+    try:
+        document = json.loads(content)
+        return GangError(
+            f"node 0 refused the start: {document['refused']}", curable=False, outcome=Outcome(document["outcome"])
+        )
+    except (ValueError, LookupError, TypeError):
+        return GangError("node 0 refused the start", curable=False)
+
+
+def _proof(role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]) -> str:
+    covered = json.dumps([role, token, *nonces, dict(hello)], sort_keys=True, separators=(",", ":"))
+    return hmac.new(secret, covered.encode(), hashlib.sha256).hexdigest()
+
+
+# Below Linux's default ephemeral range (32768-60999), so that no outgoing connection holds one by chance.
+_FIRST, _COUNT = 20_000, 12_000
+
+
+def control_ports(run: str, attempt: int, *, tries: int = 8) -> list[int]:
+    """Ports to try in order: the same list on every node, another one for each run and attempt."""
+    digest = hashlib.sha256(f"{run}/{attempt}".encode()).digest()
+    return [_FIRST + int.from_bytes(digest[2 * i : 2 * i + 2], "big") % _COUNT for i in range(tries)]
+
+
+def rendezvous_port(address: str, run: str, attempt: int) -> int:
+    """The first free port for torch's store, from a list of its own for each run and attempt.
+
+    Node 0 looks and tells the others. Raises GangError when none of the list is free.
+    """
+    ports = control_ports(f"{run}/rendezvous", attempt)
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue
+            return port
+    raise GangError(f"none of the rendezvous ports {ports} is free on this machine")
+
+
+def on_loopback(host: str) -> bool:
+    """Whether `host`, as it is written, is this machine's loopback address: the gang is on this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
 
 Message = dict[str, Any]
 PING_SECONDS = 1.0
@@ -218,7 +340,7 @@ class Lobby:
         secret: bytes,
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        """secret: of this start; see `ebbflow.training.launch.handshake`."""
+        """secret: of this start; see `ebbflow.training.launch.transport`."""
         self._token, self._secret, self._silence_seconds = token, secret, silence_seconds
         # A gang on one machine is nobody else's business.
         self._listener = _listen("127.0.0.1" if address == "127.0.0.1" else "", ports)

@@ -1,0 +1,576 @@
+"""The output of a node's ranks: on the terminal, as JSON lines on disk, and in the job's store.
+
+The rank writes its raw log itself, so that nothing it says depends on an agent. The agent follows that file and puts
+one record per line beside it, in `rank-N.jsonl`; if it is killed, `infra.rank_logs` reads the rest from the raw log.
+
+Both files have a size limit (`survival.rank_log_mib`). Of a raw log that exceeds it, the agent frees the middle with
+fallocate(2), FALLOC_FL_PUNCH_HOLE: the rank writes on undisturbed, and the byte offsets in the records stay valid.
+
+A thread of its own puts segments, since object stores cannot append. Whoever adds lines never waits, and what a store
+that is away does not take is kept up to a limit: of logs the oldest and the newest are worth the most, so that what
+does not fit any more is left out at the end of the queue, and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import select
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from ebbflow.infra.layout import log_key
+from ebbflow.infra.program import REPLACE_UNPRINTABLE, own_command
+from ebbflow.infra.rank_logs import LogLine, split_lines, utc_text, visible
+from ebbflow.infra.store import Store
+from ebbflow.training.launch.evidence import WorkerFailure
+from ebbflow.training.launch.heartbeat import Beat
+from ebbflow.training.launch.messages import GangSpec
+from ebbflow.training.launch.workers import Worker, WorkerGroup
+
+_TRACEBACK = "Traceback (most recent call last)"
+METRICS_PREFIX = "metrics: "
+_PROGRESS_PREFIX = "step "
+_LAST_LINES = 15
+_LAST_BYTES = 64 * 1024
+_ECHO_BYTES_PER_LOOK = 1024 * 1024
+_LONGEST_PAUSED_TEXT = 1024 * 1024  # characters
+_WRITE_SECONDS = 1.0
+_FLUSH_SECONDS = 5.0
+# A warning or note of torch's C++ code, such as "[W1122 20:53:08.732392175 WorkerServer.cpp:113] [c10d] Server …", and
+# the stack that may follow it.
+_NATIVE_NOTE = re.compile(r"(?:\[rank\d+\]:)?\[[WI]\d{4} \d\d:\d\d:\d\d\.\d+ [^\s\]]+:\d+\] ")
+_NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
+
+
+class Echo:
+    """Passes rank 0's whole lines on to this process's own output; on another node, where its metrics are to be had.
+
+    Up to a traceback: whether that is the cause or only follows from it, the verdict will say. One that is only logged
+    ends nothing, so that the lines of progress go on. Warnings of torch's C++ code stay in the raw log.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._path = group.workers[0].log_path
+        own_output = group.workers[0].rank == 0
+        self._before = ("",) if own_output else (METRICS_PREFIX,)
+        self._after_traceback = (METRICS_PREFIX, _PROGRESS_PREFIX) if own_output else (METRICS_PREFIX,)
+        self._passed = 0
+        self._muted = False
+        self._native = NativeNotes()
+
+    def pass_on(self) -> None:
+        try:
+            with open(self._path, "rb") as log:
+                log.seek(self._passed)
+                data = log.read(_ECHO_BYTES_PER_LOOK)
+        except OSError:  # the rank has removed its own log
+            return
+        whole = b"".join(piece for piece, _ in split_lines(data, at_end=False))
+        self._passed += len(whole)
+        before, traceback, after = _without_hole(whole).decode(errors="replace").partition(_TRACEBACK)
+        if self._muted:
+            before, after = "", before + traceback + after
+        self._muted = self._muted or bool(traceback)
+        for text, prefixes in ((before, self._before), (after, self._after_traceback)):
+            lines = text.removesuffix("\n").split("\n") if text else []
+            lines = [line for line in lines if line.startswith(prefixes)]
+            write("".join(f"{visible(line)}\n" for line in self._native.remove_from(lines)))
+
+
+def _without_hole(data: bytes) -> bytes:
+    """Without the zeros that stand where the middle of a log was freed."""
+    return data.replace(b"\0", b"")
+
+
+class NativeNotes:
+    """Leaves warnings of torch's C++ code out of a log's lines, with the stacks that follow them; errors stay."""
+
+    def __init__(self) -> None:
+        self._inside = False
+
+    def remove_from(self, lines: Sequence[str]) -> Iterator[str]:
+        """The other lines. Call it with the log's next lines each time."""
+        for line in lines:
+            note = _NATIVE_NOTE.match(line) is not None
+            self._inside = note or (self._inside and _NATIVE_STACK.match(line) is not None)
+            if not self._inside:
+                yield line
+
+
+def show_last_lines(group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int) -> None:
+    """The first failing rank's last words, where all of them are, and the command that shows what stood around them.
+
+    Who only followed a lost peer has nothing to tell; of the others' logs the path is enough.
+    """
+    workers = {worker.rank: worker for worker in group.workers}
+    own = sorted((failure for failure in failures if not failure.cascade), key=lambda failure: failure.priority)
+    if not own:
+        return
+    first = workers[own[0].rank]
+    say(f"rank {first.rank} failed first on this node, its last lines ({first.log_path}):")
+    for line in _last_lines(first.log_path):
+        say(f"| {line}")
+    for failure in own[1:]:
+        say(f"rank {failure.rank} failed as well: {workers[failure.rank].log_path}")
+    say(f"more: {_logs_command(job, generation, first)}")
+
+
+def _last_lines(path: Path) -> list[str]:
+    """From the end of the file: a log may be of any length."""
+    try:
+        with open(path, "rb") as log:
+            log.seek(max(0, path.stat().st_size - _LAST_BYTES))
+            text = log.read().decode(errors="replace")
+    except OSError as error:
+        return [f"(no log: {error})"]
+    lines = [line for line in text.split("\n") if line.strip()]
+    lines = [*NativeNotes().remove_from(lines)] or lines  # rather a warning than nothing
+    return [visible(line) for line in lines[-_LAST_LINES:]] or ["(it printed nothing)"]
+
+
+def _logs_command(job: str, generation: int, worker: Worker) -> str:
+    place = f"--rank {worker.rank} --generation {generation} --around step:{worker.beat.step}"
+    return f"{own_command()} logs {shlex.quote(job)} {place}"
+
+
+class OwnOutput:
+    """Writes to this process's output in a thread: a reader that pauses (Ctrl-S, a full pipe) does not stop an agent.
+
+    A caller waits until its text is written, but at most 1 s for each pause. 1 MiB of text is kept for the time after
+    it; further lines are dropped and counted.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Any, str, threading.Event]] = SimpleQueue()
+        self._guard = threading.RLock()  # the handler of a signal may interrupt its holder
+        self._thread: threading.Thread | None = None
+        self._kept = self._dropped = 0  # characters, lines
+        self._paused = False
+
+    def write(self, text: str) -> None:
+        if not text:
+            return
+        with self._guard:
+            if self._kept and self._kept + len(text) > _LONGEST_PAUSED_TEXT:
+                self._dropped += text.count("\n")
+                return
+            written = self._enqueue(text)
+        if not self._paused and not written.wait(_WRITE_SECONDS):
+            self._paused = True
+
+    def flush(self, seconds: float) -> bool:
+        """Whether all that was kept is written within the time."""
+        with self._guard:
+            if self._thread is None:
+                return True
+            written = self._enqueue("")
+        return written.wait(seconds)
+
+    def _enqueue(self, text: str) -> threading.Event:
+        if self._dropped:
+            note = f"{self._dropped} lines were dropped while this output took none; ebbflow logs shows them\n"
+            text, self._dropped = note + text, 0
+        self._kept += len(text)
+        written = threading.Event()
+        self._waiting.put((sys.stdout, text, written))
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="own output", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads: the next text tries again
+                self._thread.start()
+        return written
+
+    def _run(self) -> None:
+        while True:
+            output, text, written = self._waiting.get()
+            with contextlib.suppress(Exception):  # a strict terminal, a full disk, a pipe that is closed
+                _write_to(output, text)
+            written.set()
+            with self._guard:
+                self._kept -= len(text)
+                self._paused = self._paused and not self._waiting.empty()
+
+
+def _write_to(output: Any, text: str) -> None:
+    """Characters that the output's encoding lacks are written as similar ASCII or as escapes."""
+    encoding = getattr(output, "encoding", None) or "utf-8"
+    data = text.encode(encoding, REPLACE_UNPRINTABLE)
+    try:
+        descriptor = output.fileno()
+    except (AttributeError, OSError, ValueError):  # an output in memory
+        descriptor = None
+    if descriptor != 1:
+        output.write(data.decode(encoding))
+        output.flush()
+        return
+    output.flush()
+    while data:  # not by the stream, whose lock would be held during a pause: this process could not exit
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:  # a descriptor that another process has set to O_NONBLOCK
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            poll.poll()
+
+
+_OWN_OUTPUT = OwnOutput()
+
+
+def say(text: str) -> None:
+    write(text + "\n")
+
+
+def write(text: str) -> None:
+    """Write to this process's output. No state of it raises, or stops an agent."""
+    _OWN_OUTPUT.write(text)
+
+
+def flush(seconds: float = _FLUSH_SECONDS) -> None:
+    """Wait until what was said is written, at most `seconds`: a paused reader may never go on."""
+    _OWN_OUTPUT.flush(seconds)
+
+
+TAIL_BYTES = 1024 * 1024
+_TAIL_SHARE = 8  # at most this part of the limit is the tail
+_BYTES_PER_LOOK = 256 * 1024
+_BLOCK_BYTES = 4096  # file systems free whole blocks
+# A record is longer than its line, by about 150 bytes: the records of a log may take this many times its limit.
+_RECORDS_FACTOR = 4
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+
+Pass = Callable[[int, list[bytes]], None]
+
+
+class RankLog:
+    """Follows one raw log.
+
+    limit_bytes: of raw log that is kept, on disk and as records: the first part, and the last `tail_bytes` (None: an
+    eighth, at most 1 MiB). Between two calls of `free_middle` a raw log can exceed it.
+    """
+
+    def __init__(
+        self,
+        raw: Path,
+        *,
+        job: str,
+        generation: int,
+        node: int,
+        rank: int,
+        limit_bytes: int,
+        tail_bytes: int | None = None,
+    ) -> None:
+        self._raw, self._records = raw, raw.with_suffix(".jsonl")
+        self._job, self._generation, self._node, self._rank = job, generation, node, rank
+        self._tail = min(TAIL_BYTES, limit_bytes // _TAIL_SHARE) if tail_bytes is None else tail_bytes
+        self._head = limit_bytes - 2 * self._tail  # the tail grows to twice its size before its first half is freed
+        self._records_left = _RECORDS_FACTOR * self._head
+        self._read = 0
+        self._freed = -(-self._head // _BLOCK_BYTES) * _BLOCK_BYTES  # the hole's end; it begins here
+        self._full = False  # the head has its records
+        self._torn = False  # the last write failed, perhaps in mid-line
+
+    def follow(self, beat: Beat) -> list[bytes]:
+        """The records of the whole lines that have come since the last look; they are in the file by then."""
+        room = min(_BYTES_PER_LOOK, self._head - self._read, self._left())
+        return self._take(room, beat, at_end=False) if room > 0 and not self._full else []
+
+    def finish(self, beat: Beat) -> list[bytes]:
+        """The records of all that is left, once the rank has ended."""
+        records: list[bytes] = []
+        while (left := self._left()) > 0 and (room := min(_BYTES_PER_LOOK, self._head - self._read)) > 0:
+            found = [] if self._full else self._take(room, beat, at_end=room >= left)
+            if not found:
+                break
+            records += found
+        if self._left() > 0:
+            records += self._take_tail(beat)
+        return records
+
+    def free_middle(self) -> None:
+        """Give the disk back what lies between head and tail. Raises OSError where the file system cannot."""
+        end = (self._raw.stat().st_size - self._tail) // _BLOCK_BYTES * _BLOCK_BYTES
+        if end - self._freed < max(self._tail, _BLOCK_BYTES):
+            return
+        descriptor = os.open(self._raw, os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            punch_hole(descriptor, self._freed, end - self._freed)
+        finally:
+            os.close(descriptor)
+        self._freed = end
+
+    def _left(self) -> int:
+        return self._raw.stat().st_size - self._read
+
+    def _take(self, size: int, beat: Beat, *, at_end: bool) -> list[bytes]:
+        with open(self._raw, "rb") as log:
+            log.seek(self._read)
+            pieces = split_lines(log.read(size), at_end=at_end)
+        now, at, records, room, full = time.time(), self._read, [], self._records_left, False
+        for piece, more in pieces:
+            text = piece.removesuffix(b"\n").decode(errors="replace")
+            record = self._record(now, beat, text, start=at, end=at + len(piece), more=more)
+            if full := len(record) >= room:
+                break
+            room -= len(record) + 1
+            records.append(record)
+            at += len(piece)
+        self._append(records)
+        self._read, self._records_left, self._full = at, room, full  # not before: a failed write is tried again
+        return records
+
+    def _take_tail(self, beat: Beat) -> list[bytes]:
+        """The records of the last lines, after one that says how much lies between."""
+        begin = end = max(self._read, self._raw.stat().st_size - self._tail)
+        with open(self._raw, "rb") as log:
+            log.seek(begin)
+            pieces = split_lines(log.read(self._tail), at_end=True)
+        now, kept, room = time.time(), [], _RECORDS_FACTOR * self._tail
+        end = at = begin + sum(len(piece) for piece, _ in pieces)
+        for piece, more in reversed(pieces):
+            text = piece.removesuffix(b"\n").decode(errors="replace")
+            record = self._record(now, beat, text, start=at - len(piece), end=at, more=more)
+            if kept and len(record) >= room:
+                break
+            room -= len(record) + 1
+            kept.append(record)
+            at -= len(piece)
+        if at > self._read:
+            text = (
+                f"[{at - self._read} bytes are left out here: the rank printed more than survival.rank_log_mib keeps]"
+            )
+            kept.append(self._record(now, beat, text, start=self._read, end=self._read, dropped=at - self._read))
+        self._append(kept[::-1])
+        self._read = end
+        return kept[::-1]
+
+    def _record(self, now: float, beat: Beat, text: str, **place: int) -> bytes:
+        line = LogLine(
+            t=utc_text(now),
+            job=self._job,
+            generation=self._generation,
+            node=self._node,
+            rank=self._rank,
+            step=beat.step,
+            phase=beat.phase,
+            text=text,
+            **place,
+        )
+        return line.to_json().encode()
+
+    def _append(self, records: list[bytes]) -> None:
+        """In one write where the system lets it be one, so that a crash of this process tears the last line at most."""
+        if not records:
+            return
+        data = memoryview((b"\n" if self._torn else b"") + b"\n".join(records) + b"\n")
+        self._torn = True
+        descriptor = os.open(self._records, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+        finally:
+            os.close(descriptor)
+        self._torn = False
+
+
+class GangLines:
+    """All ranks of a node. pass_on: told each rank's new records, for whoever carries them away.
+
+    A disk that is full costs the records, never the training: it is said once, and tried again with the next look.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        *,
+        job: str,
+        generation: int,
+        node: int,
+        limit_bytes: int,
+        pass_on: Pass,
+        say: Callable,
+    ) -> None:
+        place = {"job": job, "generation": generation, "node": node, "limit_bytes": limit_bytes}
+        self._logs: list[tuple[Worker, RankLog]] = [
+            (worker, RankLog(worker.log_path, rank=worker.rank, **place)) for worker in group.workers
+        ]
+        self._pass_on, self._say = pass_on, say
+        self._failed = self._unlimited = False
+
+    def follow(self) -> None:
+        self._each(RankLog.follow)
+
+    def finish(self) -> None:
+        self._each(RankLog.finish)
+
+    def _each(self, look: Callable[[RankLog, Beat], list[bytes]]) -> None:
+        for worker, log in self._logs:
+            self._limit(log)
+            try:
+                records = look(log, worker.beat)
+            except OSError as error:
+                if not self._failed:
+                    self._say(f"logs: WARNING: no JSON lines of rank {worker.rank}, its raw log stands: {error}")
+                self._failed = True
+                continue
+            if records:
+                self._pass_on(worker.rank, records)
+
+    def _limit(self, log: RankLog) -> None:
+        """Where a log's middle cannot be freed, it is said once, and the raw logs grow as the ranks print."""
+        if self._unlimited:
+            return
+        try:
+            log.free_middle()
+        except FileNotFoundError:  # the rank has removed its own log
+            return
+        except OSError as error:
+            self._say(f"logs: WARNING: raw logs exceed survival.rank_log_mib, their middle cannot be freed: {error}")
+            self._unlimited = True
+
+
+def punch_hole(descriptor: int, start: int, size: int) -> None:
+    """Free a part of a file; it reads as zeros from then on. Raises OSError, EOPNOTSUPP where there is no such call."""
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if fallocate is None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    if fallocate(descriptor, _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(size)) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+_INTERVAL_SECONDS = 15.0  # each put is a request to be paid for; a rank that printed nothing costs none
+_CLOSE_DEADLINE_SECONDS = 5.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
+_QUEUE_BYTES = 8 * 1024 * 1024
+
+
+class LogShipper:
+    """Puts `logs/<generation>/<node>-<rank>-<segment>.jsonl`. say: takes one line of notice."""
+
+    def __init__(
+        self,
+        job_store: Store,
+        *,
+        generation: int,
+        node: int,
+        say: Callable[[str], object],
+        interval_seconds: float = _INTERVAL_SECONDS,
+        queue_bytes: int = _QUEUE_BYTES,
+    ) -> None:
+        self._store, self._generation, self._node, self._say = job_store, generation, node, say
+        self._interval_seconds, self._queue_limit = interval_seconds, queue_bytes
+        self._writer = secrets.token_hex(3)  # two agents never share a segment
+        self._changed = threading.Condition()  # guards what follows
+        self._pending: dict[int, list[bytes]] = {}
+        self._pending_bytes = self._left_out = 0
+        self._segments: dict[int, int] = {}
+        self._closed = self._given_up = self._away = False
+        self._thread = threading.Thread(target=self._put_forever, name="logs", daemon=True)
+        self._thread.start()
+
+    def add(self, rank: int, records: list[bytes]) -> None:
+        """Keep these for the next segment. Never waits."""
+        with self._changed:
+            for record in records:
+                if self._pending_bytes + len(record) > self._queue_limit:
+                    self._left_out += 1
+                    continue
+                self._pending.setdefault(rank, []).append(record)
+                self._pending_bytes += len(record)
+
+    def close(self, *, deadline_seconds: float = _CLOSE_DEADLINE_SECONDS) -> None:
+        """A last try to put everything; what is lost to the store is told. Never raises."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(deadline_seconds)
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+            lost = self._left_out + sum(map(len, self._pending.values()))
+        if lost:
+            self._say(f"logs: WARNING: {lost} lines did not reach {self._store.uri}/logs; this machine's disk has them")
+
+    def _put_forever(self) -> None:
+        """The only place that puts: a store that hangs holds up this thread and no other."""
+        pause = _FIRST_PAUSE_SECONDS
+        while (batch := self._next_batch()) is not None:
+            try:
+                for rank, records in batch.items():
+                    self._put(rank, records)
+                pause, self._away = _FIRST_PAUSE_SECONDS, False
+            except Exception as error:  # whatever it was, the lines are still there and the next try may do
+                if not self._away:
+                    self._say(f"logs: WARNING: {self._store.uri} takes no logs for now, trying on: {error}")
+                self._away = True
+                with self._changed:
+                    self._changed.wait_for(lambda: self._given_up, pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _next_batch(self) -> dict[int, list[bytes]] | None:
+        with self._changed:
+            if not self._away:
+                self._changed.wait_for(lambda: self._closed, self._interval_seconds)
+            done = self._given_up or (self._closed and not self._pending)
+            return None if done else {rank: list(records) for rank, records in self._pending.items()}
+
+    def _put(self, rank: int, records: list[bytes]) -> None:
+        """A put that failed may have arrived all the same; readers know a record that they see twice."""
+        number = self._segments.get(rank, 0)
+        key = log_key(self._generation, self._node, rank, f"{number:06d}.{self._writer}")
+        self._store.put(key, b"\n".join(records) + b"\n")
+        with self._changed:
+            self._segments[rank] = number + 1
+            self._pending_bytes -= sum(map(len, records))
+            del self._pending[rank][: len(records)]
+            if not self._pending[rank]:
+                del self._pending[rank]
+
+
+class GangOutput:
+    """Follow it with each look at the ranks; close it when they have ended, so that their last words are kept."""
+
+    def __init__(self, group: WorkerGroup, spec: GangSpec, generation: int, job_store: Store) -> None:
+        self._echo = Echo(group)
+        self._shipper: LogShipper | None = None
+        if not _is_part_of_store(Path(spec.log_folder), job_store):
+            self._shipper = LogShipper(job_store, generation=generation, node=spec.node, say=say)
+        self._lines = GangLines(
+            group,
+            job=spec.job,
+            generation=generation,
+            node=spec.node,
+            limit_bytes=spec.survival.rank_log_mib * 2**20,
+            pass_on=self._pass_on,
+            say=say,
+        )
+
+    def follow(self) -> None:
+        self._echo.pass_on()
+        self._lines.follow()
+
+    def close(self) -> None:
+        """The rest of every rank's lines; the store has 5 s to take what is left."""
+        self._echo.pass_on()
+        self._lines.finish()
+        if self._shipper:
+            self._shipper.close()
+
+    def _pass_on(self, rank: int, records: list[bytes]) -> None:
+        if self._shipper:
+            self._shipper.add(rank, records)
+
+
+def _is_part_of_store(folder: Path, job_store: Store) -> bool:
+    """The default store is this machine's runs/: what lies in the job's folder there need not be carried."""
+    local = job_store.local_path("logs")
+    return local is not None and local.resolve() == folder.resolve()
