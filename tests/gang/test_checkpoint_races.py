@@ -86,7 +86,7 @@ def test_a_pin_outlives_a_deletion_that_was_cut_short_before_it_looked(
     def killed(*_: object, **__: object) -> int:
         raise Killed
 
-    monkeypatch.setattr(retention, "newest_number", killed)  # the first thing behind the tombstone
+    monkeypatch.setattr(retention, "newest_generation_number", killed)  # the first thing behind the tombstone
     with pytest.raises(Killed):
         retention.delete_commit(job, ref, generation.name, newest=1)
     monkeypatch.undo()

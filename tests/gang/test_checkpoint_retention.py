@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.infra.errors import StoreForbidden, StoreFull
-from ebbflow.infra.layout import commit_key, data_key, index_key
+from ebbflow.infra.layout import commit_key, data_key, generation_key, index_key, secret_key, signature_key
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Generation, RetentionPolicy, open_generation, reachable_commits, trace_lineage
 from ebbflow.training.checkpoint.commands import main as checkpoints
@@ -23,7 +23,7 @@ from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, Manifest
 from ebbflow.training.checkpoint.retention import Retention, WholeCommit, choose_commits
 from ebbflow.training.checkpoint.verified_io import sha256_text
-from ebbflow.training.errors import CheckpointError, GenerationSuperseded
+from ebbflow.training.errors import CheckpointError, DamagedLineage, GenerationSuperseded
 
 ROOT = Path(__file__).resolve().parents[2]
 DAY = 24 * 3600.0
@@ -165,6 +165,45 @@ def test_orphans_and_what_does_not_count_go_when_they_are_old(job: Store) -> Non
     age(job, "commits", 2 * DAY, step=10**12 - 1 - 40)
     assert run(job, generation, keep_last=5) == [40]
     assert {traced.ref.step for traced in trace_lineage(job)} == {10, 20, 50}
+
+
+def test_signatures_and_secrets_that_nothing_needs_go_when_they_are_old(job: Store) -> None:
+    generation = open_generation(job, run="r", attempt=0)
+    needed = signature_key(CommitRef.from_key(put_commit(job, generation, 10)).sha256)
+    old = {signature_key("0" * 64), secret_key("run", 0)}
+    for key in (needed, *old):
+        job.put(key, b"{}")
+    age(job, "signatures", 2 * DAY)
+    age(job, "secrets", 2 * DAY)
+    young = {signature_key("1" * 64), secret_key("run", 1)}
+    for key in young:
+        job.put(key, b"{}")
+    assert checkpoints(["prune", job.uri]) == 0
+    assert {meta.key for prefix in ("signatures", "secrets") for meta in job.list(prefix)} == {needed, *young}
+
+
+def test_a_deleted_record_of_the_running_generation_is_put_back_with_a_warning(
+    job: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = open_generation(job, run="r", attempt=0)
+    save = CheckpointId(job="test", generation=generation.name, step=0, world_size=1)
+    warnings: list[str] = []
+    retention, late = Retention(RetentionPolicy(keep_last=1), warnings.append), Retention(RetentionPolicy())
+    put_commit(job, generation, 1)
+    assert retention.run(job, save) == []
+    key = generation_key(generation.number, generation.id)
+    record = job.get(key)
+    job.delete(key)
+    put_commit(job, generation, 2)
+    assert retention.run(job, save) == late.run(job, save) == [] and not warnings, "a listing may lag"
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 61)
+    with pytest.raises(DamagedLineage, match="was deleted while the job is running"):
+        late.run(job, save)  # it has never seen the record
+    assert [ref.step for ref in retention.run(job, save)] == [1]
+    assert job.get(key) == record
+    assert len(warnings) == 1 and key in warnings[0] and "has been put back" in warnings[0]
+    assert late.run(job, save) == [] and steps(job) == [2]
 
 
 @pytest.mark.parametrize("writable", [True, False])

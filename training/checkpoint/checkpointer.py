@@ -269,7 +269,7 @@ class Checkpointer:
             items=items,
             common=queued.common,
             data_key=queued.data_key,
-            retention=self._retention.to_json(),
+            retention=self._retention.__dict__,
             upload={
                 "bytes_per_second": self._bytes_per_second,
                 "deadline_seconds": self._deadline_seconds,

@@ -357,7 +357,7 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
     except ValueError as error:
         raise CheckpointError(f"prune: {error}") from error
     retention = Retention(policy)
-    choice = retention.choose(store)
+    choice = retention.choose_commits(store)
     orphans = retention.orphans(store)
     done = list(choice.delete) if options.dry_run else retention.prune(store)
     document = {

@@ -261,9 +261,8 @@ class SaveTracker:
             "uploaded": self._on_uploaded,
             "committed": self._on_committed,
             "failed": self._on_failed,
-            "no_room": lambda a: self._warn(a["message"]),
             "superseded": self._on_superseded,
-            "retention_failed": lambda a: self._warn(f"retention: {a['message']}"),
+            "warning": lambda a: self._warn(a["message"]),
             "ended": self._on_ended,
         }[answer["event"]]
         handler(answer)

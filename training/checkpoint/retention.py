@@ -1,28 +1,30 @@
 """Choose which commits a job keeps, and delete the others.
 
-The tombstone is also half of an agreement with two others who write first and look afterwards, as this does: who opens
-a generation with the commit as its parent, and who pins it. Whichever comes second sees the first and gives way.
+A deletion may be cut short at any point: a tombstone is put before the first key is deleted and removed one run after
+the last one. Whoever opens a generation from a commit, or pins it, also writes first and looks for a tombstone
+afterwards, so of two concurrent writers the second one sees the first and gives way.
 
-Never deleted: the newest commit that looks whole, pinned ones, and anything at all while no commit looks whole. What is
-quarantined or outside the lineage (a zombie's, a rewind's) is kept for a while, for a look, and then goes too.
+Never deleted: the newest whole commit, pinned commits, and anything at all while no commit is whole. Quarantined
+commits and commits outside the lineage are kept for `orphan_seconds`, so that a person can inspect them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden
 from ebbflow.infra.layout import (
     TOMBSTONE_TAGS,
     data_prefix,
+    generation_key,
     index_prefix,
-    parse_commit_key,
     pin_key,
     quarantine_key,
     signature_key,
@@ -34,19 +36,21 @@ from ebbflow.infra.store.objects import StoreClock
 from ebbflow.training.checkpoint.lineage import CommitRef, TracedCommit, newest_generation_number, trace_lineage
 from ebbflow.training.checkpoint.manifest import VERSION, CheckpointId, Manifest
 from ebbflow.training.checkpoint.signing import signer
-from ebbflow.training.checkpoint.verified_io import fetch_verified, seal, unseal
-from ebbflow.training.errors import CorruptCommit, GenerationSuperseded
+from ebbflow.training.checkpoint.verified_io import fetch_verified, put_verified, seal, unseal
+from ebbflow.training.errors import CorruptCommit, DamagedLineage, GenerationSuperseded
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """A commit is kept when any rule keeps it; only whole commits count.
+    """The rules of retention. A commit is kept if any rule keeps it; only whole commits count.
 
-    keep_last: the newest so many. keep_every_steps: also the first commit at or after each multiple of it. keep_best:
-    also so many with the lowest `best_metric`, as the commit itself carries it. max_total_bytes: of the data of all
-    kept commits; while there is more, the least valued goes: first those by step, the oldest first, then the best, the
-    worst first, then the last, the oldest first. The newest commit and pinned ones stay whatever the cap says.
-    orphan_seconds: what no reachable commit names is deleted when it is older than this.
+    Args:
+        keep_last: number of newest commits to keep.
+        keep_every_steps: also keep the first commit at or after each multiple of this step count.
+        keep_best: also keep this many commits with the lowest `best_metric`, as recorded in the commit.
+        max_total_bytes: cap on the data of all kept commits. Above it commits are dropped in this order: those kept by
+            step (oldest first), the best (worst first), the last (oldest first). The newest and pinned commits stay.
+        orphan_seconds: age at which objects that no reachable commit names are deleted.
     """
 
     keep_last: int = 3
@@ -60,17 +64,10 @@ class RetentionPolicy:
         if self.keep_last < 1:
             raise ValueError(f"keep_last must be at least 1: {self.keep_last}")
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> RetentionPolicy:
-        return cls(**document)
-
 
 @dataclass(frozen=True, kw_only=True)
 class WholeCommit:
-    """What the choice looks at. size: bytes of data. metric: None without one, or where it is not finite."""
+    """A commit whose data objects are all present. size: bytes of data. metric: None if absent or not finite."""
 
     sha256: str
     step: int
@@ -80,7 +77,7 @@ class WholeCommit:
 
 
 def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> dict[str, str]:
-    """Reason by SHA-256 of each of the whole commits, newest of the lineage first, that is to be kept."""
+    """Return the commits to keep, as reason by manifest SHA-256. commits: newest first."""
     last = list(commits[: policy.keep_last])
     every = _first_of_each_window(commits, policy.keep_every_steps)
     scored = [(commit.metric, commit) for commit in commits if commit.metric is not None]
@@ -95,14 +92,14 @@ def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> d
 
 
 def policy_with_room(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> RetentionPolicy:
-    """For a store that is full: what makes room for two more like the newest of the whole commits."""
+    """Tighten the policy of a full store until two more commits of the newest one's size fit."""
     kept = choose_commits(commits, policy)
     total = sum(commit.size for commit in commits if commit.sha256 in kept)
     return replace(policy, max_total_bytes=max(total - 2 * commits[0].size, 0))
 
 
 def metric_at_step(extra: Mapping[str, Any], step: int, name: str) -> float | None:
-    """The metric that was measured of this very step's weights, from what the commit carries."""
+    """Return the metric that a commit records, if it was measured at exactly this step."""
     metrics = extra.get("metrics")
     if not isinstance(metrics, Mapping) or metrics.get("step") != step:
         return None
@@ -111,9 +108,11 @@ def metric_at_step(extra: Mapping[str, Any], step: int, name: str) -> float | No
 
 
 def _first_of_each_window(commits: Sequence[WholeCommit], steps: int | None) -> list[WholeCommit]:
-    """Oldest first. A later commit never takes the place of one that was chosen before."""
+    """Return the first commit at or after each multiple of `steps`, oldest first."""
     firsts: dict[int, WholeCommit] = {}
-    for commit in commits if steps else ():
+    if not steps:
+        return []
+    for commit in commits:
         window = commit.step // steps
         if window and (window not in firsts or commit.step < firsts[window].step):
             firsts[window] = commit
@@ -127,7 +126,7 @@ def _beyond_cap(
     *,
     expendable: Sequence[WholeCommit],
 ) -> set[str]:
-    """A commit that several rules keep goes only with the last of them."""
+    """Return the commits to drop to meet the cap. A commit kept by several rules is dropped by the last of them."""
     if policy.max_total_bytes is None:
         return set()
     total = sum(commit.size for commit in commits if commit.sha256 in kept)
@@ -147,23 +146,34 @@ _PARALLEL = 8
 
 
 def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newest: int, full: bool = False) -> bool:
-    """False when it was pinned meanwhile. generation: the name of its generation; None, where nobody can read it,
-    leaves its data to the orphans. newest: the generation on whose behalf. full: there may be no room for a tombstone
-    either; then the manifest goes first all the same, and a deletion that is cut short leaves orphans.
+    """Delete a commit and its data.
 
-    Raises GenerationSuperseded, and deletes nothing, when a newer one is on record: the lineage is then another gang's.
+    Args:
+        generation: name of its generation; None if its manifest is unreadable, which leaves its data to the orphans.
+        newest: number of the generation on whose behalf it is deleted.
+        full: the store is full, so a missing tombstone is tolerated; a deletion that is then cut short leaves orphans.
+
+    Returns:
+        False if the commit was pinned meanwhile.
+
+    Raises:
+        GenerationSuperseded: a newer generation is on record, so the lineage is another gang's. Nothing is deleted.
     """
     tombstone = {"version": VERSION, "key": ref.key, "generation": generation, "step": ref.step}
     if signer() is not None:
         tombstone["signed"] = True
+    content = seal(tombstone)
     try:
-        _put_tombstone(store, ref.sha256, seal(tombstone))
+        try:
+            store.put(tombstone_key(ref.sha256), content, tags=TOMBSTONE_TAGS)
+        except StoreForbidden:  # a role may be allowed to put and not to tag
+            store.put(tombstone_key(ref.sha256), content)
     except StoreError:
         if not full:
             raise
     if (number := newest_generation_number(store, near=newest)) > newest:
         store.delete(tombstone_key(ref.sha256))
-        raise superseded_error(store, number, newest)
+        raise _superseded_error(store, number, newest)
     if store.head(pin_key(ref.sha256)) is not None:
         store.delete(tombstone_key(ref.sha256))
         return False
@@ -172,18 +182,18 @@ def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newes
 
 
 def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: False) -> None:
-    """Take up what an earlier run left, and drop the tombstones of what is gone.
+    """Finish the deletions of earlier runs and remove the tombstones of deleted commits.
 
-    interrupted: asked after each, so that every run gets on, however short it must be.
+    interrupted: called after each tombstone, so that even a very short run makes progress.
     """
     for meta in store.list("tombstones"):
         try:
             tombstone = fetch_verified(store, meta.key, unseal, f"{store.uri}/{meta.key}")
         except (ObjectNotFound, CorruptCommit):
-            continue  # another process was faster, or nobody can say what it was about
+            continue  # another process was faster, or the tombstone no longer says what it was for
         sha256 = CommitRef.from_key(tombstone["key"]).sha256
         if store.head(pin_key(sha256)) is not None and store.head(tombstone["key"]) is not None:
-            store.delete(meta.key)  # pinned before anything was deleted: that run ended before it looked
+            store.delete(meta.key)  # the deletion was cut short before it looked for the pin
             continue
         _delete_objects(store, tombstone)
         for key in (quarantine_key(sha256), verified_key(sha256), meta.key):
@@ -192,8 +202,8 @@ def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: Fal
             return
 
 
-def delete_all(store: Store, keys: Iterable[str], interrupted: Callable[[], bool] = lambda: False) -> None:
-    """In no order. interrupted: asked before each; what is left then stays."""
+def _delete_all(store: Store, keys: Iterable[str], interrupted: Callable[[], bool] = lambda: False) -> None:
+    """Delete keys in parallel. interrupted: called before each; once true, the remaining keys stay."""
 
     def delete(key: str) -> None:
         if not interrupted():
@@ -203,19 +213,11 @@ def delete_all(store: Store, keys: Iterable[str], interrupted: Callable[[], bool
         list(pool.map(delete, keys))
 
 
-def superseded_error(store: Store, number: int, ours: int) -> GenerationSuperseded:
+def _superseded_error(store: Store, number: int, ours: int) -> GenerationSuperseded:
     return GenerationSuperseded(
         f"{store.uri}: generation {number} was opened while generation {ours} was running; "
         "what this gang commits from now on would never be restored"
     )
-
-
-def _put_tombstone(store: Store, sha256: str, data: bytes) -> None:
-    """Tagged where that is allowed: a role may have the right to put and none to tag."""
-    try:
-        store.put(tombstone_key(sha256), data, tags=TOMBSTONE_TAGS)
-    except StoreForbidden:
-        store.put(tombstone_key(sha256), data)
 
 
 def _delete_objects(store: Store, tombstone: dict[str, Any]) -> None:
@@ -225,113 +227,154 @@ def _delete_objects(store: Store, tombstone: dict[str, Any]) -> None:
     if tombstone["generation"] is None:
         return
     for prefix in (index_prefix, data_prefix):
-        delete_all(store, [meta.key for meta in store.list(prefix(tombstone["generation"], tombstone["step"]))])
+        _delete_all(store, [meta.key for meta in store.list(prefix(tombstone["generation"], tombstone["step"]))])
 
 
 def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) -> list[ObjectMeta]:
-    """By the store's own clock.
+    """List objects that no commit needs and that are older than the limit by the store's own clock.
 
-    A folder of a save goes as a whole: while any object of it is young, its save may be under way. Data are listed
-    before commits, so that a save that is committed meanwhile is seen as such.
+    These are data and indexes without a commit (per checkpoint all or none: a single young object means that its upload
+    may still be running), signatures without a commit, and roll-call secrets of starts long past.
     """
-    saves: dict[tuple[str, str], list[ObjectMeta]] = defaultdict(list)
-    listed = [meta for prefix in ("data", "index") for meta in store.list(prefix)]
-    for meta in listed:
-        parts = meta.key.split("/")
-        if len(parts) == 4 and parts[1].split("-")[0].isdigit() and parts[2].isdigit():
-            saves[parts[1], parts[2]].append(meta)
+    # Listed before the commits: whatever is committed meanwhile is then seen as committed.
+    listed = {prefix: store.list(prefix) for prefix in ("data", "index", "signatures", "secrets")}
     commits = store.list("commits")
-    committed = set()
+    committed: set[tuple[int, int] | str] = set()
     for meta in commits:
         try:
-            step, generation, _ = parse_commit_key(meta.key)
-            committed.add((generation, step))
+            ref = CommitRef.from_key(meta.key)
         except ValueError:
-            continue  # not a key of ours
-    uncommitted = [
-        found
-        for (generation, step), found in saves.items()
-        if (int(generation.split("-")[0]), int(step)) not in committed
-    ]
-    if not uncommitted:
+            continue  # not a commit key
+        committed |= {(ref.generation, ref.step), ref.sha256}
+    groups: dict[tuple[str, ...], list[ObjectMeta]] = defaultdict(list)
+    for meta in (*listed["data"], *listed["index"]):
+        parts = meta.key.split("/")
+        number = parts[1].partition("-")[0]
+        named = len(parts) == 4 and number.isdigit() and parts[2].isdigit()
+        if named and (int(number), int(parts[2])) not in committed:
+            groups[parts[1], parts[2]].append(meta)
+    for meta in listed["signatures"]:
+        if meta.key.rsplit("/", 1)[-1].removesuffix(".json") not in committed:
+            groups[(meta.key,)].append(meta)
+    for meta in listed["secrets"]:
+        groups[(meta.key,)].append(meta)
+    if not groups:
         return []
-    now = clock.now(store, max(meta.modified for meta in [*listed, *commits]))
-    old = [found for found in uncommitted if all(now - meta.modified > older_than_seconds for meta in found)]
+    now = clock.now(store, max(meta.modified for found in (*listed.values(), commits) for meta in found))
+    old = [found for found in groups.values() if all(now - meta.modified > older_than_seconds for meta in found)]
     return [meta for found in old for meta in found]
 
 
-def sweep_orphans(
+def _sweep_orphans(
     store: Store, clock: StoreClock, *, older_than_seconds: float, interrupted: Callable[[], bool] = lambda: False
 ) -> None:
-    """Delete them, as far as it goes until `interrupted`."""
     orphans = find_orphans(store, clock, older_than_seconds=older_than_seconds)
-    delete_all(store, [meta.key for meta in orphans], interrupted)
+    _delete_all(store, [meta.key for meta in orphans], interrupted)
 
 
-_PATIENCE_SECONDS = 30.0  # what is left over waits for the next commit; the next save must not wait for this
+_RUN_SECONDS = 30.0  # the next upload must not wait for retention; what is left waits for the next commit
 _SHORTEST_ORPHAN_SECONDS = 600.0
-_SWEEPS_PER_LIMIT = 4  # an orphan is gone at the latest at 1¼ of its limit, while the job runs
+_SWEEPS_PER_LIMIT = 4  # while the job runs, an orphan is deleted at 1.25 times its limit at the latest
+_RECORD_MISSING_SECONDS = 60.0  # a listing may lag by seconds, hardly by a minute
 
 
 @dataclass(frozen=True)
 class RetentionChoice:
-    """keep: reason by commit. delete: with the name of its generation, None where its manifest cannot be read."""
+    """What a policy decides. keep: reason by commit. delete: generation name by commit, None if unreadable."""
 
     keep: dict[CommitRef, str]
     delete: dict[CommitRef, str | None]
 
 
 class Retention:
-    """Remembers the manifests that it has read."""
+    """Enforces a policy on a job's commits.
 
-    def __init__(self, policy: RetentionPolicy) -> None:
-        self._policy = policy
-        self._manifests: dict[str, Manifest] = {}
+    Args:
+        warn: called with a message if a problem was found and mended.
+    """
+
+    def __init__(self, policy: RetentionPolicy, warn: Callable[[str], object] = lambda _: None) -> None:
+        self._policy, self._warn = policy, warn
+        self._manifests: dict[str, Manifest] = {}  # read once, by SHA-256
         self._swept = float("-inf")
         self._clock = StoreClock()
+        self._record: bytes | None = None  # this generation's record
+        self._missing_since: float | None = None
 
     def run(self, store: Store, save: CheckpointId, interrupted: Callable[[], bool] = lambda: False) -> list[CommitRef]:
-        """Delete what need not be kept after `save` was committed; returns what was deleted.
+        """Delete what the policy does not keep after `save` was committed, and return the deleted commits.
 
-        interrupted: whether there is something better to do. Then one commit goes, as one has come, and the rest waits.
-        Raises GenerationSuperseded, and deletes nothing, when a newer generation than `save`'s is on record.
+        interrupted: whether other work is waiting; then one commit is deleted and the rest waits for the next run.
+
+        Raises:
+            GenerationSuperseded: a newer generation than `save`'s is on record. Nothing is deleted.
         """
-        end = time.monotonic() + _PATIENCE_SECONDS
-        return self._enforce(store, save.generation_number, lambda: interrupted() or time.monotonic() >= end)
+        end = time.monotonic() + _RUN_SECONDS
+        return self._run(store, save, lambda: interrupted() or time.monotonic() >= end)
 
     def make_room(self, store: Store, save: CheckpointId, *, deadline_seconds: float) -> list[CommitRef]:
-        """For a store that is full: the least valued commits go, until there is room for two, and orphans of saves
-        that are past their deadline. Raises as `run`."""
+        """Delete the least valued commits of a full store until two more fit, and orphans past their save's deadline.
+
+        Raises as `run`.
+        """
         limit = min(self._policy.orphan_seconds, max(2 * deadline_seconds, _SHORTEST_ORPHAN_SECONDS))
-        end = time.monotonic() + _PATIENCE_SECONDS
-        deleted = self._enforce(store, save.generation_number, lambda: time.monotonic() >= end, full=True)
+        end = time.monotonic() + _RUN_SECONDS
+        deleted = self._run(store, save, lambda: time.monotonic() >= end, full=True)
         finish_deletions(store)
-        sweep_orphans(store, self._clock, older_than_seconds=limit)
+        _sweep_orphans(store, self._clock, older_than_seconds=limit)
         return deleted
 
     def prune(self, store: Store) -> list[CommitRef]:
-        """By hand: until all is done, for whichever generation is the newest."""
+        """Delete everything that the policy does not keep, on behalf of the newest generation."""
         self._swept = float("-inf")
         return self._enforce(store, newest_generation_number(store), lambda: False)
 
-    def choose_commits(self, store: Store) -> RetentionChoice:
-        """What the policy says of the commits that are there; nothing is changed."""
-        return self._choose(store, self._policy)
-
     def orphans(self, store: Store) -> list[ObjectMeta]:
-        """What no commit names and is older than the limit; nothing is deleted."""
+        """List the objects that no commit needs and that are past the policy's limit."""
         return find_orphans(store, self._clock, older_than_seconds=self._policy.orphan_seconds)
+
+    def _run(
+        self, store: Store, save: CheckpointId, interrupted: Callable[[], bool], *, full: bool = False
+    ) -> list[CommitRef]:
+        number = save.generation_number
+        if (newest := newest_generation_number(store, near=number)) > number:
+            raise _superseded_error(store, newest, number)
+        if not self._record_is_listed(store, save, newest):
+            return []  # the listing is not the whole truth
+        return self._enforce(store, number, interrupted, full=full)
+
+    def _record_is_listed(self, store: Store, save: CheckpointId, newest: int) -> bool:
+        """Check that this generation's record is listed, and put it back if it has been missing for a minute."""
+        key = generation_key(save.generation_number, save.generation.partition("-")[2])
+        if newest == save.generation_number:
+            self._missing_since = None
+            if self._record is None:
+                with contextlib.suppress(ObjectNotFound):
+                    self._record = store.get(key)
+            return True
+        now = time.monotonic()
+        self._missing_since = now if self._missing_since is None else self._missing_since
+        if now - self._missing_since < _RECORD_MISSING_SECONDS or store.head(key) is not None:
+            return False
+        if self._record is None:
+            raise DamagedLineage(
+                f"{store.uri}/{key} was deleted while the job is running, and no commit is deleted without it; "
+                "fix: put generations/ back, or start the job again"
+            )
+        put_verified(store, key, self._record)
+        self._missing_since = None
+        self._warn(
+            f"{store.uri}/{key} was deleted while the job is running and has been put back; records of older "
+            "generations in generations/ may be missing too; fix: find out what deletes them"
+        )
+        return True
 
     def _enforce(
         self, store: Store, number: int, interrupted: Callable[[], bool], *, full: bool = False
     ) -> list[CommitRef]:
-        if (newest := newest_generation_number(store, near=number)) > number:
-            raise superseded_error(store, newest, number)
-        if newest < number:
-            return []  # our own generation is not listed yet: what is, is not the whole truth
         finish_deletions(store, interrupted)
         deleted = []
-        for ref, generation in self._choose(store, self._policy, full=full).delete.items():
+        for ref, generation in self.choose_commits(store, full=full).delete.items():
             if delete_commit(store, ref, generation, newest=number, full=full):
                 deleted.append(ref)
             self._manifests.pop(ref.sha256, None)
@@ -339,29 +382,36 @@ class Retention:
                 return deleted
         limit = self._policy.orphan_seconds
         if time.monotonic() - self._swept > limit / _SWEEPS_PER_LIMIT and not interrupted():
-            sweep_orphans(store, self._clock, older_than_seconds=limit, interrupted=interrupted)
+            _sweep_orphans(store, self._clock, older_than_seconds=limit, interrupted=interrupted)
             self._swept = time.monotonic()
         return deleted
 
-    def _choose(self, store: Store, policy: RetentionPolicy, *, full: bool = False) -> RetentionChoice:
+    def choose_commits(self, store: Store, *, full: bool = False) -> RetentionChoice:
+        """Decide which commits the policy keeps and which it deletes; nothing is changed.
+
+        full: also make room for two more commits.
+        """
+        policy = self._policy
         traced = trace_lineage(store)
         pinned = {meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in store.list("pins")}
         reachable = [found.ref for found in traced if found.unreachable_because is None]
         for ref in reachable:
             self._manifest(store, ref)
-        saves = {self._save(ref) for ref in reachable if ref.sha256 in pinned} - {None}
-        pinned |= {ref.sha256 for ref in reachable if self._save(ref) in saves}
-        first: dict[tuple[str, int], str] = {}  # of two records of one save the first stands for both: one data
+        saves = {self._save(ref) for ref in reachable if ref.sha256 in pinned}
+        pinned |= {ref.sha256 for ref in reachable if self._save(ref) in saves - {None}}
+        first: dict[
+            tuple[str, int], str
+        ] = {}  # two records of one checkpoint share its data: the first stands for both
         whole = []
         for ref in reachable:
-            kept = self._kept(store, ref, policy, pinned)
-            if kept is not None and first.setdefault(self._save(ref), ref.sha256) == ref.sha256:
+            kept, save = self._whole_commit(store, ref, pinned), self._save(ref)
+            if kept is not None and save is not None and first.setdefault(save, ref.sha256) == ref.sha256:
                 whole.append(kept)
         if not whole:
             return RetentionChoice({}, {})
         reasons = choose_commits(whole, policy_with_room(whole, policy) if full else policy)
-        needed = {save for save, sha256 in first.items() if sha256 in reasons}
-        keep = {ref: reasons[first[self._save(ref)]] for ref in reachable if self._save(ref) in needed}
+        needed = {save: reasons[sha256] for save, sha256 in first.items() if sha256 in reasons}
+        keep = {ref: needed[save] for ref in reachable if (save := self._save(ref)) in needed and save is not None}
         oldest_needed = len(whole[: policy.keep_last])
         delete: dict[CommitRef, str | None] = {}
         counted, sound = 0, {kept.sha256 for kept in whole}
@@ -372,40 +422,41 @@ class Retention:
                     delete[ref] = self._generation(store, ref)
             elif counted >= oldest_needed and ref.sha256 not in pinned:  # torn, and enough whole ones are newer
                 delete[ref] = self._generation(store, ref)
-        for ref in self._stale(store, traced, policy.orphan_seconds):
-            if ref.sha256 not in pinned:
-                delete[ref] = self._generation(store, ref)
-                if self._save(ref) in needed:  # only the record goes: its data is that of a commit that is kept
-                    delete[ref] = None
-        # The oldest first: when time runs out, what is left is still one unbroken newest part.
+        for ref in self._stale(store, traced):
+            if ref.sha256 not in pinned:  # data that a kept commit shares stays: only the manifest is deleted
+                generation = self._generation(store, ref)
+                delete[ref] = None if self._save(ref) in needed else generation
+        # Oldest first: if time runs out, the rest is still an unbroken sequence up to the newest commit.
         return RetentionChoice(keep, dict(sorted(delete.items(), key=lambda item: (item[0].step, item[0].generation))))
 
     def _save(self, ref: CommitRef) -> tuple[str, int] | None:
-        """Generation and step, which the keys of the data are made of; None where the manifest cannot be read."""
+        """Return generation name and step, which make up the keys of the data; None if the manifest is unreadable."""
         manifest = self._manifests.get(ref.sha256)
         return None if manifest is None else (manifest.save.generation, manifest.save.step)
 
-    def _kept(self, store: Store, ref: CommitRef, policy: RetentionPolicy, pinned: set[str]) -> WholeCommit | None:
-        """None for a commit that is torn: its manifest does not read well, or a data object is not of its size. Bytes
-        were verified when they were stored, and are again at restore."""
+    def _whole_commit(self, store: Store, ref: CommitRef, pinned: set[str]) -> WholeCommit | None:
+        """Return None for a torn commit: its manifest is unreadable, or a data object is missing or of another size.
+
+        Contents are not read: they were verified when they were stored, and are verified again on restore.
+        """
         manifest = self._manifest(store, ref)
         if manifest is None:
             return None
         sizes = {meta.key: meta.size for meta in store.list(data_prefix(manifest.save.generation, ref.step))}
         if any(sizes.get(data.key) != data.size for data in manifest.data):
             return None
-        metric = metric_at_step(manifest.common.get("extra") or {}, ref.step, policy.best_metric)
+        metric = metric_at_step(manifest.common.get("extra") or {}, ref.step, self._policy.best_metric)
         return WholeCommit(
             sha256=ref.sha256, step=ref.step, size=manifest.size, metric=metric, pinned=ref.sha256 in pinned
         )
 
-    def _stale(self, store: Store, traced: list[TracedCommit], limit_seconds: float) -> list[CommitRef]:
-        """What does not count and is older than the limit, by the store's clock."""
+    def _stale(self, store: Store, traced: list[TracedCommit]) -> list[CommitRef]:
+        """List commits that do not count and are older than the policy's limit, by the store's clock."""
         out = [found for found in traced if found.unreachable_because is not None and not found.refused]
         if not out:
             return []
         now = self._clock.now(store, max(found.modified for found in traced))
-        return [found.ref for found in out if now - found.modified > limit_seconds]
+        return [found.ref for found in out if now - found.modified > self._policy.orphan_seconds]
 
     def _generation(self, store: Store, ref: CommitRef) -> str | None:
         manifest = self._manifest(store, ref)

@@ -1,20 +1,20 @@
-"""The process that carries a rank's staged bytes to the store while training goes on.
+"""The process that uploads a rank's staged bytes to the store while training continues.
 
-    python -m ebbflow.training.checkpoint.uploader PARENT_PID RANK STORE_URI SLAB_FD [SLAB_FD ...]
+    python -m ebbflow.training.checkpoint.uploader PARENT_PID RANK STORE_URI BUFFER_FD [BUFFER_FD ...]
 
-It is started, not forked, imports no torch, and takes one JSON command per line:
+The process is started, not forked, imports no torch, and takes one JSON command per line:
 
     {"command": "save",  "slab", "length", "layout", "items", "common", "save", "data_key", "seconds",
                          "retention", "upload": {"bytes_per_second", "deadline_seconds", "chunk_bytes"}}
-    {"command": "await", "save", "seconds"}       until that save is committed, by whomever
-    {"command": "abandon", "step"}                another rank failed to save it: do not await its commit any longer
-    {"command": "hurry"}                          lift the cap on bandwidth, of the save under way too
-    {"command": "finish"}                         end after what was asked before
+    {"command": "await", "save", "seconds"}       wait until any rank has committed this checkpoint
+    {"command": "abandon", "step"}                another rank failed to save this step: stop waiting for its commit
+    {"command": "hurry"}                          lift the cap on bandwidth, also for the upload in flight
+    {"command": "finish"}                         exit after all earlier commands
 
-Answers, one JSON line each: uploaded, committed, failed, superseded, no_room, retention_failed.
+Answers, one JSON line each: uploaded, committed, failed, superseded, warning.
 
-Its end: at once with its parent's (the kernel kills it, and the command pipe closes). SIGINT, SIGTERM and SIGHUP are
-ignored: they reach the whole process group on Ctrl-C or a drain, just when the trainer needs its last save carried.
+The kernel kills the process when its parent dies. It ignores SIGINT, SIGTERM and SIGHUP: Ctrl-C and a drain send them
+to the whole process group, just when the trainer needs its last checkpoint uploaded.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ebbflow.infra.errors import InfraError, StoreFull
@@ -56,25 +57,25 @@ _YOUNGEST_SWEPT_SECONDS = 900.0  # another generation's save may have been given
 
 def main(argv: list[str]) -> int:
     """Serve commands until "finish" or the end of the pipe."""
-    parent_pid, rank, store_uri, *slabs = argv
+    parent_pid, rank, store_uri, *buffers = argv
     die_with_parent(int(parent_pid))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICENESS)  # training has the cores first
+    os.nice(_NICENESS)  # training has priority
     commands = CommandQueue()
-    uploader = Uploader(store_uri, int(rank), [int(fd) for fd in slabs], commands)
+    uploader = Uploader(store_uri, int(rank), [int(fd) for fd in buffers], commands)
     while (command := commands.next())["command"] != "finish":
         uploader.serve(command)
     return 0
 
 
 class Uploader:
-    """Serves one command after the other; every failure becomes an answer."""
+    """Executes one command after the other. Every failure becomes an answer."""
 
-    def __init__(self, store_uri: str, rank: int, slabs: list[int], commands: CommandQueue) -> None:
+    def __init__(self, store_uri: str, rank: int, buffers: list[int], commands: CommandQueue) -> None:
         self._store_uri = store_uri
         self._rank = rank
-        self._slabs = [_Slab(descriptor) for descriptor in slabs]
+        self._buffers = [_SharedBuffer(descriptor) for descriptor in buffers]
         self._commands = commands
         self._store: Store | None = None
         self._request_seconds = math.inf
@@ -101,9 +102,9 @@ class Uploader:
             _answer("failed", save=save, message=f"rank {self._rank}: {error}", cause=cause)
 
     def _opened(self, deadline: Deadline) -> Store:
-        """One store, and its connections, for all saves. A request can fail and be tried again within a deadline."""
+        """Return the store, opened so that a request can fail and be retried within the deadline."""
         limit = min(_LONGEST_REQUEST_SECONDS, max(1.0, deadline.seconds / 3))
-        if self._store is None or limit < self._request_seconds:  # the last save before leaving has little time
+        if self._store is None or limit < self._request_seconds:  # the last save has little time
             self._store, self._request_seconds = Store.open(self._store_uri, request_timeout_seconds=limit), limit
         return self._store
 
@@ -136,15 +137,15 @@ class Uploader:
             commit_as_backup(store, save, self._rank, deadline, self._commands.wait)
 
     def _items_of(self, command: dict[str, Any]) -> tuple[IndexEntry, ...]:
-        """They are sent once for each layout; "items" is null while it stays the same."""
+        """Return the index entries of a layout. They are sent once; while the layout stays the same, they are null."""
         if command["items"] is not None:
             self._layout, self._items = command["layout"], tuple(IndexEntry.from_json(row) for row in command["items"])
         if command["layout"] != self._layout:
-            raise ValueError(f"layout {command['layout']} of the save is not known to this process")
+            raise ValueError(f"layout {command['layout']} was never sent to this uploader")
         return self._items
 
     def _upload(self, store: Store, command: dict[str, Any], deadline: Deadline) -> DataObject:
-        """Within nine tenths of the time: the rest is for the index and the commit."""
+        """Upload the data within 90 % of the time; the rest is for the index and the commit."""
         self._throttle.bytes_per_second = None if self._commands.hurried else command["upload"]["bytes_per_second"]
         if self._parts is None:
             chunk_bytes = command["upload"]["chunk_bytes"]
@@ -152,7 +153,7 @@ class Uploader:
                 part_bytes=_CHUNKS_PER_PART * chunk_bytes, chunk_bytes=chunk_bytes, sha256=signer() is not None
             )
             self._parts = PartUploader(open_sink(store.uri, self._throttle), settings, self._throttle)
-        view = self._slabs[command["slab"]].view(command["length"])
+        view = self._buffers[command["slab"]].view(command["length"])
         try:
             return self._parts.upload(command["data_key"], view, Deadline(_DATA_SHARE * deadline.remaining_seconds))
         finally:
@@ -160,18 +161,22 @@ class Uploader:
 
     def _retain(self, store: Store, save: CheckpointId, policy: dict[str, Any]) -> None:
         try:
-            self._keeper(policy).run(store, save, lambda: self._commands.wait(0))
+            self._retention_of(save, policy).run(store, save, lambda: self._commands.wait(0))
         except GenerationSuperseded as error:
             _answer("superseded", save=save, message=str(error))
         except (TrainingError, InfraError) as error:
-            _answer("retention_failed", save=save, message=f"rank {self._rank}: {error}")
+            self._warn(save, f"retention: {error}")
 
-    def _keeper(self, policy: dict[str, Any]) -> Retention:
-        self._retention = self._retention or Retention(RetentionPolicy.from_json(policy))
+    def _retention_of(self, save: CheckpointId, policy: dict[str, Any]) -> Retention:
+        warn = partial(self._warn, save)
+        self._retention = self._retention or Retention(RetentionPolicy(**policy), warn)
         return self._retention
 
+    def _warn(self, save: CheckpointId, message: str) -> None:
+        _answer("warning", save=save, message=f"rank {self._rank}: {message}")
+
     def _room_came(self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline) -> bool:
-        """All ranks meet a full store at once; whoever comes later finds room that another has made, and saves."""
+        """Retry after a rank-dependent pause: all ranks find the store full at once, and one makes room for all."""
         if self._rank == 0:
             return False
         time.sleep(min(self._rank * _SECONDS_TO_MAKE_ROOM, deadline.remaining_seconds / 4))
@@ -184,14 +189,14 @@ class Uploader:
             return False
 
     def _make_room(self, store: Store, save: CheckpointId, command: dict[str, Any], full: BaseException) -> None:
-        """The store is full: what need not be kept goes before the save is tried again."""
-        keeper, limit = self._keeper(command["retention"]), command["upload"]["deadline_seconds"]
-        deleted = keeper.make_room(store, save, deadline_seconds=limit)
+        """Delete commits of a full store that need not be kept, before the upload is tried again."""
+        limit = command["upload"]["deadline_seconds"]
+        deleted = self._retention_of(save, command["retention"]).make_room(store, save, deadline_seconds=limit)
         steps = ", ".join(str(ref.step) for ref in deleted) or "none"
-        _answer("no_room", save=save, message=f"rank {self._rank}: {full}; commits deleted to make room: {steps}")
+        self._warn(save, f"{full}; commits deleted to make room: {steps}")
 
     def _sweep(self, save: CheckpointId, deadline_seconds: float) -> None:
-        """Uploads that nobody can still be at: no save outlives its deadline."""
+        """Abort multipart uploads that are older than any save's deadline."""
         if self._parts is None or time.monotonic() < self._swept_at + _SWEEP_EVERY_SECONDS or self._commands.wait(0):
             return
         self._swept_at = time.monotonic()
@@ -199,11 +204,11 @@ class Uploader:
         try:
             self._parts.sweep("data/", older_than_seconds=older, seconds=_SWEEP_SECONDS)
         except (InfraError, OSError) as error:
-            _answer("retention_failed", save=save, message=f"rank {self._rank}: sweep of unfinished uploads: {error}")
+            self._warn(save, f"sweep of unfinished uploads: {error}")
 
 
 class CommandQueue:
-    """Commands from the pipe. A thread reads it, so that its end, the parent's, is noticed in mid-upload too."""
+    """Commands from the pipe. A thread reads them, so that the parent's death ends the process in mid-upload too."""
 
     def __init__(self) -> None:
         self.throttle = Throttle()
@@ -219,11 +224,11 @@ class CommandQueue:
             return json.loads(self._lines.popleft())
 
     def abandoned(self, step: int) -> Callable[[], bool]:
-        """Whether another rank failed to save the step, long enough ago for a commit that came all the same."""
+        """Return a predicate: another rank failed to save `step`, and the commit did not arrive within 2 s after."""
         return lambda: time.monotonic() - self._abandoned.get(step, math.inf) > _ABANDONED_SECONDS
 
     def wait(self, seconds: float) -> bool:
-        """Until a command has come, but not longer. Returns whether there is one."""
+        """Wait up to `seconds` for a command, and return whether there is one."""
         with self._changed:
             return bool(self._changed.wait_for(lambda: self._lines, seconds))
 
@@ -242,8 +247,8 @@ class CommandQueue:
         os._exit(0)
 
 
-class _Slab:
-    """The trainer's memory, mapped once and again when it has grown."""
+class _SharedBuffer:
+    """A staging buffer of the trainer, mapped once, and again after it has grown."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
