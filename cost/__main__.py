@@ -29,9 +29,9 @@ from ebbflow.cost.report.render_text import JOB_COLUMNS, build_job_row, render_t
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.simulate.command import add_simulate
 from ebbflow.infra.errors import InfraError, Outcome
-from ebbflow.infra.foreign_text import guard_terminal
 from ebbflow.infra.process import reader_has_left, run_benchmarks
 from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
+from ebbflow.infra.untrusted_text import guard_terminal
 
 if TYPE_CHECKING:
     from ebbflow.cost.job_history import Experience

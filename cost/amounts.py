@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from decimal import ROUND_FLOOR, ROUND_HALF_EVEN, Decimal
 
-from ebbflow.infra.foreign_text import one_line
+from ebbflow.infra.untrusted_text import one_line
 
 # Dollars are kept to six decimals: a rank-second of the cheapest pool costs about a ten-thousandth of a dollar.
 USD_DECIMALS = 6

@@ -17,11 +17,11 @@ from ebbflow.cost.prices.source import NOT_ASKED, open_prices
 from ebbflow.infra.aws.account import companion, quota_code, vcpu_quota
 from ebbflow.infra.aws.calls import Patience
 from ebbflow.infra.batch import QueueState, batch_client, in_queues_region, training_queues
-from ebbflow.infra.checks.batch import ANSWER_SECONDS, why_not_asked
+from ebbflow.infra.checks.batch import ANSWER_SECONDS, skip_reason
 from ebbflow.infra.errors import CloudError, InfraError, Outcome, StoreError
 from ebbflow.infra.footprint import size_text
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.preflight import Check, Finding, PreflightContext
+from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
 from ebbflow.infra.store import Store
 
 
@@ -39,10 +39,10 @@ class _Asked:
         return offer.candidate.nodes * self.catalogue[offer.candidate.instance_type].vcpu
 
 
-def check_capacity(context: PreflightContext) -> Finding:
+def check_capacity(context: PreflightContext) -> CheckFinding:
     """Some queue has the machines that some pool of the plan needs, and may start as many of their vCPUs."""
     asked = _ask(context)
-    if isinstance(asked, Finding):
+    if isinstance(asked, CheckFinding):
         return asked
     if not asked.offered:
         fix = (
@@ -50,29 +50,29 @@ def check_capacity(context: PreflightContext) -> Finding:
             "maxvCpus of a compute environment: aws batch update-compute-environment"
         )
         lacks = lacking(asked.plan.ranked, asked.queues, region=asked.region, catalogue=asked.catalogue)
-        return Finding.failed(lacks, fix)
+        return CheckFinding.failed(lacks, fix)
     cheapest: dict[str, Offer] = {}
     for offer in asked.offered:
         cheapest.setdefault(offer.queue, offer)
-    return Finding.passed("\n".join(f"{queue}: {offer.candidate}" for queue, offer in cheapest.items()))
+    return CheckFinding.passed("\n".join(f"{queue}: {offer.candidate}" for queue, offer in cheapest.items()))
 
 
-def check_quota(context: PreflightContext) -> Finding:
+def check_quota(context: PreflightContext) -> CheckFinding:
     """The account's quotas of running vCPUs, Spot and on-demand apart, allow a pool that a queue could run."""
     asked = _ask(context)
-    if isinstance(asked, Finding):
+    if isinstance(asked, CheckFinding):
         return asked
     if not asked.offered:
-        return Finding.skipped("no queue can run the plan; the check aws-capacity says more")
+        return CheckFinding.skipped("no queue can run the plan; the check aws-capacity says more")
     codes = [(offer, quota_code(offer.candidate.instance_type, offer.candidate.market)) for offer in asked.offered]
     counted = [(offer, code) for offer, code in codes if code is not None]
     if not counted:
-        return Finding.skipped("no quota of these instance families is known")
+        return CheckFinding.skipped("no quota of these instance families is known")
     try:
         client, patience = companion("service-quotas", batch_client(asked.region)), Patience.of(ANSWER_SECONDS)
         quotas = {code: vcpu_quota(code, client, patience) for code in dict.fromkeys(code for _, code in counted)}
     except (CloudError, StoreError) as error:
-        return Finding.skipped(str(error))
+        return CheckFinding.skipped(str(error))
     lines: dict[str, str] = {}
     allowed = False
     for offer, code in counted:  # `lines` keeps the cheapest offer of each quota
@@ -82,38 +82,38 @@ def check_quota(context: PreflightContext) -> Finding:
         have = f"{quota.name} ({quota.code}): {quota.vcpus:g} vCPUs in {asked.region}"
         lines.setdefault(quota.code, f"{have}, {verdict} for {offer.candidate}, which has {needed}")
     if allowed:
-        return Finding.passed("\n".join(lines.values()))
+        return CheckFinding.passed("\n".join(lines.values()))
     fix = f"aws service-quotas request-service-quota-increase --service-code ec2 --quota-code CODE ({', '.join(lines)})"
-    return Finding.failed("\n".join(lines.values()), fix)
+    return CheckFinding.failed("\n".join(lines.values()), fix)
 
 
-def _ask(context: PreflightContext) -> _Asked | Finding:
+def _ask(context: PreflightContext) -> _Asked | CheckFinding:
     """The plan and the queues, or why they are not known."""
-    if reason := why_not_asked(context):
-        return Finding.skipped(reason)
+    if reason := skip_reason(context):
+        return CheckFinding.skipped(reason)
     now = time.time()
     if context.config.workload is not None:
-        return Finding.skipped("the model is a workload's own: it is measured by the plan")
+        return CheckFinding.skipped("the model is a workload's own: it is measured by the plan")
     try:
         config = in_queues_region(context.config, told=False)
     except StoreError as error:
-        return Finding.skipped(str(error))
+        return CheckFinding.skipped(str(error))
     try:
         prices = open_prices(config, now, project_root=context.project_root, network=False)
         plan = make_plan(config, now_utc=now, prices=prices)
     except PriceError:
-        return Finding.skipped("the prices cannot be read; the check prices says more")
+        return CheckFinding.skipped("the prices cannot be read; the check prices says more")
     if not plan.ranked and config.cost.regions != context.config.cost.regions and plan.refusal is not None:
         named = ", ".join(context.config.cost.regions)
         detail = f"the queues are in {config.batch.region}, cost.regions has {named}: {plan.refusal.message}"
-        return Finding.failed(detail, plan.refusal.hint)
+        return CheckFinding.failed(detail, plan.refusal.hint)
     if not plan.ranked:
-        return Finding.skipped("there is no plan; the checks planned-memory and budget-deadline say more")
+        return CheckFinding.skipped("there is no plan; the checks planned-memory and budget-deadline say more")
     try:
         client = batch_client(config.batch.region)
         queues = training_queues(config.batch, client, deadline_seconds=ANSWER_SECONDS)
     except (CloudError, StoreError) as error:
-        return Finding.skipped(str(error))
+        return CheckFinding.skipped(str(error))
     region = client.meta.region_name
     catalogue = load_catalogue()
     offered = offers(plan.ranked, queues, region=region, catalogue=catalogue)
@@ -127,69 +127,71 @@ _STORE_SECONDS = 4.0
 _MEASURED_LATER = "the model is a workload's own: it is measured by the plan, which refuses what cannot be kept"
 
 
-def check_planned_memory(context: PreflightContext) -> Finding:
+def check_planned_memory(context: PreflightContext) -> CheckFinding:
     """The model fits the GPUs and main memory of some pool that the configuration allows; its batch divides there."""
     plan = _plan(context)
-    if isinstance(plan, Finding):
+    if isinstance(plan, CheckFinding):
         return plan
     if plan.chosen is not None:
         chosen, fit = plan.chosen, plan.chosen.fit
-        return Finding.passed(
+        return CheckFinding.passed(
             f"{chosen}: {size_text(fit.total)} of {size_text(chosen.gpu_memory_bytes)} per GPU (estimated), "
             f"{chosen.micro_batch} samples per micro-batch on each of {chosen.ranks} ranks"
         )
     if plan.refusal is not None and plan.refusal.outcome is Outcome.NO_CAPACITY:
-        return _waits_for_prices(context, plan) or Finding.failed(plan.refusal.message, plan.refusal.hint)
-    return Finding.skipped("no pool meets the deadline; the check budget-deadline says more")
+        return _waits_for_prices(context, plan) or CheckFinding.failed(plan.refusal.message, plan.refusal.hint)
+    return CheckFinding.skipped("no pool meets the deadline; the check budget-deadline says more")
 
 
-def check_budget_and_deadline(context: PreflightContext) -> Finding:
+def check_budget_and_deadline(context: PreflightContext) -> CheckFinding:
     """The cheapest plan keeps both limits, with the price of a last save in reserve."""
     plan = _plan(context)
-    if isinstance(plan, Finding):
+    if isinstance(plan, CheckFinding):
         return plan
     if plan.refusal is not None and plan.refusal.outcome is not Outcome.NO_CAPACITY:
         if _goes_on(context):
-            return Finding.skipped("the job goes on: the plan decides, by the steps, dollars and hours that are left")
-        return _waits_for_prices(context, plan) or Finding.failed(plan.refusal.message, plan.refusal.hint)
+            return CheckFinding.skipped(
+                "the job goes on: the plan decides, by the steps, dollars and hours that are left"
+            )
+        return _waits_for_prices(context, plan) or CheckFinding.failed(plan.refusal.message, plan.refusal.hint)
     chosen = plan.chosen
     if chosen is None:
-        return Finding.skipped("there is no pool to price; the check planned-memory says more")
+        return CheckFinding.skipped("there is no pool to price; the check planned-memory says more")
     cost, deadline = context.config.cost, context.config.cost.deadline_hours
     budget = "no budget" if cost.budget_usd is None else f"budget ${cost.budget_usd:.2f}"
     limit = "no deadline" if deadline is None else f"deadline {deadline:g} h"
-    return Finding.passed(
+    return CheckFinding.passed(
         f"{chosen}: ${chosen.expected_usd:.4f} + ${plan.reserve_usd:.4f} reserve, {budget}; "
         f"{chosen.expected_hours:.3g} h, {limit} (estimated; price {chosen.price_kind})"
     )
 
 
-def check_prices(context: PreflightContext) -> Finding:
+def check_prices(context: PreflightContext) -> CheckFinding:
     """The prices that the configuration names can be had without a network, and are of its regions."""
     cost, now = context.config.cost, time.time()
     if cost.prices == "live":
-        return Finding.skipped(NOT_ASKED)
+        return CheckFinding.skipped(NOT_ASKED)
     try:
         prices = open_prices(context.config, now, project_root=context.project_root)
     except PriceError as error:
-        return Finding.failed(str(error), "mend or record the file anew, or set cost.prices to static or live")
+        return CheckFinding.failed(str(error), "mend or record the file anew, or set cost.prices to static or live")
     if isinstance(prices, RecordedPrices) and not any(map(prices.zones, cost.regions)):
         known = ", ".join(sorted({region for _, region in prices.quotes})) or "none"
         reason = f"{cost.prices} has prices of none of cost.regions ({', '.join(cost.regions)}); it knows {known}"
-        return Finding.failed(reason, f"set cost.regions to [{known}], or record those regions")
+        return CheckFinding.failed(reason, f"set cost.regions to [{known}], or record those regions")
     said = prices.said(now_utc=now, regions=cost.regions, max_age_hours=cost.max_price_age_hours)
-    return Finding.passed("\n".join(said))
+    return CheckFinding.passed("\n".join(said))
 
 
-def check_live_prices(context: PreflightContext) -> Finding:
+def check_live_prices(context: PreflightContext) -> CheckFinding:
     """Each region tells a spot price: credentials, rights and network are there."""
     config = context.config
     if config.cost.prices != "live":
-        return Finding.skipped("cost.prices is not live")
+        return CheckFinding.skipped("cost.prices is not live")
     names = [kind.name for kind in load_catalogue().matching(config.cluster.instance_types)][:1]
     answers = ask(config.cost.regions, names, now_utc=time.time(), deadline_seconds=_LIVE_SECONDS)
     if answers.failed:
-        return Finding.failed(
+        return CheckFinding.failed(
             f"the static table stands in, because {'; '.join(dict.fromkeys(answers.failed.values()))}",
             "give the credentials ec2:DescribeSpotPriceHistory and ec2:DescribeAvailabilityZones and a way to EC2, "
             "or set cost.prices to static or to a recorded file",
@@ -197,23 +199,23 @@ def check_live_prices(context: PreflightContext) -> Finding:
     nameless = [f"{region}: {answer.names_only}" for region, answer in answers.answered.items() if answer.names_only]
     if nameless:
         fix = "give the credentials ec2:DescribeAvailabilityZones, so that zones have ids that every account shares"
-        return Finding.failed("; ".join(nameless), fix)
-    return Finding.passed(f"EC2 answers in {', '.join(config.cost.regions)}")
+        return CheckFinding.failed("; ".join(nameless), fix)
+    return CheckFinding.passed(f"EC2 answers in {', '.join(config.cost.regions)}")
 
 
-def _plan(context: PreflightContext) -> Plan | Finding:
+def _plan(context: PreflightContext) -> Plan | CheckFinding:
     """What can be planned without a network, or why nothing can."""
     if context.config.workload is not None:
-        return Finding.skipped(_MEASURED_LATER)
+        return CheckFinding.skipped(_MEASURED_LATER)
     now = time.time()
     try:
         config = in_queues_region(context.config) if context.target == "batch" else context.config
         prices = open_prices(config, now, project_root=context.project_root, network=False)
         return make_plan(config, now_utc=now, prices=prices)
     except StoreError as error:
-        return Finding.skipped(f"the region of the queues is not known: {error}")
+        return CheckFinding.skipped(f"the region of the queues is not known: {error}")
     except PriceError:
-        return Finding.skipped("the prices cannot be read; the check prices says more")
+        return CheckFinding.skipped("the prices cannot be read; the check prices says more")
 
 
 def _goes_on(context: PreflightContext) -> bool:
@@ -227,13 +229,13 @@ def _goes_on(context: PreflightContext) -> bool:
         return False
 
 
-def _waits_for_prices(context: PreflightContext, plan: Plan) -> Finding | None:
+def _waits_for_prices(context: PreflightContext, plan: Plan) -> CheckFinding | None:
     """A refusal by the static table is none when live prices may lift it: the plan itself decides then."""
     if context.config.cost.prices != "live" or plan.refusal is None:
         return None
     priceless = any(rejection.kind == NO_SPOT_PRICE for rejection in plan.rejected)
     if plan.refusal.outcome is Outcome.BUDGET or priceless:
-        return Finding.skipped(f"{NOT_ASKED}; by the static table: {plan.refusal.message}")
+        return CheckFinding.skipped(f"{NOT_ASKED}; by the static table: {plan.refusal.message}")
     return None
 
 

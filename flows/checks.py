@@ -12,7 +12,7 @@ from ebbflow.infra.program import PROJECT_ROOT
 
 if TYPE_CHECKING:
     from ebbflow.infra.config.schema import RunConfig
-    from ebbflow.infra.preflight import Check, Result, Target
+    from ebbflow.infra.preflight import Check, CheckResult, Target
 
 # What a run that is sent away is held against before anything is submitted, though it asks a network.
 _BEFORE_A_SUBMIT = ("aws-queues", "aws-metaflow", "aws-metadata", "aws-clock")
@@ -34,14 +34,14 @@ def refused_at_once(config: RunConfig, config_path: str, *, job: str | None, wor
     """What forbids a `run` or `resume` before Metaflow is imported, in full; None: nothing does. words: its command
     line. Makes Metaflow's settings for where it goes.
     """
-    from ebbflow.infra.preflight import blocking, render_results
+    from ebbflow.infra.preflight import failed_results, render_results
 
     backend = backend_asked(words)
     if said := refusal(config, backend, words):
         return said
     if backend is not None:
         set_environment(config, backend)
-    failed = blocking(run_all_checks(config, config_path, quick_only=True, job=job, target=backend or "local"))
+    failed = failed_results(run_all_checks(config, config_path, quick_only=True, job=job, target=backend or "local"))
     return render_results(failed) if failed else None
 
 
@@ -52,7 +52,7 @@ def run_all_checks(
     quick_only: bool = False,
     job: str | None = None,
     target: Target | None = "local",
-) -> list[Result]:
+) -> list[CheckResult]:
     """The results of every check; `quick_only`: of those that take well under a second and import nothing heavy.
 
     A remote store is tried in any case: nothing of a job can be told when it does not answer. target: where the run is

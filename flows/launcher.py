@@ -24,7 +24,6 @@ from ebbflow.flows import remote
 from ebbflow.flows.job import RUNS, Job, local_folder, mark_latest
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome
-from ebbflow.infra.foreign_text import guard_terminal
 from ebbflow.infra.launchers import (
     RUN_CLAIM_VARIABLE,
     Claim,
@@ -37,6 +36,7 @@ from ebbflow.infra.layout import METAFLOW_FOLDER, job_prefix, records_root
 from ebbflow.infra.process import children, die_with_parent, end_with_descendants, survive_lost_readers
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
+from ebbflow.infra.untrusted_text import guard_terminal
 
 # Options with a value that the flow adds to Metaflow's `run`.
 _RUN_FLAGS = frozenset({"--from-scratch", "--accept-rollback"})  # `resume` takes them as well

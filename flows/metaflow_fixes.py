@@ -30,8 +30,8 @@ from importlib.metadata import version
 from typing import Any
 
 from ebbflow.infra.aws.account import metaflow_setting
-from ebbflow.infra.checks.batch import why_not_asked
-from ebbflow.infra.preflight import Check, Finding, PreflightContext
+from ebbflow.infra.checks.batch import skip_reason
+from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
 
 # On which the mended flow was run in a local Batch: `make metaflow-releases`.
 KNOWN = ((2, 19, 0), (2, 19, 20), (2, 19, 39))
@@ -60,35 +60,35 @@ def needed(words: Sequence[str]) -> bool:
     return local and known_release(version("metaflow"))
 
 
-def check(context: PreflightContext) -> Finding:
+def check(context: PreflightContext) -> CheckFinding:
     """Without a metadata service Metaflow fails on AWS Batch in known ways: these are mended, or the run is refused."""
-    if reason := why_not_asked(context):
-        return Finding.skipped(reason)
+    if reason := skip_reason(context):
+        return CheckFinding.skipped(reason)
     found, metadata = version("metaflow"), metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
     if metadata == "service":
         return _asked_service(f"nothing of Metaflow {found} is changed")
     if metadata != "local":
-        return Finding.passed(f"metadata {metadata}: nothing of Metaflow {found} is changed")
+        return CheckFinding.passed(f"metadata {metadata}: nothing of Metaflow {found} is changed")
     service = "set METAFLOW_DEFAULT_METADATA=service and METAFLOW_SERVICE_URL"
     if context.config.batch.metadata_fixes == "refuse":
-        return Finding.failed("metadata are local, and batch.metadata_fixes is refuse", service)
+        return CheckFinding.failed("metadata are local, and batch.metadata_fixes is refuse", service)
     if not known_release(found):
         known = ", ".join(".".join(map(str, one)) for one in KNOWN)
-        return Finding.failed(
+        return CheckFinding.failed(
             f"metadata are local, and what Metaflow {found} gets wrong then on AWS Batch is not known (known: {known})",
             f"{service}, or install a release that is known",
         )
-    return Finding.passed(
+    return CheckFinding.passed(
         f"metadata are local: {len(FIXES)} fixes for Metaflow {found} ({', '.join(FIXES)}); for demonstrations, "
         "a metadata service needs none"
     )
 
 
-def _asked_service(follows: str) -> Finding:
+def _asked_service(follows: str) -> CheckFinding:
     """Metaflow asks five times within 15 s, and then shows a traceback."""
     url = metaflow_setting("METAFLOW_SERVICE_URL")
     if not url:
-        return Finding.skipped("METAFLOW_SERVICE_URL is not set; the check aws-metaflow says more")
+        return CheckFinding.skipped("METAFLOW_SERVICE_URL is not set; the check aws-metaflow says more")
     try:
         headers = json.loads(metaflow_setting("METAFLOW_SERVICE_HEADERS") or "{}")
         if key := metaflow_setting("METAFLOW_SERVICE_AUTH_KEY"):
@@ -97,11 +97,11 @@ def _asked_service(follows: str) -> Finding:
         with urllib.request.urlopen(request, timeout=_PING_SECONDS) as answer:
             number = answer.headers.get("METADATA_SERVICE_VERSION", "of an unknown version")
     except (OSError, ValueError) as error:
-        return Finding.failed(
+        return CheckFinding.failed(
             f"no metadata service answers at {url}: {error}",
             "correct METAFLOW_SERVICE_URL, or start the service; METAFLOW_DEFAULT_METADATA=local does without",
         )
-    return Finding.passed(f"metadata service {number} at {url}: {follows}")
+    return CheckFinding.passed(f"metadata service {number} at {url}: {follows}")
 
 
 CHECKS = [

@@ -146,7 +146,7 @@ def begin_job(flow: Any) -> None:
 @told
 def check(flow: Any) -> list[dict]:
     """Run every room's checks; raise StepFailed when one of them forbids the run."""
-    from ebbflow.infra.preflight import blocking, render_results
+    from ebbflow.infra.preflight import failed_results, render_results
     from ebbflow.training.checks.workload import WORKLOAD_CHECK
 
     job = Job.of(flow, current.run_id)
@@ -154,7 +154,7 @@ def check(flow: Any) -> list[dict]:
     results = run_all_checks(job.config, flow.settings["path"], job=job.name, target=target)
     say(render_results(results))
     records = [result.to_json() for result in results]
-    failed = blocking(results)
+    failed = failed_results(results)
     # A workload that cannot be trained ends alike, whether it is found out here, in the plan or by a rank.
     outcome = Outcome.CONFIG if {result.id for result in failed} == {WORKLOAD_CHECK} else Outcome.PREFLIGHT
     with job.events("preflight") as events:

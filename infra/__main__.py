@@ -21,11 +21,11 @@ from ebbflow.infra.config import ConfigError, load_config
 from ebbflow.infra.config.json_schema import schema_text
 from ebbflow.infra.config.load import render_sources, values_with_sources
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.foreign_text import guard_terminal
-from ebbflow.infra.preflight import Result, blocking, render_checks, render_results
+from ebbflow.infra.preflight import CheckResult, failed_results, render_checks, render_results
 from ebbflow.infra.process import reader_has_left
 from ebbflow.infra.program import DEFAULT_CONFIG, PACKAGE_ROOT, PROJECT_ROOT
 from ebbflow.infra.rank_logs import add_logs_command
+from ebbflow.infra.untrusted_text import guard_terminal
 
 SCHEMA_FILE = PACKAGE_ROOT / "configs" / "schema.json"
 
@@ -58,7 +58,7 @@ def preflight(options: argparse.Namespace) -> int:
             print(error, file=sys.stderr)
         return Outcome.CONFIG.exit_code
     results = run_all_checks(loaded.config, str(loaded.path), quick_only=options.quick, target=None)
-    outcome = Outcome.PREFLIGHT if blocking(results) else None
+    outcome = Outcome.PREFLIGHT if failed_results(results) else None
     print(_document(outcome, results=results) if options.json else render_results(results))
     return Outcome.COMPLETED.exit_code if outcome is None else outcome.exit_code
 
@@ -86,7 +86,7 @@ def schema(options: argparse.Namespace) -> int:
     return 0
 
 
-def _document(outcome: Outcome | None, *, problems: Sequence[dict] = (), results: Sequence[Result] = ()) -> str:
+def _document(outcome: Outcome | None, *, problems: Sequence[dict] = (), results: Sequence[CheckResult] = ()) -> str:
     """The machine's form. outcome: null when nothing stops the job."""
     document = {
         "schema": 1,

@@ -68,11 +68,11 @@ class ObjectNotFound(StoreError):
     """There is no object under that key."""
 
 
-class StoreAway(StoreError):
+class StoreUnavailable(StoreError):
     """Nobody answers, the answer comes too late, or the store is in trouble itself: a later try may do better."""
 
 
-class StoreHung(StoreAway):
+class StoreTimeout(StoreUnavailable):
     """An operation on a folder did not come back in time and was abandoned. It may still finish, at any later time."""
 
 
@@ -94,7 +94,7 @@ class CloudError(InfraError):
     """AWS did not do what was asked within its deadline. Names the action, the region and the cause."""
 
 
-class CloudAway(CloudError):
+class CloudUnavailable(CloudError):
     """Nobody answers, the answer comes too late, or requests are throttled: a later try may do better."""
 
 

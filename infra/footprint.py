@@ -99,7 +99,7 @@ NODE_PROCESSES_BYTES = 3 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gang:
+class GangShape:
     """The ranks of a job on one machine. On a laptop that is all of them, whatever number of nodes they play."""
 
     nodes: int
@@ -113,12 +113,12 @@ class Gang:
         return f"{self.nodes} × {self.processes_per_node} = {self.ranks} ranks"
 
 
-def local_gang(config: RunConfig) -> Gang | None:
+def local_gang(config: RunConfig) -> GangShape | None:
     """The gang as the configuration gives it, or None where the plan is to choose it."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     if nodes == "auto" or processes == "auto":
         return None
-    return Gang(nodes=nodes, processes_per_node=processes)
+    return GangShape(nodes=nodes, processes_per_node=processes)
 
 
 def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> int:
@@ -268,7 +268,7 @@ def staging_bytes(config: RunConfig) -> int:
     return STAGING_SLABS * commit_bytes(config)
 
 
-def host_memory_bytes(config: RunConfig, gang: Gang) -> int:
+def host_memory_bytes(config: RunConfig, gang: GangShape) -> int:
     """Main memory of a gang that trains on the CPUs of one machine, at the peak of a step."""
     shape = causal_lm_shape(config.model)
     parts = gang.ranks * config.training.gradient_accumulation_steps
@@ -284,7 +284,7 @@ def host_memory_bytes(config: RunConfig, gang: Gang) -> int:
     return int(gang.ranks * (PROCESS_BYTES + each.total) + staging_bytes(config))
 
 
-def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: Gang) -> int:
+def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: GangShape) -> int:
     """Main memory of one node of a gang that trains on GPUs: processes, staging buffers, and what is offloaded.
 
     Each rank keeps STAGING_SLABS buffers for its share of a commit, page-locked. The built-in data pipeline maps its
@@ -300,7 +300,7 @@ def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: Gang) -> int:
     return processes + staged + offloaded
 
 
-def open_files_per_rank(gang: Gang) -> int:
+def open_files_per_rank(gang: GangShape) -> int:
     """Descriptors of the busiest process: a floor for Python and torch, and sockets to each other rank."""
     return 256 + 16 * gang.ranks
 

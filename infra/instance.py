@@ -36,7 +36,7 @@ _LARGEST_ANSWER = 65536
 _SHORTEST_SECONDS = 0.05
 
 
-def endpoint(environment: Mapping[str, str]) -> str:
+def metadata_endpoint(environment: Mapping[str, str]) -> str:
     """Where the service is, by the variables that every AWS tool knows."""
     ipv6 = environment.get(MODE_VARIABLE, "").lower() == "ipv6"
     return (environment.get(ENDPOINT_VARIABLE) or (_ENDPOINT_IPV6 if ipv6 else _ENDPOINT)).rstrip("/")
@@ -121,7 +121,7 @@ HINT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineIdentity:
     """What is known of it; None: not known. uptime_seconds: since it booted. market: spot or on_demand.
 
     batch_job_id: of the AWS Batch job that this container runs, without a node's number; None: it runs none.
@@ -145,22 +145,22 @@ class Machine:
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
 
-def identify(
+def identify_machine(
     environment: Mapping[str, str] = os.environ, *, system: Path = Path("/"), deadline_seconds: float = 2.0
-) -> Machine:
+) -> MachineIdentity:
     """This machine. Never raises, and returns within the deadline. system: where /proc and /sys lie."""
     job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[0]  # of a node of several: "<job>#<node>"
     return replace(_identify(environment, system, deadline_seconds), batch_job_id=job or None)
 
 
-def _identify(environment: Mapping[str, str], system: Path, deadline_seconds: float) -> Machine:
+def _identify(environment: Mapping[str, str], system: Path, deadline_seconds: float) -> MachineIdentity:
     told = {name: environment.get(variable) or None for name, variable in VARIABLES.items()}
     found: dict[str, Any] = {}
     source, problem = "environment", ""
     if told["instance_id"] is None and not metadata_unavailable_reason(environment, system):
         source = "metadata"
         try:
-            found = _metadata(MetadataService(endpoint(environment)), deadline_seconds)
+            found = _metadata(MetadataService(metadata_endpoint(environment)), deadline_seconds)
         except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
             source, found = "firmware", _firmware(system)
             problem = "" if found else f"the instance metadata service did not answer: {error!r}"[:300]
@@ -168,8 +168,10 @@ def _identify(environment: Mapping[str, str], system: Path, deadline_seconds: fl
     if known.get("market"):  # a label of Kubernetes says ON_DEMAND, the metadata service on-demand
         known["market"] = _MARKETS.get(known["market"].lower().replace("_", "-"), known["market"])
     if not known.get("instance_id"):
-        return Machine(**known, identified_by=source if known else "", problem=f"{problem}; {HINT}" if problem else "")
-    return Machine(**known, uptime_seconds=_uptime(system), identified_by=source)
+        return MachineIdentity(
+            **known, identified_by=source if known else "", problem=f"{problem}; {HINT}" if problem else ""
+        )
+    return MachineIdentity(**known, uptime_seconds=_uptime(system), identified_by=source)
 
 
 def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, Any]:

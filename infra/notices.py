@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from ebbflow.infra.instance import HOP_LIMIT_FIX, MetadataService, endpoint, metadata_unavailable_reason
+from ebbflow.infra.instance import HOP_LIMIT_FIX, MetadataService, metadata_endpoint, metadata_unavailable_reason
 
 
 class NoticeSource(StrEnum):
@@ -191,7 +191,7 @@ class MetadataSource:
     ) -> None:
         self.poll_seconds = poll_seconds
         self._absent = metadata_unavailable_reason(environment, system)
-        self._service = MetadataService(endpoint(environment))
+        self._service = MetadataService(metadata_endpoint(environment))
         self._token = ""
         self._token_until = 0.0
         self._version_1 = self._knows_no_tokens = False

@@ -39,7 +39,7 @@ class PreflightContext:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """What a check found. Made by `passed`, `failed` or `skipped`."""
 
     status: Literal["passed", "failed", "skipped"]
@@ -47,15 +47,15 @@ class Finding:
     fix: str | None = None
 
     @classmethod
-    def passed(cls, detail: str) -> Finding:
+    def passed(cls, detail: str) -> CheckFinding:
         return cls("passed", detail)
 
     @classmethod
-    def failed(cls, detail: str, fix: str) -> Finding:
+    def failed(cls, detail: str, fix: str) -> CheckFinding:
         return cls("failed", detail, fix)
 
     @classmethod
-    def skipped(cls, reason: str) -> Finding:
+    def skipped(cls, reason: str) -> CheckFinding:
         """The check could not be made. reason goes on from "skipped, because "."""
         return cls("skipped", f"skipped, because {reason}")
 
@@ -70,11 +70,11 @@ class Check:
     tier: Tier
     deadline_seconds: float
     symptoms: tuple[str, ...]
-    run: Callable[[PreflightContext], Finding]
+    run: Callable[[PreflightContext], CheckFinding]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class CheckResult:
     """What became of one check. seconds: how long it took, or was waited for."""
 
     id: str
@@ -91,11 +91,11 @@ class Result:
         return asdict(self) | {"symptoms": list(self.symptoms)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Result:
+    def from_json(cls, data: dict[str, Any]) -> CheckResult:
         return cls(**(data | {"symptoms": tuple(data["symptoms"])}))
 
 
-def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only: bool = False) -> list[Result]:
+def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only: bool = False) -> list[CheckResult]:
     """Run the checks side by side and return their results in the order of the checks.
 
     Takes no longer than the longest deadline. The threads are daemons: a check that never returns keeps no process
@@ -108,12 +108,12 @@ def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only
     return [one.result() for one in running]
 
 
-def blocking(results: Sequence[Result]) -> list[Result]:
+def failed_results(results: Sequence[CheckResult]) -> list[CheckResult]:
     """The results that forbid the run: warnings and skips do not."""
     return [result for result in results if result.status == "failed"]
 
 
-def render_results(results: Sequence[Result]) -> str:
+def render_results(results: Sequence[CheckResult]) -> str:
     """One line for each check with the fix under those that need one, and a line that counts."""
     width = max((len(result.id) for result in results), default=0)
     lines = [line for result in results for line in _lines(result, width)]
@@ -144,18 +144,18 @@ class _Running:
     def __init__(self, check: Check, context: PreflightContext) -> None:
         self._check = check
         self._context = context
-        self._answer: tuple[Finding, float] | None = None
+        self._answer: tuple[CheckFinding, float] | None = None
         self._started = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"check {check.id}", daemon=True)
         self._thread.start()
 
-    def result(self) -> Result:
+    def result(self) -> CheckResult:
         check = self._check
         self._thread.join(max(0.0, self._started + check.deadline_seconds - time.monotonic()))
         answer = self._answer  # read once: a late answer must not come between the two uses
         finding, seconds = answer or (_no_answer(check), time.monotonic() - self._started)
         warns = finding.status == "failed" and check.severity == "warning"
-        return Result(
+        return CheckResult(
             id=check.id,
             title=check.title,
             severity=check.severity,
@@ -175,21 +175,23 @@ class _Running:
         self._answer = (finding, time.monotonic() - self._started)
 
 
-def _no_answer(check: Check) -> Finding:
-    return Finding.failed(
+def _no_answer(check: Check) -> CheckFinding:
+    return CheckFinding.failed(
         f"did not answer within {check.deadline_seconds:g} s",
         "see whether a disk, network or name server that it asks is hanging, then run the preflight again",
     )
 
 
-def _raised(error: BaseException) -> Finding:
+def _raised(error: BaseException) -> CheckFinding:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split()) or "no text"
     where = f"{Path(frame.filename).name}:{frame.lineno}"
-    return Finding.failed(f"the check itself raised {type(error).__name__}: {text}", f"see {where}, in {frame.name}")
+    return CheckFinding.failed(
+        f"the check itself raised {type(error).__name__}: {text}", f"see {where}, in {frame.name}"
+    )
 
 
-def _lines(result: Result, width: int) -> list[str]:
+def _lines(result: CheckResult, width: int) -> list[str]:
     first, *rest = result.detail.splitlines() or [""]
     margin = " " * (6 + width + 2)
     lines = [f"{_MARKS[result.status]:<4}  {result.id:<{width}}  {first}".rstrip()]
@@ -201,7 +203,7 @@ def _lines(result: Result, width: int) -> list[str]:
     return lines
 
 
-def _summary(results: Sequence[Result]) -> str:
+def _summary(results: Sequence[CheckResult]) -> str:
     names: dict[Status, str] = {"passed": "passed", "failed": "failed", "warning": "warned", "skipped": "skipped"}
     counts = {name: sum(result.status == status for result in results) for status, name in names.items()}
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ebbflow.infra.errors import InfraError, Outcome, StoreError
-from ebbflow.infra.foreign_text import one_line, printable, without_colours
 from ebbflow.infra.layout import check_job_name, job_prefix, known_job, runs_folder
 from ebbflow.infra.store import Store
+from ebbflow.infra.untrusted_text import one_line, printable, strip_colours
 
 # A line that is longer becomes several records; `more` marks all of them but the last.
 LONGEST_LINE_BYTES = 16 * 1024
@@ -77,7 +77,7 @@ class LogLine:
     def render(self) -> str:
         """One line for a terminal."""
         step = "step ?" if self.step is None else f"step {self.step}"
-        return f"{one_line(self.t)} g{self.generation} n{self.node} r{self.rank} {step} | {visible(self.text)}"
+        return f"{one_line(self.t)} g{self.generation} n{self.node} r{self.rank} {step} | {escape_controls(self.text)}"
 
 
 def utc_text(unix_seconds: float) -> str:
@@ -87,12 +87,12 @@ def utc_text(unix_seconds: float) -> str:
     return f"{whole}.{milliseconds % 1000:03d}Z"
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """A rank's line without colours and with all other control characters as escapes.
 
     Of a progress bar that overwrites itself, the last state, and the number of states before it, which the raw log has.
     """
-    parts = [part for part in without_colours(text).split("\r") if part.strip()]
+    parts = [part for part in strip_colours(text).split("\r") if part.strip()]
     if not parts:
         return ""
     overwritten = f"[{len(parts) - 1} overwritten] " if len(parts) > 1 else ""
@@ -145,7 +145,7 @@ class LogsError(InfraError):
 
 
 @dataclass
-class Logs:
+class RankLogs:
     """lines: by time. notices: what could not be read, one line each."""
 
     lines: list[LogLine] = field(default_factory=list)
@@ -153,7 +153,7 @@ class Logs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class LogFilter:
     """Which lines; None: all. around_step: with `lines` before and after the ones nearest to it; else the last ones."""
 
     rank: int | None = None
@@ -167,12 +167,12 @@ class Wanted:
         return all(wanted is None or wanted == found for wanted, found in pairs)
 
 
-def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> Logs:
+def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> RankLogs:
     """All lines below the `logs/` of these folders of a job and of these stores of it, each once, by time.
 
     Raises StoreError for a store that does not answer. A damaged line is passed over, with a notice.
     """
-    logs, found = Logs(), {}
+    logs, found = RankLogs(), {}
     for folder in folders:
         files = (folder / "logs").glob("*-*/rank-*.*")
         for path in sorted({path.with_suffix(".log") for path in files if path.suffix in (".log", ".jsonl")}):
@@ -188,7 +188,7 @@ def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> Logs:
     return logs
 
 
-def select(lines: Iterable[LogLine], wanted: Wanted) -> list[LogLine]:
+def filter_lines(lines: Iterable[LogLine], wanted: LogFilter) -> list[LogLine]:
     """The lines that match, in their order."""
     matching = [line for line in lines if wanted.matches(line)]
     if wanted.around_step is None:
@@ -196,7 +196,7 @@ def select(lines: Iterable[LogLine], wanted: Wanted) -> list[LogLine]:
     return _around(matching, wanted.around_step, 10 if wanted.lines is None else wanted.lines)
 
 
-def describe(lines: Sequence[LogLine]) -> str:
+def render_lines(lines: Sequence[LogLine]) -> str:
     """What there is, for who asked for something else."""
     if not lines:
         return "no lines at all"
@@ -340,7 +340,7 @@ def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -
 
 def show_logs(options: argparse.Namespace, project_root: Path) -> int:
     """Exit code 0, 1 when no line matches, 2 for a job that is not there."""
-    wanted = Wanted(
+    wanted = LogFilter(
         rank=options.rank,
         node=options.node,
         generation=options.generation,
@@ -354,14 +354,14 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
         return error.outcome.exit_code
     for notice in logs.notices:
         print(f"logs: {notice}", file=sys.stderr)
-    chosen = select(logs.lines, wanted)
+    chosen = filter_lines(logs.lines, wanted)
     if not chosen:
-        print(f"logs: no line matches; job {options.job} has {describe(logs.lines)}", file=sys.stderr)
+        print(f"logs: no line matches; job {options.job} has {render_lines(logs.lines)}", file=sys.stderr)
         return Outcome.FAILED.exit_code
     return _print([line.to_json() if options.json else line.render() for line in chosen])
 
 
-def _find(job: str, store_uri: str | None, project_root: Path) -> Logs:
+def _find(job: str, store_uri: str | None, project_root: Path) -> RankLogs:
     """What this machine and the job's store hold; a store that does not answer is a notice when this machine has logs.
 
     Raises LogsError for a job that is not there, LayoutError for a name that no job can have,

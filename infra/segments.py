@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden
+from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden, StoreUnavailable
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.folder import ABANDONABLE
 
@@ -283,7 +283,7 @@ def _get(job_store: Store, key: str) -> bytes | str:
     """The content, or why this one object cannot be read. Raises StoreError where that is so of the whole store."""
     try:
         return job_store.get(key)
-    except StoreAway:
+    except StoreUnavailable:
         raise
     except StoreError as error:
         if isinstance(error, StoreForbidden) and job_store.local_path(key) is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from ebbflow.infra.foreign_text import guard_terminal
 from ebbflow.infra.program import begin_program
+from ebbflow.infra.untrusted_text import guard_terminal
 
 _COMMANDS = ("checkpoints", "examine", "soak", "bench", "certify")
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ebbflow.infra.config.schema import CheckpointConfig, RunConfig
-from ebbflow.infra.errors import StoreAway
+from ebbflow.infra.errors import StoreUnavailable
 from ebbflow.infra.events import INITIAL_WEIGHTS, PEAK, RESTORE
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
@@ -135,7 +135,7 @@ def _read_generation(job_store: Store, spec: WorkerSpec) -> Generation:
     return try_again(
         lambda: read_generation(job_store, spec.generation, spec.generation_id),
         _RECORD_SECONDS,
-        passing=lambda error: isinstance(error, StoreAway),
+        passing=lambda error: isinstance(error, StoreUnavailable),
     )
 
 

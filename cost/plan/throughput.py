@@ -33,7 +33,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import (
     BFLOAT16_BYTES,
     FLOAT32_BYTES,
-    Gang,
+    GangShape,
     ModelShape,
     causal_lm_shape,
     gpu_host_bytes,
@@ -111,7 +111,7 @@ def why_host_too_small(
     config: RunConfig, shape: ModelShape, *, nodes: int, ranks_per_node: int, ram_bytes: int
 ) -> tuple[str, float] | None:
     """(reason, needed ÷ usable) where a node's main memory does not hold its part of the gang; None where it does."""
-    needed = gpu_host_bytes(config, shape, Gang(nodes=nodes, processes_per_node=ranks_per_node))
+    needed = gpu_host_bytes(config, shape, GangShape(nodes=nodes, processes_per_node=ranks_per_node))
     usable = int(HOST_SHARE * ram_bytes)
     if needed <= usable:
         return None

@@ -18,8 +18,8 @@ from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.problems import ConfigError
 from ebbflow.infra.config.schema import CostConfig, RunConfig
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.foreign_text import one_line
 from ebbflow.infra.program import DEFAULT_CONFIG
+from ebbflow.infra.untrusted_text import one_line
 
 NOT_ASKED = "live prices are asked when the plan is made"
 

@@ -14,12 +14,12 @@ from typing import Any
 from ebbflow.cost.capacity import Placement, attempt_record
 from ebbflow.flows.job import Job
 from ebbflow.infra.batch import NEVER_STARTED, TERMINATED, BatchAttempt, batch_client, cancel_job, describe_attempts
-from ebbflow.infra.checks.batch import ANSWER_SECONDS, why_not_asked
+from ebbflow.infra.checks.batch import ANSWER_SECONDS, skip_reason
 from ebbflow.infra.errors import CloudRefused, InfraError
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, Event, read_events
 from ebbflow.infra.launchers import check_run_claim
-from ebbflow.infra.preflight import Check, Finding, PreflightContext
+from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
 
 # A report should not wait long for a service that its container may not reach; the launcher asks again.
 _REPORT_SECONDS = 6.0
@@ -119,23 +119,23 @@ def _left(attempt: BatchAttempt, told: Event) -> str:
     return f"job {attempt.job_id} of run {told.run} ({attempt.status} in {attempt.queue})"
 
 
-def check_left_behind(context: PreflightContext) -> Finding:
+def check_left_behind(context: PreflightContext) -> CheckFinding:
     """What a launcher left behind that was killed with all that it had started runs on, and is paid for."""
-    if reason := why_not_asked(context):
-        return Finding.skipped(reason)
+    if reason := skip_reason(context):
+        return CheckFinding.skipped(reason)
     if context.job is None:
-        return Finding.passed("a new job has left nothing behind")
+        return CheckFinding.passed("a new job has left nothing behind")
     job = Job(name=context.job, run="", config=context.config, request_seconds=ANSWER_SECONDS)
     try:
         submitted = unsettled_jobs(read_events(job.store))
         client = batch_client(context.config.batch.region) if submitted else None
         found = describe_attempts(list(submitted), client, deadline_seconds=ANSWER_SECONDS) if submitted else {}
     except InfraError as error:
-        return Finding.skipped(str(error))
+        return CheckFinding.skipped(str(error))
     left = [one for one in found.values() if not one.finished]
     if not left:
-        return Finding.passed(f"AWS Batch runs nothing of job {context.job}")
-    return Finding.failed(
+        return CheckFinding.passed(f"AWS Batch runs nothing of job {context.job}")
+    return CheckFinding.failed(
         "\n".join(f"{_left(one, submitted[one.job_id])} runs, and nobody of this run waits for it" for one in left),
         "none is needed: it is ended before the next attempt is placed. If another launcher is at this job, stop one",
     )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from ebbflow.infra.errors import CloudAway, CloudError
+from ebbflow.infra.errors import CloudError, CloudUnavailable
 
 _LOOK_SECONDS = 5.0
 _IN_TROUBLE = (500, 502, 503, 504)  # answers of what stands between, or of Batch after it has made the job
@@ -73,7 +73,7 @@ class LostAnswers:
             return None
         try:
             found = self._find()
-        except CloudAway as error:
+        except CloudUnavailable as error:
             raise CannotLook(f"whether the job was made cannot be asked: {error}") from error
         except CloudError as error:
             self._denied = True

@@ -28,12 +28,12 @@ from ebbflow.flows.supervising.record import (
     waited_seconds,
 )
 from ebbflow.infra.config import ConfigError
-from ebbflow.infra.errors import InfraError, Outcome, StoreAway, StoreError
+from ebbflow.infra.errors import InfraError, Outcome, StoreError, StoreUnavailable
 from ebbflow.infra.events import OUTCOME, SUPERVISED
-from ebbflow.infra.foreign_text import guard_terminal
 from ebbflow.infra.launchers import CLAIM_VARIABLE, Claim, claim_job
 from ebbflow.infra.process import survive_lost_readers
 from ebbflow.infra.program import PROJECT_ROOT
+from ebbflow.infra.untrusted_text import guard_terminal
 
 _FLOW = Path(__file__).resolve().parents[1] / "train_flow.py"
 _STORE_PAUSE_SECONDS = 30.0
@@ -238,7 +238,7 @@ class Supervisor:
 
     def _read(self, *, end_leftovers_too: bool = True) -> Record | None:
         """The record, however long the store is away, once no job of a run is left behind. None when asked to leave;
-        raises StoreAway when it was too long. Jobs of a launcher that has taken over are not left behind."""
+        raises StoreUnavailable when it was too long. Jobs of a launcher that has taken over are not left behind."""
         limit = time.monotonic() + self._options.wait_hours * 3600
         while True:
             try:
@@ -247,7 +247,7 @@ class Supervisor:
                     end_leftovers(self._job_of(record), self._say)
                     record = read_record(self._job.store, self._options.config)
                 return record.with_spells(*self._unwritten)
-            except StoreAway as error:
+            except StoreUnavailable as error:
                 if self._child.asked_to_leave:
                     return None
                 if time.monotonic() > limit:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from ebbflow.infra import hanging
-from ebbflow.infra.errors import CloudAway, CloudError, CloudForbidden, CloudRefused
+from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
 from ebbflow.infra.store.s3 import aws_settings
 
 T = TypeVar("T")
@@ -96,15 +96,15 @@ def _loader(path: str | None) -> Any:
 def ask(client: Any, operation: str, patience: Patience, *, right: str = "", **request: Any) -> Mapping[str, Any]:
     """The answer to one request, asked again after a growing pause while that may help.
 
-    right: the IAM action that is needed, where it is not called as the operation. Raises CloudAway when nobody answers
-    in time, CloudForbidden without the right or with credentials that are not accepted, CloudRefused for a request that
-    AWS finds wrong (`code` is AWS's word for it).
+    right: the IAM action that is needed, where it is not called as the operation. Raises CloudUnavailable without an
+    answer in time, CloudForbidden without the right or with credentials that are not accepted, CloudRefused when
+    AWS rejects the request (`code` is AWS's error code).
     """
     question = _Question(client, operation, right)
     pause = _FIRST_PAUSE_SECONDS
     for tried in itertools.count(1):
         if patience.left() <= 0:
-            raise CloudAway(f"{question}: no answer within the time there was")
+            raise CloudUnavailable(f"{question}: no answer within the time there was")
         try:
             return within(patience.left(), lambda: getattr(client, operation)(**request), str(question))
         except CloudError:
@@ -115,7 +115,7 @@ def ask(client: Any, operation: str, patience: Patience, *, right: str = "", **r
         wait = pause * random.uniform(0.5, 1.0)  # so that many jobs do not come back together
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         if (most is not None and tried >= most) or wait >= patience.left():
-            raise CloudAway(
+            raise CloudUnavailable(
                 f"{question}: {reason} (asked {tried} times)" if tried > 1 else f"{question}: {reason}"
             ) from cause
         patience.sleep(wait)
@@ -166,8 +166,8 @@ def named(client: Any, operation: str) -> str:
 
 
 def within(seconds: float, find: Callable[[], T], what: str) -> T:
-    """What `find` returns or raises. Raises CloudAway when there is no answer within `seconds`."""
-    return hanging.within(seconds, find, what, lambda: CloudAway(f"{what}: no answer within {seconds:.3g} s"))
+    """What `find` returns or raises. Raises CloudUnavailable when there is no answer within `seconds`."""
+    return hanging.within(seconds, find, what, lambda: CloudUnavailable(f"{what}: no answer within {seconds:.3g} s"))
 
 
 class _Question:

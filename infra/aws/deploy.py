@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from ebbflow.infra.aws.calls import Patience, ask, aws_client, pages
-from ebbflow.infra.errors import CloudAway, CloudError, CloudForbidden, CloudRefused, InfraError, Outcome
+from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, InfraError, Outcome
 
 TEMPLATE = Path(__file__).with_name("template.yaml")
 # https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/cloudformation-limits.html: in a request, in bytes.
@@ -304,7 +304,7 @@ class Stack:
 
     def _pause(self, patience: Patience, what: str) -> None:
         if patience.left() <= _POLL_SECONDS:
-            raise CloudAway(
+            raise CloudUnavailable(
                 f"stack {self._name}: {what} and the time is up; CloudFormation goes on by itself; "
                 f"fix: look at it with `aws cloudformation describe-stack-events --stack-name {self._name}`, "
                 "or run the same command again with a longer --minutes"
@@ -416,7 +416,7 @@ def _dry_run(stack: Stack, client: Any, body: str, template: Mapping[str, Any], 
     patience, region = Patience.of(_QUESTION_SECONDS), client.meta.region_name
     try:
         state = stack.state(patience)
-    except (CloudForbidden, CloudAway) as error:
+    except (CloudForbidden, CloudUnavailable) as error:
         print(_additions(planned(template, given, region=region)))
         print(f"the account was not asked, because {error}")
         return

@@ -22,7 +22,7 @@ from ebbflow.infra.batch import batch_client, describe_queues, has_gpus_only, tr
 from ebbflow.infra.batch.queues import QueueState
 from ebbflow.infra.checks.store import compare_clock
 from ebbflow.infra.errors import CloudError, StoreError
-from ebbflow.infra.preflight import Finding, PreflightContext
+from ebbflow.infra.preflight import CheckFinding, PreflightContext
 from ebbflow.infra.store.s3 import split_uri
 
 # "A request must reach AWS within five minutes of the time stamp in the request":
@@ -34,37 +34,41 @@ _BUCKET_ACTIONS = ("s3:ListBucket", "s3:ListBucketMultipartUploads")
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::[0-9]{12}:role/.+")
 
 
-def check_batch_role(context: PreflightContext) -> Finding:
+def check_batch_role(context: PreflightContext) -> CheckFinding:
     """The role of the containers exists, and containers may take it on."""
-    if reason := why_not_asked(context):
-        return Finding.skipped(reason)
+    if reason := skip_reason(context):
+        return CheckFinding.skipped(reason)
     arn = _role(context)
     if not _ROLE.fullmatch(arn):
-        return Finding.skipped(_no_role(arn))
+        return CheckFinding.skipped(_no_role(arn))
     try:
         client = _client("iam", context)
         role = role_state(arn, client, _patience())
     except (CloudError, StoreError) as error:
-        return Finding.skipped(str(error))
+        return CheckFinding.skipped(str(error))
     if role is None and not is_amazons(client):
-        return Finding.skipped(f"{client.meta.endpoint_url} knows no role {arn}, and need not: it is not Amazon's")
+        return CheckFinding.skipped(f"{client.meta.endpoint_url} knows no role {arn}, and need not: it is not Amazon's")
     if role is None:
-        return Finding.failed(f"there is no role {arn}", "correct batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
+        return CheckFinding.failed(
+            f"there is no role {arn}", "correct batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE"
+        )
     if CONTAINERS not in role.trusted:
         trusted = ", ".join(role.trusted) or "no service"
-        return Finding.failed(f"{arn} trusts {trusted}", f"let its trust policy allow sts:AssumeRole to {CONTAINERS}")
-    return Finding.passed(f"{arn} can be taken on by containers")
+        return CheckFinding.failed(
+            f"{arn} trusts {trusted}", f"let its trust policy allow sts:AssumeRole to {CONTAINERS}"
+        )
+    return CheckFinding.passed(f"{arn} can be taken on by containers")
 
 
-def check_batch_rights(context: PreflightContext) -> Finding:
+def check_batch_rights(context: PreflightContext) -> CheckFinding:
     """The role may do in the store what a node does there, by IAM's simulation of its own policies."""
-    if reason := why_not_asked(context):
-        return Finding.skipped(reason)
+    if reason := skip_reason(context):
+        return CheckFinding.skipped(reason)
     arn = _role(context)
     if not _ROLE.fullmatch(arn):
-        return Finding.skipped(_no_role(arn))
+        return CheckFinding.skipped(_no_role(arn))
     if not context.config.store.startswith("s3://"):
-        return Finding.skipped("the store is a folder")
+        return CheckFinding.skipped("the store is a folder")
     bucket, prefix = split_uri(context.config.store)
     objects = f"arn:aws:s3:::{bucket}/{prefix + '/' if prefix else ''}*"
     try:
@@ -72,27 +76,27 @@ def check_batch_rights(context: PreflightContext) -> Finding:
         denied = denied_actions(arn, _OBJECT_ACTIONS, [objects], client, patience)
         denied += denied_actions(arn, _BUCKET_ACTIONS, [f"arn:aws:s3:::{bucket}"], client, patience)
     except (CloudError, StoreError) as error:
-        return Finding.skipped(str(error))
+        return CheckFinding.skipped(str(error))
     if denied:
         detail = (
             f"{arn} is denied {', '.join(denied)} on {context.config.store}, unless the bucket's own policy allows it"
         )
-        return Finding.failed(detail, f"allow {', '.join(denied)} on {objects} and its bucket")
-    return Finding.passed(f"{arn} may read, write, list and delete in {context.config.store}")
+        return CheckFinding.failed(detail, f"allow {', '.join(denied)} on {objects} and its bucket")
+    return CheckFinding.passed(f"{arn} may read, write, list and delete in {context.config.store}")
 
 
-def check_batch_bucket(context: PreflightContext) -> Finding:
+def check_batch_bucket(context: PreflightContext) -> CheckFinding:
     """The bucket lies in the queues' region, is closed to the public, and drops parts of unfinished uploads."""
-    if reason := why_not_asked(context):
-        return Finding.skipped(reason)
+    if reason := skip_reason(context):
+        return CheckFinding.skipped(reason)
     if not context.config.store.startswith("s3://"):
-        return Finding.skipped("the store is a folder")
+        return CheckFinding.skipped("the store is a folder")
     bucket, _ = split_uri(context.config.store)
     try:
         client = _client("s3", context)
         state = bucket_state(bucket, client, _patience())
     except (CloudError, StoreError) as error:
-        return Finding.skipped(str(error))
+        return CheckFinding.skipped(str(error))
     region, wrong, fixes = client.meta.region_name, [], []
     if state.region != region:
         wrong.append(f"it lies in {state.region}, the queues in {region}: each byte between them is paid for")
@@ -107,32 +111,34 @@ def check_batch_bucket(context: PreflightContext) -> Finding:
         wrong.append("parts of unfinished uploads stay, and are paid for, for ever")
         fixes.append("add a lifecycle rule with AbortIncompleteMultipartUpload, as infra/aws/template.yaml has it")
     if wrong:
-        return Finding.failed(f"{bucket}: {'; '.join(wrong)}", "\n".join(fixes))
-    return Finding.passed(
+        return CheckFinding.failed(f"{bucket}: {'; '.join(wrong)}", "\n".join(fixes))
+    return CheckFinding.passed(
         f"{bucket}: in {region}, not public, unfinished uploads dropped after {state.abort_days} days"
     )
 
 
-def check_batch_image(context: PreflightContext) -> Finding:
+def check_batch_image(context: PreflightContext) -> CheckFinding:
     """The image of the containers exists, where it is one of ECR."""
-    if reason := why_not_asked(context):
-        return Finding.skipped(reason)
+    if reason := skip_reason(context):
+        return CheckFinding.skipped(reason)
     image = context.config.batch.image or _metaflow_image()
     if not image:
-        return Finding.skipped("no image is named: Metaflow's default holds no torch; set batch.image")
+        return CheckFinding.skipped("no image is named: Metaflow's default holds no torch; set batch.image")
     region = ecr_region(image)
     if region is None:
-        return Finding.skipped(f"{image} is not in ECR: its registry is not asked")
+        return CheckFinding.skipped(f"{image} is not in ECR: its registry is not asked")
     try:
         client = _client("ecr", context, region)
         there = image_exists(image, client, _patience())
     except (CloudError, StoreError) as error:
-        return Finding.skipped(str(error))
+        return CheckFinding.skipped(str(error))
     if not there and not is_amazons(client):
-        return Finding.skipped(f"{client.meta.endpoint_url} has no image {image}, and need not: it is not Amazon's")
+        return CheckFinding.skipped(
+            f"{client.meta.endpoint_url} has no image {image}, and need not: it is not Amazon's"
+        )
     if not there:
-        return Finding.failed(f"there is no image {image}", "push it (docs/aws.md), or correct batch.image")
-    return Finding.passed(f"{image} is there")
+        return CheckFinding.failed(f"there is no image {image}", "push it (docs/aws.md), or correct batch.image")
+    return CheckFinding.passed(f"{image} is there")
 
 
 def _metaflow_image() -> str:
@@ -164,7 +170,7 @@ ANSWER_SECONDS = 12.0
 _ADOPT = "ebbflow adopt shows what there is"
 
 
-def why_not_asked(context: PreflightContext) -> str:
+def skip_reason(context: PreflightContext) -> str:
     """Why nothing is asked of an AWS account for this job; "" when it is to run there."""
     cluster = context.config.cluster
     if context.target not in (None, "batch"):
@@ -176,10 +182,10 @@ def why_not_asked(context: PreflightContext) -> str:
     return ""
 
 
-def check_batch_queues(context: PreflightContext) -> Finding:
+def check_batch_queues(context: PreflightContext) -> CheckFinding:
     """The queues exist, take jobs, are of the declared market, and one of them takes the job's number of nodes."""
-    if reason := why_not_asked(context):
-        return Finding.skipped(reason)
+    if reason := skip_reason(context):
+        return CheckFinding.skipped(reason)
     batch = context.config.batch
     try:
         client = batch_client(batch.region)
@@ -191,23 +197,25 @@ def check_batch_queues(context: PreflightContext) -> Finding:
     problems = [state.problem for state in queues.values() if not state.usable]
     usable = {name: state for name, state in queues.items() if state.usable}
     if problems and (batch.queues or not usable):
-        return Finding.failed("\n".join(problems), f"correct batch.queues, or enable the queue; {_ADOPT}")
+        return CheckFinding.failed("\n".join(problems), f"correct batch.queues, or enable the queue; {_ADOPT}")
     if not usable:
         where = client.meta.region_name
-        return Finding.failed(f"{where} has no queue that training may go to", f"ebbflow deploy makes them; {_ADOPT}")
+        return CheckFinding.failed(
+            f"{where} has no queue that training may go to", f"ebbflow deploy makes them; {_ADOPT}"
+        )
     refused = [state.problem for state in others.values() if not state.usable]
     if refused:
         fix = "set batch.light_queue (or METAFLOW_BATCH_JOB_QUEUE) to a queue that takes jobs"
-        return Finding.failed(f"for the steps around training: {refused[0]}", fix)
-    return _nodes_have_a_queue(context, usable) or Finding.passed(
+        return CheckFinding.failed(f"for the steps around training: {refused[0]}", fix)
+    return _nodes_have_a_queue(context, usable) or CheckFinding.passed(
         "\n".join([_told(usable), *_fargate(others), *_gpus_unused(others)])
     )
 
 
-def check_batch_metaflow(context: PreflightContext) -> Finding:
+def check_batch_metaflow(context: PreflightContext) -> CheckFinding:
     """Metaflow's own records lie where containers reach them, and its containers have a role."""
-    if reason := why_not_asked(context):
-        return Finding.skipped(reason)
+    if reason := skip_reason(context):
+        return CheckFinding.skipped(reason)
     lacks, fixes = [], []
     datastore = metaflow_setting("METAFLOW_DEFAULT_DATASTORE") or "local"
     root = metaflow_setting("METAFLOW_DATASTORE_SYSROOT_S3")
@@ -221,18 +229,18 @@ def check_batch_metaflow(context: PreflightContext) -> Finding:
         lacks.append("no role is named for the containers")
         fixes.append("set batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
     if lacks:
-        return Finding.failed("; ".join(lacks), "\n".join(fixes))
+        return CheckFinding.failed("; ".join(lacks), "\n".join(fixes))
     kind = metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
     service = metaflow_setting("METAFLOW_SERVICE_URL")
     if kind == "service" and not service:
-        return Finding.failed(
+        return CheckFinding.failed(
             "METAFLOW_DEFAULT_METADATA is service, and no address is given", "set METAFLOW_SERVICE_URL"
         )
     metadata = f"metadata by {service}" if kind == "service" else f"metadata {kind}"
-    return Finding.passed(f"datastore {root}; {metadata}")
+    return CheckFinding.passed(f"datastore {root}; {metadata}")
 
 
-def _nodes_have_a_queue(context: PreflightContext, usable: Mapping[str, QueueState]) -> Finding | None:
+def _nodes_have_a_queue(context: PreflightContext, usable: Mapping[str, QueueState]) -> CheckFinding | None:
     """The finding when none of the queues takes the job's nodes."""
     cluster = context.config.cluster
     if cluster.nodes == "auto" or cluster.nodes == 1 or any(state.multi_node for state in usable.values()):
@@ -240,7 +248,7 @@ def _nodes_have_a_queue(context: PreflightContext, usable: Mapping[str, QueueSta
     kinds = "; ".join(f"{name}: {_kinds(state)}" for name, state in usable.items())
     detail = f"cluster.nodes is {cluster.nodes}, and no queue takes several nodes ({kinds})"
     fix = "add an on-demand queue of a managed EC2 environment with multi_node: true, or set cluster.nodes to 1 or auto"
-    return Finding.failed(detail, fix)
+    return CheckFinding.failed(detail, fix)
 
 
 def _told(usable: Mapping[str, QueueState]) -> str:
@@ -281,23 +289,23 @@ def _kinds(state: QueueState) -> str:
     return ", ".join(dict.fromkeys(one.kind or "unmanaged" for one in state.compute_environments if one.usable))
 
 
-def _unanswered(said: str) -> Finding:
+def _unanswered(said: str) -> CheckFinding:
     """Without an answer of Batch there is no submit either: Metaflow asks the same before each job.
 
     But a container submits nothing, and its role need not have the right to ask.
     """
     if "AWS_BATCH_JOB_ID" in os.environ:
-        return Finding.skipped(f"{said}; whoever launched the run has asked before")
+        return CheckFinding.skipped(f"{said}; whoever launched the run has asked before")
     detail, _, fix = said.partition("; fix: ")
-    return Finding.failed(detail, fix or "see whether AWS Batch can be reached from here, and batch.region")
+    return CheckFinding.failed(detail, fix or "see whether AWS Batch can be reached from here, and batch.region")
 
 
-def check_batch_clock(context: PreflightContext) -> Finding:
+def check_batch_clock(context: PreflightContext) -> CheckFinding:
     """This machine's clock against Batch's: AWS refuses requests that are signed 5 minutes off."""
-    if reason := why_not_asked(context):
-        return Finding.skipped(reason)
+    if reason := skip_reason(context):
+        return CheckFinding.skipped(reason)
     try:
         url = aws_client("batch", context.config.batch.region).meta.endpoint_url
     except (CloudError, StoreError) as error:
-        return Finding.skipped(str(error))
+        return CheckFinding.skipped(str(error))
     return compare_clock(url, warned=_AWS_REFUSES_SECONDS, refused=_AWS_REFUSES_SECONDS)

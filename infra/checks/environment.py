@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ebbflow.infra.checks.gpu import gpu_files, has_rdma
-from ebbflow.infra.config.keys import PREFIX, leaves
+from ebbflow.infra.config.keys import PREFIX, leaf_fields
 from ebbflow.infra.config.load import violations
 from ebbflow.infra.instance import VARIABLES as MACHINE_VARIABLES
-from ebbflow.infra.preflight import Finding, PreflightContext
+from ebbflow.infra.preflight import CheckFinding, PreflightContext
 from ebbflow.infra.program import python_path
 from ebbflow.infra.requirements import REQUIREMENTS, TESTED_PYTHON
 from ebbflow.infra.signing_key import NAME_VARIABLE, signing_key_problem
@@ -26,33 +26,33 @@ _IMPORT_SECONDS = 90.0
 _INSTALL = f"{sys.executable} -m pip install -r requirements.txt"
 
 
-def check_configuration(context: PreflightContext) -> Finding:
+def check_configuration(context: PreflightContext) -> CheckFinding:
     """The rules once more, on the configuration that the job will really run with, wherever it came from."""
     broken = violations(context.config)
     if broken:
         hints = [violation.hint or f"change {violation.keys[0]}" for violation in broken]
-        return Finding.failed("\n".join(violation.message for violation in broken), "\n".join(hints))
+        return CheckFinding.failed("\n".join(violation.message for violation in broken), "\n".join(hints))
     where = "no file" if context.config_path is None else context.config_path.name
-    return Finding.passed(f"{where}: {len(leaves())} keys, types, ranges and rules hold")
+    return CheckFinding.passed(f"{where}: {len(leaf_fields())} keys, types, ranges and rules hold")
 
 
-def check_signing_key(context: PreflightContext) -> Finding:
+def check_signing_key(context: PreflightContext) -> CheckFinding:
     """The variable with the key that signs commits is set here; the ranks look for it once more where they run."""
     name = context.config.checkpoint.signing_key_env
     if name is None:
-        return Finding.passed("commits are not signed (checkpoint.signing_key_env is null)")
+        return CheckFinding.passed("commits are not signed (checkpoint.signing_key_env is null)")
     if problem := signing_key_problem(name):
-        return Finding.failed(
+        return CheckFinding.failed(
             problem, f"set {name} to the job's key; for a new job: export {name}=$(openssl rand -hex 32)"
         )
-    return Finding.passed(f"commits are signed with the key in {name}")
+    return CheckFinding.passed(f"commits are signed with the key in {name}")
 
 
-def check_interpreter(context: PreflightContext) -> Finding:
+def check_interpreter(context: PreflightContext) -> CheckFinding:
     """Metaflow starts the further nodes of a local run as the bare word `python`: it must mean this interpreter."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < TESTED_PYTHON:
-        return Finding.failed(f"Python {version} is too old", "use Python 3.11 or newer")
+        return CheckFinding.failed(f"Python {version} is too old", "use Python 3.11 or newer")
     folder = os.path.dirname(os.path.abspath(sys.executable))
     found = shutil.which("python", path=os.pathsep.join([folder, os.environ.get("PATH", "")]))
     if found is None:
@@ -61,17 +61,17 @@ def check_interpreter(context: PreflightContext) -> Finding:
         now = shutil.which("python")
         first = now is not None and _same_environment(now)
         note = "" if first else f"; `python` is {now or 'not on PATH'} here, and the flow puts {folder} first"
-        return Finding.passed(f"Python {version}, {sys.executable}{note}")
+        return CheckFinding.passed(f"Python {version}, {sys.executable}{note}")
     else:
         detail = f"`python` is {found}, another interpreter than {sys.executable}"
     if context.config.cluster.nodes == 1:
-        return Finding.passed(f"Python {version}; one node starts no other, though {detail}")
-    return Finding.failed(
+        return CheckFinding.passed(f"Python {version}; one node starts no other, though {detail}")
+    return CheckFinding.failed(
         detail, f"run with the project's .venv/bin/python, or: ln -s {sys.executable} {folder}/python"
     )
 
 
-def check_packages(context: PreflightContext) -> Finding:
+def check_packages(context: PreflightContext) -> CheckFinding:
     """Everything needed is installed, and torch is of the range that was tested. Imports nothing."""
     versions = {requirement: requirement.installed() for requirement in REQUIREMENTS}
     wrong = [f"{requirement} is not installed" for requirement, version in versions.items() if version is None]
@@ -81,11 +81,11 @@ def check_packages(context: PreflightContext) -> Finding:
         if version is not None and requirement.strict and not requirement.is_tested(version)
     ]
     if wrong:
-        return Finding.failed("\n".join(wrong), _INSTALL)
-    return Finding.passed(", ".join(f"{name.name} {version}" for name, version in versions.items() if name.strict))
+        return CheckFinding.failed("\n".join(wrong), _INSTALL)
+    return CheckFinding.passed(", ".join(f"{name.name} {version}" for name, version in versions.items() if name.strict))
 
 
-def check_versions(context: PreflightContext) -> Finding:
+def check_versions(context: PreflightContext) -> CheckFinding:
     """Versions that should work and that nobody has tested."""
     untested = []
     if sys.version_info[:2] != TESTED_PYTHON:
@@ -95,11 +95,11 @@ def check_versions(context: PreflightContext) -> Finding:
         if version is not None and not requirement.strict and not requirement.is_tested(version):
             untested.append(f"{requirement.name} {version} (tested: {requirement})")
     if untested:
-        return Finding.failed("untested: " + ", ".join(untested), _INSTALL)
-    return Finding.passed("all packages are of tested versions")
+        return CheckFinding.failed("untested: " + ", ".join(untested), _INSTALL)
+    return CheckFinding.passed("all packages are of tested versions")
 
 
-def check_imports(context: PreflightContext) -> Finding:
+def check_imports(context: PreflightContext) -> CheckFinding:
     """What a rank imports can be imported, in a process of its own, from any folder."""
     code = "import torch.distributed, numpy, obstore, awscrt.checksums, ebbflow.training; print(torch.__version__)"
     environment = os.environ | {"PYTHONPATH": python_path(os.environ.get("PYTHONPATH"))}
@@ -114,14 +114,16 @@ def check_imports(context: PreflightContext) -> Finding:
             timeout=_IMPORT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return Finding.failed(f"importing torch took more than {_IMPORT_SECONDS:g} s", "see what the disk is busy with")
+        return CheckFinding.failed(
+            f"importing torch took more than {_IMPORT_SECONDS:g} s", "see what the disk is busy with"
+        )
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return Finding.failed(f"a rank's imports fail: {said[-1]}", _INSTALL)
-    return Finding.passed(f"torch {done.stdout.strip()} and what else a rank imports")
+        return CheckFinding.failed(f"a rank's imports fail: {said[-1]}", _INSTALL)
+    return CheckFinding.passed(f"torch {done.stdout.strip()} and what else a rank imports")
 
 
-def check_ports(context: PreflightContext) -> Finding:
+def check_ports(context: PreflightContext) -> CheckFinding:
     """A connection over the loopback, as between the ranks of this machine."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -131,23 +133,23 @@ def check_ports(context: PreflightContext) -> Finding:
                 with accepted:
                     accepted.sendall(b"ebb")
                     if client.recv(3) != b"ebb":
-                        return Finding.failed("127.0.0.1 garbles what is sent", "look for a proxy on the loopback")
+                        return CheckFinding.failed("127.0.0.1 garbles what is sent", "look for a proxy on the loopback")
     except OSError as error:
         fix = "bring the loopback interface up (ip link set lo up) and let the firewall pass it"
-        return Finding.failed(f"no connection over 127.0.0.1: {error}", fix)
-    return Finding.passed("127.0.0.1 accepts connections")
+        return CheckFinding.failed(f"no connection over 127.0.0.1: {error}", fix)
+    return CheckFinding.passed("127.0.0.1 accepts connections")
 
 
-def check_host_name(context: PreflightContext) -> Finding:
+def check_host_name(context: PreflightContext) -> CheckFinding:
     """Gloo looks for its interface by the host's name; a name that hangs or leads elsewhere delays every start."""
     if context.config.cluster.nodes == 1:
-        return Finding.skipped("a single node looks up no names")
+        return CheckFinding.skipped("a single node looks up no names")
     name = socket.gethostname()
     fix = f"add the line '127.0.0.1 {name}' to /etc/hosts"
     try:
         found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
     except OSError as error:
-        return Finding.failed(f"host name {name} does not resolve: {error}; gloo falls back to the loopback", fix)
+        return CheckFinding.failed(f"host name {name} does not resolve: {error}; gloo falls back to the loopback", fix)
     addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
     for family, kind, protocol, _, address in found:
         with socket.socket(family, kind, protocol) as probe:
@@ -155,8 +157,8 @@ def check_host_name(context: PreflightContext) -> Finding:
                 probe.bind(address)
             except OSError:
                 continue
-            return Finding.passed(f"host name {name} is {address[0]}, an address of this machine")
-    return Finding.failed(f"host name {name} leads to {', '.join(addresses)}, no address of this machine", fix)
+            return CheckFinding.passed(f"host name {name} is {address[0]}, an address of this machine")
+    return CheckFinding.failed(f"host name {name} leads to {', '.join(addresses)}, no address of this machine", fix)
 
 
 def _same_environment(python: str) -> bool:
@@ -250,7 +252,7 @@ ADVICE = (
 )
 
 
-def check_advice(context: PreflightContext) -> Finding:
+def check_advice(context: PreflightContext) -> CheckFinding:
     """Variables of this environment that do not do what whoever set them hopes for."""
     found = [
         (f"{one.variable}={os.environ[one.variable]} {one.why}", f"{one.variable}: {one.instead}")
@@ -259,17 +261,17 @@ def check_advice(context: PreflightContext) -> Finding:
     ]
     found += [_unknown(name) for name in sorted(os.environ) if _is_unknown(name, context)]
     if found:
-        return Finding.failed("\n".join(what for what, _ in found), "\n".join(fix for _, fix in found))
-    return Finding.passed(f"none of {len(ADVICE)} variables that mislead or slow down is set")
+        return CheckFinding.failed("\n".join(what for what, _ in found), "\n".join(fix for _, fix in found))
+    return CheckFinding.passed(f"none of {len(ADVICE)} variables that mislead or slow down is set")
 
 
-def check_debug_level(context: PreflightContext) -> Finding:
+def check_debug_level(context: PreflightContext) -> CheckFinding:
     """No debugging level at which DDP dies of a segmentation fault in its constructor (torch 2.13 on CPUs)."""
     level, mode = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF"), context.config.parallel.mode
     detail = f"TORCH_DISTRIBUTED_DEBUG={level}, parallel.mode {mode}"
     if mode == "ddp" and _is_detail(level, context) and not gpu_files():
-        return Finding.failed(f"{detail}: every rank would be killed by signal 11", "TORCH_DISTRIBUTED_DEBUG=INFO")
-    return Finding.passed(detail)
+        return CheckFinding.failed(f"{detail}: every rank would be killed by signal 11", "TORCH_DISTRIBUTED_DEBUG=INFO")
+    return CheckFinding.passed(detail)
 
 
 def _is_unknown(name: str, context: PreflightContext) -> bool:

@@ -15,9 +15,16 @@ from ebbflow.infra.checks.gpu import gpu_files, has_rdma
 from ebbflow.infra.config.rule_base import division, nearest_divisors, nearest_multiples
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.config.shape_rules import DERIVED
-from ebbflow.infra.footprint import Gang, host_memory_bytes, local_gang, open_files_per_rank, size_text, staging_bytes
-from ebbflow.infra.instance import HOP_LIMIT_FIX, MetadataService, endpoint, metadata_unavailable_reason
-from ebbflow.infra.preflight import Finding, PreflightContext
+from ebbflow.infra.footprint import (
+    GangShape,
+    host_memory_bytes,
+    local_gang,
+    open_files_per_rank,
+    size_text,
+    staging_bytes,
+)
+from ebbflow.infra.instance import HOP_LIMIT_FIX, MetadataService, metadata_endpoint, metadata_unavailable_reason
+from ebbflow.infra.preflight import CheckFinding, PreflightContext
 
 _ALL_ANSWERS_SECONDS = 1.8
 _TOKEN_TTL_SECONDS = 60
@@ -27,25 +34,25 @@ _OPTIONS = "aws ec2 modify-instance-metadata-options --instance-id ID"
 _INTERFACES = Path("/sys/class/net")
 
 
-def check_imds(context: PreflightContext) -> Finding:
+def check_imds(context: PreflightContext) -> CheckFinding:
     """EC2's metadata service: where spot notices and a role's credentials come from. Only ever read, with a token."""
     if reason := metadata_unavailable_reason(os.environ):
-        return Finding.skipped(f"{reason}: neither spot notices nor a role's credentials")
-    service = MetadataService(endpoint(os.environ))
+        return CheckFinding.skipped(f"{reason}: neither spot notices nor a role's credentials")
+    service = MetadataService(metadata_endpoint(os.environ))
     try:
         return _ask(service)
     except TimeoutError:
         detail = f"{service.endpoint} accepts connections and answers none in time: its answer may not leave the host"
-        return Finding.failed(detail, HOP_LIMIT_FIX)
+        return CheckFinding.failed(detail, HOP_LIMIT_FIX)
     except (OSError, http.client.HTTPException, ValueError) as error:
         detail = f"{service.endpoint} cannot be asked: {error}; spot notices would not be heard"
-        return Finding.failed(detail, f"let {service.endpoint} through, or: {_OPTIONS} --http-endpoint enabled")
+        return CheckFinding.failed(detail, f"let {service.endpoint} through, or: {_OPTIONS} --http-endpoint enabled")
 
 
-def check_interfaces(context: PreflightContext) -> Finding:
+def check_interfaces(context: PreflightContext) -> CheckFinding:
     """The interfaces that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name exist on this machine."""
     if not _INTERFACES.is_dir():
-        return Finding.skipped(f"this system has no {_INTERFACES}")
+        return CheckFinding.skipped(f"this system has no {_INTERFACES}")
     there = sorted(name for _, name in socket.if_nameindex())
     named = {name: os.environ.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     wrong = [
@@ -55,14 +62,14 @@ def check_interfaces(context: PreflightContext) -> Finding:
     ]
     if wrong:
         outward = next((name for name in there if name != "lo"), "lo")
-        return Finding.failed(
+        return CheckFinding.failed(
             "\n".join(wrong), f"unset it, or name one that leads to the other nodes, such as {outward}"
         )
     given = ", ".join(f"{variable}={value}" for variable, value in named.items() if value)
-    return Finding.passed(f"{given or 'none is named: gloo and NCCL choose'}")
+    return CheckFinding.passed(f"{given or 'none is named: gloo and NCCL choose'}")
 
 
-def _ask(service: MetadataService) -> Finding:
+def _ask(service: MetadataService) -> CheckFinding:
     """All answers within one deadline."""
     limit = time.monotonic() + _ALL_ANSWERS_SECONDS
 
@@ -71,23 +78,23 @@ def _ask(service: MetadataService) -> Finding:
 
     status, token = service.token(ttl_seconds=_TOKEN_TTL_SECONDS, seconds=limit - time.monotonic())
     if status == 403:
-        return Finding.failed("the metadata service is turned off (403)", f"{_OPTIONS} --http-endpoint enabled")
+        return CheckFinding.failed("the metadata service is turned off (403)", f"{_OPTIONS} --http-endpoint enabled")
     if status != 200 or not token:
         detail = f"{service.endpoint} gives no token: status {status}; this is no metadata service of version 2"
-        return Finding.failed(detail, "see AWS_EC2_METADATA_SERVICE_ENDPOINT, and what else listens there")
+        return CheckFinding.failed(detail, "see AWS_EC2_METADATA_SERVICE_ENDPOINT, and what else listens there")
     status, instance = get(_PATH, token)
     if status != 200:
-        return Finding.failed(
+        return CheckFinding.failed(
             f"{_PATH} answers {status} to a fresh token", "see what stands between this and the service"
         )
     status, notice = get(_NOTICE, token)
     if status == 200:
-        return Finding.failed(f"{instance} is about to be taken away: {notice}", "start on another instance")
+        return CheckFinding.failed(f"{instance} is about to be taken away: {notice}", "start on another instance")
     status, _ = get(_PATH, "")
     if status == 200:
         detail = f"{instance}: version 1 of the metadata service answers without a token, to whoever can make a request"
-        return Finding.failed(detail, f"{_OPTIONS} --http-tokens required")
-    return Finding.passed(f"{instance}: tokens work, version 1 is refused ({status}), no spot notice is pending")
+        return CheckFinding.failed(detail, f"{_OPTIONS} --http-tokens required")
+    return CheckFinding.passed(f"{instance}: tokens work, version 1 is refused ({status}), no spot notice is pending")
 
 
 def _matches(variable: str, value: str, there: list[str]) -> bool:
@@ -109,89 +116,93 @@ _NCCL_SHARED_BYTES = 1 << 30  # what the NCCL user guide advises for containers,
 _NO_LIMIT = 1 << 60  # version 1 of cgroups writes a huge number where there is no limit
 
 
-def check_shared_memory(context: PreflightContext) -> Finding:
+def check_shared_memory(context: PreflightContext) -> CheckFinding:
     """Room for what lies in /dev/shm: the segments that NCCL makes between processes, and those of loader processes.
 
     The staging slabs of commits are no part of it: they are anonymous files, to which its limit does not apply, and
     count as memory (`check_memory`). On CPUs nothing uses it, since gloo talks over TCP.
     """
     if not _SHARED_MEMORY.is_dir():
-        return Finding.skipped(f"this system ({sys.platform}) has no {_SHARED_MEMORY}")
+        return CheckFinding.skipped(f"this system ({sys.platform}) has no {_SHARED_MEMORY}")
     statistics = os.statvfs(_SHARED_MEMORY)
     free = statistics.f_bavail * statistics.f_frsize
     gpus = len(gpu_files())
     if not gpus:
         detail = "none needed: ranks on CPUs talk over TCP, staging slabs count as memory"
-        return Finding.passed(f"{_SHARED_MEMORY}: {size_text(free)} free, {detail}")
+        return CheckFinding.passed(f"{_SHARED_MEMORY}: {size_text(free)} free, {detail}")
     arithmetic = (
         f"{_SHARED_MEMORY}: {size_text(free)} free, {size_text(_NCCL_SHARED_BYTES)} advised with {gpus} GPUs: NCCL's "
         "segments between processes, and loader processes"
     )
     if free < _NCCL_SHARED_BYTES:
         fix = f"enlarge it: docker run --shm-size=1g, or mount -o remount,size=1g {_SHARED_MEMORY}"
-        return Finding.failed(arithmetic, fix)
-    return Finding.passed(arithmetic)
+        return CheckFinding.failed(arithmetic, fix)
+    return CheckFinding.passed(arithmetic)
 
 
-def check_locked_memory(context: PreflightContext) -> Finding:
+def check_locked_memory(context: PreflightContext) -> CheckFinding:
     """RLIMIT_MEMLOCK where there is an RDMA device: what it reads by itself must stay where it is."""
     if not has_rdma():
-        return Finding.skipped("this machine has no InfiniBand or EFA device")
+        return CheckFinding.skipped("this machine has no InfiniBand or EFA device")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Finding.passed("memory may be locked without limit")
-    return Finding.failed(
+        return CheckFinding.passed("memory may be locked without limit")
+    return CheckFinding.failed(
         f"{size_text(soft)} may be locked; NCCL registers its buffers with the RDMA device, which fails beyond that",
         "ulimit -l unlimited, or docker run --ulimit memlock=-1",
     )
 
 
-def check_cores(context: PreflightContext) -> Finding:
+def check_cores(context: PreflightContext) -> CheckFinding:
     """Cores of this machine, or of the container, against the ranks that would compute on them."""
     gang = local_gang(context.config)
     if gang is None:
-        return Finding.skipped("the number of ranks is auto")
+        return CheckFinding.skipped("the number of ranks is auto")
     if gpu_files():
-        return Finding.skipped("ranks compute on the GPUs of this machine")
+        return CheckFinding.skipped("ranks compute on the GPUs of this machine")
     cores = _cores()
     arithmetic = f"{gang} on {cores:g} cores"
     if gang.ranks > cores:
-        return Finding.failed(f"{arithmetic}: they take turns", "use fewer ranks here, or expect no speed-up from them")
-    return Finding.passed(arithmetic)
+        return CheckFinding.failed(
+            f"{arithmetic}: they take turns", "use fewer ranks here, or expect no speed-up from them"
+        )
+    return CheckFinding.passed(arithmetic)
 
 
-def check_open_files(context: PreflightContext) -> Finding:
+def check_open_files(context: PreflightContext) -> CheckFinding:
     """RLIMIT_NOFILE against the sockets and files of the busiest rank."""
     gang = local_gang(context.config)
     if gang is None:
-        return Finding.skipped("the number of ranks is auto")
+        return CheckFinding.skipped("the number of ranks is auto")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = open_files_per_rank(gang)
     arithmetic = f"{soft} open files allowed, about {needed} needed by a rank of {gang.ranks}"
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return Finding.passed(arithmetic)
+        return CheckFinding.passed(arithmetic)
     if hard == resource.RLIM_INFINITY or hard >= needed:
-        return Finding.failed(arithmetic, f"ulimit -n {needed}")
-    return Finding.failed(f"{arithmetic}; the hard limit is {hard}", f"have the administrator allow nofile {needed}")
+        return CheckFinding.failed(arithmetic, f"ulimit -n {needed}")
+    return CheckFinding.failed(
+        f"{arithmetic}; the hard limit is {hard}", f"have the administrator allow nofile {needed}"
+    )
 
 
-def check_memory(context: PreflightContext) -> Finding:
+def check_memory(context: PreflightContext) -> CheckFinding:
     """Main memory of this machine, or of the container, against the gang that would train on it."""
     config, gang = context.config, local_gang(context.config)
     if gang is None:
-        return Finding.skipped("the number of ranks is auto")
+        return CheckFinding.skipped("the number of ranks is auto")
     limits = _memory_limits()
     if not limits:
-        return Finding.skipped(f"this system ({sys.platform}) does not say how much memory is available")
+        return CheckFinding.skipped(f"this system ({sys.platform}) does not say how much memory is available")
     where, available = min(limits.items(), key=lambda item: item[1])
     if config.workload is not None:
-        return Finding.skipped(f"what {config.workload} takes is not known before its model is measured")
+        return CheckFinding.skipped(f"what {config.workload} takes is not known before its model is measured")
     needed = host_memory_bytes(config, gang)
     slabs = f"{size_text(staging_bytes(config))} of it to stage commits"
     arithmetic = f"{size_text(needed)} needed by {gang} (estimated; {slabs}), {size_text(available)} {where}"
     if needed > available:
-        return Finding.failed(arithmetic, _smaller(config))
-    return Finding.passed(arithmetic)
+        return CheckFinding.failed(arithmetic, _smaller(config))
+    return CheckFinding.passed(arithmetic)
 
 
 def _cores() -> float:
@@ -239,56 +250,56 @@ def _smaller(config: RunConfig) -> str:
 _NEAR = 4  # a batch beyond so many times the given one is no advice
 
 
-def check_derived(context: PreflightContext) -> Finding:
+def check_derived(context: PreflightContext) -> CheckFinding:
     """Whatever a division leaves must be at least 1: a job that rounds to nothing would do nothing, and not say so."""
     config = context.config
     known = [one for one in DERIVED if one.applies(config)]
     wrong = [found for one in known if (found := one.check(config)) is not None]
     if wrong:
         hints = "\n".join(hint or "" for _, hint in wrong)
-        return Finding.failed("\n".join(message for message, _ in wrong), hints)
-    return Finding.passed(", ".join(f"{one.name} {one.value(config)}" for one in known))
+        return CheckFinding.failed("\n".join(message for message, _ in wrong), hints)
+    return CheckFinding.passed(", ".join(f"{one.name} {one.value(config)}" for one in known))
 
 
-def check_batch(context: PreflightContext) -> Finding:
+def check_batch(context: PreflightContext) -> CheckFinding:
     """Each rank gets the same number of samples in each micro-batch."""
     gang = local_gang(context.config)
     if gang is None:
-        return Finding.skipped("cluster.nodes or cluster.processes_per_node is auto; the plan's check decides")
+        return CheckFinding.skipped("cluster.nodes or cluster.processes_per_node is auto; the plan's check decides")
     training = context.config.training
     accumulation = training.gradient_accumulation_steps
     parts = gang.ranks * accumulation
     samples, rest = divmod(training.batch_size, parts)
     arithmetic = f"{training.batch_size} = {gang.ranks} ranks × {accumulation} accumulation × {samples}"
     if rest:
-        return Finding.failed(f"{arithmetic} + {rest}", f"set training.batch_size to a multiple of {parts}")
-    return Finding.passed(f"{arithmetic} samples per micro-batch")
+        return CheckFinding.failed(f"{arithmetic} + {rest}", f"set training.batch_size to a multiple of {parts}")
+    return CheckFinding.passed(f"{arithmetic} samples per micro-batch")
 
 
-def check_elastic(context: PreflightContext) -> Finding:
+def check_elastic(context: PreflightContext) -> CheckFinding:
     """Whether the job could go on with fewer nodes: for each number of them, whether batch and shards still divide."""
     config, gang = context.config, local_gang(context.config)
     if gang is None:
-        return Finding.skipped("the number of ranks is auto")
+        return CheckFinding.skipped("the number of ranks is auto")
     if gang.nodes == 1:
-        return Finding.skipped("a single node cannot lose another")
+        return CheckFinding.skipped("a single node cannot lose another")
     batch, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps
     shard = config.parallel.shard_size if config.parallel.mode == "hsdp" else None
     fits, fails = [], []
     for nodes in range(gang.nodes, 0, -1):
-        smaller = Gang(nodes=nodes, processes_per_node=gang.processes_per_node)
+        smaller = GangShape(nodes=nodes, processes_per_node=gang.processes_per_node)
         trouble = _trouble(batch, accumulation, shard, smaller)
         if trouble is None:
             fits.append(str(nodes))
         else:
             fails.append(f"{nodes} nodes, {smaller.ranks} ranks: {trouble}" if nodes > 1 else f"1 node: {trouble}")
     if not fails:
-        return Finding.passed(f"{batch} samples divide on {', '.join(fits)} nodes")
+        return CheckFinding.passed(f"{batch} samples divide on {', '.join(fits)} nodes")
     told = f"the job could go on with {', '.join(fits) or 'no number of'} nodes, and not with\n" + "\n".join(fails)
-    return Finding.failed(told, _fix(batch, accumulation, gang, shard))
+    return CheckFinding.failed(told, _fix(batch, accumulation, gang, shard))
 
 
-def _trouble(batch: int, accumulation: int, shard: int | None, gang: Gang) -> str | None:
+def _trouble(batch: int, accumulation: int, shard: int | None, gang: GangShape) -> str | None:
     """What does not divide on a smaller gang, and which accumulation would; None when all does."""
     if shard is not None and gang.ranks % shard:
         return f"groups of parallel.shard_size do not divide the ranks: {division(gang.ranks, shard)}"
@@ -301,7 +312,7 @@ def _trouble(batch: int, accumulation: int, shard: int | None, gang: Gang) -> st
     return f"{share} samples per rank do not divide by {accumulation} accumulation; {would} would do"
 
 
-def _fix(batch: int, accumulation: int, gang: Gang, shard: int | None) -> str:
+def _fix(batch: int, accumulation: int, gang: GangShape, shard: int | None) -> str:
     smallest = lcm(*(nodes * gang.processes_per_node * accumulation for nodes in range(1, gang.nodes + 1)))
     batches = [size for size in nearest_multiples(smallest, batch) if size <= _NEAR * batch]
     if batch % smallest == 0 or not batches:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden
 from ebbflow.infra.layout import METAFLOW_FOLDER, job_prefix, records_root, runs_folder
-from ebbflow.infra.preflight import Finding, PreflightContext
+from ebbflow.infra.preflight import CheckFinding, PreflightContext
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.errors import ACTIONS
 from ebbflow.infra.store.s3 import AwsSettings, aws_settings, split_uri
@@ -40,23 +40,25 @@ def nearest_existing(folder: Path) -> Path:
     return folder
 
 
-def check_store_folder(context: PreflightContext) -> Finding:
+def check_store_folder(context: PreflightContext) -> CheckFinding:
     """A local store can be made where it is to be. Writes nothing."""
     folder = store_folder(context)
     if folder is None:
-        return Finding.skipped("the store is remote; the check store-probe asks it")
+        return CheckFinding.skipped("the store is remote; the check store-probe asks it")
     there = nearest_existing(folder)
     if not there.is_dir():
-        return Finding.failed(f"{there} is in the way: it is not a folder", "set store to another folder, or move it")
+        return CheckFinding.failed(
+            f"{there} is in the way: it is not a folder", "set store to another folder, or move it"
+        )
     if not os.access(there, os.W_OK | os.X_OK):
-        return Finding.failed(
+        return CheckFinding.failed(
             f"{there} cannot be written to", f"set store to a folder of yours, or: chmod u+wx {there}"
         )
     made = "" if there == folder else f" (to be made in {there})"
-    return Finding.passed(f"{folder}{made} is writable")
+    return CheckFinding.passed(f"{folder}{made} is writable")
 
 
-def check_records_folder(context: PreflightContext) -> Finding:
+def check_records_folder(context: PreflightContext) -> CheckFinding:
     """This machine's part of a job can be written: reports and logs (runs/), and Metaflow's records. Writes nothing."""
     runs = runs_folder(context.project_root)
     metaflow = Path(
@@ -65,15 +67,15 @@ def check_records_folder(context: PreflightContext) -> Finding:
     folders = dict.fromkeys([runs, metaflow / METAFLOW_FOLDER])
     closed = [folder for folder in folders if not os.access(nearest_existing(folder), os.W_OK | os.X_OK)]
     if closed:
-        return Finding.failed(
+        return CheckFinding.failed(
             f"{' and '.join(map(str, closed))} cannot be written to",
             "set EBBFLOW_RUNS and METAFLOW_DATASTORE_SYSROOT_LOCAL to folders of yours, or make the project's writable",
         )
     moved = "" if runs.is_relative_to(context.project_root) else f", outside the project ({context.project_root})"
-    return Finding.passed(f"{runs} is writable{moved}")
+    return CheckFinding.passed(f"{runs} is writable{moved}")
 
 
-def check_store_probe(context: PreflightContext) -> Finding:
+def check_store_probe(context: PreflightContext) -> CheckFinding:
     """Put, list, get, compare and delete one object where jobs lie. Leaves nothing, not even a folder it made.
 
     A store that is away ends it at once; a right that is missing does not, so that all missing ones are named.
@@ -94,10 +96,10 @@ def check_store_probe(context: PreflightContext) -> Finding:
                 break
 
 
-def check_store_multipart(context: PreflightContext) -> Finding:
+def check_store_multipart(context: PreflightContext) -> CheckFinding:
     """A multipart upload can be started and given up: commits are put in parts, and a part left behind is billed."""
     if not context.config.store.startswith("s3://"):
-        return Finding.skipped("the store is a folder: files are not put in parts")
+        return CheckFinding.skipped("the store is a folder: files are not put in parts")
     from botocore.exceptions import BotoCoreError, ClientError
 
     bucket, prefix = split_uri(context.config.store)
@@ -112,14 +114,14 @@ def check_store_multipart(context: PreflightContext) -> Finding:
         code = error.response.get("Error", {}).get("Code", "no code")
         missing = code in _MISSING_RIGHT
         fix = f"allow {action} on arn:aws:s3:::{bucket}/*" if missing else "see the check store-probe"
-        return Finding.failed(f"multipart upload: {code}", fix)
+        return CheckFinding.failed(f"multipart upload: {code}", fix)
     except (BotoCoreError, StoreError) as error:
         text = " ".join(str(error).split())
-        return Finding.failed(f"multipart upload: {text}", "see the check store-probe")
-    return Finding.passed(f"{context.config.store}: a multipart upload was started and aborted")
+        return CheckFinding.failed(f"multipart upload: {text}", "see the check store-probe")
+    return CheckFinding.passed(f"{context.config.store}: a multipart upload was started and aborted")
 
 
-def _probe(store: Store, place: str) -> Finding:
+def _probe(store: Store, place: str) -> CheckFinding:
     key, written = f"{place}/probe", secrets.token_bytes(_PROBE_BYTES)
     trials: dict[str, Callable[[], object]] = {
         "put": lambda: store.put(key, written),
@@ -141,15 +143,15 @@ def _probe(store: Store, place: str) -> Finding:
         return _failed(next(iter(refused.values())))
     if refused:
         actions = ", ".join(ACTIONS[operation] for operation in refused)
-        return Finding.failed(f"{store.uri}: forbidden: {', '.join(refused)}", f"allow {actions} there")
+        return CheckFinding.failed(f"{store.uri}: forbidden: {', '.join(refused)}", f"allow {actions} there")
     if read != written:
-        return Finding.failed(f"{store.uri}: what was read back is not what was written", "use another store")
-    return Finding.passed(f"{store.uri}: {', '.join(trials)} of {_PROBE_BYTES} bytes")
+        return CheckFinding.failed(f"{store.uri}: what was read back is not what was written", "use another store")
+    return CheckFinding.passed(f"{store.uri}: {', '.join(trials)} of {_PROBE_BYTES} bytes")
 
 
-def _failed(error: StoreError | str) -> Finding:
+def _failed(error: StoreError | str) -> CheckFinding:
     detail, _, fix = str(error).partition("; fix: ")
-    return Finding.failed(detail, fix or "check that the store may be read, written and deleted from")
+    return CheckFinding.failed(detail, fix or "check that the store may be read, written and deleted from")
 
 
 def _missing_folders(folder: Path) -> list[Path]:
@@ -171,33 +173,33 @@ _STORE_REFUSES_SECONDS = 900.0  # S3 answers RequestTimeTooSkewed beyond it
 _FIX = "set the clock: chronyc makestep, or timedatectl set-ntp true"
 
 
-def check_store_clock(context: PreflightContext) -> Finding:
+def check_store_clock(context: PreflightContext) -> CheckFinding:
     """This machine's clock against the store's: S3 refuses requests that are signed 15 minutes off."""
     if not context.config.store.startswith("s3://"):
-        return Finding.skipped("the store is a folder: nothing is signed")
+        return CheckFinding.skipped("the store is a folder: nothing is signed")
     try:
         settings = aws_settings()
     except StoreError as error:
-        return Finding.skipped(f"the store cannot be found: {error}")
+        return CheckFinding.skipped(f"the store cannot be found: {error}")
     url = settings.endpoint or f"https://s3.{settings.region}.amazonaws.com"
     return compare_clock(url, warned=_SKEW_WARNING_SECONDS, refused=_STORE_REFUSES_SECONDS)
 
 
-def compare_clock(url: str, *, warned: float, refused: float) -> Finding:
+def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
     """warned, refused: seconds apart from which it is told, and from which nothing that is signed is taken."""
     before = time.time()
     try:
         date = _date_of(url)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return Finding.skipped(f"{url} tells no time: {error}")
+        return CheckFinding.skipped(f"{url} tells no time: {error}")
     after = time.time()
     # The header is cut to whole seconds, and was written at some moment between the two readings of our clock.
     skew = max(before - date - 1.0, date - after, 0.0)
     direction = "ahead of" if before > date else "behind"
     if skew <= warned:
-        return Finding.passed(f"this machine's clock is within {max(skew, 1.0):.0f} s of {url}'s")
+        return CheckFinding.passed(f"this machine's clock is within {max(skew, 1.0):.0f} s of {url}'s")
     consequence = "; signed requests are refused" if skew > refused else ""
-    return Finding.failed(
+    return CheckFinding.failed(
         f"this machine's clock is {skew:,.0f} s {direction} {url}'s ({refused:.0f} s allowed){consequence}", _FIX
     )
 

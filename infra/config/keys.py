@@ -12,9 +12,9 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ebbflow.infra.config.problems import Place, Problem
+from ebbflow.infra.config.problems import Problem, SourceSpan
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.config.yaml_values import SourceText, describe, is_empty, nearest, parse
+from ebbflow.infra.config.yaml_values import SourceText, closest_match, describe_node, is_empty, parse
 
 Origin = Literal["file", "environment", "set"]
 
@@ -30,37 +30,37 @@ class Entry:
 
     key: str
     node: yaml.Node
-    place: Place
+    place: SourceSpan
     origin: Origin
     source: SourceText
 
-    def place_of(self, part: yaml.Node | None) -> Place:
+    def place_of(self, part: yaml.Node | None) -> SourceSpan:
         """Where a part of the value stands, such as an item of a list."""
         return self.place if part is None else self.source.place(part.start_mark, part.end_mark)
 
 
 @cache
-def leaves() -> dict[str, FieldInfo]:
+def leaf_fields() -> dict[str, FieldInfo]:
     """Every dotted key that holds a value, in the schema's order."""
     return dict(_walk(RunConfig, ""))
 
 
 @cache
-def mappings() -> frozenset[str]:
+def free_mappings() -> frozenset[str]:
     """The leaves that hold names of the user's own, such as workload_options."""
-    return frozenset(key for key, field in leaves().items() if get_origin(field.annotation) is dict)
+    return frozenset(key for key, field in leaf_fields().items() if get_origin(field.annotation) is dict)
 
 
 def mapping_of(key: str) -> str | None:
     """The free mapping that a dotted key is a name of: workload_options for workload_options.width."""
     parent, dot, name = key.rpartition(".")
-    return parent if dot and parent in mappings() and OPTION_NAME.fullmatch(name) else None
+    return parent if dot and parent in free_mappings() and OPTION_NAME.fullmatch(name) else None
 
 
 def annotation_of(key: str) -> Any:
     """What the schema says of the values of a leaf, or of a name in a free mapping."""
     mapping = mapping_of(key)
-    return leaves()[key].annotation if mapping is None else get_args(leaves()[mapping].annotation)[1]
+    return leaf_fields()[key].annotation if mapping is None else get_args(leaf_fields()[mapping].annotation)[1]
 
 
 @cache
@@ -77,8 +77,8 @@ def sections() -> dict[str, type[BaseModel]]:
     return found
 
 
-def collect(
-    node: yaml.Node | None, section: str, source: SourceText, origin: Origin, at: Place | None = None
+def collect_entries(
+    node: yaml.Node | None, section: str, source: SourceText, origin: Origin, at: SourceSpan | None = None
 ) -> tuple[dict[str, Entry], list[Problem]]:
     """The leaves that a node gives for a section. at: where to point when the node is no section at all."""
     entries: dict[str, Entry] = {}
@@ -87,10 +87,10 @@ def collect(
         return entries, problems
     if not isinstance(node, yaml.MappingNode):
         what = section or source.name
-        message = f"{what} must be a section of 'key: value' lines, not {describe(node)}"
+        message = f"{what} must be a section of 'key: value' lines, not {describe_node(node)}"
         place = at or source.place(node.start_mark, node.end_mark)
         return entries, [Problem(message=message, key=section, place=place, hint=_what_goes_into(section))]
-    first: dict[str, Place] = {}
+    first: dict[str, SourceSpan] = {}
     for key_node, value in node.value:
         key_place = source.place(key_node.start_mark, key_node.end_mark)
         name = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
@@ -101,11 +101,11 @@ def collect(
         if name in first:
             problems.append(_duplicate(key, key_place, first[name]))
         first.setdefault(name, key_place)
-        if key in (sections().keys() | mappings()) and name and "." not in name:
-            found, worse = collect(value, key, source, origin)
+        if key in (sections().keys() | free_mappings()) and name and "." not in name:
+            found, worse = collect_entries(value, key, source, origin)
             entries |= found
             problems += worse
-        elif (key in leaves() and "." not in name) or mapping_of(key) == section:
+        elif (key in leaf_fields() and "." not in name) or mapping_of(key) == section:
             empty = value.start_mark.index == value.end_mark.index
             place = key_place if empty else source.place(value.start_mark, value.end_mark)
             entries[key] = Entry(key, value, place, origin, source)
@@ -114,27 +114,27 @@ def collect(
     return entries, problems
 
 
-def unknown_key(key: str, place: Place) -> Problem:
+def unknown_key(key: str, place: SourceSpan) -> Problem:
     """A key that the schema does not have, with the one that was probably meant."""
     shown = key if key.isprintable() and len(key) <= 80 else repr(key[:80])
     return Problem(message=f"unknown key {shown}", key=key, place=place, hint=_meant(key))
 
 
 def _what_goes_into(section: str) -> str:
-    if section in mappings():
-        texts = get_args(leaves()[section].annotation)[1] is str
+    if section in free_mappings():
+        texts = get_args(leaf_fields()[section].annotation)[1] is str
         return "any names, each with a text" if texts else "any names, each with a number, a text, true or false"
     return f"known keys: {', '.join(sections()[section].model_fields)}"
 
 
 def _meant(key: str) -> str:
     """The closest sibling, or the place where a key of that name belongs, or what there is to choose from."""
-    mapping = next((name for name in mappings() if key.startswith(f"{name}.")), None)
+    mapping = next((name for name in free_mappings() if key.startswith(f"{name}.")), None)
     if mapping is not None and mapping_of(key):
         return f"write {key.removeprefix(f'{mapping}.')} on a line of its own in the section {mapping}"
     if mapping is not None:
         return f"a name in {mapping} has letters, digits, '_' and '-' and begins with a letter"
-    known = [*leaves(), *(section for section in sections() if section)]
+    known = [*leaf_fields(), *(section for section in sections() if section)]
     if key in known:  # only the nesting is wrong: `model.hidden_size: 64` as one key of the file
         parent, _, leaf = key.rpartition(".")
         return f"write {leaf} on a line of its own in the section {parent}"
@@ -143,7 +143,7 @@ def _meant(key: str) -> str:
         section, _, name = section.rpartition(".")
     siblings = list(sections()[section].model_fields)
     prefix = f"{section}." if section else ""
-    sibling = nearest(name, siblings)
+    sibling = closest_match(name, siblings)
     mended = f"{prefix}{sibling}{key[len(prefix + name) :]}"
     if sibling and mended.count(".") > prefix.count(".") and mended in known:
         return f"did you mean {mended}?"
@@ -153,7 +153,7 @@ def _meant(key: str) -> str:
         return "it belongs to " + " or to ".join(f"{_parent(other)}: {other}" for other in elsewhere)
     if sibling:
         return f"did you mean {prefix}{sibling}?"
-    leaf = nearest(wanted, sorted({other.rpartition(".")[2] for other in known}))
+    leaf = closest_match(wanted, sorted({other.rpartition(".")[2] for other in known}))
     if leaf:
         return "did you mean " + " or ".join(other for other in known if other.rpartition(".")[2] == leaf) + "?"
     return f"known keys{' of ' + section if section else ''}: {', '.join(siblings)}"
@@ -163,7 +163,7 @@ def _parent(key: str) -> str:
     return key.rpartition(".")[0] or "the top level"
 
 
-def _duplicate(key: str, place: Place, first: Place) -> Problem:
+def _duplicate(key: str, place: SourceSpan, first: SourceSpan) -> Problem:
     message = f"{key} is given twice; the first is at {first}"
     return Problem(message=message, key=key, place=place, hint="keep one of the two")
 
@@ -221,11 +221,11 @@ def override_name(override: str) -> str:
 def _read(key: str, written: str, value: str, name: str, origin: Origin) -> tuple[dict[str, Entry], list[Problem]]:
     """written: what stands before the equals sign. name: under which problems are reported."""
     source = SourceText(name, value, first_column=len(written) + 1, before=f"{written}=")
-    if key in sections() or key in mappings():
+    if key in sections() or key in free_mappings():
         node, problems = parse(source)
-        entries, found = collect(node, key, source, origin)
+        entries, found = collect_entries(node, key, source, origin)
         return entries, problems + found
-    if key not in leaves() and mapping_of(key) is None:
+    if key not in leaf_fields() and mapping_of(key) is None:
         return {}, [unknown_key(key, _place(name, written, f"{written}={value}"))]
     node, problems = parse(source)
     if problems:
@@ -235,5 +235,5 @@ def _read(key: str, written: str, value: str, name: str, origin: Origin) -> tupl
     return {key: Entry(key, node, source.place(node.start_mark, node.end_mark), origin, source)}, []
 
 
-def _place(name: str, written: str, text: str) -> Place:
-    return Place(source=name, line=1, column=1, length=max(1, len(written)), text=text.split("\n")[0])
+def _place(name: str, written: str, text: str) -> SourceSpan:
+    return SourceSpan(source=name, line=1, column=1, length=max(1, len(written)), text=text.split("\n")[0])

@@ -19,11 +19,11 @@ from ebbflow.infra.config.keys import (
     Entry,
     Origin,
     annotation_of,
-    collect,
+    collect_entries,
     environment_source,
-    leaves,
+    free_mappings,
+    leaf_fields,
     mapping_of,
-    mappings,
     override_name,
     read_environment,
     read_override,
@@ -94,7 +94,7 @@ def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
     found: dict[str, ErrorDetails] = {}
     for details in error.errors():
         key = ".".join(str(part) for part in details["loc"])
-        while key not in leaves():
+        while key not in leaf_fields():
             key = key.rpartition(".")[0]
         if key not in found or found[key]["type"] == "literal_error":
             found[key] = details
@@ -107,7 +107,7 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
     wanted = [f"{words} {details['ctx'][name]:g}" for name, words in limits.items() if name in details.get("ctx", {})]
     if not wanted or not isinstance(entry.node, yaml.ScalarNode):
         return f"{key}: {details['msg']}", None
-    default = leaves()[key].default
+    default = leaf_fields()[key].default
     hint = None if default is None else f"the default is {default}"
     return f"{key} must be {wanted[0]}, not {entry.node.value}", hint
 
@@ -196,8 +196,8 @@ def load_config(
     problems += mismatches
     _resolve_paths(values, entries, project_root=project_root, cwd=cwd)
     # What could not be read may be anything: rules about it would compare defaults that nobody chose.
-    unknown = {key for key in leaves() if not readable and key not in entries}
-    unknown |= {key for problem in problems for key in leaves() if _hides(problem.key, key, entries, values)}
+    unknown = {key for key in leaf_fields() if not readable and key not in entries}
+    unknown |= {key for problem in problems for key in leaf_fields() if _hides(problem.key, key, entries, values)}
     config, found = validate(values, entries, unknown)
     problems += found
     if problems:
@@ -216,7 +216,7 @@ def _read_entries(
     node, problems = parse(source)
     if problems:
         return {}, problems, False
-    entries, problems = collect(node, "", source, "file")
+    entries, problems = collect_entries(node, "", source, "file")
     return entries, problems, all(problem.key for problem in problems)
 
 
@@ -260,7 +260,7 @@ def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
 
 def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, project_root: Path, cwd: Path) -> None:
     """Makes paths absolute. What is empty, a word of its own or an address is left to the rules."""
-    values.setdefault("store", leaves()["store"].default)
+    values.setdefault("store", leaf_fields()["store"].default)
     for key, words in _PATHS.items():
         value = values.get(key)
         if not isinstance(value, str) or not value.strip() or value in words:
@@ -306,8 +306,8 @@ DEFAULT = "default"
 def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
     """Every leaf in the schema's order; in the place of a free mapping the names that were given in it."""
     sources: dict[str, str] = {}
-    for key in leaves():
-        names = [name for name in entries if mapping_of(name) == key] if key in mappings() else []
+    for key in leaf_fields():
+        names = [name for name in entries if mapping_of(name) == key] if key in free_mappings() else []
         sources |= {name: _source(entries.get(name)) for name in names or [key]}
     return sources
 

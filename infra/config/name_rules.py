@@ -8,9 +8,9 @@ from collections import Counter
 from pathlib import PurePath
 from urllib.parse import urlsplit
 
-from ebbflow.infra.config.rule_base import Answer, Rule, value_of
+from ebbflow.infra.config.rule_base import Breach, Rule, value_of
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.config.yaml_values import nearest
+from ebbflow.infra.config.yaml_values import closest_match
 from ebbflow.infra.signing_key import NAME_PATTERN
 
 # Such as s3://bucket, and s3:/bucket too, which nobody means as a folder called "s3:".
@@ -34,7 +34,7 @@ def zone_prefix(region: str) -> str | None:
     return f"{match[1]}{''.join(word[0] for word in words)}{match[3]}"
 
 
-def _store_is_known(config: RunConfig) -> Answer:
+def _store_is_known(config: RunConfig) -> Breach:
     store = config.store
     hint = "use a folder, or s3://bucket/prefix"
     if not store.strip():
@@ -49,7 +49,7 @@ def _store_is_known(config: RunConfig) -> Answer:
 def _named(key: str, hint: str) -> Rule:
     """A path that is given must not be empty, and is one of this machine."""
 
-    def check(config: RunConfig) -> Answer:
+    def check(config: RunConfig) -> Breach:
         value = value_of(config, key)
         if value is not None and ADDRESS.match(value):
             return f"{key} must be a path on this machine, not {value!r}", "copy it here first, and name the copy"
@@ -58,7 +58,7 @@ def _named(key: str, hint: str) -> Rule:
     return Rule((key,), check)
 
 
-def _workload_is_a_class(config: RunConfig) -> Answer:
+def _workload_is_a_class(config: RunConfig) -> Breach:
     name = config.workload
     if name is None or _WORKLOAD.fullmatch(name):
         return None
@@ -71,7 +71,7 @@ def _workload_is_a_class(config: RunConfig) -> Answer:
     return f"workload must look like package.module:Class, not {name!r}", f"write {example}"
 
 
-def _options_need_a_workload(config: RunConfig) -> Answer:
+def _options_need_a_workload(config: RunConfig) -> Breach:
     if config.workload is not None or not config.workload_options:
         return None
     names = ", ".join(config.workload_options)
@@ -79,7 +79,7 @@ def _options_need_a_workload(config: RunConfig) -> Answer:
     return message, "set workload to package.module:Class, or remove the options; the built-in model's are in model"
 
 
-def _regions_are_regions(config: RunConfig) -> Answer:
+def _regions_are_regions(config: RunConfig) -> Breach:
     regions = config.cost.regions
     if not regions:
         return "cost.regions must name at least one region, or there is no capacity to choose from", "write [us-east-1]"
@@ -93,18 +93,18 @@ def _regions_are_regions(config: RunConfig) -> Answer:
     return None
 
 
-def is_a_region(key: str, name: str | None) -> Answer:
+def region_problem(key: str, name: str | None) -> Breach:
     """For a key that may be null."""
     if name is None or zone_prefix(name) is not None:
         return None
     return f"{key} must be the name of an AWS region, not {name!r}", "such as us-east-1"
 
 
-def _store_region_is_a_region(config: RunConfig) -> Answer:
-    return is_a_region("cost.store_region", config.cost.store_region)
+def _store_region_is_a_region(config: RunConfig) -> Breach:
+    return region_problem("cost.store_region", config.cost.store_region)
 
 
-def _zones_lie_in_the_regions(config: RunConfig) -> Answer:
+def _zones_lie_in_the_regions(config: RunConfig) -> Breach:
     prefixes = {zone_prefix(region): region for region in config.cost.regions}
     if None in prefixes:
         return None  # no region's name, which is a violation of its own
@@ -124,7 +124,7 @@ def _zones_lie_in_the_regions(config: RunConfig) -> Answer:
     return None
 
 
-def _prices_are_known(config: RunConfig) -> Answer:
+def _prices_are_known(config: RunConfig) -> Breach:
     source = config.cost.prices
     hint = "write static, live, or a file of recorded prices such as prices.json"
     if not source.strip():
@@ -134,12 +134,12 @@ def _prices_are_known(config: RunConfig) -> Answer:
         return f"cost.prices must be a path on this machine, not {source!r}", hint
     if source in _PRICE_SOURCES or PurePath(source).suffix:
         return None
-    close = nearest(name, _PRICE_SOURCES)
+    close = closest_match(name, _PRICE_SOURCES)
     message = f"cost.prices must be static, live, or a file with an ending, not {name!r}"
     return message, f"did you mean {close}?" if close else hint
 
 
-def _push_url_is_an_address(config: RunConfig) -> Answer:
+def _push_url_is_an_address(config: RunConfig) -> Breach:
     url = config.metrics.push_url
     if url is None:
         return None
@@ -159,7 +159,7 @@ def _push_url_is_an_address(config: RunConfig) -> Answer:
     return None
 
 
-def _metrics_address_is_an_ip_address(config: RunConfig) -> Answer:
+def _metrics_address_is_an_ip_address(config: RunConfig) -> Breach:
     address = config.metrics.address
     if address is None:
         return None
@@ -170,7 +170,7 @@ def _metrics_address_is_an_ip_address(config: RunConfig) -> Answer:
     return None
 
 
-def _signing_key_env_is_a_name(config: RunConfig) -> Answer:
+def _signing_key_env_is_a_name(config: RunConfig) -> Breach:
     """The message leaves the value out: it may be the key itself, put here by mistake."""
     name = config.checkpoint.signing_key_env
     if name is None or NAME_PATTERN.fullmatch(name):
@@ -206,7 +206,7 @@ _TAG_CHARACTERS = re.compile(r"[\w +\-.:/@]*")  # AWS takes "=" as well, and Met
 _QUEUE_HINT = "letters, digits, '-' and '_', at most 128; aws batch describe-job-queues lists them"
 
 
-def _queues_have_names(config: RunConfig) -> Answer:
+def _queues_have_names(config: RunConfig) -> Breach:
     names = Counter(queue.name for queue in config.batch.queues)
     for name, times in names.items():
         if not _QUEUE.fullmatch(name):
@@ -216,14 +216,14 @@ def _queues_have_names(config: RunConfig) -> Answer:
     return None
 
 
-def _light_queue_has_a_name(config: RunConfig) -> Answer:
+def _light_queue_has_a_name(config: RunConfig) -> Breach:
     name = config.batch.light_queue
     if name is None or _QUEUE.fullmatch(name):
         return None
     return f"batch.light_queue: {name!r} is no name of a job queue", _QUEUE_HINT
 
 
-def _several_nodes_are_on_demand(config: RunConfig) -> Answer:
+def _several_nodes_are_on_demand(config: RunConfig) -> Breach:
     for queue in config.batch.queues:
         if queue.market == "spot" and queue.multi_node:
             message = (
@@ -233,7 +233,7 @@ def _several_nodes_are_on_demand(config: RunConfig) -> Answer:
     return None
 
 
-def _a_queue_takes_the_nodes(config: RunConfig) -> Answer:
+def _a_queue_takes_the_nodes(config: RunConfig) -> Breach:
     nodes, queues = config.cluster.nodes, config.batch.queues
     if config.cluster.backend != "batch" or nodes == "auto" or nodes == 1 or not queues:
         return None
@@ -243,7 +243,7 @@ def _a_queue_takes_the_nodes(config: RunConfig) -> Answer:
     return message, "set multi_node of an on-demand queue to true, or cluster.nodes to 1 or auto"
 
 
-def _a_queue_is_of_the_market(config: RunConfig) -> Answer:
+def _a_queue_is_of_the_market(config: RunConfig) -> Breach:
     market, queues = config.cluster.market, config.batch.queues
     if config.cluster.backend != "batch" or market == "auto" or not queues:
         return None
@@ -253,7 +253,7 @@ def _a_queue_is_of_the_market(config: RunConfig) -> Answer:
     return message, f"add a queue of market {market}, or set cluster.market to auto"
 
 
-def _instance_types_are_types(config: RunConfig) -> Answer:
+def _instance_types_are_types(config: RunConfig) -> Breach:
     for queue in config.batch.queues:
         for kind in queue.instance_types:
             if not _INSTANCE_TYPE.fullmatch(kind):
@@ -262,11 +262,11 @@ def _instance_types_are_types(config: RunConfig) -> Answer:
     return None
 
 
-def _region_is_a_region(config: RunConfig) -> Answer:
-    return is_a_region("batch.region", config.batch.region)
+def _region_is_a_region(config: RunConfig) -> Breach:
+    return region_problem("batch.region", config.batch.region)
 
 
-def _image_is_a_word(config: RunConfig) -> Answer:
+def _image_is_a_word(config: RunConfig) -> Breach:
     image = config.batch.image
     if image is None or (image and not any(char.isspace() for char in image)):
         return None
@@ -276,7 +276,7 @@ def _image_is_a_word(config: RunConfig) -> Answer:
     )
 
 
-def _job_role_is_an_arn(config: RunConfig) -> Answer:
+def _job_role_is_an_arn(config: RunConfig) -> Breach:
     role = config.batch.job_role
     if role is None or _ROLE.fullmatch(role):
         return None
@@ -286,7 +286,7 @@ def _job_role_is_an_arn(config: RunConfig) -> Answer:
     )
 
 
-def _tags_are_tags(config: RunConfig) -> Answer:
+def _tags_are_tags(config: RunConfig) -> Breach:
     tags = config.batch.tags
     if len(tags) > _MOST_TAGS:
         return f"batch.tags has {len(tags)} tags, and AWS takes at most {_MOST_TAGS}", "leave some out"

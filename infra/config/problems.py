@@ -15,7 +15,7 @@ _PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # of an address; terminals are
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class SourceSpan:
     """A stretch of one line. line and column count from 1, in characters; text is the whole line."""
 
     source: str
@@ -34,7 +34,7 @@ class Problem:
 
     message: str
     key: str = ""
-    place: Place | None = None
+    place: SourceSpan | None = None
     hint: str | None = None
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ def _render(problem: Problem) -> str:
     return "\n".join(lines)
 
 
-def _excerpt(place: Place) -> list[str]:
+def _excerpt(place: SourceSpan) -> list[str]:
     """The line and the caret below it; a very long line is shown from shortly before the place."""
     start = max(0, place.column - 1 - _WIDEST_LINE // 2) if len(place.text) > _WIDEST_LINE else 0
     shown = place.text[start : start + _WIDEST_LINE]

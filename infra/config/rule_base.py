@@ -9,7 +9,7 @@ from typing import Any
 
 from ebbflow.infra.config.schema import RunConfig
 
-Answer = tuple[str, str | None] | None  # message and hint of a broken rule
+Breach = tuple[str, str | None] | None  # message and hint of a broken rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Rule:
     """keys: those that `check` looks at, the one to blame first. check: message and hint, or None when it holds."""
 
     keys: tuple[str, ...]
-    check: Callable[[RunConfig], Answer]
+    check: Callable[[RunConfig], Breach]
 
 
 def value_of(config: RunConfig, key: str) -> Any:
@@ -37,7 +37,7 @@ def value_of(config: RunConfig, key: str) -> Any:
     return value
 
 
-def ranks(config: RunConfig) -> int | None:
+def count_ranks(config: RunConfig) -> int | None:
     """The world size, or None where the plan is to choose it."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     return None if nodes == "auto" or processes == "auto" else nodes * processes
@@ -73,6 +73,6 @@ def product(factors: Sequence[object]) -> str:
     return f"({text})" if len(factors) > 1 else text
 
 
-def set_to(*offers: tuple[str, Sequence[object]]) -> str:
+def suggest_values(*offers: tuple[str, Sequence[object]]) -> str:
     """ "set a to 1 or 2, or b to 3", leaving out keys that have no fitting value."""
     return "set " + ", or ".join(f"{key} to {' or '.join(map(str, values))}" for key, values in offers if values)

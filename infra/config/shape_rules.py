@@ -7,31 +7,31 @@ from dataclasses import dataclass
 from math import prod
 
 from ebbflow.infra.config.rule_base import (
-    Answer,
+    Breach,
     Rule,
+    count_ranks,
     division,
     nearest_divisors,
     nearest_multiples,
     product,
-    ranks,
-    set_to,
+    suggest_values,
     value_of,
 )
 from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, RunConfig
 
 
-def _heads_divide_width(config: RunConfig) -> Answer:
+def _heads_divide_width(config: RunConfig) -> Breach:
     width, heads = config.model.hidden_size, config.model.num_heads
     if width % heads == 0 or width < heads:  # the latter is a derived quantity of less than 1
         return None
     message = f"model.hidden_size must be divisible by model.num_heads: {division(width, heads)}"
-    return message, set_to(
+    return message, suggest_values(
         ("model.num_heads", nearest_divisors(width, heads)), ("model.hidden_size", nearest_multiples(heads, width))
     )
 
 
-def _batch_divides_evenly(config: RunConfig) -> Answer:
-    world_size = ranks(config)
+def _batch_divides_evenly(config: RunConfig) -> Breach:
+    world_size = count_ranks(config)
     if world_size is None:
         return None
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
@@ -44,32 +44,32 @@ def _batch_divides_evenly(config: RunConfig) -> Answer:
         f"training.gradient_accumulation_steps = {nodes} × {processes} × {parts} = {unit}: {division(batch, unit)}"
     )
     fitting_parts = nearest_divisors(batch // world_size, parts) if batch % world_size == 0 else []
-    return message, set_to(
+    return message, suggest_values(
         ("training.batch_size", nearest_multiples(unit, batch)),
         ("training.gradient_accumulation_steps", fitting_parts),
     )
 
 
-def _warm_up_fits(config: RunConfig) -> Answer:
+def _warm_up_fits(config: RunConfig) -> Breach:
     warmup, steps = config.training.scheduler.warmup_steps, config.training.max_steps
     if warmup <= steps:
         return None
     message = f"training.scheduler.warmup_steps must not exceed training.max_steps: {warmup} > {steps}"
-    return message, set_to(
+    return message, suggest_values(
         ("training.scheduler.warmup_steps", [max(1, steps // 10)]), ("training.max_steps", [warmup * 10])
     )
 
 
-def _bytes_have_tokens(config: RunConfig) -> Answer:
+def _bytes_have_tokens(config: RunConfig) -> Breach:
     size = config.model.vocab_size
     if config.data.tokenizer != "bytes" or size >= 256:
         return None
-    return f"model.vocab_size must be at least 256, one for each byte of the text: {size} < 256", set_to(
+    return f"model.vocab_size must be at least 256, one for each byte of the text: {size} < 256", suggest_values(
         ("model.vocab_size", [256])
     )
 
 
-def _suffixes_are_endings(config: RunConfig) -> Answer:
+def _suffixes_are_endings(config: RunConfig) -> Breach:
     suffixes = config.data.suffixes
     if not suffixes:
         return "data.suffixes must name at least one file ending, or no file is taken", "for example [.py, .txt]"
@@ -123,7 +123,7 @@ class Derived:
         )
         return f"{product(top)} / {product(bottom)} = {numbers} = {exact:.4g}"
 
-    def check(self, config: RunConfig) -> Answer:
+    def check(self, config: RunConfig) -> Breach:
         """The rule that every derived quantity is at least 1."""
         if not self.applies(config) or self.value(config) >= 1:
             return None
@@ -141,7 +141,7 @@ class Derived:
                 offers.append((key, [max(1, largest // self.spare)]))
             elif largest and whole % (unit // own * largest) == 0:
                 offers.append((key, [largest]))
-        return set_to(*offers)
+        return suggest_values(*offers)
 
     @staticmethod
     def _known(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
@@ -172,7 +172,7 @@ DERIVED = (
         bottom=("parallel.shard_size",),
         why="no group of ranks holds the whole of it",
         applies=lambda config: bool(
-            config.parallel.mode == "hsdp" and config.parallel.shard_size and ranks(config) is not None
+            config.parallel.mode == "hsdp" and config.parallel.shard_size and count_ranks(config) is not None
         ),
     ),
     Derived(
@@ -190,8 +190,8 @@ DERIVED_RULES = tuple(Rule((*one.top, *one.bottom), one.check) for one in DERIVE
 _SHARDED = ("fsdp2", "hsdp")
 
 
-def _shards_divide_ranks(config: RunConfig) -> Answer:
-    shard, world_size = config.parallel.shard_size, ranks(config)
+def _shards_divide_ranks(config: RunConfig) -> Breach:
+    shard, world_size = config.parallel.shard_size, count_ranks(config)
     if config.parallel.mode != "hsdp" or shard is None or world_size is None:
         return None
     if world_size % shard == 0 or world_size < shard:  # the latter is a derived quantity of less than 1
@@ -201,27 +201,27 @@ def _shards_divide_ranks(config: RunConfig) -> Answer:
         "parallel.shard_size must divide the ranks, cluster.nodes × cluster.processes_per_node = "
         f"{nodes} × {processes} = {world_size}: {division(world_size, shard)}"
     )
-    return message, set_to(("parallel.shard_size", nearest_divisors(world_size, shard)))
+    return message, suggest_values(("parallel.shard_size", nearest_divisors(world_size, shard)))
 
 
-def _shard_size_is_of_hsdp(config: RunConfig) -> Answer:
+def _shard_size_is_of_hsdp(config: RunConfig) -> Breach:
     if config.parallel.shard_size is None or config.parallel.mode == "hsdp":
         return None
     message = f"parallel.shard_size has no effect with parallel.mode {config.parallel.mode}: it is of mode hsdp"
-    return message, set_to(("parallel.mode", ["hsdp"]), ("parallel.shard_size", ["null"]))
+    return message, suggest_values(("parallel.mode", ["hsdp"]), ("parallel.shard_size", ["null"]))
 
 
-def _no_float16(config: RunConfig) -> Answer:
+def _no_float16(config: RunConfig) -> Breach:
     if config.fsdp.param_dtype != "float16":
         return None
     message = (
         "fsdp.param_dtype float16 is refused: on a CPU it is hundreds of times slower than bfloat16, and on a GPU its "
         "range, 6e-8 to 65504, needs loss scaling, which the engine does not do; bfloat16 has the range of float32"
     )
-    return message, set_to(("fsdp.param_dtype", ["bfloat16"]))
+    return message, suggest_values(("fsdp.param_dtype", ["bfloat16"]))
 
 
-def _dtypes_need_mixed_precision(config: RunConfig) -> Answer:
+def _dtypes_need_mixed_precision(config: RunConfig) -> Breach:
     sharded = config.parallel.mode in _SHARDED
     if not sharded or config.fsdp.use_mixed_precision or config.fsdp.reduce_dtype == "float32":
         return None
@@ -229,20 +229,20 @@ def _dtypes_need_mixed_precision(config: RunConfig) -> Answer:
         f"fsdp.reduce_dtype {config.fsdp.reduce_dtype} has no effect without fsdp.use_mixed_precision: "
         "gradients of float32 parameters are added up in float32"
     )
-    return message, set_to(("fsdp.use_mixed_precision", ["true"]), ("fsdp.reduce_dtype", ["float32"]))
+    return message, suggest_values(("fsdp.use_mixed_precision", ["true"]), ("fsdp.reduce_dtype", ["float32"]))
 
 
-def _static_graph_finds_unused(config: RunConfig) -> Answer:
+def _static_graph_finds_unused(config: RunConfig) -> Breach:
     if not (config.parallel.mode == "ddp" and config.ddp.static_graph and config.ddp.find_unused_parameters):
         return None
     message = (
         "ddp.find_unused_parameters has no effect with ddp.static_graph: torch finds them once, in the first step, and "
         "takes them to be the same in every step"
     )
-    return message, set_to(("ddp.find_unused_parameters", ["false"]), ("ddp.static_graph", ["false"]))
+    return message, suggest_values(("ddp.find_unused_parameters", ["false"]), ("ddp.static_graph", ["false"]))
 
 
-def _compressed_once(config: RunConfig) -> Answer:
+def _compressed_once(config: RunConfig) -> Breach:
     ddp, parts = config.ddp, config.training.gradient_accumulation_steps
     if config.parallel.mode != "ddp" or ddp.gradient_compression == "none" or not ddp.static_graph or parts == 1:
         return None
@@ -250,20 +250,20 @@ def _compressed_once(config: RunConfig) -> Answer:
         f"ddp.static_graph with training.gradient_accumulation_steps {parts} reduces gradients {parts} times per step, "
         f"and ddp.gradient_compression {ddp.gradient_compression} would compress what was compressed before"
     )
-    return message, set_to(("ddp.static_graph", ["false"]), ("training.gradient_accumulation_steps", [1]))
+    return message, suggest_values(("ddp.static_graph", ["false"]), ("training.gradient_accumulation_steps", [1]))
 
 
 def _only_with_modes(key: str, default: object, modes: tuple[str, ...]) -> Rule:
     """An option that another mode would not look at must be left at its default there."""
 
-    def check(config: RunConfig) -> Answer:
+    def check(config: RunConfig) -> Breach:
         mode, value = config.parallel.mode, value_of(config, key)
         if mode in modes or value == default:
             return None
         allowed = " and ".join(modes)
         shown = str(default).lower() if isinstance(default, bool) else default
         message = f"{key} has no effect with parallel.mode {mode}: it is an option of {allowed}"
-        return message, set_to(("parallel.mode", modes), (key, [f"{shown}, the default"]))
+        return message, suggest_values(("parallel.mode", modes), (key, [f"{shown}, the default"]))
 
     return Rule((key, "parallel.mode"), check)
 
@@ -291,28 +291,30 @@ PARALLEL_RULES = (
 )
 
 
-def _no_more_than_there_are(config: RunConfig) -> Answer:
+def _no_more_than_there_are(config: RunConfig) -> Breach:
     least, nodes = config.cluster.min_nodes, config.cluster.nodes
     if least is None or nodes == "auto" or least <= nodes:
         return None
     message = f"cluster.min_nodes {least} is more than cluster.nodes {nodes}: the job could not even start"
-    return message, set_to(("cluster.min_nodes", [nodes]), ("cluster.nodes", [least]))
+    return message, suggest_values(("cluster.min_nodes", [nodes]), ("cluster.nodes", [least]))
 
 
-def _no_more_than_allowed(config: RunConfig) -> Answer:
+def _no_more_than_allowed(config: RunConfig) -> Breach:
     cluster = config.cluster
     if cluster.max_nodes is None:
         return None
     if cluster.nodes != "auto" and cluster.nodes > cluster.max_nodes:
         message = f"cluster.nodes {cluster.nodes} is more than cluster.max_nodes {cluster.max_nodes}"
-        return message, set_to(("cluster.max_nodes", ["null"]), ("cluster.nodes", [cluster.max_nodes, "auto"]))
+        return message, suggest_values(("cluster.max_nodes", ["null"]), ("cluster.nodes", [cluster.max_nodes, "auto"]))
     if cluster.min_nodes is not None and cluster.min_nodes > cluster.max_nodes:
         message = f"cluster.min_nodes {cluster.min_nodes} is more than cluster.max_nodes {cluster.max_nodes}"
-        return message, set_to(("cluster.min_nodes", [cluster.max_nodes]), ("cluster.max_nodes", [cluster.min_nodes]))
+        return message, suggest_values(
+            ("cluster.min_nodes", [cluster.max_nodes]), ("cluster.max_nodes", [cluster.min_nodes])
+        )
     return None
 
 
-def _shards_stay_on_a_node(config: RunConfig) -> Answer:
+def _shards_stay_on_a_node(config: RunConfig) -> Breach:
     """A number of nodes that the configuration does not know must not be what a group of shards needs."""
     shard, processes = config.parallel.shard_size, config.cluster.processes_per_node
     if config.cluster.min_nodes is None or config.parallel.mode != "hsdp" or shard is None or processes == "auto":
@@ -323,7 +325,9 @@ def _shards_stay_on_a_node(config: RunConfig) -> Answer:
         "parallel.shard_size must divide cluster.processes_per_node where cluster.min_nodes lets nodes be lost: "
         f"{division(processes, shard)}"
     )
-    return message, set_to(("parallel.shard_size", nearest_divisors(processes, shard)), ("cluster.min_nodes", ["null"]))
+    return message, suggest_values(
+        ("parallel.shard_size", nearest_divisors(processes, shard)), ("cluster.min_nodes", ["null"])
+    )
 
 
 SURVIVAL_RULES = (

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
-from ebbflow.infra.config.problems import Place, Problem
+from ebbflow.infra.config.problems import Problem, SourceSpan
 from ebbflow.infra.errors import InfraError, Outcome
 
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # what PyYAML counts as one
@@ -45,14 +45,14 @@ class SourceText:
     first_column: int = 0  # characters that stand before the text in the line that is shown
     before: str = ""
 
-    def place(self, start: yaml.Mark, end: yaml.Mark | None = None) -> Place:
+    def place(self, start: yaml.Mark, end: yaml.Mark | None = None) -> SourceSpan:
         """From one mark to another, or to the end of the line where the other is on a later one."""
         lines = _LINE_BREAK.split(self.text)
         line = lines[start.line] if start.line < len(lines) else ""
         column = min(start.column, len(line))
         stop = end.column if end is not None and end.line == start.line else len(line.rstrip())
         shift, before = (self.first_column, self.before) if start.line == 0 else (0, "")
-        return Place(
+        return SourceSpan(
             source=self.name,
             line=start.line + 1,
             column=column + shift + 1,
@@ -60,7 +60,7 @@ class SourceText:
             text=before + line,
         )
 
-    def place_at(self, index: int) -> Place:
+    def place_at(self, index: int) -> SourceSpan:
         """The character at a position of the text."""
         lines = _LINE_BREAK.split(self.text[:index])
         mark = yaml.Mark(self.name, index, len(lines) - 1, len(lines[-1]), None, None)
@@ -178,14 +178,14 @@ def convert(node: yaml.Node, expected: Expected) -> Any:
     return _convert_scalar(node, expected)
 
 
-def describe(node: yaml.Node) -> str:
+def describe_node(node: yaml.Node) -> str:
     """What was given, in words."""
     if isinstance(node, yaml.ScalarNode):
         return _describe_value(_interpret(node))
     return "a list" if isinstance(node, yaml.SequenceNode) else "a section"
 
 
-def nearest(word: str, known: list[str] | tuple[str, ...]) -> str | None:
+def closest_match(word: str, known: list[str] | tuple[str, ...]) -> str | None:
     """The known word that was probably meant, whatever its case and its dashes."""
     folded = {_fold(name): name for name in known}
     matches = difflib.get_close_matches(_fold(word), folded, n=1, cutoff=0.7)
@@ -206,12 +206,12 @@ def _convert_section(node: yaml.Node, section: type[BaseModel]) -> dict[str, Any
     fields = section.model_fields
     known = _known_keys(section)
     if not isinstance(node, yaml.MappingNode):
-        raise MismatchError(f"must be a section of 'key: value' lines, not {describe(node)}", known)
+        raise MismatchError(f"must be a section of 'key: value' lines, not {describe_node(node)}", known)
     values: dict[str, Any] = {}
     for key, value in node.value:
         name = key.value if isinstance(key, yaml.ScalarNode) else ""
         if name not in fields:
-            close = nearest(name, list(fields))
+            close = closest_match(name, list(fields))
             raise MismatchError(f"has an unknown key {name!r}", f"did you mean {close}?" if close else known, key)
         if name in values:
             raise MismatchError(f"gives {name} twice", "keep one of the two", key)
@@ -275,7 +275,7 @@ def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:
         return f"write {text.replace(',', '')}"
     if list in expected.types:
         return f"write [{text}]" if expected.section is None else _known_keys(expected.section)
-    close = nearest(text, expected.choices)
+    close = closest_match(text, expected.choices)
     return f"did you mean {close}?" if close else None
 
 

@@ -24,7 +24,14 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import quote, urlsplit
 
-from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
+from ebbflow.infra.errors import (
+    ObjectNotFound,
+    StoreError,
+    StoreForbidden,
+    StoreFull,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
 from ebbflow.infra.store.s3 import aws_settings, credential_provider
 
 _CREDENTIALS_SECONDS = 30.0
@@ -44,7 +51,7 @@ class Account:
 def find_account() -> Callable[[], Account]:
     """What to ask before each request: keys that expire are renewed in between.
 
-    Raises StoreForbidden without any, StoreAway when their source does not answer.
+    Raises StoreForbidden without any, StoreUnavailable when their source does not answer.
     """
     settings = aws_settings()
     provider = credential_provider(_CREDENTIALS_SECONDS)
@@ -222,7 +229,7 @@ class Requests:
     ) -> Answer:
         """The answer to a request that succeeded. key "": the bucket itself.
 
-        Raises StoreAway for what another try may cure (no or late answer, 5xx, 408, 409, 429, bytes that changed on
+        Raises StoreUnavailable for what another try may cure (no or late answer, 5xx, 408, 409, 429, bytes changed on
         their way), ObjectNotFound, StoreForbidden, StoreFull, StoreMisconfigured, and StoreError for any other answer.
         """
         account = self._account()
@@ -237,7 +244,7 @@ class Requests:
             answer = self._exchange(scheme, host, method, target, ready, view, seconds, throttle)
         except (OSError, http.client.HTTPException) as error:
             cause = str(error) or type(error).__name__
-            raise StoreAway(f"{what}: the connection to {host} broke: {cause}") from error
+            raise StoreUnavailable(f"{what}: the connection to {host} broke: {cause}") from error
         if answer.status >= 300:
             raise _refused(what, answer)
         return answer
@@ -376,7 +383,7 @@ def _refused(what: str, answer: Answer) -> StoreError:
     if code in _FULL_CODES or status in (413, 507):
         return StoreFull(f"{said}; no room; fix: delete old jobs, or raise the quota")
     if code in _AGAIN_CODES or status in (408, 409, 429) or status >= 500:
-        return StoreAway(said)
+        return StoreUnavailable(said)
     if status in (401, 403):
         return StoreForbidden(f"{said}; fix: check the keys, and that they may put and list in this bucket")
     return StoreError(said)

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden, StoreFull, StoreHung
+from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden, StoreFull, StoreTimeout, StoreUnavailable
 from ebbflow.infra.multipart.requests import Account, Answer, Buffer, Requests, Throttle, find_account
 from ebbflow.infra.store.folder import ABANDONABLE, UNFINISHED, sync_folders
 
@@ -68,7 +68,7 @@ class Bucket:
         answer = self._requests.send("POST", key, query={"uploads": ""}, headers=headers, seconds=seconds)
         found = _parse(answer).findtext("UploadId")
         if not found:
-            raise StoreAway(f"create upload of {key}: the answer has no UploadId: {answer.body[:200]!r}")
+            raise StoreUnavailable(f"create upload of {key}: the answer has no UploadId: {answer.body[:200]!r}")
         return Upload(key, found)
 
     def put_part(self, upload: Upload, number: int, body: Buffer, crc64nvme: int, *, seconds: float) -> Part:
@@ -83,7 +83,7 @@ class Bucket:
             throttle=self._throttle,
         )
         if not (etag := answer.headers.get("etag")):
-            raise StoreAway(f"part {number} of {upload.key}: the answer has no ETag")
+            raise StoreUnavailable(f"part {number} of {upload.key}: the answer has no ETag")
         return Part(number, etag, _stated(answer))
 
     def complete(
@@ -106,7 +106,9 @@ class Bucket:
         )
         document = _parse(answer)
         if document.tag == "Error":  # S3 answers 200 at once, and an error in the body when it comes to that
-            raise StoreAway(f"complete {upload.key}: {document.findtext('Code')}: {document.findtext('Message')}")
+            raise StoreUnavailable(
+                f"complete {upload.key}: {document.findtext('Code')}: {document.findtext('Message')}"
+            )
         stated = document.findtext("ChecksumCRC64NVME")
         return _decoded(stated) if stated else _stated(answer)
 
@@ -164,7 +166,7 @@ def _parse(answer: Answer) -> ElementTree.Element:
     try:
         document = ElementTree.fromstring(answer.body)
     except ElementTree.ParseError as error:
-        raise StoreAway(f"an answer that is no XML: {answer.body[:200]!r}") from error
+        raise StoreUnavailable(f"an answer that is no XML: {answer.body[:200]!r}") from error
     for node in document.iter():
         node.tag = node.tag.rpartition("}")[2]
     return document
@@ -188,12 +190,12 @@ class _File:
     hung: bool = False  # an abandoned call may still use the descriptors, which are therefore never closed
 
     def run(self, call: Callable[[], None], seconds: float) -> None:
-        """Raises StoreHung when `call` does not come back in time; nothing more is written to this file then."""
+        """Raises StoreTimeout when `call` does not come back in time; nothing more is written to this file then."""
         if self.hung:
             raise StoreError(f"put {self.path}: an operation on this file hangs")
         try:
             ABANDONABLE.run(call, seconds, f"put {self.path}")
-        except StoreHung:
+        except StoreTimeout:
             self.hung = True
             raise
 
@@ -292,7 +294,7 @@ def _write(file: _File, data: memoryview, start: int) -> None:
 class _told:  # noqa: N801 - reads as a phrase
     """An error of the system within the block becomes one of the store."""
 
-    def __init__(self, what: str, otherwise: type[StoreError] = StoreAway) -> None:
+    def __init__(self, what: str, otherwise: type[StoreError] = StoreUnavailable) -> None:
         self._what = what
         self._otherwise = otherwise
 

@@ -15,11 +15,11 @@ from obstore.exceptions import BaseError, NotFoundError
 
 from ebbflow.infra.errors import (
     ObjectNotFound,
-    StoreAway,
     StoreError,
     StoreForbidden,
     StoreFull,
     StoreMisconfigured,
+    StoreUnavailable,
 )
 
 # The right that each operation needs, as IAM names it.
@@ -98,8 +98,10 @@ def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[St
     if missing:
         return ObjectNotFound, "no such object"
     if source := _found(r"External AWS credential provider: ([^\n]+)", text):
-        if source.startswith(f"{StoreAway.__name__}: "):  # what `ebbflow.infra.store.s3` says of a source that hangs
-            return StoreAway, source.partition(": ")[2]
+        if source.startswith(
+            f"{StoreUnavailable.__name__}: "
+        ):  # what `ebbflow.infra.store.s3` says of a source that hangs
+            return StoreUnavailable, source.partition(": ")[2]
         return StoreForbidden, f"forbidden: the credentials could not be renewed: {source[:200]}; fix: {_RENEW}"
     if code in _REGION_CODES or "BareRedirect" in text:
         region = _found(r"expecting '([\w-]+)'", text)
@@ -128,21 +130,24 @@ def _away(text: str, status: int, code: str) -> tuple[type[StoreError], str]:
         said = " ".join(filter(None, [f"HTTP {status}", code]))
         tries = _found(r"after (\d+) retries", text)
         after = f" after {tries} retries" if tries else ""
-        return StoreAway, f"{host} is in trouble{after} ({said}); fix: try again later, or ask who runs the store"
+        return (
+            StoreUnavailable,
+            f"{host} is in trouble{after} ({said}); fix: try again later, or ask who runs the store",
+        )
     if "dns error" in text:
-        return StoreAway, f"the name of {host} does not resolve; fix: the endpoint (AWS_ENDPOINT_URL), or DNS"
+        return StoreUnavailable, f"the name of {host} does not resolve; fix: the endpoint (AWS_ENDPOINT_URL), or DNS"
     if "ConnectionRefused" in text:
-        return StoreAway, f"nobody listens at {host} (connection refused); fix: start it, or AWS_ENDPOINT_URL"
+        return StoreUnavailable, f"nobody listens at {host} (connection refused); fix: start it, or AWS_ENDPOINT_URL"
     if "Timeout" in text or "TimedOut" in text:
         seconds = _seconds(text)
         within = f" within {seconds:.1f} s" if seconds is not None else " in time"
         if "Connect," in text:
             fix = "a firewall or security group that drops packets, the route, or AWS_ENDPOINT_URL"
-            return StoreAway, f"no connection to {host}{within}; fix: {fix}"
-        return StoreAway, f"no answer from {host}{within}; fix: the network to it, or who runs the store"
+            return StoreUnavailable, f"no connection to {host}{within}; fix: {fix}"
+        return StoreUnavailable, f"no answer from {host}{within}; fix: the network to it, or who runs the store"
     if "kind: Connect" in text or "kind: Request" in text:
         cause = _found(r'message: "([^"]+)"', text) or _first_sentence(text)
-        return StoreAway, f"the connection to {host} broke: {cause}; fix: the network to it, or AWS_ENDPOINT_URL"
+        return StoreUnavailable, f"the connection to {host} broke: {cause}; fix: the network to it, or AWS_ENDPOINT_URL"
     return StoreError, _first_sentence(text)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ebbflow.infra.errors import StoreError, StoreHung
+from ebbflow.infra.errors import StoreError, StoreTimeout
 
 T = TypeVar("T")
 # Unfinished files of this module, of `ebbflow.infra.multipart.sinks`, and of obstore, which wrote folders before.
@@ -38,12 +38,12 @@ class Abandonable:
         self._pid = os.getpid()
 
     def run(self, call: Callable[[], T], seconds: float, what: str) -> T:
-        """What `call` returns or raises. Raises StoreHung when it has not come back within `seconds`."""
+        """What `call` returns or raises. Raises StoreTimeout when it has not come back within `seconds`."""
         if self._pid != os.getpid():  # after a fork there are no threads here
             self.__init__()
         with self._lock:
             if self._abandoned >= _MOST_ABANDONED:
-                raise StoreHung(
+                raise StoreTimeout(
                     f"{what}: not tried: {self._abandoned} operations on this machine's folders hang already"
                 )
             thread = self._idle.pop() if self._idle else None
@@ -52,7 +52,7 @@ class Abandonable:
             thread = _Thread()
             thread.take(task)
         if not task.done.wait(max(seconds, 0.0)) and self._abandon(task):
-            raise StoreHung(
+            raise StoreTimeout(
                 f"{what}: no answer from the file system within {seconds:.3g} s; "
                 "fix: look at the mount (NFS, FUSE) or the disk, or use another store"
             )
@@ -144,10 +144,10 @@ _RUNNING = threading.local()  # task: what this thread is at
 
 
 def refuse_if_abandoned(what: str) -> None:
-    """Raise StoreHung in a call that was abandoned: its caller has gone on, and may have written something newer."""
+    """Raise StoreTimeout in a call that was abandoned: its caller has gone on, and may have written something newer."""
     task = getattr(_RUNNING, "task", None)
     if task is not None and task.abandoned:
-        raise StoreHung(f"{what}: the file system answered after the deadline; nothing was changed")
+        raise StoreTimeout(f"{what}: the file system answered after the deadline; nothing was changed")
 
 
 ABANDONABLE = Abandonable()  # one for the process: what hangs is counted over all stores

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from ebbflow.infra.errors import StoreAway, StoreError, StoreForbidden, StoreMisconfigured
+from ebbflow.infra.errors import StoreError, StoreForbidden, StoreMisconfigured, StoreUnavailable
 from ebbflow.infra.hanging import within
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def aws_settings() -> AwsSettings:
 def credential_provider(seconds: float) -> Callable[[], dict] | None:
     """What obstore asks for credentials; None when it finds them in the environment itself.
 
-    Raises StoreForbidden when there are none anywhere, StoreAway when their source does not answer within `seconds`.
+    Raises StoreForbidden when there are none, StoreUnavailable when their source does not answer within `seconds`.
     """
     environment = os.environ
     if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
@@ -104,7 +104,7 @@ def _within(seconds: float, find: Callable[[], T]) -> T:
         seconds,
         find,
         "credentials",
-        lambda: StoreAway(
+        lambda: StoreUnavailable(
             f"the source of AWS credentials did not answer within {seconds:g} s; fix: set AWS_PROFILE or keys, or "
             "AWS_EC2_METADATA_DISABLED=true on a machine that is no instance"
         ),
@@ -155,7 +155,7 @@ def split_uri(uri: str) -> tuple[str, str]:
 def open_bucket(bucket: str, seconds: float) -> S3Store:
     """A client for `bucket` whose every request, its retries included, ends within `seconds`.
 
-    Raises StoreForbidden without credentials, StoreAway when their source hangs, StoreMisconfigured for a setting
+    Raises StoreForbidden without credentials, StoreUnavailable when their source hangs, StoreMisconfigured for settings
     that no bucket can be opened with.
     """
     settings = aws_settings()

@@ -13,7 +13,7 @@ from botocore.stub import Stubber
 
 from ebbflow.infra.batch import BatchAttempt, batch_client, cancel_job, describe_attempts, describe_queues
 from ebbflow.infra.batch.jobs import cause_of
-from ebbflow.infra.errors import CloudAway, CloudForbidden, CloudRefused
+from ebbflow.infra.errors import CloudForbidden, CloudRefused, CloudUnavailable
 from tests.support.batch.fixture import LocalBatch, local_batch
 
 _RESOURCES = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "1000"}]
@@ -201,7 +201,7 @@ def test_a_throttled_question_is_asked_again_until_the_deadline(batch: LocalBatc
     assert describe_queues(["spot"], client, deadline_seconds=60)["spot"].usable
     assert batch.told()["met"]["throttle"] == 3
     batch.change(rules=[{"operation": "DescribeJobQueues", "kind": "throttle", "times": 10_000}])
-    with pytest.raises(CloudAway, match=r"batch:DescribeJobQueues in us-east-1: throttled \(TooManyRequests"):
+    with pytest.raises(CloudUnavailable, match=r"batch:DescribeJobQueues in us-east-1: throttled \(TooManyRequests"):
         describe_queues(["spot"], client, deadline_seconds=1.5)
 
 
@@ -219,5 +219,5 @@ def test_what_asking_again_cannot_cure_is_told_at_once(batch: LocalBatch, client
 
 def test_who_never_answers_is_left_within_the_deadline(batch: LocalBatch, client: Any) -> None:
     batch.change(rules=[{"operation": "DescribeJobQueues", "kind": "slow", "seconds": 120, "times": 10_000}])
-    with pytest.raises(CloudAway, match="no answer within"):
+    with pytest.raises(CloudUnavailable, match="no answer within"):
         describe_queues(["spot"], client, deadline_seconds=1.0)

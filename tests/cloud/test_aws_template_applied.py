@@ -20,7 +20,7 @@ from ebbflow.infra.aws.calls import Patience, ask, aws_client
 from ebbflow.infra.aws.deploy import Stack
 from ebbflow.infra.batch import batch_client, describe_queues
 from ebbflow.infra.config import load_config
-from ebbflow.infra.errors import CloudAway, CloudError, CloudForbidden
+from ebbflow.infra.errors import CloudError, CloudForbidden, CloudUnavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 REGION = "us-east-1"
@@ -212,7 +212,9 @@ def test_waiting_ends_and_says_that_the_stack_goes_on(keys: None) -> None:
         for _ in range(5):
             stub.add_response("describe_stacks", stack("CREATE_IN_PROGRESS"))
             stub.add_response("describe_stack_events", {"StackEvents": []})
-        with pytest.raises(CloudAway, match=r"it is CREATE_IN_PROGRESS and the time is up.*describe-stack-events"):
+        with pytest.raises(
+            CloudUnavailable, match=r"it is CREATE_IN_PROGRESS and the time is up.*describe-stack-events"
+        ):
             Stack(client, "ebbflow", print).apply(BODY, {}, None, no_sleep(24))
 
 

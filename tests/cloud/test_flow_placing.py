@@ -145,7 +145,7 @@ def test_where_batch_cannot_be_asked_the_plan_of_the_run_decides(
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", f"http://127.0.0.1:{taken.getsockname()[1]}")
         answer = place_attempt(ask(flow))
-    assert "CloudAway" in answer.trouble
+    assert "CloudUnavailable" in answer.trouble
     assert answer.order is not None and (answer.order.placement or {})["queue"] == "spot-g5"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.imds import FakeMetadata
-from ebbflow.infra.instance import identify
+from ebbflow.infra.instance import identify_machine
 
 IDENTITY = {
     "instanceId": "i-0abc",
@@ -35,7 +35,7 @@ def system(folder: Path, **files: str) -> Path:
 
 def test_the_metadata_service_tells_all(tmp_path: Path) -> None:
     with FakeMetadata(ANSWERS) as service:
-        machine = identify({"AWS_EC2_METADATA_SERVICE_ENDPOINT": service.address}, system=system(tmp_path))
+        machine = identify_machine({"AWS_EC2_METADATA_SERVICE_ENDPOINT": service.address}, system=system(tmp_path))
     assert machine.to_json() == {
         "instance_id": "i-0abc", "instance_type": "g5.xlarge", "zone": "us-east-1a", "zone_id": "use1-az4",
         "region": "us-east-1", "market": "spot", "uptime_seconds": 321.5, "identified_by": "metadata",
@@ -45,14 +45,14 @@ def test_the_metadata_service_tells_all(tmp_path: Path) -> None:
 def test_an_older_service_leaves_out_what_it_does_not_know(tmp_path: Path) -> None:
     older = {path: text for path, text in ANSWERS.items() if "meta-data" not in path}
     with FakeMetadata(older) as service:
-        machine = identify({"AWS_EC2_METADATA_SERVICE_ENDPOINT": service.address}, system=system(tmp_path))
+        machine = identify_machine({"AWS_EC2_METADATA_SERVICE_ENDPOINT": service.address}, system=system(tmp_path))
     assert (machine.instance_id, machine.zone_id, machine.market) == ("i-0abc", None, None)
 
 
 def test_the_environment_comes_first_and_no_one_is_asked(tmp_path: Path) -> None:
     environment = {"EBBFLOW_INSTANCE_ID": "i-7", "EBBFLOW_ZONE": "us-east-1b", "AWS_BATCH_JOB_ID": "job"}
     environment["EBBFLOW_MARKET"] = "ON_DEMAND"
-    machine = identify(environment, system=system(tmp_path), deadline_seconds=0.0)
+    machine = identify_machine(environment, system=system(tmp_path), deadline_seconds=0.0)
     assert (machine.instance_id, machine.zone, machine.identified_by) == ("i-7", "us-east-1b", "environment")
     assert machine.market == "on_demand"
 
@@ -66,17 +66,17 @@ def test_a_service_that_does_not_answer_holds_nobody_up_and_says_what_to_do(tmp_
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
         environment = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": endpoint}
         started = time.monotonic()
-        machine = identify(environment, system=system(tmp_path / "bare"), deadline_seconds=0.5)
+        machine = identify_machine(environment, system=system(tmp_path / "bare"), deadline_seconds=0.5)
         assert time.monotonic() - started < 5.0
         assert machine.instance_id is None and "HttpPutResponseHopLimit" in machine.problem
         nitro = {"sys/class/dmi/id/board_asset_tag": "i-09", "sys/class/dmi/id/product_name": "p4d.24xlarge"}
-        known = identify(environment, system=system(tmp_path / "nitro", **nitro), deadline_seconds=0.5)
+        known = identify_machine(environment, system=system(tmp_path / "nitro", **nitro), deadline_seconds=0.5)
         assert (known.instance_id, known.instance_type, known.identified_by) == ("i-09", "p4d.24xlarge", "firmware")
 
 
 def test_elsewhere_nothing_is_asked_and_nothing_is_said(tmp_path: Path) -> None:
     started = time.monotonic()
     for environment in ({}, {"AWS_BATCH_JOB_ID": "job", "AWS_EC2_METADATA_DISABLED": "true"}):
-        told = identify(environment, system=system(tmp_path)).to_json()
+        told = identify_machine(environment, system=system(tmp_path)).to_json()
         assert told == ({"batch_job_id": "job"} if environment else {}), "the job is no word on the machine"
     assert time.monotonic() - started < 1.0

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from awscrt.checksums import crc64nvme
 
-from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreForbidden, StoreFull
+from ebbflow.infra.errors import ObjectNotFound, StoreForbidden, StoreFull, StoreUnavailable
 from ebbflow.infra.multipart import Bucket, FolderSink, Throttle, open_sink
 from ebbflow.infra.multipart.requests import Account, Watch, encoded_query, signed_headers
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
@@ -217,7 +217,7 @@ def test_a_store_that_trickles_does_not_outlive_the_deadline(monkeypatch: pytest
     threading.Thread(target=trickle, daemon=True).start()
     account = Account("us-east-1", f"http://127.0.0.1:{listener.getsockname()[1]}", "key", "secret")
     began = time.monotonic()
-    with pytest.raises(StoreAway, match=r"no whole answer within 0\.5 s"):
+    with pytest.raises(StoreUnavailable, match=r"no whole answer within 0\.5 s"):
         Bucket("bucket", lambda: account).put("key", b"data", 0, seconds=0.5)
     assert time.monotonic() - began < 3
     listener.close()
@@ -228,7 +228,7 @@ def test_a_store_that_stops_reading_does_not_outlive_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         account = Account("us-east-1", f"http://127.0.0.1:{listener.getsockname()[1]}", "key", "secret")
         began = time.monotonic()
-        with pytest.raises(StoreAway, match=r"no whole answer within 0\.5 s"):
+        with pytest.raises(StoreUnavailable, match=r"no whole answer within 0\.5 s"):
             Bucket("bucket", lambda: account).put("key", body, 0, seconds=0.5)
         assert time.monotonic() - began < 3
 
@@ -251,7 +251,7 @@ def test_refusals_are_told_apart() -> None:
         "/bucket/gone": (404, b"<Error><Code>NoSuchUpload</Code></Error>", ObjectNotFound),
         "/bucket/key": (403, b"<Error><Code>SignatureDoesNotMatch</Code></Error>", StoreForbidden),
         "/bucket/full": (403, b"<Error><Code>QuotaExceeded</Code></Error>", StoreFull),
-        "/bucket/hurt": (400, b"<Error><Code>BadDigest</Code></Error>", StoreAway),
+        "/bucket/hurt": (400, b"<Error><Code>BadDigest</Code></Error>", StoreUnavailable),
     }
     with serving(lambda request: (replies[request.target][0], {}, replies[request.target][1])) as (_, account):
         for path, (_, _, kind) in replies.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.errors import StoreAway, StoreError, StoreForbidden, StoreMisconfigured
+from ebbflow.infra.errors import StoreError, StoreForbidden, StoreMisconfigured, StoreUnavailable
 from ebbflow.infra.multipart.requests import Account, find_account
 from ebbflow.infra.store import Store
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
@@ -133,7 +133,9 @@ def test_a_renewal_that_hangs(container: Container, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("AWS_ENDPOINT_URL", closed_port())
     store = Store.open("s3://bucket", request_timeout_seconds=0.5)
     container.silent.set()
-    with pytest.raises(StoreAway, match=r"^get s3://bucket/k: .* credentials did not answer within 0\.5 s; fix: "):
+    with pytest.raises(
+        StoreUnavailable, match=r"^get s3://bucket/k: .* credentials did not answer within 0\.5 s; fix: "
+    ):
         store.get("k")
 
 
@@ -175,7 +177,7 @@ def test_a_damaged_configuration_file(home: Path) -> None:
 def test_a_source_of_credentials_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     with swallowing_port() as endpoint:
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{endpoint}/role")
-        with pytest.raises(StoreAway, match=r"credentials did not answer within 0\.5 s"):
+        with pytest.raises(StoreUnavailable, match=r"credentials did not answer within 0\.5 s"):
             Store.open("s3://bucket/prefix", request_timeout_seconds=0.5)
 
 

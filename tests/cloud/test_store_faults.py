@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
-from ebbflow.infra.errors import Outcome, StoreAway, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
+from ebbflow.infra.errors import Outcome, StoreError, StoreForbidden, StoreFull, StoreMisconfigured, StoreUnavailable
 from ebbflow.infra.store import Store
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 
@@ -69,7 +69,7 @@ def test_a_store_that_is_away(
 ) -> None:
     with place() as endpoint:
         error = failing(endpoint, operation)
-    assert type(error) is StoreAway
+    assert type(error) is StoreUnavailable
     assert error.outcome is Outcome.FAILED
     assert re.search(words, str(error)), error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.infra.errors import StoreAway
+from ebbflow.infra.errors import StoreUnavailable
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import Origin, read_events
 from ebbflow.infra.layout import data_key, index_key
@@ -91,7 +91,7 @@ def test_a_generation_goes_on_once_it_is_listed(tmp_path: Path) -> None:
 
 def test_a_generation_that_is_never_listed_is_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lineage, "LISTING_SECONDS", 0.2)
-    with pytest.raises(StoreAway, match=r"000001-\w+\.json was put and is not listed within 0\.2 s"):
+    with pytest.raises(StoreUnavailable, match=r"000001-\w+\.json was put and is not listed within 0\.2 s"):
         open_generation(LaggingStore(tmp_path, ("generations/",)), run="r", attempt=0)
 
 

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from ebbflow.infra.preflight import blocking
+from ebbflow.infra.preflight import failed_results
 from tests.support.checks import failed, passed, skipped
 
 
@@ -24,7 +24,7 @@ def test_derived_quantities_are_told_and_must_be_at_least_one() -> None:
     broken = failed("derived", training={"batch_size": 3, "max_steps": 40}, cluster={"processes_per_node": 2})
     assert "= 3 / (1 × 2 × 2) = 0.75" in broken.detail
     assert "training.max_steps / checkpoint.interval_steps = 40 / 50 = 0.8" in broken.detail
-    assert blocking([broken])
+    assert failed_results([broken])
     # Where the plan is to choose the ranks, at least the accumulation can be known.
     auto = {"nodes": "auto", "processes_per_node": "auto"}
     parts = {"batch_size": 3, "gradient_accumulation_steps": 4}
@@ -44,7 +44,7 @@ def test_a_gang_that_shrinks() -> None:
         "3 nodes, 3 ranks: no accumulation does: 32 = 3 × 10 + 2",
     ]
     assert "training.batch_size to 24 or 36" in uneven.fix
-    assert not blocking([uneven])
+    assert not failed_results([uneven])
     for batch_size in (24, 36):  # what the fix proposes is one
         passed("elastic", training={"batch_size": batch_size}, cluster={"nodes": 4})
 
@@ -65,7 +65,7 @@ def test_ranks_that_share_a_core_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     passed("cores", cluster={"nodes": 2})
     result = failed("cores", cluster={"nodes": 2, "processes_per_node": 2})
     assert result.detail.startswith("2 × 2 = 4 ranks on ")
-    assert not blocking([result])
+    assert not failed_results([result])
     skipped("cores", cluster={"nodes": "auto"})
     monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0"])
     skipped("cores", cluster={"nodes": 8})

@@ -19,7 +19,7 @@ import ebbflow.training.checkpoint.restore as restoring
 from ebbflow.infra.checks.environment import check_signing_key
 from ebbflow.infra.config.load import violations
 from ebbflow.infra.config.schema import CheckpointConfig, RunConfig
-from ebbflow.infra.errors import Outcome, StoreAway, StoreError
+from ebbflow.infra.errors import Outcome, StoreError, StoreUnavailable
 from ebbflow.infra.layout import data_key, index_key, signature_key
 from ebbflow.infra.preflight import PreflightContext
 from ebbflow.infra.ranges import read_blocks
@@ -225,7 +225,7 @@ def test_a_store_that_refuses_for_a_while_is_asked_again(
     def refuse(store: Store, key: str) -> CommitReader:
         asked.append(key)
         if len(asked) <= 2:
-            raise StoreAway(f"get {key}: 503 SlowDown")
+            raise StoreUnavailable(f"get {key}: 503 SlowDown")
         return CommitReader(store, key)
 
     monkeypatch.setattr("ebbflow.training.checkpoint.restore.CommitReader", refuse)

@@ -13,7 +13,7 @@ import torch
 from ebbflow.flows.gang import ranks_of_local_gpus
 from ebbflow.infra.config import RunConfig
 from ebbflow.infra.errors import Outcome
-from ebbflow.infra.preflight import Finding
+from ebbflow.infra.preflight import CheckFinding
 from ebbflow.training.errors import DeviceUnavailable, GangError
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.devices import NodeGpuCheck, VisibleGpus, assign_gpus, see_gpus
@@ -137,9 +137,9 @@ def test_a_node_without_its_gpus_ends_the_job_as_refused(tmp_path: Path) -> None
 def test_the_check_of_a_node_is_made_beside_the_agent_and_only_where_gpus_are_likely() -> None:
     asked = threading.Event()
 
-    def check(promised: int) -> tuple[Finding, int]:
+    def check(promised: int) -> tuple[CheckFinding, int]:
         asked.wait(60)
-        return Finding.failed(f"{promised} GPUs, none works", "mend them"), 0
+        return CheckFinding.failed(f"{promised} GPUs, none works", "mend them"), 0
 
     assert NodeGpuCheck("auto", promised=0, check=check).done, "nothing says that there is one"
     assert NodeGpuCheck("cpu", promised=8, check=check).done

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import StoreAway
+from ebbflow.infra.errors import StoreUnavailable
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Origin
 from ebbflow.infra.layout import commit_key, job_prefix
@@ -90,11 +90,11 @@ def open_in_vain(
         late.append((key, data))
         if arrives:
             put(key, data)
-        raise StoreAway(f"put {key}: no answer in time")
+        raise StoreUnavailable(f"put {key}: no answer in time")
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "put", give_up)
-        with pytest.raises(StoreAway):
+        with pytest.raises(StoreUnavailable):
             leader.open()
     return late
 

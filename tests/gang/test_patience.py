@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import Outcome, StoreAway, StoreMisconfigured
+from ebbflow.infra.errors import Outcome, StoreMisconfigured, StoreUnavailable
 from ebbflow.training.launch import coordinator as leader_module
 from ebbflow.training.launch.coordinator import Leading
 from ebbflow.training.launch.membership import Member
@@ -59,10 +59,10 @@ def test_a_start_outlasts_a_store_that_refuses_for_a_while(
     work, coming = getattr(leader_module, what), list(ends)
 
     def run_ranks(*_: Any) -> Verdict:
-        monkeypatch.setattr(leader_module, what, troubled(work, 2, StoreAway("503 SlowDown")))
+        monkeypatch.setattr(leader_module, what, troubled(work, 2, StoreUnavailable("503 SlowDown")))
         return coming.pop(0)
 
-    monkeypatch.setattr(leader_module, what, troubled(work, 2, StoreAway("503 SlowDown")))
+    monkeypatch.setattr(leader_module, what, troubled(work, 2, StoreUnavailable("503 SlowDown")))
     monkeypatch.setattr(own, "run_ranks", run_ranks)
     assert Leading(own).run() == DONE and coming == []
 
@@ -102,6 +102,6 @@ def test_a_store_that_is_none_is_told_of_at_once(own: OwnNode, monkeypatch: pyte
 
 def test_the_last_error_is_told_when_the_deadline_is_over(own: OwnNode, monkeypatch: pytest.MonkeyPatch) -> None:
     own.start_seconds = 0.5
-    monkeypatch.setattr(leader_module, "reachable_commits", troubled(list, 1000, StoreAway("503 SlowDown")))
+    monkeypatch.setattr(leader_module, "reachable_commits", troubled(list, 1000, StoreUnavailable("503 SlowDown")))
     last = Leading(own).run()
     assert last == replace(last, culprit="503 SlowDown", reason="store", generation=1, outcome=None)

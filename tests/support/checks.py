@@ -8,7 +8,7 @@ from typing import Any
 from ebbflow.cost.checks import CHECKS as COST_CHECKS
 from ebbflow.infra.checks import CHECKS as INFRA_CHECKS
 from ebbflow.infra.config import RunConfig
-from ebbflow.infra.preflight import PreflightContext, Result, run_checks
+from ebbflow.infra.preflight import CheckResult, PreflightContext, run_checks
 from ebbflow.training.checks import CHECKS as TRAINING_CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,26 +16,26 @@ ALL_CHECKS = [*INFRA_CHECKS, *COST_CHECKS, *TRAINING_CHECKS]
 CHECKS = {check.id: check for check in ALL_CHECKS}
 
 
-def run(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
+def run(name: str, project_root: Path = ROOT, **sections: Any) -> CheckResult:
     """The result of one check with the default configuration but for these sections."""
     config = RunConfig.model_validate(sections)
     return run_checks([CHECKS[name]], PreflightContext(config=config, project_root=project_root))[0]
 
 
-def failed(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
+def failed(name: str, project_root: Path = ROOT, **sections: Any) -> CheckResult:
     result = run(name, project_root, **sections)
     assert result.status == ("warning" if CHECKS[name].severity == "warning" else "failed"), result
     assert result.fix
     return result
 
 
-def passed(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
+def passed(name: str, project_root: Path = ROOT, **sections: Any) -> CheckResult:
     result = run(name, project_root, **sections)
     assert result.status == "passed", result
     return result
 
 
-def skipped(name: str, project_root: Path = ROOT, **sections: Any) -> Result:
+def skipped(name: str, project_root: Path = ROOT, **sections: Any) -> CheckResult:
     result = run(name, project_root, **sections)
     assert result.status == "skipped", result
     assert result.detail.startswith("skipped, because ")

@@ -22,7 +22,7 @@ from ebbflow.cost.__main__ import main as cost_main
 from ebbflow.cost.jobs import read_job_log
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import build_report
-from ebbflow.infra.errors import Outcome, StoreError, StoreHung
+from ebbflow.infra.errors import Outcome, StoreError, StoreTimeout
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import EndReason, Event, Origin, read_events, read_log
 from ebbflow.infra.layout import event_key
@@ -111,7 +111,7 @@ def test_a_put_that_lands_late_replaces_nothing(tmp_path: Path) -> None:
     def put_or_hang(key: str, data: bytes) -> None:
         if away:
             unanswered.append((key, data))
-            raise StoreHung("no answer")
+            raise StoreTimeout("no answer")
         put(key, data)
 
     store.put = put_or_hang  # type: ignore[method-assign]

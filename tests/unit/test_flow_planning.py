@@ -13,7 +13,7 @@ from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.flows import reporting, steps
 from ebbflow.flows.job import Job
 from ebbflow.infra.config.schema import CostConfig, RunConfig
-from ebbflow.infra.errors import Outcome, StoreAway
+from ebbflow.infra.errors import Outcome, StoreUnavailable
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import NODE_STARTED, OUTCOME, PLAN, PRICES, Origin, read_events
 from ebbflow.infra.store import Store
@@ -91,7 +91,7 @@ def test_a_store_that_does_not_tell_of_earlier_jobs_ends_none(
     assert steps.experience(job).stays == {}
 
     def away(*_: object) -> None:
-        raise StoreAway("the store does not answer")
+        raise StoreUnavailable("the store does not answer")
 
     monkeypatch.setattr(Store, "list", away)
     assert steps.experience(job).stays == {}
@@ -105,7 +105,7 @@ def test_a_report_is_written_where_experience_cannot_be_kept(
         log.emit(OUTCOME, outcome="completed", message="")
 
     def forbidden(*_: object) -> None:
-        raise StoreAway("experience/: access denied")
+        raise StoreUnavailable("experience/: access denied")
 
     monkeypatch.setattr(reporting, "remember", forbidden)
     assert reporting.write_report(job).outcome == "completed"

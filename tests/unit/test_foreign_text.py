@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import OUTCOME, Origin
-from ebbflow.infra.foreign_text import GuardedStream, one_line, printable
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.rank_logs import LogLine, visible
+from ebbflow.infra.rank_logs import LogLine, escape_controls
 from ebbflow.infra.store import Store
+from ebbflow.infra.untrusted_text import GuardedStream, one_line, printable
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.logs import Echo, show_last_lines
 from tests.support.rank_logs import beat, rank_log, write
@@ -36,7 +36,7 @@ def test_no_unsafe_character_is_left_and_nothing_else_is_changed(text: str) -> N
     shown = printable(text)
     assert not RAW.search(shown) and printable(shown) == shown
     shown.encode()  # lone surrogates too
-    assert "\n" not in one_line(text) and not RAW.search(one_line(text)) and not RAW.search(visible(text))
+    assert "\n" not in one_line(text) and not RAW.search(one_line(text)) and not RAW.search(escape_controls(text))
     assert printable(re.sub("[^ -~\n\t]", "", text)) == re.sub("[^ -~\n\t]", "", text)
 
 
@@ -90,7 +90,7 @@ DOORS = {
     "supervise": ["flows/supervise.py", f"{HOSTILE}.yaml"],
     "an exception that is not caught": [
         "-c",
-        "import sys\nfrom ebbflow.infra.foreign_text import guard_terminal\n"
+        "import sys\nfrom ebbflow.infra.untrusted_text import guard_terminal\n"
         "guard_terminal()\nraise OSError(sys.argv[1])",
         HOSTILE + "\udcff",
     ],

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import ebbflow.training.launch.logs
 from ebbflow.infra.errors import StoreError
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.rank_logs import LONGEST_LINE_BYTES, read_logs, split_lines, visible
+from ebbflow.infra.rank_logs import LONGEST_LINE_BYTES, escape_controls, read_logs, split_lines
 from ebbflow.infra.store import Store
 from ebbflow.training.launch.logs import GangLines, LogShipper
 from tests.support.flow import wait_until
@@ -202,8 +202,11 @@ def test_a_file_system_that_cannot_free_the_middle_is_said_once(tmp_path: Path, 
 
 
 def test_a_colourful_progress_bar_is_shown_as_it_stood_last() -> None:
-    assert visible("\x1b[31mred\x1b[0m and \x1b]0;title\x07plain\x07") == "red and \\u001b]0;title\\u0007plain\\u0007"
-    assert visible("10%|#   |\r90%|### |\r\r\n") == "[1 overwritten] 90%|### |"
+    assert (
+        escape_controls("\x1b[31mred\x1b[0m and \x1b]0;title\x07plain\x07")
+        == "red and \\u001b]0;title\\u0007plain\\u0007"
+    )
+    assert escape_controls("10%|#   |\r90%|### |\r\r\n") == "[1 overwritten] 90%|### |"
 
 
 class FlakyStore:

@@ -11,7 +11,7 @@ import pytest
 
 from ebbflow.infra.__main__ import main
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.rank_logs import LogLine, Wanted, read_logs, select, utc_text
+from ebbflow.infra.rank_logs import LogFilter, LogLine, filter_lines, read_logs, utc_text
 from ebbflow.infra.store import Store
 from tests.support.rank_logs import three_ranks
 
@@ -22,12 +22,14 @@ def test_lines_are_chosen_by_place_and_around_a_step(tmp_path: Path) -> None:
     three_ranks(tmp_path)
     lines = read_logs([tmp_path], []).lines
     assert len(lines) == 3 * (3 + 11) and [line.t for line in lines] == sorted(line.t for line in lines)
-    assert {line.text for line in select(lines, Wanted(rank=1, generation=1))} == {f"g1 r1 s{s}" for s in (10, 11, 12)}
-    assert {line.rank for line in select(lines, Wanted(node=1))} == {2}
-    assert [line.text for line in select(lines, Wanted(rank=0, lines=2))] == ["g2 r0 s19", "g2 r0 s20"]
-    near = [line.text for line in select(lines, Wanted(rank=0, around_step=12, lines=1))]
+    assert {line.text for line in filter_lines(lines, LogFilter(rank=1, generation=1))} == {
+        f"g1 r1 s{s}" for s in (10, 11, 12)
+    }
+    assert {line.rank for line in filter_lines(lines, LogFilter(node=1))} == {2}
+    assert [line.text for line in filter_lines(lines, LogFilter(rank=0, lines=2))] == ["g2 r0 s19", "g2 r0 s20"]
+    near = [line.text for line in filter_lines(lines, LogFilter(rank=0, around_step=12, lines=1))]
     assert near == ["g1 r0 s11", "g1 r0 s12", "g2 r0 s11", "g2 r0 s12", "g2 r0 s13"]
-    beyond = [line.text for line in select(lines, Wanted(around_step=99, rank=2, lines=1))]
+    beyond = [line.text for line in filter_lines(lines, LogFilter(around_step=99, rank=2, lines=1))]
     assert beyond == ["g2 r2 s19", "g2 r2 s20"], "only the generation that came as near as any"
 
 

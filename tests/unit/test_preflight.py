@@ -14,23 +14,31 @@ from typing import Any
 import pytest
 
 from ebbflow.infra.config import RunConfig
-from ebbflow.infra.preflight import Check, Finding, PreflightContext, Result, blocking, render_results, run_checks
+from ebbflow.infra.preflight import (
+    Check,
+    CheckFinding,
+    CheckResult,
+    PreflightContext,
+    failed_results,
+    render_results,
+    run_checks,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = PreflightContext(config=RunConfig(), project_root=ROOT)
 
 
-def check(name: str, run: Callable[[PreflightContext], Finding], **changes: Any) -> Check:
+def check(name: str, run: Callable[[PreflightContext], CheckFinding], **changes: Any) -> Check:
     fields = {"severity": "error", "tier": "quick", "deadline_seconds": 20.0, "symptoms": ("A05",)}
     return Check(id=name, title=f"the {name} check", run=run, **(fields | changes))
 
 
-def passes(context: PreflightContext) -> Finding:
-    return Finding.passed("all is well")
+def passes(context: PreflightContext) -> CheckFinding:
+    return CheckFinding.passed("all is well")
 
 
-def fails(context: PreflightContext) -> Finding:
-    return Finding.failed("it is not there\nnor there", "put it there\nor there")
+def fails(context: PreflightContext) -> CheckFinding:
+    return CheckFinding.failed("it is not there\nnor there", "put it there\nor there")
 
 
 def preflight(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -42,9 +50,9 @@ def preflight(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[
 def test_checks_run_side_by_side_and_answer_in_their_order() -> None:
     meeting = threading.Barrier(4)
 
-    def meets(context: PreflightContext) -> Finding:
+    def meets(context: PreflightContext) -> CheckFinding:
         meeting.wait(timeout=15)  # broken unless all four are under way at once
-        return Finding.passed("met the others")
+        return CheckFinding.passed("met the others")
 
     results = run_checks([check(name, meets) for name in "dbca"], CONTEXT)
     assert [(result.id, result.status) for result in results] == [(name, "passed") for name in "dbca"]
@@ -53,9 +61,9 @@ def test_checks_run_side_by_side_and_answer_in_their_order() -> None:
 def test_a_check_that_hangs_is_reported_and_holds_up_nobody() -> None:
     release = threading.Event()
 
-    def hangs(context: PreflightContext) -> Finding:
+    def hangs(context: PreflightContext) -> CheckFinding:
         release.wait()
-        return Finding.passed("too late")
+        return CheckFinding.passed("too late")
 
     hung, other = run_checks([check("hung", hangs, deadline_seconds=0.2), check("other", passes)], CONTEXT)
     release.set()
@@ -76,7 +84,7 @@ def test_a_check_that_hangs_keeps_no_process_from_ending() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("no such thing"), SystemExit(0), KeyboardInterrupt()])
 def test_a_check_that_raises_has_failed_and_says_where(error: BaseException) -> None:
-    def raises(context: PreflightContext) -> Finding:
+    def raises(context: PreflightContext) -> CheckFinding:
         raise error
 
     broken, other = run_checks([check("broken", raises), check("other", passes)], CONTEXT)
@@ -91,10 +99,10 @@ def test_only_errors_block_and_the_text_shows_each_with_its_fix() -> None:
         check("good", passes),
         check("bad", fails),
         check("risky", fails, severity="warning"),
-        check("elsewhere", lambda _: Finding.skipped("there is no such device")),
+        check("elsewhere", lambda _: CheckFinding.skipped("there is no such device")),
     ]
     results = run_checks(checks, CONTEXT)
-    assert [result.id for result in blocking(results)] == ["bad"]
+    assert [result.id for result in failed_results(results)] == ["bad"]
     assert render_results(results) == (
         "ok    good       all is well\n"
         "FAIL  bad        it is not there\n"
@@ -114,7 +122,7 @@ def test_results_are_plain_data() -> None:
     results = run_checks([check("bad", fails, symptoms=("A05", "A06"))], CONTEXT)
     document = json.loads(json.dumps([result.to_json() for result in results]))
     assert document[0]["symptoms"] == ["A05", "A06"]
-    assert [Result.from_json(data) for data in document] == results
+    assert [CheckResult.from_json(data) for data in document] == results
 
 
 def test_the_quick_tier_can_run_alone_and_ids_are_unique() -> None:

@@ -21,7 +21,7 @@ import pytest
 from ebbflow.infra.checks.environment import ADVICE
 from ebbflow.infra.config import RunConfig
 from ebbflow.infra.footprint import commit_bytes, size_text, staging_bytes
-from ebbflow.infra.preflight import blocking, render_checks
+from ebbflow.infra.preflight import failed_results, render_checks
 from ebbflow.infra.requirements import REQUIREMENTS
 from ebbflow.training.assembly import retention_policy
 from ebbflow.training.checkpoint.retention import WholeCommit, choose_commits
@@ -168,7 +168,7 @@ def test_shared_memory_warns_of_little_room_for_nccl(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["bytes"], f_frsize=1))
     result = failed("shared-memory")
     assert "1.0 GiB advised with 2 GPUs: NCCL's segments" in result.detail
-    assert not blocking([result])
+    assert not failed_results([result])
     free["bytes"] += 1
     passed("shared-memory")
     free["bytes"] = 0

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.chaos.imds import INTERRUPTION_PATH, FakeMetadata
 from ebbflow.infra.checks.gpu import has_kernels_for, may_have_gpus, try_gpus
-from ebbflow.infra.preflight import blocking
+from ebbflow.infra.preflight import failed_results
 from tests.support.checks import failed, passed, skipped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,7 @@ def test_a_metadata_service_that_will_not_do(
         result = failed("imds")
     assert detail in result.detail
     assert fix in result.fix
-    assert not blocking([result])
+    assert not failed_results([result])
 
 
 def test_a_metadata_service_that_is_well_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_interfaces_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> Non
             else:
                 result = failed("interfaces")
                 assert f"{variable}={value} names no interface of this machine (docker0, eth0, lo)" in result.detail
-                assert blocking([result])
+                assert failed_results([result])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_advice_on_variables(monkeypatch: pytest.MonkeyPatch, variable: str, val
     result = failed("advice")
     assert variable in result.detail
     assert says in result.fix
-    assert not blocking([result])
+    assert not failed_results([result])
 
 
 def test_no_variable_that_some_part_reads_is_told_as_unread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_debugging_level_that_crashes_ddp_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr("glob.glob", lambda pattern: [])
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "detail")
     passed("debug-level", parallel={"mode": "fsdp2"})
-    assert blocking([failed("debug-level", parallel={"mode": "ddp"})])
+    assert failed_results([failed("debug-level", parallel={"mode": "ddp"})])
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
     passed("debug-level", parallel={"mode": "ddp"})
 
@@ -248,7 +248,7 @@ def test_a_driver_that_does_not(gpu: FakeGpu, driver: str, torch: tuple, says: s
     gpu.torch(*torch)
     result = failed("gpu", gpu.project)
     assert says in result.detail
-    assert blocking([result])
+    assert failed_results([result])
 
 
 def test_more_ranks_than_gpus(gpu: FakeGpu) -> None:

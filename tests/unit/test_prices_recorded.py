@@ -27,7 +27,7 @@ from ebbflow.cost.prices.recorded import (
     write_recording,
 )
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.preflight import PreflightContext, Result, run_checks
+from ebbflow.infra.preflight import CheckResult, PreflightContext, run_checks
 
 ROOT = Path(__file__).parents[2]
 SYNTHETIC = Path("tests/prices/synthetic.json")
@@ -167,7 +167,7 @@ def test_zones_by_name_are_said_to_be_an_accounts_own(tmp_path: Path):
     assert {seconds: age_text(seconds) for seconds in ages} == ages
 
 
-def checked(monkeypatch: pytest.MonkeyPatch, **cost: Any) -> dict[str, Result]:
+def checked(monkeypatch: pytest.MonkeyPatch, **cost: Any) -> dict[str, CheckResult]:
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.setenv(name, "/dev/null")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

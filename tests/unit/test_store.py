@@ -12,7 +12,14 @@ import obstore
 import pytest
 from obstore.exceptions import BaseError, GenericError, NotSupportedError
 
-from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
+from ebbflow.infra.errors import (
+    ObjectNotFound,
+    StoreError,
+    StoreForbidden,
+    StoreFull,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
 from ebbflow.infra.store import Store
 from tests.support.flow import ROOT
 from tests.support.s3.fixture import FailingServer, failing_s3
@@ -95,7 +102,7 @@ def test_only_an_answer_that_the_condition_is_unsupported_makes_a_create_go_with
         assert bucket.create(f"k{number}", b"mine"), "its own content: the first try arrived"
         assert not bucket.create(f"k{number}", b"other") and store.get(f"k{number}") == b"mine"
     failures.append(_s3_error("503 Service Unavailable", "<Error><Code>SlowDown</Code></Error>"))
-    with pytest.raises(StoreAway):
+    with pytest.raises(StoreUnavailable):
         bucket.create("k9", b"mine")
     assert store.head("k9") is None
 

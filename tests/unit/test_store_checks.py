@@ -11,7 +11,7 @@ import pytest
 
 from ebbflow.infra.checks import CHECKS
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.preflight import PreflightContext, Result, run_checks
+from ebbflow.infra.preflight import CheckResult, PreflightContext, run_checks
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 from tests.support.flow import FlowRunner
 from tests.support.swift import Swift
@@ -20,7 +20,7 @@ from tests.support.swift_server import OTHER_KEY
 STORE_CHECKS = ("store-probe", "store-multipart", "store-clock")
 
 
-def results(store: str, folder: Path, *ids: str) -> dict[str, Result]:
+def results(store: str, folder: Path, *ids: str) -> dict[str, CheckResult]:
     context = PreflightContext(config=RunConfig(store=store), project_root=folder)
     wanted = [check for check in CHECKS if check.id in (ids or STORE_CHECKS)]
     return {result.id: result for result in run_checks(wanted, context)}

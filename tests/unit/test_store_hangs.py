@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ebbflow.infra.errors import StoreAway, StoreError, StoreHung
+from ebbflow.infra.errors import StoreError, StoreTimeout, StoreUnavailable
 from ebbflow.infra.events import read_events
 from ebbflow.infra.multipart import Throttle, open_sink
 from ebbflow.infra.store import Store, folder
@@ -48,7 +48,9 @@ def test_every_operation_of_a_folder_that_hangs_ends_in_time(tmp_path: Path, han
         lambda: store.delete("a"),
     ]
     for operation in operations:
-        with pytest.raises(StoreAway, match=r"no answer from the file system within 0\.05 s; fix: look at the mount"):
+        with pytest.raises(
+            StoreUnavailable, match=r"no answer from the file system within 0\.05 s; fix: look at the mount"
+        ):
             operation()
 
 
@@ -66,7 +68,7 @@ def test_a_start_does_not_wait_for_an_event_log_that_hangs(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, hanging)
-        with pytest.raises(StoreHung, match=r"list .*/events: no answer from the file system within 0\.05 s"):
+        with pytest.raises(StoreTimeout, match=r"list .*/events: no answer from the file system within 0\.05 s"):
             read_events(store)
         over.set()
 
@@ -89,7 +91,7 @@ def test_a_call_that_ends_while_it_is_abandoned_is_counted_once(monkeypatch: pyt
 
     monkeypatch.setattr(folder, "_Task", Task)
     pool = Abandonable()
-    with pytest.raises(StoreHung):
+    with pytest.raises(StoreTimeout):
         pool.run(lambda: over.wait(120), 0.0, "put x")
     limit = time.monotonic() + 20
     while pool._abandoned and time.monotonic() < limit:
@@ -111,7 +113,7 @@ def test_a_put_that_was_abandoned_changes_nothing_when_the_mount_recovers(
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", hang_once)
-    with pytest.raises(StoreHung):
+    with pytest.raises(StoreTimeout):
         (store.create if create else store.put)("key", b"older")
     if not create:
         Store.open(str(tmp_path)).put("key", b"newer")
@@ -126,9 +128,9 @@ def test_threads_are_used_again_and_those_that_hang_are_counted() -> None:
     pool, over = Abandonable(), threading.Event()
     assert {pool.run(threading.get_ident, 60, "x") for _ in range(5)} and len(pool._idle) == 1
     for _ in range(64):
-        with pytest.raises(StoreHung):
+        with pytest.raises(StoreTimeout):
             pool.run(lambda: over.wait(120), 0.0, "put x")
-    with pytest.raises(StoreHung, match="not tried: 64 operations"):
+    with pytest.raises(StoreTimeout, match="not tried: 64 operations"):
         pool.run(lambda: None, 60, "put x")
     over.set()
     limit = time.monotonic() + 60
@@ -146,7 +148,7 @@ def test_a_part_that_hangs_is_abandoned_and_its_file_is_never_written_again(
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *what: over.wait(120) and pwrite(*what))
     begun = sink.begin("data/x", 10, parts=1, seconds=60)
-    with pytest.raises(StoreHung):
+    with pytest.raises(StoreTimeout):
         sink.put_part(begun, 1, 0, b"0123456789", 0, seconds=0.05)
     with pytest.raises(StoreError, match="an operation on this file hangs"):
         sink.finish(begun, [], [], 0, seconds=60)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ebbflow.infra.errors import ObjectNotFound, StoreAway
+from ebbflow.infra.errors import ObjectNotFound, StoreUnavailable
 from ebbflow.infra.layout import (
     generation_key,
     generation_name,
@@ -95,7 +95,8 @@ def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
     """Ids on record under the number of `generation`, as soon as its own is listed.
 
     A listing may lag behind the puts. Who waits to see itself also sees the rivals that saw themselves before; and a
-    generation that goes on has been listed, so that the next launcher does not give its number again. Raises StoreAway.
+    generation that goes on has been listed, so that the next launcher does not give its number again.
+    Raises StoreUnavailable.
     """
     limit = time.monotonic() + LISTING_SECONDS
     for pause in backoff_pauses(longest_seconds=0.5):
@@ -105,7 +106,7 @@ def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
         if time.monotonic() >= limit:
             break
         time.sleep(pause)
-    raise StoreAway(
+    raise StoreUnavailable(
         f"list {job_store.uri}/generations: {generation.name}.json was put and is not listed within "
         f"{LISTING_SECONDS:g} s; fix: the listings of this store lag too far behind; ask who runs it"
     )

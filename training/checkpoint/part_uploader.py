@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError
+from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreUnavailable
 from ebbflow.infra.multipart import Part, Sink, Throttle
 from ebbflow.training.checkpoint.manifest import DataObject
 from ebbflow.training.checkpoint.signing import sha256_of_chunks
@@ -147,7 +147,7 @@ class PartUploader:
                 seconds = self._try_seconds(deadline, len(piece.view))
                 part = self._sink.put_part(begun, piece.number, piece.start, piece.view, crc, seconds=seconds)
                 if part.crc64nvme not in (None, crc):
-                    raise StoreAway(
+                    raise StoreUnavailable(
                         f"the store has checksum {crc_digits(part.crc64nvme or 0)}, sent was {crc_digits(crc)}"
                     )
                 return _Sent(part, sums, sha256)
@@ -173,7 +173,7 @@ class PartUploader:
             except StoreError as error:
                 if self._arrived(key, size, whole, deadline):
                     return
-                if not isinstance(error, StoreAway) or deadline.remaining_seconds <= pause:
+                if not isinstance(error, StoreUnavailable) or deadline.remaining_seconds <= pause:
                     where = f"putting {len(parts)} parts together: {error}"
                     raise give_up_error(what, tries, deadline, type(error)(where)) from error
             time.sleep(pause)

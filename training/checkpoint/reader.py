@@ -25,7 +25,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ebbflow.infra.errors import InfraError, ObjectNotFound, StoreAway, StoreError, StoreHung
+from ebbflow.infra.errors import InfraError, ObjectNotFound, StoreError, StoreTimeout, StoreUnavailable
 from ebbflow.infra.layout import data_key, data_prefix, index_key, index_prefix, parse_commit_key
 from ebbflow.infra.process import die_with_parent
 from ebbflow.infra.program import python_path
@@ -257,7 +257,7 @@ class VerifiedReader:
                     return self._fetch_remote(data, chunk)
                 what = f"get {self._store.uri}/{data.key}"
                 return ABANDONABLE.run(lambda: self._fetch_local(data, chunk), self._store.request_seconds, what)
-            except StoreHung:  # the abandoned read may fill this memory at any time: another process tries again
+            except StoreTimeout:  # the abandoned read may fill this memory at any time: another process tries again
                 raise
             except StoreError as error:
                 found = self._judged(data, error)
@@ -352,7 +352,7 @@ def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None
 
 
 def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """`find_problem`, by a process that shares no memory with this one. Raises StoreAway when that cannot tell."""
+    """`find_problem`, by a process that shares no memory with this one. Raises StoreUnavailable when it fails."""
     path = python_path(os.environ.get("PYTHONPATH"))
     arguments = [str(os.getpid()), store_uri, key]
     if object_key:
@@ -367,9 +367,9 @@ def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", 
         )
         answer = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise StoreAway(f"{store_uri}/{key}: no second process could read it again: {error!r}"[:500]) from error
+        raise StoreUnavailable(f"{store_uri}/{key}: no second process could read it again: {error!r}"[:500]) from error
     if answer.get("error"):
-        raise StoreAway(f"{store_uri}/{key}: a second process could not read it again: {answer['error']}")
+        raise StoreUnavailable(f"{store_uri}/{key}: a second process could not read it again: {answer['error']}")
     return answer["problem"]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.optim import Optimizer
 
-from ebbflow.infra.errors import InfraError, StoreAway, StoreError, StoreHung
+from ebbflow.infra.errors import InfraError, StoreError, StoreTimeout, StoreUnavailable
 from ebbflow.infra.layout import quarantine_key
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
@@ -232,7 +232,9 @@ def _attempt(
         about = {"object_key": error.object_key, "chunk": error.chunk}
         return None, _Verdict(kind=kind, reason=str(error), node=own.node, **about)
     except Exception as error:
-        away = isinstance(error, StoreAway) and not isinstance(error, StoreHung)  # this process reads no more then
+        away = isinstance(error, StoreUnavailable) and not isinstance(
+            error, StoreTimeout
+        )  # this process reads no more then
         kind = _MISMATCH if isinstance(error, CommitMismatch) else _AWAY if away else _ERROR
         kind = _REFUSED if isinstance(error, RefusedCommit) else kind
         reason = str(error) if isinstance(error, CheckpointError | InfraError) else repr(error)

@@ -10,7 +10,7 @@ from pathlib import Path
 from ebbflow.infra.checks.store import nearest_existing, store_folder
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import commit_bytes, local_gang, size_text
-from ebbflow.infra.preflight import Check, Finding, PreflightContext
+from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
 from ebbflow.training.checks.parallel import CHECKS as PARALLEL_CHECKS
 from ebbflow.training.checks.workload import CHECKS as WORKLOAD_CHECKS
 from ebbflow.training.data.build import SourceFile, check_head, find_files, split_files
@@ -22,41 +22,43 @@ _OTHERS_LOOKED_AT = 2000
 _READABLE_LOOKED_AT = 200
 
 
-def check_dataset(context: PreflightContext) -> Finding:
+def check_dataset(context: PreflightContext) -> CheckFinding:
     """The data are text that exists, can be read, and suffices for one batch and one held-out sample."""
     config = context.config
     if config.workload is not None:
-        return Finding.skipped(f"{config.workload} brings data of its own; the check workload says more")
+        return CheckFinding.skipped(f"{config.workload} brings data of its own; the check workload says more")
     try:
         files = find_files(config.data, project_root=context.project_root)
     except DataError as error:
         message, _, fix = str(error).partition("; fix: ")
-        return Finding.failed(message + _instead(config, context.project_root), fix or "set data.path to text")
+        return CheckFinding.failed(message + _instead(config, context.project_root), fix or "set data.path to text")
     closed = [str(file.path) for file in files[:_READABLE_LOOKED_AT] if not os.access(file.path, os.R_OK)]
     if closed:
-        return Finding.failed(f"{closed[0]} and perhaps more cannot be read", f"chmod u+r {closed[0]}, or move it away")
+        return CheckFinding.failed(
+            f"{closed[0]} and perhaps more cannot be read", f"chmod u+r {closed[0]}, or move it away"
+        )
     try:
         for file in files[:_READABLE_LOOKED_AT]:
             check_head(file)
         train, held_out = split_files(files, config.data.held_out_fraction)
     except DataError as error:
         message, _, fix = str(error).partition("; fix: ")
-        return Finding.failed(message, fix)
+        return CheckFinding.failed(message, fix)
     return _suffices(config, len(files), _bytes(train), _bytes(held_out))
 
 
-def check_disk(context: PreflightContext) -> Finding:
+def check_disk(context: PreflightContext) -> CheckFinding:
     """Room in a local store for the commits that are kept, the one being written, and the token shards."""
     folder = store_folder(context)
     if folder is None:
-        return Finding.skipped("the store is remote")
+        return CheckFinding.skipped("the store is remote")
     config = context.config
     if config.workload is not None:
-        return Finding.skipped(f"what {config.workload} needs is not known before its model is measured")
+        return CheckFinding.skipped(f"what {config.workload} needs is not known before its model is measured")
     try:
         text = _bytes(find_files(config.data, project_root=context.project_root))
     except DataError:
-        return Finding.skipped("there is no dataset to size the token shards by")
+        return CheckFinding.skipped("there is no dataset to size the token shards by")
     there = nearest_existing(folder)
     needed, commits = commits_room(config)
     needed, free = needed + text, shutil.disk_usage(there if there.is_dir() else there.parent).free
@@ -66,8 +68,8 @@ def check_disk(context: PreflightContext) -> Finding:
     )
     if free < needed:
         fix = "set store to a larger disk, or checkpoint.keep_last, keep_every_steps, keep_best or max_total_gib"
-        return Finding.failed(arithmetic, f"{fix} so that less is kept")
-    return Finding.passed(arithmetic)
+        return CheckFinding.failed(arithmetic, f"{fix} so that less is kept")
+    return CheckFinding.passed(arithmetic)
 
 
 def commits_room(config: RunConfig) -> tuple[int, str]:
@@ -91,7 +93,7 @@ def commits_room(config: RunConfig) -> tuple[int, str]:
     return (kept + 2) * one, f"({words} + 1 not yet deleted + 1 under way) × {size_text(one)}"
 
 
-def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: int) -> Finding:
+def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: int) -> CheckFinding:
     """A sample takes sequence_length tokens and one more to predict; a token is a byte, or more than one."""
     length, batch = config.model.sequence_length, config.training.batch_size
     samples = max(0, train_bytes - 1) // length
@@ -99,18 +101,18 @@ def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: i
     most = "" if config.data.tokenizer == BYTES else "at most "
     ranks = "" if gang is None else f" ({batch // gang.ranks} for each of {gang.ranks} ranks)"
     if samples < batch:
-        return Finding.failed(
+        return CheckFinding.failed(
             f"{size_text(train_bytes)} of train text in {files} files make {most}{samples} samples of {length} + 1 "
             f"tokens; one batch takes {batch}{ranks}",
             "add text, or lower training.batch_size or model.sequence_length",
         )
     if held_out_bytes < length + 1:
-        return Finding.failed(
+        return CheckFinding.failed(
             f"{held_out_bytes} bytes of held-out text are less than one sample of {length} + 1 tokens",
             "add text, or raise data.held_out_fraction",
         )
     steps, epochs = config.training.max_steps, config.training.max_steps * batch / samples
-    return Finding.passed(
+    return CheckFinding.passed(
         f"{config.data.path or 'standard library'}: {files} files, {size_text(train_bytes)} to learn from and "
         f"{size_text(held_out_bytes)} held out: {most}{samples} samples, a batch takes {batch}{ranks}; "
         f"{steps} steps are {'at least ' if most else ''}{epochs:.2g} epochs"

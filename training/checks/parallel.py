@@ -6,19 +6,19 @@ import glob
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import causal_lm_shape, local_gang, shard_ranks
-from ebbflow.infra.preflight import Check, Finding, PreflightContext
+from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
 from ebbflow.training.parallel.refusals import Place, find_refusals
 
 _GPU_DEVICES = "/dev/nvidia[0-9]*"
 
 
-def check_parallel(context: PreflightContext) -> Finding:
+def check_parallel(context: PreflightContext) -> CheckFinding:
     """What ranks would refuse when they start, on this machine: sizes of shards, precision, DDP's options, compiler."""
     config, place = context.config, _place(context.config)
     found = find_refusals(config, place)
     if found:
-        return Finding.failed("; ".join(refusal.message for refusal in found), found[0].fix)
-    return Finding.passed("; ".join([_arrangement(config, place), *_remarks(config)]))
+        return CheckFinding.failed("; ".join(refusal.message for refusal in found), found[0].fix)
+    return CheckFinding.passed("; ".join([_arrangement(config, place), *_remarks(config)]))
 
 
 def _place(config: RunConfig) -> Place:

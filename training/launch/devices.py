@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from ebbflow.infra.checks.gpu import gpu_files, gpus_hidden, may_have_gpus, try_gpus
-from ebbflow.infra.preflight import Finding
+from ebbflow.infra.preflight import CheckFinding
 from ebbflow.training.errors import DeviceUnavailable
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -119,9 +119,9 @@ class NodeGpuCheck:
         choice: DeviceChoice,
         *,
         promised: int,
-        check: Callable[[int], tuple[Finding, int]] = try_gpus,
+        check: Callable[[int], tuple[CheckFinding, int]] = try_gpus,
     ) -> None:
-        self._finding: Finding | None = None
+        self._finding: CheckFinding | None = None
         self._thread: threading.Thread | None = None
         if choice != "cpu" and may_have_gpus(promised=promised, wanted=choice == "cuda", by_tool=False):
             self._thread = threading.Thread(target=self._run, args=(check, promised), name="gpu-check", daemon=True)
@@ -139,7 +139,7 @@ class NodeGpuCheck:
             return None
         return DeviceUnavailable(f"{finding.detail}; fix: {finding.fix}, or set cluster.device to cpu")
 
-    def _run(self, check: Callable[[int], tuple[Finding, int]], promised: int) -> None:
+    def _run(self, check: Callable[[int], tuple[CheckFinding, int]], promised: int) -> None:
         try:
             self._finding, _ = check(promised)
         except Exception as error:  # the ranks look for themselves

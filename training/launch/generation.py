@@ -13,7 +13,7 @@ from ebbflow.infra.config.schema import ClusterConfig, RunConfig
 from ebbflow.infra.errors import InfraError
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, EndReason, Origin
-from ebbflow.infra.instance import identify
+from ebbflow.infra.instance import identify_machine
 from ebbflow.infra.keeper import Keeper
 from ebbflow.infra.layout import generation_name
 from ebbflow.infra.store import Store
@@ -297,7 +297,7 @@ class NodeLog:
 
     def _known(self, node: int) -> dict:
         if self._machine is None:
-            machine = identify()
+            machine = identify_machine()
             if machine.problem:
                 say(f"node {node}: which instance this is stays unknown: {machine.problem}")
             self._machine = machine.to_json()

@@ -31,7 +31,7 @@ from typing import Any
 
 from ebbflow.infra.layout import log_key
 from ebbflow.infra.program import REPLACE_UNPRINTABLE, own_command
-from ebbflow.infra.rank_logs import LogLine, split_lines, utc_text, visible
+from ebbflow.infra.rank_logs import LogLine, escape_controls, split_lines, utc_text
 from ebbflow.infra.store import Store
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.heartbeat import Beat
@@ -85,7 +85,7 @@ class Echo:
         for text, prefixes in ((before, self._before), (after, self._after_traceback)):
             lines = text.removesuffix("\n").split("\n") if text else []
             lines = [line for line in lines if line.startswith(prefixes)]
-            write("".join(f"{visible(line)}\n" for line in self._native.remove_from(lines)))
+            write("".join(f"{escape_controls(line)}\n" for line in self._native.remove_from(lines)))
 
 
 def _without_hole(data: bytes) -> bytes:
@@ -136,7 +136,7 @@ def _last_lines(path: Path) -> list[str]:
         return [f"(no log: {error})"]
     lines = [line for line in text.split("\n") if line.strip()]
     lines = [*NativeNotes().remove_from(lines)] or lines  # rather a warning than nothing
-    return [visible(line) for line in lines[-_LAST_LINES:]] or ["(it printed nothing)"]
+    return [escape_controls(line) for line in lines[-_LAST_LINES:]] or ["(it printed nothing)"]
 
 
 def _logs_command(job: str, generation: int, worker: Worker) -> str:

@@ -41,7 +41,7 @@ def one_line(text: object) -> str:
     return printable(re.sub(r"[\t\n\v\f\r\x85\u2028\u2029]+", " ", str(text)).strip())
 
 
-def without_colours(text: str) -> str:
+def strip_colours(text: str) -> str:
     """The text without the sequences that only colour it. Text that they concealed is kept."""
     return _COLOURS.sub("", text)
 
