@@ -34,7 +34,7 @@ from ebbflow.infra.program import DEFAULT_CONFIG, PROJECT_ROOT
 from ebbflow.infra.untrusted_text import guard_terminal
 
 if TYPE_CHECKING:
-    from ebbflow.cost.job_history import Experience
+    from ebbflow.cost.job_history import JobHistory
     from ebbflow.infra.config.schema import RunConfig
     from ebbflow.infra.footprint import ModelShape
 
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from ebbflow.cost.jobs import read_job
-    from ebbflow.cost.plan.candidates import progress_of
+    from ebbflow.cost.plan.candidates import read_progress
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.plan.plan_text import render_plan
     from ebbflow.cost.prices.source import open_prices
@@ -96,7 +96,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     prices = open_prices(loaded.config, now, project_root=PROJECT_ROOT)
     known = {"experience": _experience(loaded.config), "shape": _measured_shape(loaded.config)}
     if arguments.job is not None:
-        known["progress"] = progress_of(read_job(arguments.job))
+        known["progress"] = read_progress(read_job(arguments.job))
     plan = make_plan(loaded.config, now_utc=now, prices=prices, **known)
     print(json.dumps(plan.to_json(), indent=1, allow_nan=False) if arguments.json else render_plan(plan))
     return 0 if plan.refusal is None else plan.refusal.outcome.exit_code
@@ -164,16 +164,16 @@ def _print_one(report: RunReport, *, configuration: bool) -> None:
         print(render(report))
 
 
-def _experience(config: RunConfig) -> Experience:
+def _experience(config: RunConfig) -> JobHistory:
     """Of the configuration's store; none, and said so, where the store does not answer: a plan does without."""
-    from ebbflow.cost.job_history import Experience, recall
+    from ebbflow.cost.job_history import JobHistory, load_job_history
     from ebbflow.infra.store import Store
 
     try:
-        return recall(Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS))
+        return load_job_history(Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS))
     except InfraError as error:
         print(f"what own jobs have shown of pools and speeds is not known: {error}", file=sys.stderr)
-        return Experience()
+        return JobHistory()
 
 
 def _measured_shape(config: RunConfig) -> ModelShape | None:

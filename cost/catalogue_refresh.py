@@ -159,7 +159,7 @@ _PRICES_HEAD = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class TableChange:
     """What a refresh made of a table: how many lines it has, and in words what is new, other or left out."""
 
     lines: int
@@ -168,7 +168,7 @@ class Change:
 
 def write_on_demand(
     path: Path, catalogue: Catalogue, listed: Mapping[str, Mapping[str, Decimal]], today: str
-) -> Change:
+) -> TableChange:
     """listed: by region and type. Other regions' lines stay, and so do, with their old day, types no longer listed."""
     lines, said = {}, []
     known = {(region, kind.name): price for kind in catalogue.types for region, price in kind.on_demand.items()}
@@ -187,12 +187,12 @@ def write_on_demand(
         gone = [name for of, name in known if of == region and name not in prices]
         said += [f"{name} in {region}: no longer listed; its price of the day it was recorded stays" for name in gone]
     _write(path, _PRICES_HEAD, ON_DEMAND_COLUMNS, [lines[key] for key in sorted(lines)])
-    return Change(lines=len(lines), said=tuple(said))
+    return TableChange(lines=len(lines), said=tuple(said))
 
 
 def write_advisor(
     path: Path, catalogue: Catalogue, bands: Mapping[tuple[str, str], tuple[int, int]], today: str
-) -> Change:
+) -> TableChange:
     """The whole table anew, of the catalogue's types."""
     names = {kind.name for kind in catalogue.types}
     rows = [
@@ -207,10 +207,10 @@ def write_advisor(
         "reclaimed in the trailing month: 0 below 5 %, 1 5-10 %, 2 10-15 %, 3 15-20 %, 4 above 20 %.\n"
     )
     _write(path, head, ADVISOR_COLUMNS, rows)
-    return Change(lines=len(rows), said=())
+    return TableChange(lines=len(rows), said=())
 
 
-def write_instances(path: Path, catalogue: Catalogue, found: Sequence[Hardware], gpus: Iterable[str]) -> Change:
+def write_instances(path: Path, catalogue: Catalogue, found: Sequence[Hardware], gpus: Iterable[str]) -> TableChange:
     """Types that are new, with a GPU that gpus.csv knows; what is on record of the others stays, and is compared."""
     known = {kind.name: kind for kind in catalogue.types}
     lines = {kind.name: _line(kind.name, kind.gpu.name, kind) for kind in catalogue.types}
@@ -227,7 +227,7 @@ def write_instances(path: Path, catalogue: Catalogue, found: Sequence[Hardware],
             said.append(f"{one.name}: new, {one.gpu_count} × {one.gpu}")
     head = "".join(f"{line}\n" for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     _write(path, head, INSTANCE_COLUMNS, [lines[name] for name in sorted(lines)])
-    return Change(lines=len(lines), said=tuple(said))
+    return TableChange(lines=len(lines), said=tuple(said))
 
 
 def reread(folder: Path) -> Catalogue:
@@ -322,7 +322,7 @@ def _seed(table: Path, folder: Path) -> None:
         shutil.copy(table, folder / table.name)
 
 
-def _tell(path: Path, change: Change) -> None:
+def _tell(path: Path, change: TableChange) -> None:
     print(f"{path}: {change.lines} lines")
     for line in change.said:
         print(f"  · {line}")

@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ebbflow.cost.capacity.placement import Offer, lacking, offers
+from ebbflow.cost.capacity.placement import QueueOffer, explain_no_offer, find_offers
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.plan.candidates import NO_SPOT_PRICE
 from ebbflow.cost.plan.plan import Plan, make_plan
-from ebbflow.cost.prices.ec2_prices import ask
+from ebbflow.cost.prices.ec2_prices import query_spot_prices
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.cost.prices.source import NOT_ASKED, open_prices
 from ebbflow.infra.aws.account import companion, quota_code, vcpu_quota
@@ -32,10 +32,10 @@ class _Asked:
     plan: Plan
     region: str
     queues: Mapping[str, QueueState]
-    offered: tuple[Offer, ...]
+    offered: tuple[QueueOffer, ...]
     catalogue: Catalogue
 
-    def vcpus(self, offer: Offer) -> int:
+    def vcpus(self, offer: QueueOffer) -> int:
         return offer.candidate.nodes * self.catalogue[offer.candidate.instance_type].vcpu
 
 
@@ -49,9 +49,9 @@ def check_capacity(context: PreflightContext) -> CheckFinding:
             "name a queue of such machines in batch.queues, widen cluster.instance_types or cost.regions, or raise "
             "maxvCpus of a compute environment: aws batch update-compute-environment"
         )
-        lacks = lacking(asked.plan.ranked, asked.queues, region=asked.region, catalogue=asked.catalogue)
+        lacks = explain_no_offer(asked.plan.ranked, asked.queues, region=asked.region, catalogue=asked.catalogue)
         return CheckFinding.failed(lacks, fix)
-    cheapest: dict[str, Offer] = {}
+    cheapest: dict[str, QueueOffer] = {}
     for offer in asked.offered:
         cheapest.setdefault(offer.queue, offer)
     return CheckFinding.passed("\n".join(f"{queue}: {offer.candidate}" for queue, offer in cheapest.items()))
@@ -116,7 +116,7 @@ def _ask(context: PreflightContext) -> _Asked | CheckFinding:
         return CheckFinding.skipped(str(error))
     region = client.meta.region_name
     catalogue = load_catalogue()
-    offered = offers(plan.ranked, queues, region=region, catalogue=catalogue)
+    offered = find_offers(plan.ranked, queues, region=region, catalogue=catalogue)
     return _Asked(plan=plan, region=region, queues=queues, offered=offered, catalogue=catalogue)
 
 
@@ -189,7 +189,7 @@ def check_live_prices(context: PreflightContext) -> CheckFinding:
     if config.cost.prices != "live":
         return CheckFinding.skipped("cost.prices is not live")
     names = [kind.name for kind in load_catalogue().matching(config.cluster.instance_types)][:1]
-    answers = ask(config.cost.regions, names, now_utc=time.time(), deadline_seconds=_LIVE_SECONDS)
+    answers = query_spot_prices(config.cost.regions, names, now_utc=time.time(), deadline_seconds=_LIVE_SECONDS)
     if answers.failed:
         return CheckFinding.failed(
             f"the static table stands in, because {'; '.join(dict.fromkeys(answers.failed.values()))}",

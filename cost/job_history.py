@@ -46,7 +46,7 @@ LEAST_LOG_DEVIATION = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stay:
+class PoolStay:
     """One generation of a gang in one pool. hours: of its life; reclaimed: the pool took it back."""
 
     instance_type: str
@@ -60,7 +60,7 @@ class Stay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedSeen:
+class MeasuredSpeed:
     """Median speed of one generation. fingerprint: of the configuration that decides it (`cost.plan.throughput`).
 
     log_deviation: of the logarithm of the speed between stretches of the run.
@@ -77,29 +77,29 @@ class SpeedSeen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobExperience:
+class JobRecord:
     """All that a job has shown."""
 
     job: str
-    stays: tuple[Stay, ...] = ()
-    speeds: tuple[SpeedSeen, ...] = ()
+    stays: tuple[PoolStay, ...] = ()
+    speeds: tuple[MeasuredSpeed, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> JobExperience:
+    def from_json(cls, data: dict[str, Any]) -> JobRecord:
         """Raises ValueError, KeyError or TypeError for what is no record of this schema."""
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']!r}, this version reads {SCHEMA}")
         return cls(
             job=data["job"],
-            stays=tuple(Stay(**stay) for stay in data["stays"]),
-            speeds=tuple(SpeedSeen(**speed) for speed in data["speeds"]),
+            stays=tuple(PoolStay(**stay) for stay in data["stays"]),
+            speeds=tuple(MeasuredSpeed(**speed) for speed in data["speeds"]),
         )
 
 
-def experience_of(events: Sequence[Event]) -> JobExperience:
+def summarize_job(events: Sequence[Event]) -> JobRecord:
     """From a job's events, in any order. A generation belongs to the plan in force when it started."""
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     plans = [event for event in ordered if event.name == PLAN and event.data.get("chosen")]
@@ -112,10 +112,10 @@ def experience_of(events: Sequence[Event]) -> JobExperience:
         stays.append(_stay(plan["chosen"], generation, own))
         if (speed := _speed(plan, generation, own)) is not None:
             speeds.append(speed)
-    return JobExperience(job=ordered[0].job if ordered else "", stays=tuple(stays), speeds=tuple(speeds))
+    return JobRecord(job=ordered[0].job if ordered else "", stays=tuple(stays), speeds=tuple(speeds))
 
 
-def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> Stay:
+def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> PoolStay:
     """A notice, or a node that was gone without a word, is the pool's doing; a rank's death, a user's stop or what was
     rehearsed is not. A notice that was waited out took no machine, or the one that it took was counted by the stay in
     which it was heard first."""
@@ -127,7 +127,7 @@ def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequen
     waited = any(event.name == NOTICE and event.data.get("does") == "wait" for event in events)
     lost = generation.reason in (EndReason.NODE_LOST, None) and not (waited and not any(e.rank >= 0 for e in events))
     rehearsed = any(event.name == FAULT_INJECTED for event in events)
-    return Stay(
+    return PoolStay(
         instance_type=_type_of(chosen, events),
         nodes=_started(events, "nodes", chosen["nodes"]),
         market=market,
@@ -139,7 +139,7 @@ def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequen
     )
 
 
-def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> SpeedSeen | None:
+def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> MeasuredSpeed | None:
     fingerprint = plan.get("fingerprint")
     first_rank = min((event.rank for event in events if event.rank >= 0), default=0)
     steps = [event for event in events if event.name == STEP and event.rank == first_rank]
@@ -148,7 +148,7 @@ def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequenc
         return None
     chosen, size = plan["chosen"], len(speeds) // _STRETCHES
     stretches = [math.log(fmean(speeds[index * size : (index + 1) * size])) for index in range(_STRETCHES)]
-    return SpeedSeen(
+    return MeasuredSpeed(
         instance_type=_type_of(chosen, events),
         nodes=_started(events, "nodes", chosen["nodes"]),
         processes_per_node=_started(events, "processes_per_node", chosen.get("processes_per_node", 1)),
@@ -191,16 +191,16 @@ Place = tuple[str, str | None, str | None]
 
 
 @dataclass(frozen=True)
-class Experience:
+class JobHistory:
     """Stays by (type, region, zone), and by (type, region, None) all of the region; speeds by type."""
 
-    stays: Mapping[Place, Sequence[Stay]] = field(default_factory=dict)
-    speeds: Mapping[str, Sequence[SpeedSeen]] = field(default_factory=dict)
+    stays: Mapping[Place, Sequence[PoolStay]] = field(default_factory=dict)
+    speeds: Mapping[str, Sequence[MeasuredSpeed]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, jobs: Iterable[JobExperience]) -> Experience:
-        stays: dict[Place, list[Stay]] = defaultdict(list)
-        speeds: dict[str, list[SpeedSeen]] = defaultdict(list)
+    def of(cls, jobs: Iterable[JobRecord]) -> JobHistory:
+        stays: dict[Place, list[PoolStay]] = defaultdict(list)
+        speeds: dict[str, list[MeasuredSpeed]] = defaultdict(list)
         for job in jobs:
             for stay in job.stays:
                 if stay.market != "spot":
@@ -230,7 +230,7 @@ class Experience:
             belief = GammaHazard(EVIDENCE_WORTH * belief.shape, EVIDENCE_WORTH * belief.hours)
         return belief, len(found)
 
-    def speed(self, instance_type: str, nodes: int, processes_per_node: int, fingerprint: str) -> SpeedSeen | None:
+    def speed(self, instance_type: str, nodes: int, processes_per_node: int, fingerprint: str) -> MeasuredSpeed | None:
         """The newest speed of exactly this."""
         found = [
             seen
@@ -239,10 +239,10 @@ class Experience:
         ]
         return max(found, key=lambda seen: seen.seen_utc, default=None)
 
-    def nearest_speed(self, instance_type: str, nodes: int, fingerprint: str) -> SpeedSeen | None:
+    def nearest_speed(self, instance_type: str, nodes: int, fingerprint: str) -> MeasuredSpeed | None:
         """Elsewhere, of the same configuration: same type first, then the nearest number of nodes, then the newest."""
 
-        def distance(seen: SpeedSeen) -> tuple[bool, float, float]:
+        def distance(seen: MeasuredSpeed) -> tuple[bool, float, float]:
             ratio = max(seen.nodes, nodes) / min(seen.nodes, nodes)
             return seen.instance_type != instance_type, ratio, -seen.seen_utc
 
@@ -254,14 +254,14 @@ class Experience:
 NEWEST_JOBS = 200
 
 
-def remember(root: Store, events: Sequence[Event]) -> JobExperience | None:
+def save_job_record(root: Store, events: Sequence[Event]) -> JobRecord | None:
     """Put what the job has shown so far; None, and nothing is written, where it has shown nothing.
 
     root: the store that holds all jobs. Raises StoreError.
     """
     if not events:
         return None
-    found = experience_of(events)
+    found = summarize_job(events)
     if not found.stays and not found.speeds:
         return None
     day = datetime.fromtimestamp(min(event.t_wall for event in events), UTC).strftime("%Y%m%d")
@@ -269,12 +269,12 @@ def remember(root: Store, events: Sequence[Event]) -> JobExperience | None:
     return found
 
 
-def recall(root: Store) -> Experience:
+def load_job_history(root: Store) -> JobHistory:
     """What the newest jobs of the store have shown. Raises StoreError; an object that cannot be read is left out."""
     jobs = []
     for key in sorted(meta.key for meta in root.list(EXPERIENCE_PREFIX))[-NEWEST_JOBS:]:
         try:
-            jobs.append(JobExperience.from_json(json.loads(root.get(key))))
+            jobs.append(JobRecord.from_json(json.loads(root.get(key))))
         except (ObjectNotFound, ValueError, KeyError, TypeError):
             continue  # deleted meanwhile, or of another version: a plan does without
-    return Experience.of(jobs)
+    return JobHistory.of(jobs)

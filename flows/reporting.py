@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ebbflow.cost.errors import CostError, PriceError
-from ebbflow.cost.job_history import remember
+from ebbflow.cost.job_history import save_job_record
 from ebbflow.cost.jobs import list_known_jobs, load_report
 from ebbflow.cost.prices.source import observed_pools
 from ebbflow.cost.report.render_html import render as render_html
@@ -72,7 +72,7 @@ def write_report(job: Job) -> RunReport:
     for name, content in files.items():
         job.store.put(name, content)
     try:
-        remember(job.root_store, events)
+        save_job_record(job.root_store, events)
     except InfraError as error:  # the job has ended, however it ended: only later plans know less
         print(f"what the job has shown of pools and speeds is not kept: {error}", flush=True)
     return report

@@ -24,8 +24,8 @@ from ebbflow.infra.layout import PLAN_KEY
 from ebbflow.infra.program import PROJECT_ROOT
 
 if TYPE_CHECKING:
-    from ebbflow.cost.job_history import Experience
-    from ebbflow.cost.plan.candidates import Progress
+    from ebbflow.cost.job_history import JobHistory
+    from ebbflow.cost.plan.candidates import JobProgress
     from ebbflow.infra.batch import QueueState
     from ebbflow.infra.config.schema import RunConfig
 
@@ -63,27 +63,27 @@ def queues_there(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
     return {name: replace(queue, usable=True) for name, queue in found.items() if queue.market is not None} or None
 
 
-def experience(job: Job) -> Experience:
+def experience(job: Job) -> JobHistory:
     """What jobs of the store have shown; nothing, and said so, where it does not answer: a plan does without."""
-    from ebbflow.cost.job_history import Experience, recall
+    from ebbflow.cost.job_history import JobHistory, load_job_history
 
     try:
-        return recall(job.root_store)
+        return load_job_history(job.root_store)
     except InfraError as error:
         print(f"what own jobs have shown of pools and speeds is not known: {error}", flush=True)
-        return Experience()
+        return JobHistory()
 
 
-def progress(job: Job) -> Progress:
+def progress(job: Job) -> JobProgress:
     """How far the job has come, so that only the rest is planned; the whole where no account of it can be made."""
     from ebbflow.cost.errors import CostError
-    from ebbflow.cost.plan.candidates import FROM_THE_START, progress_of
+    from ebbflow.cost.plan.candidates import NO_PROGRESS, read_progress
 
     try:
-        return progress_of(read_events(job.store))
+        return read_progress(read_events(job.store))
     except CostError as error:
         print(f"how far the job has come is unknown, so all of it is planned: {error}", flush=True)
-        return FROM_THE_START
+        return NO_PROGRESS
 
 
 T = TypeVar("T")

@@ -19,11 +19,11 @@ import numpy as np
 
 from benchmarks.money.jobs import world_at, zones_of
 from ebbflow.cost.errors import SimulationError
-from ebbflow.cost.job_history import Experience, JobExperience, Stay
-from ebbflow.cost.plan.forecast import Case as Course
-from ebbflow.cost.plan.forecast import outlook, reclaim_prior
+from ebbflow.cost.job_history import JobHistory, JobRecord, PoolStay
+from ebbflow.cost.plan.forecast import ForecastInputs as Course
+from ebbflow.cost.plan.forecast import forecast_quantiles, reclaim_prior
 from ebbflow.cost.policy.interface import Greedy
-from ebbflow.cost.simulate.simulator import PUBLISHED, Job, simulate
+from ebbflow.cost.simulate.simulator import PUBLISHED, SimulatedJob, simulate
 from ebbflow.cost.simulate.world import World
 
 _SEED = 20230216
@@ -77,7 +77,7 @@ def _forecast(world: World, chance: random.Random, zone: str) -> tuple[float, bo
     else:
         raise SimulationError(f"zone {zone}: no capacity at any of {_DRAWS} moments, nothing to forecast")
     before = world.window(start - _WEEK_HOURS, _WEEK_HOURS)
-    experience = Experience.of([JobExperience(job="week", stays=tuple(_stays(before, zone)))])
+    experience = JobHistory.of([JobRecord(job="week", stays=tuple(_stays(before, zone)))])
     belief, _ = experience.reclaims(reclaim_prior(_BAND), "", zone[:-1], zone, _WEEK_HOURS * 3600)
     course = Course(
         start_hours=changeover,
@@ -88,13 +88,13 @@ def _forecast(world: World, chance: random.Random, zone: str) -> tuple[float, bo
         failures_per_hour=0.0,
         speed_log_deviation=0.0,
     )
-    found = outlook(course, gang_usd_per_hour=1.0, other_usd=0.0, hours_left=deadline)
+    found = forecast_quantiles(course, gang_usd_per_hour=1.0, other_usd=0.0, hours_left=deadline)
     assert found.deadline_probability is not None
-    outcome = simulate(window, Job(work, deadline, changeover), PUBLISHED, Greedy())
+    outcome = simulate(window, SimulatedJob(work, deadline, changeover), PUBLISHED, Greedy())
     return 1.0 - found.deadline_probability, outcome.missed
 
 
-def _stays(before: World, zone: str) -> Iterator[Stay]:
+def _stays(before: World, zone: str) -> Iterator[PoolStay]:
     """What jobs that were there whenever they could be would have recorded; `ended_utc` on the clock of `before`."""
     up, tick = before.available[0], float(before.tick_hours[0])
     day = max(1, round(_DAY_HOURS / tick))
@@ -103,7 +103,7 @@ def _stays(before: World, zone: str) -> Iterator[Stay]:
     for first, last in pairwise(edges):
         if up[first]:
             lost = last < len(up) and not up[last]
-            yield Stay(
+            yield PoolStay(
                 instance_type="",
                 nodes=1,
                 market="spot",

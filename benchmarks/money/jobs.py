@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.policy import policies
-from ebbflow.cost.simulate.simulator import RULES, Job, Reality, optimum_usd, run_job
+from ebbflow.cost.simulate.simulator import RULES, Deviations, SimulatedJob, optimum_usd, run_job
 from ebbflow.cost.simulate.world import Distances, World, read_prices, read_traces, world_of
 
 OPTIMUM = "optimum"
@@ -31,11 +31,11 @@ class Case:
     traces: str
     zones: tuple[str, ...]
     start_hours: float
-    job: Job
+    job: SimulatedJob
     rules: str
     policy: str
     delay_hours: float | None = None
-    reality: Reality = field(default_factory=Reality)
+    reality: Deviations = field(default_factory=Deviations)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.money.jobs import OPTIMUM, Case, hours_of, zones_of
-from ebbflow.cost.simulate.simulator import Job
+from ebbflow.cost.simulate.simulator import SimulatedJob
 
 CELL_ZONES = ("us-east-1c", "us-east-2b", "us-west-2a")
 CELL_STARTS = (179.725, 299.542, 419.358, 479.267, 838.717)
-CELL_JOB = Job(39.9389, 59.9083, 0.2)
+CELL_JOB = SimulatedJob(39.9389, 59.9083, 0.2)
 # SkyNomad (NSDI'27), figure 9b: dollars per cell.
 PUBLISHED_USD = {
     "optimum": (37.74, 37.54, 37.00, 37.19, 37.39),
@@ -47,7 +47,7 @@ def single_zones(data: Path, starts: int) -> list[Case]:
             hours = hours_of(data, "availability", (zone,))
             for deadline in ZONE_DEADLINES:
                 for changeover in ZONE_CHANGEOVERS:
-                    job = Job(ZONE_WORK_HOURS, deadline, changeover)
+                    job = SimulatedJob(ZONE_WORK_HOURS, deadline, changeover)
                     for start in spread(hours - max(ZONE_DEADLINES), starts):
                         cases.append(Case("availability", (zone,), start, job, "published", name))
     return cases
@@ -77,7 +77,7 @@ def enactable(data: Path, starts: int) -> list[Case]:
         for traces, group in worlds:
             room = hours_of(data, traces, group) - CELL_JOB.deadline_hours
             for number, start in enumerate(spread(room, starts)):
-                job = Job(CELL_JOB.work_hours, CELL_JOB.deadline_hours, CELL_JOB.changeover_hours, seed=number)
+                job = SimulatedJob(CELL_JOB.work_hours, CELL_JOB.deadline_hours, CELL_JOB.changeover_hours, seed=number)
                 cases.append(Case(traces, group, start, job, "enactable", name))
     return cases
 

@@ -1,6 +1,6 @@
 """`ebbflow bench money placements`: whole jobs on a virtual AWS Batch over recorded capacity, placed as real ones are.
 
-Each attempt is planned and placed anew by what a launcher does before a submit (`cost.plan`, `cost.capacity.place`),
+Each attempt is planned and placed anew by what a launcher does before a submit (`cost.plan`, `cost.capacity.decision`),
 with the history of the attempts before; only Batch itself is simulated (`virtual_batch.py`). Beside what each job
 cost stand what its first plan said, what on-demand alone would cost, and the optimum of who knows the whole future; all
 of it is compute alone, without storage and transfer.
@@ -132,7 +132,7 @@ def _optimum_usd(config: RunConfig, trace: Trace, up: Sequence[bool]) -> float:
     import numpy as np
 
     from benchmarks.money.virtual_batch import BEGAN_UTC, planned
-    from ebbflow.cost.simulate.simulator import Job, optimum_usd
+    from ebbflow.cost.simulate.simulator import SimulatedJob, optimum_usd
     from ebbflow.cost.simulate.world import World
 
     ranked = planned(config, BEGAN_UTC).ranked
@@ -149,7 +149,7 @@ def _optimum_usd(config: RunConfig, trace: Trace, up: Sequence[bool]) -> float:
         on_demand_usd_per_hour=cheapest["on_demand"],
         tick_hours=np.full(len(available), tick),
     )
-    job = Job(
+    job = SimulatedJob(
         work_hours=tick * math.floor(case.work_hours / tick),
         deadline_hours=deadline,
         changeover_hours=tick * math.floor(case.fixed_lost_hours / tick),

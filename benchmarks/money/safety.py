@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.money.jobs import Case, Figure
 from ebbflow.cost.errors import SimulationError
-from ebbflow.cost.simulate.simulator import Job, Reality
+from ebbflow.cost.simulate.simulator import Deviations, SimulatedJob
 
 _SEED = 20230803
 _STATED_DELAY_HOURS = 0.5
@@ -87,7 +87,7 @@ def random_cases(data: Path, names: tuple[str, ...], count: int) -> Iterator[Cas
         nodes = 4 if traces == "gang" else 1
         budget = (work + changeover) * PRICE * nodes * chance.uniform(0.8, 1.6) if chance.random() < 0.5 else math.inf
         commit = chance.uniform(0.05, 0.5) if chance.random() < 0.5 else 0.0
-        job = Job(work, deadline, changeover, budget, commit, seed=number)
+        job = SimulatedJob(work, deadline, changeover, budget, commit, seed=number)
         start = chance.uniform(0.0, rooms[traces, group] - deadline - 1.0)
         delay = chance.choice((0.0, 0.1, _STATED_DELAY_HOURS))
         # Every policy meets every set of rules, however many policies there are.
@@ -119,19 +119,19 @@ def beyond_cases(data: Path, names: list[str], count: int) -> Iterator[tuple[tup
         zone = zones[number % len(zones)]
         room = hours_of(data, "availability", (zone,)) - 120.0
         start = room * number / max(1, count - 1)
-        job = Job(24.0, 24.0 * (1.25, 1.5, 2.0)[number // len(zones) % 3], 0.2, seed=number)
+        job = SimulatedJob(24.0, 24.0 * (1.25, 1.5, 2.0)[number // len(zones) % 3], 0.2, seed=number)
         for name in names:
             for delay in DELAYS_HOURS:
-                real = Reality(on_demand_delays=(delay,))
+                real = Deviations(on_demand_delays=(delay,))
                 yield ("delay", name, delay), _beyond_case(zone, start, job, name, real)
             for pace in PACES:
                 for noticed in (math.inf, 0.5):
-                    real = Reality(useful_per_hour=pace, noticed_after_hours=noticed)
+                    real = Deviations(useful_per_hour=pace, noticed_after_hours=noticed)
                     key = "throughput, never noticed" if noticed == math.inf else "throughput, noticed after 0.5 h"
                     yield (key, name, pace), _beyond_case(zone, start, job, name, real)
 
 
-def _beyond_case(zone: str, start: float, job: Job, name: str, reality: Reality) -> Case:
+def _beyond_case(zone: str, start: float, job: SimulatedJob, name: str, reality: Deviations) -> Case:
     return Case("availability", (zone,), start, job, "enactable", name, _STATED_DELAY_HOURS, reality)
 
 

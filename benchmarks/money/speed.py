@@ -58,9 +58,9 @@ def measure(name: str, pools: int, tick_seconds: float) -> dict[str, Any]:
     """A 48 h job with a deadline of 72 h under the published rules; the decision with and without the net's part."""
     from ebbflow.cost.policy import policies
     from ebbflow.cost.policy.safety_net import SafetyNet
-    from ebbflow.cost.simulate.simulator import PUBLISHED, Job, optimum_usd, simulate
+    from ebbflow.cost.simulate.simulator import PUBLISHED, SimulatedJob, optimum_usd, simulate
 
-    world, job = synthetic_world(pools, tick_seconds), Job(_WORK_HOURS, _DEADLINE_HOURS, 0.2)
+    world, job = synthetic_world(pools, tick_seconds), SimulatedJob(_WORK_HOURS, _DEADLINE_HOURS, 0.2)
     runs = []
     for _ in ("cold", "warm"):
         timed, began = _Timed(SafetyNet(policies()[name]())), time.process_time()

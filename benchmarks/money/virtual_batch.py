@@ -1,4 +1,4 @@
-"""A virtual AWS Batch for `cost.capacity.place`: Spot comes and goes by a trace, on a clock that nobody waits for.
+"""A virtual AWS Batch for `cost.capacity.decision`: Spot comes and goes by a trace, on a clock that nobody waits for.
 
 Simulated: there is no service behind it. What a process of a real run would know goes through events, as JSON.
 """
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ebbflow.cost.capacity import Placement, attempt_record, history_of, place
-from ebbflow.cost.plan.candidates import Progress
+from ebbflow.cost.capacity import Placement, batch_attempt_data, choose_placement, read_attempts
+from ebbflow.cost.plan.candidates import JobProgress
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.infra.batch.jobs import BatchAttempt, Cause
 from ebbflow.infra.batch.queues import QueueState
@@ -38,7 +38,7 @@ BOTH = queues(queue("spot-g5", "spot", ["g5"]), queue("on-demand-g5", "on_demand
 def planned(config: RunConfig, now_utc: float, *, share_done: float = 0.0, spent_usd: float = 0.0) -> Plan:
     """Of what is left, the job having begun at `BEGAN_UTC`; by the static table."""
     done = round(config.training.max_steps * share_done)
-    progress = Progress(done_steps=done, spent_usd=spent_usd, started_utc=BEGAN_UTC)
+    progress = JobProgress(done_steps=done, spent_usd=spent_usd, started_utc=BEGAN_UTC)
     return make_plan(config, now_utc=now_utc, progress=progress)
 
 
@@ -70,7 +70,7 @@ class JobLog:
 
     def told(self, cause: Cause, placement: Placement, at: float, *, started: float | None, job_id: str = "") -> None:
         """What came of the newest placement at second `at`."""
-        self._add(BATCH_ATTEMPT, at, **attempt_record(attempt(cause, at, started, job_id), placement))
+        self._add(BATCH_ATTEMPT, at, **batch_attempt_data(attempt(cause, at, started, job_id), placement))
 
     def _add(self, name: str, at: float, **data: Any) -> None:
         of_nobody = {"attempt": 0, "generation": 0, "node": 0, "rank": -1, "step": None}
@@ -89,8 +89,8 @@ def placed_now(
 ) -> Placement:
     """Second `at` of the job: place the next attempt and write it down."""
     plan = planned(config, BEGAN_UTC + at, share_done=share_done, spent_usd=spent_usd)
-    history = history_of(log.events)
-    placement = place(config, plan=plan, history=history, queues=where or BOTH, now_utc=BEGAN_UTC + at)
+    history = read_attempts(log.events)
+    placement = choose_placement(config, plan=plan, history=history, queues=where or BOTH, now_utc=BEGAN_UTC + at)
     log.placed(placement, at + 0.01)
     return placement
 

@@ -5,7 +5,22 @@
 
 from __future__ import annotations
 
-from ebbflow.cost.capacity.place import place
-from ebbflow.cost.capacity.placement import History, PastAttempt, Placement, as_placed, attempt_record, history_of
+from ebbflow.cost.capacity.decision import choose_placement
+from ebbflow.cost.capacity.placement import (
+    AttemptHistory,
+    PastAttempt,
+    Placement,
+    batch_attempt_data,
+    read_attempts,
+    with_placement,
+)
 
-__all__ = ["History", "PastAttempt", "Placement", "as_placed", "attempt_record", "history_of", "place"]
+__all__ = [
+    "AttemptHistory",
+    "PastAttempt",
+    "Placement",
+    "batch_attempt_data",
+    "choose_placement",
+    "read_attempts",
+    "with_placement",
+]

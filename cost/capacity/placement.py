@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
-from ebbflow.cost.plan.candidates import Candidate, lack_of, short_name, takes
+from ebbflow.cost.plan.candidates import Candidate, accepts_type, short_queue_name, why_unusable
 from ebbflow.cost.plan.plan import Plan
 from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, GENERATION_ENDED, NODE_STARTED, NOTICE, PLACED, Event
 from ebbflow.infra.notices import RECLAIMS
@@ -70,7 +70,7 @@ class Placement:
 
     def __str__(self) -> str:
         where = f"{self.nodes} × {self.instance_type} {self.market.replace('_', '-')}"
-        return f"{where} in queue {short_name(self.queue)}"
+        return f"{where} in queue {short_queue_name(self.queue)}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,7 +82,7 @@ class Placement:
 
 
 def pool_id(queue: str, instance_type: str, nodes: int) -> str:
-    return f"{short_name(queue)}/{nodes}x{instance_type}"
+    return f"{short_queue_name(queue)}/{nodes}x{instance_type}"
 
 
 def memory_mib(kind: InstanceType) -> int:
@@ -91,7 +91,7 @@ def memory_mib(kind: InstanceType) -> int:
     return math.floor(kind.ram_gib * 1024 * left) - _AGENT_MIB
 
 
-def as_placed(plan: Plan, placement: Placement) -> Plan:
+def with_placement(plan: Plan, placement: Placement) -> Plan:
     """The plan with the placed pool as the chosen one, so that terms, ledger and report follow what is really taken.
 
     Raises KeyError where the plan has no such pool.
@@ -115,7 +115,7 @@ def _is_of(one: Candidate, placement: Placement) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
+class QueueOffer:
     """One pool as Batch can run it: the cheapest of the plan's places for the type, since Batch chooses the zone."""
 
     candidate: Candidate
@@ -134,27 +134,27 @@ class Offer:
         return self.candidate.case.work_hours
 
 
-def offers(
+def find_offers(
     ranked: Sequence[Candidate],
     queues: Mapping[str, QueueState],
     *,
     region: str | None = None,
     catalogue: Catalogue | None = None,
-) -> tuple[Offer, ...]:
+) -> tuple[QueueOffer, ...]:
     """In the plan's order, each type, size and queue once. region: where the queues are; None: not known."""
     kinds = load_catalogue() if catalogue is None else catalogue
-    found: dict[str, Offer] = {}
+    found: dict[str, QueueOffer] = {}
     for one in ranked:
         if region is not None and one.region not in (None, region):
             continue
         for name, queue in queues.items():
-            if lack_of(queue, one, kinds) is None:
-                offer = Offer(candidate=one, queue=name)
+            if why_unusable(queue, one, kinds) is None:
+                offer = QueueOffer(candidate=one, queue=name)
                 found.setdefault(offer.id, offer)
     return tuple(found.values())
 
 
-def lacking(
+def explain_no_offer(
     ranked: Sequence[Candidate],
     queues: Mapping[str, QueueState],
     *,
@@ -171,8 +171,8 @@ def lacking(
     lines = []
     for name, queue in queues.items():
         near = [one for one in here if one.market == queue.market] or here
-        wanted = next((one for one in near if takes(queue.instance_types, one.instance_type)), near[0])
-        lines.append(f"{short_name(name)}: {lack_of(queue, wanted, kinds)}")
+        wanted = next((one for one in near if accepts_type(queue.instance_types, one.instance_type)), near[0])
+        lines.append(f"{short_queue_name(name)}: {why_unusable(queue, wanted, kinds)}")
     return "; ".join(lines)
 
 
@@ -224,7 +224,7 @@ class PastAttempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class History:
+class AttemptHistory:
     """All attempts of a job so far, oldest first."""
 
     attempts: tuple[PastAttempt, ...] = ()
@@ -234,7 +234,7 @@ class History:
         return self.attempts[-1] if self.attempts else None
 
 
-def attempt_record(attempt: Any, placement: Placement | None) -> dict[str, Any]:
+def batch_attempt_data(attempt: Any, placement: Placement | None) -> dict[str, Any]:
     """The data of a `batch_attempt` event: what Batch told of a job (`infra.batch.attempts.BatchAttempt`), and where it
     was placed, so that the ledger can price it. placement: None where nobody knows."""
     told = asdict(attempt) if is_dataclass(attempt) and not isinstance(attempt, type) else dict(attempt)
@@ -244,7 +244,7 @@ def attempt_record(attempt: Any, placement: Placement | None) -> dict[str, Any]:
     return {**told, **{name: placed.get(name) for name in (*names, "price_kind")}}
 
 
-def history_of(events: Sequence[Event]) -> History:
+def read_attempts(events: Sequence[Event]) -> AttemptHistory:
     """From a job's events, in any order.
 
     What came of a placement is told of the job that was submitted for it; where no submit was recorded, it is the first
@@ -267,7 +267,7 @@ def history_of(events: Sequence[Event]) -> History:
         attempts.append(
             _with_word(attempt, job_id, newest[job_id], better.get(job_id)) if job_id in newest else attempt
         )
-    return History(attempts=tuple(attempts))
+    return AttemptHistory(attempts=tuple(attempts))
 
 
 def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:

@@ -10,25 +10,25 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue import Catalogue, InstanceType, Rates, Usage, load_rates, other_costs
-from ebbflow.cost.job_history import Experience
+from ebbflow.cost.job_history import JobHistory
 from ebbflow.cost.ledger.generations import read_generations
 from ebbflow.cost.ledger.ledger import compute_spent_usd
 from ebbflow.cost.plan.forecast import (
-    Case,
-    Course,
-    Hazard,
-    Outlook,
-    Work,
-    course,
+    ExpectedRun,
+    ForecastInputs,
+    ForecastQuantiles,
+    PoolHazard,
+    RemainingWork,
+    expect_run,
     machine_failures_per_hour,
     reclaim_prior,
     save_seconds,
 )
 from ebbflow.cost.plan.throughput import (
     NETWORK_EFFICIENCY,
-    Fit,
-    batch_arithmetic,
-    gib,
+    MemoryFit,
+    explain_batch,
+    gib_text,
     known_throughput,
     memory_fit,
     micro_batch,
@@ -99,7 +99,7 @@ class Candidate(Pool):
     price_age_hours: float
     price_stale: bool
     micro_batch: int
-    fit: Fit
+    fit: MemoryFit
     tokens_per_second: float
     step_seconds: float
     bound: str
@@ -118,8 +118,8 @@ class Candidate(Pool):
     transfer_usd: float
     expected_usd: float
     usd_per_step: float
-    case: Case
-    outlook: Outlook | None = None
+    case: ForecastInputs
+    outlook: ForecastQuantiles | None = None
 
     @property
     def gang_usd_per_hour(self) -> float:
@@ -136,8 +136,15 @@ class Candidate(Pool):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Candidate:
-        outlook = data["outlook"] and Outlook(**data["outlook"])
-        return cls(**{**data, "fit": Fit(**data["fit"]), "case": Case.from_json(data["case"]), "outlook": outlook})
+        outlook = data["outlook"] and ForecastQuantiles(**data["outlook"])
+        return cls(
+            **{
+                **data,
+                "fit": MemoryFit(**data["fit"]),
+                "case": ForecastInputs.from_json(data["case"]),
+                "outlook": outlook,
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,23 +163,23 @@ class Rejection(Pool):
         return cls(**data)
 
 
-def without_queue(queues: Mapping[str, QueueState], wanted: Pool, catalogue: Catalogue) -> str | None:
+def why_no_queue(queues: Mapping[str, QueueState], wanted: Pool, catalogue: Catalogue) -> str | None:
     """Why none of them takes the pool, by the queue that is nearest to it; None: one does."""
-    lacks = {name: lack_of(queue, wanted, catalogue) for name, queue in queues.items()}
+    lacks = {name: why_unusable(queue, wanted, catalogue) for name, queue in queues.items()}
     if None in lacks.values():
         return None
     near = next((name for name, queue in queues.items() if queue.market == wanted.market), None)
     if near is None:
         return f"no queue is {wanted.market.replace('_', '-')}"
-    return f"{short_name(near)}: {lacks[near]}"
+    return f"{short_queue_name(near)}: {lacks[near]}"
 
 
-def short_name(queue: str) -> str:
+def short_queue_name(queue: str) -> str:
     """A queue's name without the rest of its ARN."""
     return queue.rpartition("/")[2]
 
 
-def lack_of(queue: QueueState, wanted: Pool, catalogue: Catalogue) -> str | None:
+def why_unusable(queue: QueueState, wanted: Pool, catalogue: Catalogue) -> str | None:
     """Why the queue cannot run the pool; None: it can."""
     if not queue.usable:
         return queue.problem or "not usable"
@@ -184,7 +191,7 @@ def lack_of(queue: QueueState, wanted: Pool, catalogue: Catalogue) -> str | None
         return f"AWS Batch runs no job of several nodes on Spot, and {wanted} is one"
     if wanted.nodes > 1 and not queue.multi_node:
         return f"takes no job of several nodes, and {wanted} is one"
-    if not takes(queue.instance_types, wanted.instance_type):
+    if not accepts_type(queue.instance_types, wanted.instance_type):
         listed = ", ".join(queue.instance_types)
         if any(one in BATCHS_CHOICE for one in queue.instance_types):
             family = wanted.instance_type.partition(".")[0]
@@ -202,12 +209,12 @@ def _most_vcpus(queue: QueueState, instance_type: str) -> int | None:
     """Of the largest compute environment that takes the type, since a job runs in one of them: beyond it a job waits in
     RUNNABLE for ever. None: no limit is known.
     """
-    able = [one for one in queue.compute_environments if one.usable and takes(one.instance_types, instance_type)]
+    able = [one for one in queue.compute_environments if one.usable and accepts_type(one.instance_types, instance_type)]
     limits = [one.max_vcpus for one in able] or [queue.max_vcpus]
     return None if None in limits else max(limit for limit in limits if limit is not None)
 
 
-def takes(listed: Sequence[str], instance_type: str) -> bool:
+def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
     """Whether the type is listed, or its family (g5), or the beginning of its name within the family (p4d.24); what
     Batch chooses itself ("optimal") is none of the catalogue, whose types all have GPUs. Nothing listed: any."""
     return not listed or any(
@@ -221,7 +228,7 @@ def _begins(listed: str, instance_type: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class JobProgress:
     """done_steps: that a next start goes on from. spent_usd: so far. started_utc: Unix time of the first plan that led
     to a start, from which the deadline counts; None: the job begins now.
     """
@@ -231,21 +238,21 @@ class Progress:
     started_utc: float | None = None
 
 
-FROM_THE_START = Progress()
+NO_PROGRESS = JobProgress()
 
 
-def progress_of(events: Sequence[Event]) -> Progress:
+def read_progress(events: Sequence[Event]) -> JobProgress:
     """From a job's events, in any order. Raises LedgerError where no account can be made of them."""
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered)
     if not generations:
-        return FROM_THE_START
+        return NO_PROGRESS
     kept = generations[max(generations)].kept[1]
     taken = max((event.step for event in ordered if event.name == STEP and event.step is not None), default=0)
     started = min(generation.started_wall for generation in generations.values())
     plans = [event.t_wall for event in ordered if event.name == PLAN and event.data.get("chosen")]
     before = [at for at in plans if at <= started]
-    return Progress(
+    return JobProgress(
         done_steps=int(min(kept, taken)),
         spent_usd=compute_spent_usd(ordered),
         started_utc=max(before) if before else started,
@@ -272,7 +279,7 @@ NO_QUEUE = "no queue"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sources:
+class PlanInputs:
     """All that a plan is made from, besides the configuration. now_utc: Unix time that prices are judged at.
 
     experience: what jobs of the same store have shown. progress: of the job itself. queues: of AWS Batch, of which one
@@ -283,8 +290,8 @@ class Sources:
     shape: ModelShape
     prices: PriceSource
     now_utc: float
-    experience: Experience = field(default_factory=Experience)
-    progress: Progress = FROM_THE_START
+    experience: JobHistory = field(default_factory=JobHistory)
+    progress: JobProgress = NO_PROGRESS
     rates: Rates = field(default_factory=load_rates)
     queues: Mapping[str, QueueState] | None = None
 
@@ -304,16 +311,16 @@ class _Courses:
 
     config: RunConfig
     hours_left: float | None
-    known: dict[Any, Course | None] = field(default_factory=dict)
+    known: dict[Any, ExpectedRun | None] = field(default_factory=dict)
 
-    def of(self, work: Work, hazard: Hazard) -> Course | None:
+    def of(self, work: RemainingWork, hazard: PoolHazard) -> ExpectedRun | None:
         key = id(work), hazard.reclaims, hazard.failures_per_hour
         if key not in self.known:
-            self.known[key] = course(self.config, work, hazard)
+            self.known[key] = expect_run(self.config, work, hazard)
         return self.known[key]
 
 
-def judged(config: RunConfig, sources: Sources) -> Iterator[Candidate | Rejection]:
+def judge_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate | Rejection]:
     """Every pool that the configuration names: one that can run the job with what it takes, any other with the reason.
 
     A spot pool is one zone that has a price; an on-demand pool is a region, or each zone of `cost.zones`.
@@ -332,9 +339,9 @@ def judged(config: RunConfig, sources: Sources) -> Iterator[Candidate | Rejectio
             yield from _in_region(config, sources, replace(pool, region=region), kind, works[-1], courses)
 
 
-def candidates(config: RunConfig, sources: Sources) -> Iterator[Candidate]:
+def feasible_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate]:
     """The pools that can run the job."""
-    return (one for one in judged(config, sources) if isinstance(one, Candidate))
+    return (one for one in judge_pools(config, sources) if isinstance(one, Candidate))
 
 
 def _sizes(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, InstanceType]]:
@@ -355,7 +362,7 @@ def _rejection(pool: Pool, kind: str, reason: str, excess: float = 0.0) -> Rejec
 
 
 def _in_region(
-    config: RunConfig, sources: Sources, pool: Pool, kind: InstanceType, work: Work, courses: _Courses
+    config: RunConfig, sources: PlanInputs, pool: Pool, kind: InstanceType, work: RemainingWork, courses: _Courses
 ) -> Iterator[Candidate | Rejection]:
     region = pool.region or ""
     wanted = [zone for zone in config.cost.zones if is_zone_of(zone, region)]
@@ -376,17 +383,17 @@ def _in_region(
         yield _expect(config, sources, here, kind, work, quote, hazard, courses)
 
 
-def _hazard(sources: Sources, pool: Pool, kind: InstanceType) -> Hazard | None:
+def _hazard(sources: PlanInputs, pool: Pool, kind: InstanceType) -> PoolHazard | None:
     """None for a spot pool without a band: without a prior nothing is believed of it."""
     failures = machine_failures_per_hour(pool.ranks)
     if pool.market != "spot":
-        return Hazard(reclaims=None, failures_per_hour=failures, kind="estimated: machine failures as published")
+        return PoolHazard(reclaims=None, failures_per_hour=failures, kind="estimated: machine failures as published")
     band = kind.interruption_band(pool.region or "")
     if band is None:
         return None
     belief, stays = sources.experience.reclaims(reclaim_prior(band), kind.name, pool.region, pool.zone, sources.now_utc)
     own = f", updated by {stays} stays of own jobs" if stays else ""
-    return Hazard(reclaims=belief, failures_per_hour=failures, kind=f"estimated: advisor's band {band}{own}")
+    return PoolHazard(reclaims=belief, failures_per_hour=failures, kind=f"estimated: advisor's band {band}{own}")
 
 
 def _quotes(
@@ -426,14 +433,14 @@ def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any,
     return None
 
 
-def _has_no_queue(sources: Sources, pool: Pool) -> tuple[Any, ...] | None:
-    why = None if sources.queues is None else without_queue(sources.queues, pool, sources.catalogue)
+def _has_no_queue(sources: PlanInputs, pool: Pool) -> tuple[Any, ...] | None:
+    why = None if sources.queues is None else why_no_queue(sources.queues, pool, sources.catalogue)
     return None if why is None else (NO_QUEUE, why)
 
 
 def _does_not_fit(config: RunConfig, shape: ModelShape, pool: Pool, kind: InstanceType) -> tuple[Any, ...] | None:
     if micro_batch(config, pool.ranks) is None:
-        return "batch not divisible", batch_arithmetic(config, pool.ranks)
+        return "batch not divisible", explain_batch(config, pool.ranks)
     shard = shard_ranks(config, pool.ranks, pool.processes_per_node)
     if pool.ranks % shard:
         return "shards do not divide", f"{pool.ranks} ranks are no multiple of parallel.shard_size {shard}"
@@ -447,11 +454,11 @@ def _does_not_fit(config: RunConfig, shape: ModelShape, pool: Pool, kind: Instan
             ram_bytes=int(kind.ram_gib * 2**30),
         )
         return None if host is None else ("does not fit", *host)
-    reason = f"needs {fit.render()}; {kind.gpu.name} has {gib(kind.gpu_memory_bytes)}"
+    reason = f"needs {fit.render()}; {kind.gpu.name} has {gib_text(kind.gpu_memory_bytes)}"
     return "does not fit", reason, fit.total / kind.gpu_memory_bytes
 
 
-def _work(config: RunConfig, sources: Sources, pool: Pool, kind: InstanceType, fingerprint: str) -> Work:
+def _work(config: RunConfig, sources: PlanInputs, pool: Pool, kind: InstanceType, fingerprint: str) -> RemainingWork:
     shape, progress = sources.shape, sources.progress
     speed = known_throughput(
         config,
@@ -466,7 +473,7 @@ def _work(config: RunConfig, sources: Sources, pool: Pool, kind: InstanceType, f
     samples = micro_batch(config, pool.ranks)
     assert speed is not None and samples is not None  # _cannot_run and _does_not_fit saw to it
     steps = sources.steps_left(config)
-    return Work(
+    return RemainingWork(
         steps=steps,
         samples=samples,
         fit=memory_fit(config, pool.ranks, shape, ranks_per_node=pool.processes_per_node),
@@ -498,12 +505,12 @@ def _token_bytes(config: RunConfig, shape: ModelShape, steps: int) -> float:
 
 def _expect(
     config: RunConfig,
-    sources: Sources,
+    sources: PlanInputs,
     pool: Pool,
     kind: InstanceType,
-    work: Work,
+    work: RemainingWork,
     quote: Quote,
-    hazard: Hazard,
+    hazard: PoolHazard,
     courses: _Courses,
 ) -> Candidate | Rejection:
     """The pool with what it takes, or why it would not do in time."""
@@ -568,7 +575,7 @@ def _expect(
     )
 
 
-def _daly_steps(work: Work, hazard: Hazard) -> int:
+def _daly_steps(work: RemainingWork, hazard: PoolHazard) -> int:
     """Daly's interval in steps: at least one, at most all that are left."""
     steps = daly_interval_seconds(work.save_seconds, hazard.per_hour) / work.speed.step_seconds
     return max(1, round(min(steps, max(1, work.steps))))

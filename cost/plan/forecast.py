@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ebbflow.cost.plan.throughput import Fit, Throughput
+from ebbflow.cost.plan.throughput import MemoryFit, Throughput
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import COMMIT_BYTES_PER_PARAMETER, ModelShape
 from ebbflow.infra.reliability import GammaHazard, daly_interval_seconds
@@ -84,7 +84,7 @@ MEAN_WAIT_HOURS = sum(WAIT_HOURS) / len(WAIT_HOURS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ForecastInputs:
     """What the course of a job in one pool depends on, but its price.
 
     start_hours: of the first start. work_hours: training and saves, undisturbed. fixed_lost_hours: of each
@@ -104,12 +104,12 @@ class Case:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Case:
+    def from_json(cls, data: dict[str, Any]) -> ForecastInputs:
         return cls(**{**data, "reclaims": data["reclaims"] and GammaHazard(**data["reclaims"])})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
+class ForecastQuantiles:
     """Quantiles of the job's hours, waits included, and of its dollars; deadline_probability: of being done in time,
     None without a deadline. Simulated.
     """
@@ -121,10 +121,12 @@ class Outlook:
     deadline_probability: float | None
 
 
-def outlook(case: Case, *, gang_usd_per_hour: float, other_usd: float, hours_left: float | None) -> Outlook:
+def forecast_quantiles(
+    case: ForecastInputs, *, gang_usd_per_hour: float, other_usd: float, hours_left: float | None
+) -> ForecastQuantiles:
     """other_usd: what does not depend on the hours. hours_left: to the deadline."""
-    drawn = chances(case)
-    return Outlook(
+    drawn = simulate_runs(case)
+    return ForecastQuantiles(
         p50_hours=_quantile(drawn.hours, 0.5),
         p90_hours=_quantile(drawn.hours, 0.9),
         p50_usd=gang_usd_per_hour * _quantile(drawn.paid_hours, 0.5) + other_usd,
@@ -142,7 +144,7 @@ def _quantile(draws: numpy.ndarray, share: float) -> float:
 
 
 @dataclass(frozen=True)
-class Chances:
+class SimulatedRuns:
     """Draws of the same jobs: paid hours per node, and hours with the waits."""
 
     paid_hours: numpy.ndarray
@@ -162,7 +164,7 @@ def _standard_draws() -> tuple[numpy.ndarray, numpy.ndarray]:
     return chance.permutation(strata), chance.standard_normal(DRAWS)
 
 
-def chances(case: Case) -> Chances:
+def simulate_runs(case: ForecastInputs) -> SimulatedRuns:
     """`DRAWS` courses of the job. Pure: the same case gives the same draws."""
     import numpy
 
@@ -179,11 +181,11 @@ def chances(case: Case) -> Chances:
     spread = case.interval_hours / math.sqrt(12.0)
     lost = number * mean + numpy.sqrt(number) * spread * losses
     paid = undisturbed + numpy.maximum(lost, number * case.fixed_lost_hours)
-    return Chances(paid_hours=paid, hours=paid + _waits(chance, reclaims))
+    return SimulatedRuns(paid_hours=paid, hours=paid + _waits(chance, reclaims))
 
 
 def _counts(
-    chance: numpy.random.Generator, undisturbed: numpy.ndarray, case: Case, belief: GammaHazard | None
+    chance: numpy.random.Generator, undisturbed: numpy.ndarray, case: ForecastInputs, belief: GammaHazard | None
 ) -> numpy.ndarray:
     """Reclaims of each draw: Poisson at a hazard drawn from the belief, over a time that they make longer."""
     import numpy
@@ -217,7 +219,7 @@ SAVE_OVERHEAD_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class RemainingWork:
     """What the job needs on gangs of a type and size, wherever they lie. steps: those that remain.
 
     save_seconds: training stands still per save. carry_seconds: until a save is durable, or restored.
@@ -225,7 +227,7 @@ class Work:
 
     steps: int
     samples: int
-    fit: Fit
+    fit: MemoryFit
     speed: Throughput
     save_seconds: float
     carry_seconds: float
@@ -239,7 +241,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hazard:
+class PoolHazard:
     """Of a gang in one pool. reclaims: None on-demand. kind: in words."""
 
     reclaims: GammaHazard | None
@@ -252,10 +254,10 @@ class Hazard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class ExpectedRun:
     """The expected course of the job at a hazard: all of a candidate but money. paid_hours: of each node."""
 
-    case: Case
+    case: ForecastInputs
     interval_seconds: float
     interruptions: float
     paid_hours: float
@@ -270,7 +272,7 @@ def machine_failures_per_hour(ranks: int) -> float:
     return FAILURES_PER_GPU_HOUR * ranks
 
 
-def course(config: RunConfig, work: Work, hazard: Hazard) -> Course | None:
+def expect_run(config: RunConfig, work: RemainingWork, hazard: PoolHazard) -> ExpectedRun | None:
     """None: interruptions come faster than work gets done, so that the job would not end."""
     interval = interval_seconds(config, work, hazard.per_hour)
     undisturbed = work.seconds * (1 + work.save_seconds / interval) / 3600
@@ -282,7 +284,7 @@ def course(config: RunConfig, work: Work, hazard: Hazard) -> Course | None:
     start = (start_seconds + (work.carry_seconds if work.restores_first else 0.0)) / 3600
     paid = (start + undisturbed) / (1 - hazard.per_hour * each)
     reclaims = paid * (hazard.reclaims.per_hour if hazard.reclaims else 0.0)
-    case = Case(
+    case = ForecastInputs(
         start_hours=start,
         work_hours=undisturbed,
         fixed_lost_hours=fixed_lost,
@@ -291,7 +293,7 @@ def course(config: RunConfig, work: Work, hazard: Hazard) -> Course | None:
         failures_per_hour=hazard.failures_per_hour,
         speed_log_deviation=work.speed.log_deviation,
     )
-    return Course(
+    return ExpectedRun(
         case=case,
         interval_seconds=interval,
         interruptions=hazard.per_hour * paid,
@@ -300,7 +302,7 @@ def course(config: RunConfig, work: Work, hazard: Hazard) -> Course | None:
     )
 
 
-def interval_seconds(config: RunConfig, work: Work, hazard_per_hour: float) -> float:
+def interval_seconds(config: RunConfig, work: RemainingWork, hazard_per_hour: float) -> float:
     """Training time between saves as `checkpoint.interval` has it; at most all the work, at least one step."""
     saves, step = config.checkpoint, work.speed.step_seconds
     wanted = {

@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue import ON_DEMAND_REGION, RATES_KIND, Catalogue, load_catalogue, on_demand_recorded
 from ebbflow.cost.errors import PlanError
-from ebbflow.cost.job_history import Experience
+from ebbflow.cost.job_history import JobHistory
 from ebbflow.cost.plan.candidates import (
     AUTO_NODES,
     ELSEWHERE,
-    FROM_THE_START,
     HAZARD_UNKNOWN,
     MISSES_DEADLINE,
     NO_ON_DEMAND_PRICE,
+    NO_PROGRESS,
     NO_QUEUE,
     NO_SPOT_PRICE,
     Candidate,
+    JobProgress,
+    PlanInputs,
     Pool,
-    Progress,
     Rejection,
-    Sources,
-    candidates,
-    judged,
-    short_name,
+    feasible_pools,
+    judge_pools,
+    short_queue_name,
 )
-from ebbflow.cost.plan.forecast import outlook
+from ebbflow.cost.plan.forecast import forecast_quantiles
 from ebbflow.cost.plan.throughput import speed_fingerprint
 from ebbflow.cost.prices.quote import PriceSource, StaticPrices, refresh_command
 from ebbflow.infra.config.schema import RunConfig
@@ -55,13 +55,13 @@ def reserve_usd(config: RunConfig, pool: Candidate) -> float:
     return pool.gang_usd_per_hour * config.checkpoint.deadline_seconds / 3600
 
 
-def needed_usd(config: RunConfig, sources: Sources, pool: Candidate) -> float:
+def needed_usd(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:
     """Of the budget, were the job to go on in this pool."""
     return sources.progress.spent_usd + pool.expected_usd + reserve_usd(config, pool)
 
 
-def within_budget(
-    config: RunConfig, sources: Sources, ranked: Sequence[Candidate]
+def split_by_budget(
+    config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[Rejection]]:
     """The pools that the budget bears, in their order, and the others as rejected; all pools where it bears none,
     the one that needs least first, so that the refusal can say what would do.
@@ -78,7 +78,7 @@ def within_budget(
     return borne, [_rejection(config, sources, pool) for pool in ranked if id(pool) not in kept]
 
 
-def _rejection(config: RunConfig, sources: Sources, pool: Candidate) -> Rejection:
+def _rejection(config: RunConfig, sources: PlanInputs, pool: Candidate) -> Rejection:
     budget, spent = config.cost.budget_usd or 0.0, sources.progress.spent_usd
     needed = needed_usd(config, sources, pool)
     reason = (
@@ -90,7 +90,7 @@ def _rejection(config: RunConfig, sources: Sources, pool: Candidate) -> Rejectio
     return Rejection(**where, kind=OVER_BUDGET, reason=reason, excess=needed / budget if budget else needed)
 
 
-def budget_hint(config: RunConfig, sources: Sources, cheapest: Candidate, needed_usd: float) -> str:
+def budget_hint(config: RunConfig, sources: PlanInputs, cheapest: Candidate, needed_usd: float) -> str:
     """The budget that would do, and the steps that this one buys."""
     enough = math.ceil(needed_usd * 100) / 100
     hint = f"set cost.budget_usd to {enough:.2f} or more"
@@ -110,48 +110,50 @@ def budget_hint(config: RunConfig, sources: Sources, cheapest: Candidate, needed
 _SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
 
 
-def _usd_on(pool: Candidate, config: RunConfig, sources: Sources) -> float:
+def _usd_on(pool: Candidate, config: RunConfig, sources: PlanInputs) -> float:
     """What the job needs of the budget in the pool's region on its type; infinite where it cannot run."""
     config = _changed(config, "cluster", instance_types=[pool.instance_type])
     config = _changed(config, "cost", regions=[pool.region])
-    return min((needed_usd(config, sources, one) for one in candidates(config, sources)), default=math.inf)
+    return min((needed_usd(config, sources, one) for one in feasible_pools(config, sources)), default=math.inf)
 
 
-def cheapest_without_deadline(config: RunConfig, sources: Sources) -> Candidate | None:
+def cheapest_without_deadline(config: RunConfig, sources: PlanInputs) -> Candidate | None:
     """What would need least if there were time enough."""
-    unlimited = candidates(_changed(config, "cost", deadline_hours=None), sources)
+    unlimited = feasible_pools(_changed(config, "cost", deadline_hours=None), sources)
     return min(unlimited, key=lambda one: needed_usd(config, sources, one), default=None)
 
 
-def fastest_without_deadline(config: RunConfig, sources: Sources) -> tuple[Candidate, float]:
+def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Candidate, float]:
     """The first that would be done of those that the budget bears, or what needs least where it bears none; and the
     hours of the first of all. Raises ValueError when nothing fits, deadline or not.
     """
-    every = sorted(candidates(_changed(config, "cost", deadline_hours=None), sources), key=lambda one: one.expected_usd)
-    borne, first_hours = within_budget(config, sources, every)[0], min(one.expected_hours for one in every)
+    every = sorted(
+        feasible_pools(_changed(config, "cost", deadline_hours=None), sources), key=lambda one: one.expected_usd
+    )
+    borne, first_hours = split_by_budget(config, sources, every)[0], min(one.expected_hours for one in every)
     if config.cost.budget_usd is not None and needed_usd(config, sources, borne[0]) > config.cost.budget_usd:
         return borne[0], first_hours
     return min(borne, key=lambda one: one.expected_hours), first_hours
 
 
-def enough_hours(sources: Sources, pool: Candidate) -> float:
+def enough_hours(sources: PlanInputs, pool: Candidate) -> float:
     """The deadline, from the job's start, that the pool is expected to keep."""
     started = sources.progress.started_utc
     return pool.expected_hours + (0.0 if started is None else (sources.now_utc - started) / 3600)
 
 
-def later(hours: float) -> str:
+def later_deadline_hint(hours: float) -> str:
     return f"set cost.deadline_hours to {math.ceil(hours * 100) / 100:g} or more"
 
 
-def deadline_hint(config: RunConfig, sources: Sources, hours: float) -> str:
+def deadline_hint(config: RunConfig, sources: PlanInputs, hours: float) -> str:
     """The deadline that would do, or more nodes that keep this one. hours: as `enough_hours` gives them."""
-    hint = later(hours)
-    better = next((text for text, changed in _larger(config) if any(candidates(changed, sources))), None)
+    hint = later_deadline_hint(hours)
+    better = next((text for text, changed in _larger(config) if any(feasible_pools(changed, sources))), None)
     return f"{hint}, or {better}" if better else hint
 
 
-def capacity_hint(config: RunConfig, sources: Sources, rejected: tuple[Rejection, ...]) -> str:
+def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Rejection, ...]) -> str:
     """The first small change with which some pool can run the job."""
     if not rejected:
         families = sorted({kind.name.split(".")[0] for kind in sources.catalogue.types})
@@ -161,12 +163,12 @@ def capacity_hint(config: RunConfig, sources: Sources, rejected: tuple[Rejection
     ways = [f"run {refresh_command(lacking)}"] if lacking else []
     ways += ["set cost.prices to live"] if unpriced else []
     for text, changed in _places(config):
-        if any(candidates(changed, sources)):
+        if any(feasible_pools(changed, sources)):
             return ", or ".join([", ".join(ways), text] if ways else [text])
-    if ways and any(candidates(_changed(config, "cost", regions=[ON_DEMAND_REGION], zones=[]), sources)):
+    if ways and any(feasible_pools(_changed(config, "cost", regions=[ON_DEMAND_REGION], zones=[]), sources)):
         return ", or ".join(ways)  # the queues are elsewhere, where only a price is lacking
     for text, changed in _changes(config):
-        if any(candidates(changed, sources)):
+        if any(feasible_pools(changed, sources)):
             return text
     if any(rejection.kind == NO_QUEUE for rejection in rejected):
         return "add a queue that takes such machines to batch.queues (`ebbflow deploy` makes queues)"
@@ -231,7 +233,7 @@ def _changed(config: RunConfig, section: str, **values: object) -> RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class PlanRefusal:
     """Why the job must not start: the outcome it ends with, the arithmetic, and what would make it possible.
 
     enough: the least value of the limit that binds, dollars or hours, that would do; None when no limit binds.
@@ -243,13 +245,13 @@ class Refusal:
     enough: float | None = None
 
 
-def refusal(
+def find_refusal(
     config: RunConfig,
-    sources: Sources,
+    sources: PlanInputs,
     ranked: list[Candidate],
     rejected: tuple[Rejection, ...],
-) -> Refusal | None:
-    """None: the job may start on `ranked[0]`, which is what `within_budget` puts there."""
+) -> PlanRefusal | None:
+    """None: the job may start on `ranked[0]`, which is what `split_by_budget` puts there."""
     if ranked:
         return _over_budget(config, sources, ranked[0])
     late = [rejection for rejection in rejected if rejection.kind == MISSES_DEADLINE]
@@ -262,15 +264,15 @@ def refusal(
         hint = deadline_hint(config, sources, hours)
         if budget is not None and needed > budget:
             message += f". The budget binds as well: with time enough {pool} would need ${needed:.4f} of ${budget:.4f}"
-            hint = f"{later(hours)}, and cost.budget_usd to {math.ceil(needed * 100) / 100:.2f} or more"
+            hint = f"{later_deadline_hint(hours)}, and cost.budget_usd to {math.ceil(needed * 100) / 100:.2f} or more"
         elif pool.expected_hours > first_hours:
             message += f". The first that the budget bears, {pool}, would need {pool.expected_hours:.4g} h"
-        return Refusal(outcome=Outcome.DEADLINE, message=message, hint=hint, enough=hours)
+        return PlanRefusal(outcome=Outcome.DEADLINE, message=message, hint=hint, enough=hours)
     hint = capacity_hint(config, sources, rejected)
-    return Refusal(outcome=Outcome.NO_CAPACITY, message=_nothing_fits(config, rejected), hint=hint)
+    return PlanRefusal(outcome=Outcome.NO_CAPACITY, message=_nothing_fits(config, rejected), hint=hint)
 
 
-def _over_budget(config: RunConfig, sources: Sources, cheapest: Candidate) -> Refusal | None:
+def _over_budget(config: RunConfig, sources: PlanInputs, cheapest: Candidate) -> PlanRefusal | None:
     budget, spent = config.cost.budget_usd, sources.progress.spent_usd
     needed = needed_usd(config, sources, cheapest)
     if budget is None or needed <= budget:
@@ -289,7 +291,7 @@ def _over_budget(config: RunConfig, sources: Sources, cheapest: Candidate) -> Re
             message += (
                 f". The deadline binds as well: {slow} would do it for ${total:.4f} in {slow.expected_hours:.4g} h"
             )
-    return Refusal(outcome=Outcome.BUDGET, message=message, hint=hint, enough=needed)
+    return PlanRefusal(outcome=Outcome.BUDGET, message=message, hint=hint, enough=needed)
 
 
 def _nothing_fits(config: RunConfig, rejected: tuple[Rejection, ...]) -> str:
@@ -306,7 +308,7 @@ def _distance(rejection: Rejection) -> tuple[int, float]:
     return wanting.index(rejection.kind) if rejection.kind in wanting else len(wanting), rejection.excess
 
 
-def plan_notes(config: RunConfig, sources: Sources) -> tuple[str, ...]:
+def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
     """Only what holds of this configuration."""
     regions, rates = config.cost.regions, sources.rates
     lines = [f"storage, requests and transfer: {RATES_KIND}; NAT, logs, taxes, credits and Savings Plans are left out"]
@@ -322,7 +324,7 @@ def plan_notes(config: RunConfig, sources: Sources) -> tuple[str, ...]:
         if away:
             lines.append(f"transfer with {', '.join(away)}: no price on record, so it counts as nothing")
     if sources.queues is not None:
-        names = ", ".join(map(short_name, sources.queues))
+        names = ", ".join(map(short_queue_name, sources.queues))
         lines.append(f"only pools that one of these queues takes: {names}")
     if config.cluster.market != "on_demand":
         waits = "waits after a reclaim as recorded of V100, 2023; the first start is taken to be granted at once"
@@ -373,13 +375,15 @@ class Plan:
     ranked: tuple[Candidate, ...]
     rejected: tuple[Rejection, ...]
     counts: dict[str, int]
-    refusal: Refusal | None
+    refusal: PlanRefusal | None
     on_demand: dict[str, str] = field(default_factory=dict)
 
     @property
     def chosen(self) -> Candidate | None:
-        """The cheapest pool that fits and keeps deadline and budget; where a `refusal` says that the budget bears none,
-        the one that needs least; None when none can run the job in time.
+        """The cheapest pool that keeps deadline and budget.
+
+        If no pool keeps the budget (`refusal` says so), the pool that needs the least money; None if no pool can run
+        the job in time.
         """
         return self.ranked[0] if self.ranked else None
 
@@ -412,7 +416,7 @@ class Plan:
         return replace(self, ranked=self.ranked[:KEPT_POOLS], rejected=tuple(nearest.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON. `kinds` says how each kind of figure is known."""
+        """Plain JSON. `figure_kinds` says how each kind of figure is known."""
         lists = ("prices", "notes", "ranked", "rejected", "refusal")
         return {
             "schema": SCHEMA,
@@ -423,7 +427,7 @@ class Plan:
             "chosen": None if self.chosen is None else self.chosen.to_json(),
             "ranked": [candidate.to_json() for candidate in self.ranked],
             "rejected": [rejection.to_json() for rejection in self.rejected],
-            "kinds": kinds(),
+            "kinds": figure_kinds(),
         }
 
     @classmethod
@@ -438,11 +442,11 @@ class Plan:
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
         fields["rejected"] = tuple(map(Rejection.from_json, data["rejected"]))
         fields["prices"], fields["notes"] = tuple(data["prices"]), tuple(data["notes"])
-        fields["refusal"] = refusal and Refusal(**{**refusal, "outcome": Outcome(refusal["outcome"])})
+        fields["refusal"] = refusal and PlanRefusal(**{**refusal, "outcome": Outcome(refusal["outcome"])})
         return cls(**fields)
 
 
-def kinds() -> dict[str, str]:
+def figure_kinds() -> dict[str, str]:
     """How each kind of figure of a candidate is known."""
     on_demand = ", ".join(f"{day}, {region}" for region, day in on_demand_recorded().items())
     return {"on_demand_usd_per_hour": f"recorded {on_demand}", **_KINDS}
@@ -468,8 +472,8 @@ def make_plan(
     simulated: bool = False,
     shape: ModelShape | None = None,
     prices: PriceSource | None = None,
-    experience: Experience | None = None,
-    progress: Progress = FROM_THE_START,
+    experience: JobHistory | None = None,
+    progress: JobProgress = NO_PROGRESS,
     queues: Mapping[str, QueueState] | None = None,
 ) -> Plan:
     """Rank every pool that `config` allows and decide whether the job may start. A pure function of its sources.
@@ -479,12 +483,12 @@ def make_plan(
     experience: of `ebbflow.cost.job_history`. progress: the rest is planned. queues: pools that none of them takes are
     rejected; None: of all pools, whatever queues there are. Raises CatalogueError for bad tables.
     """
-    sources = Sources(
+    sources = PlanInputs(
         catalogue=load_catalogue() if catalogue is None else catalogue,
         shape=causal_lm_shape(config.model) if shape is None else shape,
         prices=StaticPrices() if prices is None else prices,
         now_utc=now_utc,
-        experience=Experience() if experience is None else experience,
+        experience=JobHistory() if experience is None else experience,
         progress=progress,
         queues=queues,
     )
@@ -510,21 +514,21 @@ def make_plan(
         ranked=tuple(ranked),
         rejected=rejected,
         counts=_counts(len(ranked), rejected),
-        refusal=refusal(config, sources, ranked, rejected),
+        refusal=find_refusal(config, sources, ranked, rejected),
         on_demand=_on_demand(config, sources, ranked[0].region) if ranked else {},
     )
 
 
-def _divided(config: RunConfig, sources: Sources) -> tuple[list[Candidate], tuple[Rejection, ...]]:
+def _divided(config: RunConfig, sources: PlanInputs) -> tuple[list[Candidate], tuple[Rejection, ...]]:
     """The pools that can run the job, cheapest first, the best of them with their outlook; and those that cannot."""
-    found = list(judged(config, sources))
+    found = list(judge_pools(config, sources))
     ranked = sorted((one for one in found if isinstance(one, Candidate)), key=_rank)
-    ranked, over = within_budget(config, sources, ranked)
+    ranked, over = split_by_budget(config, sources, ranked)
     ranked[:LOOKED_AHEAD] = [with_outlook(one, sources.hours_left(config)) for one in ranked[:LOOKED_AHEAD]]
     return ranked, (*(one for one in found if isinstance(one, Rejection)), *over)
 
 
-def _on_demand(config: RunConfig, sources: Sources, region: str | None) -> dict[str, str]:
+def _on_demand(config: RunConfig, sources: PlanInputs, region: str | None) -> dict[str, str]:
     kinds = sources.catalogue.matching(config.cluster.instance_types)
     quotes = {kind.name: sources.prices.on_demand(kind, region or "") for kind in kinds}
     return {name: f"{quote.usd_per_hour:f}" for name, quote in quotes.items() if quote is not None}
@@ -546,7 +550,9 @@ def _interval_text(config: RunConfig) -> str:
 def with_outlook(one: Candidate, hours_left: float | None) -> Candidate:
     """The pool with the quantiles of its hours and dollars."""
     other = one.storage_usd + one.transfer_usd
-    ahead = outlook(one.case, gang_usd_per_hour=one.gang_usd_per_hour, other_usd=other, hours_left=hours_left)
+    ahead = forecast_quantiles(
+        one.case, gang_usd_per_hour=one.gang_usd_per_hour, other_usd=other, hours_left=hours_left
+    )
     return replace(one, outlook=ahead)
 
 

@@ -16,7 +16,7 @@ from ebbflow.cost.amounts import format_count, format_duration, format_number, f
 from ebbflow.cost.catalogue import advisor_recorded
 from ebbflow.cost.plan.candidates import Candidate, Rejection
 from ebbflow.cost.plan.plan import RANKED, Plan
-from ebbflow.cost.plan.throughput import gib
+from ebbflow.cost.plan.throughput import gib_text
 from ebbflow.cost.prices.quote import short_age_text
 
 WIDTH = 100
@@ -75,7 +75,7 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
         ("price", f"{price} ({_price_mark(best)})"),
         ("known", plain(best.price_kind)),
         ("gang", "; ".join(filter(None, [gpus, used]))),
-        ("memory", f"{best.fit.render()} of {gib(best.gpu_memory_bytes)} per GPU (e)"),
+        ("memory", f"{best.fit.render()} of {gib_text(best.gpu_memory_bytes)} per GPU (e)"),
         ("speed", f"{speed} ({plain(best.speed_kind)})"),
         ("hours", _hours(best)),
         ("dollars", _dollars(plan, best)),

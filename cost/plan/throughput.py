@@ -28,7 +28,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 
 from ebbflow.cost.catalogue import Catalogue, InstanceType
-from ebbflow.cost.job_history import Experience, SpeedSeen
+from ebbflow.cost.job_history import JobHistory, MeasuredSpeed
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import (
     BFLOAT16_BYTES,
@@ -54,7 +54,7 @@ HOST_SHARE = 0.925
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class MemoryFit:
     """Bytes per GPU at the peak of a step, by what they hold; `total` is their sum."""
 
     parameters: int
@@ -74,11 +74,11 @@ class Fit:
 
     def render(self) -> str:
         """One line: the total and its parts, largest kinds named."""
-        parts = " + ".join(f"{name} {gib(size)}" for name, size in asdict(self).items())
-        return f"{gib(self.total)} = {parts}"
+        parts = " + ".join(f"{name} {gib_text(size)}" for name, size in asdict(self).items())
+        return f"{gib_text(self.total)} = {parts}"
 
 
-def gib(size: int) -> str:
+def gib_text(size: int) -> str:
     """Bytes as text, in the unit that keeps three digits."""
     if size >= GIB:
         return f"{size / GIB:.2f} GiB"
@@ -94,17 +94,17 @@ def micro_batch(config: RunConfig, world_size: int) -> int | None:
 
 def memory_fit(
     config: RunConfig, world_size: int, shape: ModelShape | None = None, *, ranks_per_node: int | None = None
-) -> Fit:
+) -> MemoryFit:
     """Bytes per GPU for `config` on `world_size` ranks. Raises ValueError when the batch does not divide.
 
     ranks_per_node: what hsdp shards over where no parallel.shard_size says so; None: all ranks.
     """
     samples = micro_batch(config, world_size)
     if samples is None:
-        raise ValueError(batch_arithmetic(config, world_size))
+        raise ValueError(explain_batch(config, world_size))
     shape = shape or causal_lm_shape(config.model)
     found = rank_bytes(config, shape, ranks=world_size, samples=samples, ranks_per_node=ranks_per_node)
-    return Fit(**asdict(found), allowance=CONTEXT_BYTES + int(FRAGMENTATION_SHARE * found.total))
+    return MemoryFit(**asdict(found), allowance=CONTEXT_BYTES + int(FRAGMENTATION_SHARE * found.total))
 
 
 def why_host_too_small(
@@ -116,12 +116,12 @@ def why_host_too_small(
     if needed <= usable:
         return None
     return (
-        f"needs {gib(needed)} of main memory per node (processes, staging buffers, offloaded state); {gib(usable)} of "
-        f"{gib(ram_bytes)} are usable"
+        f"needs {gib_text(needed)} of main memory per node (processes, staging buffers, offloaded state); "
+        f"{gib_text(usable)} of {gib_text(ram_bytes)} are usable"
     ), needed / usable
 
 
-def batch_arithmetic(config: RunConfig, world_size: int) -> str:
+def explain_batch(config: RunConfig, world_size: int) -> str:
     """Why the batch does not divide, in numbers."""
     size, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps
     parts = world_size * accumulation
@@ -213,7 +213,7 @@ def known_throughput(
     processes_per_node: int,
     *,
     catalogue: Catalogue,
-    experience: Experience,
+    experience: JobHistory,
     fingerprint: str,
 ) -> Throughput | None:
     """Measured by a job of this configuration on this gang; else scaled from another gang; else the estimate.
@@ -235,7 +235,9 @@ def known_throughput(
     return _faster(estimate, seen.tokens_per_second / there.tokens_per_second, scaled, estimate.log_deviation)
 
 
-def _estimate_there(config: RunConfig, shape: ModelShape, seen: SpeedSeen, catalogue: Catalogue) -> Throughput | None:
+def _estimate_there(
+    config: RunConfig, shape: ModelShape, seen: MeasuredSpeed, catalogue: Catalogue
+) -> Throughput | None:
     try:
         kind = catalogue[seen.instance_type]
     except KeyError:  # measured on a type that this catalogue does not have

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ebbflow.cost.policy.interface import Action, Market, PoolView, Run, State, Wait
+from ebbflow.cost.policy.interface import Action, Market, PoolView, State, UsePool, Wait
 from ebbflow.cost.policy.slack_value import (
     AGE_AT_FIRST_SIGHT_HOURS,
     AWAY_OR_IDLE,
@@ -18,9 +18,9 @@ from ebbflow.cost.policy.slack_value import (
     SPOT_OR_STAY,
     WAIT_OR_ON_DEMAND,
     Array,
-    Question,
-    Spells,
-    Table,
+    SlackProblem,
+    SlackTable,
+    SpellTracker,
     fresh_share,
     mean_hours,
     solve,
@@ -32,7 +32,7 @@ PRIOR_STAYS = 2.0
 
 
 @dataclass(slots=True)
-class Stays:
+class StayStatistics:
     """What a job has seen of one pool while it ran there."""
 
     hours: float = 0.0
@@ -49,14 +49,14 @@ def reference_usd_per_hour(state: State) -> float:
     return min(pool.usd_per_hour for pool in state.home_pools or state.spot_pools)
 
 
-class Chooser:
+class PoolRanking:
     """Ranks pools by dollars per useful hour of an expected stay."""
 
     def __init__(self) -> None:
-        self.stays: dict[str, Stays] = {}
+        self.stays: dict[str, StayStatistics] = {}
 
-    def of(self, pool: PoolView) -> Stays:
-        return self.stays.setdefault(pool.id, Stays())
+    def of(self, pool: PoolView) -> StayStatistics:
+        return self.stays.setdefault(pool.id, StayStatistics())
 
     def stay_hours(self, pool: PoolView, state: State) -> float:
         return max(state.tick_hours, min(self.of(pool).expected_hours, state.work_left_hours))
@@ -100,8 +100,8 @@ class Adaptive:
     """
 
     def __init__(self) -> None:
-        self.spells = Spells()
-        self.chooser = Chooser()
+        self.spells = SpellTracker()
+        self.chooser = PoolRanking()
         self._before: PoolView | None = None
         self._asked: str | None = None
         self._at_hours = 0.0
@@ -109,17 +109,17 @@ class Adaptive:
         self._told: dict[tuple[int, float], float] = {}
         self._probed_hours = -math.inf
         self._seen_hours = 0.0
-        self._table_key: Question | None = None
-        self._table: Table | None = None
+        self._table_key: SlackProblem | None = None
+        self._table: SlackTable | None = None
         self._asked_state: State | None = None
-        self._answer: tuple[Table, Array]
+        self._answer: tuple[SlackTable, Array]
 
     def decide(self, state: State) -> Action:
         self._observe(state)
         self._told.clear()
         current = state.current_pool
         if not state.spot_pools:
-            action: Action = Run(state.on_demand.id)
+            action: Action = UsePool(state.on_demand.id)
         elif current is None:
             action = self._from_idle(state)
         elif current.market is Market.SPOT:
@@ -127,7 +127,7 @@ class Adaptive:
         else:
             action = self._from_on_demand(state, current)
         self._before, self._at_hours = current, state.now_hours
-        self._asked = action.pool if isinstance(action, Run) else None
+        self._asked = action.pool if isinstance(action, UsePool) else None
         return action
 
     def expected_usd(self, state: State) -> float:
@@ -173,18 +173,18 @@ class Adaptive:
     def _from_spot(self, state: State, current: PoolView) -> Action:
         others = [pool for pool in state.spot_pools if pool.id != current.id]
         if not others or state.probe_hours is None or not state.may_switch:
-            return Run(current.id)
+            return UsePool(current.id)
         better = [pool for pool in others if self.chooser.saving_usd(pool, current, state) > 0]
         since = self._at_hours - 1e-9
         seen = [pool for pool in better if pool.available is True and (pool.seen_at_hours or 0.0) >= since]
         if seen:
             best = min(seen, key=lambda pool: self.chooser.rank(pool, state))
-            return Run(best.id, (current.id,))
+            return UsePool(best.id, (current.id,))
         if state.now_hours - self._probed_hours < PROBE_EVERY_HOURS:
-            return Run(current.id)
+            return UsePool(current.id)
         probes = tuple(pool.id for pool in better)
         self._probed_hours = state.now_hours
-        return Run(current.id, (), probes)
+        return UsePool(current.id, (), probes)
 
     def _from_idle(self, state: State) -> Action:
         down = fresh_share(self.spells.age_hours)
@@ -194,28 +194,28 @@ class Adaptive:
         if state.attempts == 1 and not waits and not unseen:
             tries = [name for name in tries if state.is_up(state.pool(name))]
         order = tries[: max(1, state.attempts)] if waits else [*tries, state.on_demand.id]
-        return Run(order[0], tuple(order[1:])) if order else Wait()
+        return UsePool(order[0], tuple(order[1:])) if order else Wait()
 
     def _from_on_demand(self, state: State, current: PoolView) -> Action:
         if not state.may_switch:
-            return Run(current.id)
+            return UsePool(current.id)
         if self._blind(state):
             if state.startup_left_hours > 0:
-                return Run(current.id)
+                return UsePool(current.id)
             pools = self._startable(state)
             down_hours = mean_hours(np.array(SETTLED_END_PER_HOUR)) @ np.array(self.spells.weights(up=False))
             seen = math.exp(-(state.now_hours - self._seen_hours) / float(down_hours))
             if pools and self._advantage(state, LEAVE_OR_STAY, seen) < 0:
-                return Run(pools[0].id)
-            return Run(current.id)
+                return UsePool(pools[0].id)
+            return UsePool(current.id)
         pools = [pool for pool in self._startable(state) if state.attempts > 1 or state.is_up(pool)]
         tries = [pool.id for pool in pools if self._gain(state, pool) < 0]
         if tries:
-            return Run(tries[0], (*tries[1:], current.id))
+            return UsePool(tries[0], (*tries[1:], current.id))
         seen_down = self._capacity(state) is False
         if seen_down and self._advantage(state, LEAVE_OR_STAY, fresh_share(self.spells.age_hours)) < 0:
             return Wait()
-        return Run(current.id)
+        return UsePool(current.id)
 
     def _startable(self, state: State) -> list[PoolView]:
         """Pools not seen down at this decision, best first; where one start can be tried, the longest unseen first."""
@@ -252,7 +252,7 @@ class Adaptive:
     def _models(self) -> Array:
         return np.outer(self.spells.weights(up=True), self.spells.weights(up=False)).ravel()
 
-    def _asks(self, state: State) -> tuple[Table, Array]:
+    def _asks(self, state: State) -> tuple[SlackTable, Array]:
         """Table and posterior, once for all questions of one decision."""
         if self._asked_state is not state:
             self._asked_state, self._answer = state, (self._solved(state), self._models())
@@ -267,19 +267,19 @@ class Adaptive:
         """On-demand shows nothing of spot where one start at a time may be tried."""
         return state.attempts == 1 and not any(pool.seen_at_hours == state.now_hours for pool in state.spot_pools)
 
-    def _solved(self, state: State) -> Table:
+    def _solved(self, state: State) -> SlackTable:
         key = self._question(state)
         if key != self._table_key or self._table is None:
             self._table_key, self._table = key, solve(key)
         return self._table
 
-    def _question(self, state: State) -> Question:
+    def _question(self, state: State) -> SlackProblem:
         """The state's question on a ladder of values, so that few tables serve many jobs and all decisions of one."""
         old = self._table_key
         left, slack = self._clock(state)
         ratio = round(reference_usd_per_hour(state) / state.on_demand.usd_per_hour / 0.02) * 0.02
         redone = min(state.tick_hours, state.commit_interval_hours)
-        return Question(
+        return SlackProblem(
             horizon_hours=old.horizon_hours if old else _rung(left),
             slack_hours=old.slack_hours if old else _rung(max(slack, 4 * state.changeover_hours, state.tick_hours)),
             changeover_hours=_up_to_two_digits(state.changeover_hours + state.commit_interval_hours / 2),

@@ -140,7 +140,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class UsePool:
     """Run in this pool until the next decision: go on there if it is the current one, else start there.
 
     A start in a spot pool that has no capacity is refused: nothing is billed and the tick is lost (the refusal is seen:
@@ -162,7 +162,7 @@ class Wait:
     probes: tuple[str, ...] = ()
 
 
-Action = Run | Wait
+Action = UsePool | Wait
 
 
 class Policy(Protocol):
@@ -202,20 +202,20 @@ class Greedy:
     def decide(self, state: State) -> Action:
         current = state.current_pool
         if current is not None and current.market is Market.SPOT:
-            return Run(current.id)
+            return UsePool(current.id)
         candidates = [pool.id for pool in spot_candidates(state) if state.is_up(pool) or state.attempts > 1]
         if current is not None:
-            return Run(candidates[0], (*candidates[1:], current.id)) if candidates else Run(current.id)
+            return UsePool(candidates[0], (*candidates[1:], current.id)) if candidates else UsePool(current.id)
         # Waiting costs nothing, so a start that may be refused costs nothing either.
         tries = [pool.id for pool in spot_candidates(state)]
-        return Run(tries[0], tuple(tries[1:])) if tries else Wait()
+        return UsePool(tries[0], tuple(tries[1:])) if tries else Wait()
 
 
 class OnDemand:
     """On demand from the first moment."""
 
     def decide(self, state: State) -> Action:
-        return Run(state.on_demand.id)
+        return UsePool(state.on_demand.id)
 
 
 class Adversary:
@@ -236,12 +236,12 @@ class Adversary:
         if turn == 0:
             raise RuntimeError("a policy with a bug")
         if turn == 1:
-            return Run("no-such-pool")
+            return UsePool("no-such-pool")
         if turn < 5:
             return Wait(everything)
         if turn < 9 and spots:
-            return Run(spots[self.asked % len(spots)].id, (), everything)
-        return Run(pools[self.asked % len(pools)].id)
+            return UsePool(spots[self.asked % len(spots)].id, (), everything)
+        return UsePool(pools[self.asked % len(pools)].id)
 
 
 class UniformProgress:
@@ -263,7 +263,7 @@ class UniformProgress:
         if current is not None:
             self._last_region = current.region
         if current is not None and current.market is Market.SPOT:
-            return Run(current.id)
+            return UsePool(current.id)
         spots = self._spots(state)
         behind = self._ahead(state, 0.0) < 0
         if current is not None:
@@ -275,17 +275,17 @@ class UniformProgress:
             order = [*(pool.id for pool in tries), state.on_demand.id]
         else:
             order = [pool.id for pool in tries]
-        return Run(order[0], tuple(order[1:])) if order else Wait()
+        return UsePool(order[0], tuple(order[1:])) if order else Wait()
 
     def _from_on_demand(self, state: State, current: PoolView, spots: list[PoolView]) -> Action:
         seen = [pool.id for pool in spots if state.is_up(pool)]
         if self.leaves_at_once and seen:
-            return Run(seen[0], (*seen[1:], current.id))
+            return UsePool(seen[0], (*seen[1:], current.id))
         if self._ahead(state, 2 * state.changeover_hours) <= 0:
-            return Run(current.id)
+            return UsePool(current.id)
         # Ahead by two changeovers: on-demand is let go of, and if no spot is to be had the job waits.
         order = [pool.id for pool in spots] if self.leaves_blind else seen
-        return Run(order[0], tuple(order[1:])) if order else Run(current.id)
+        return UsePool(order[0], tuple(order[1:])) if order else UsePool(current.id)
 
     def _ahead(self, state: State, later_hours: float) -> float:
         """Useful hours done beyond what uniform progress asks for, `later_hours` from now."""

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ebbflow.cost.policy.interface import MINIMUM_HOURS, Action, Market, Policy, PoolView, Run, State, Wait
+from ebbflow.cost.policy.interface import MINIMUM_HOURS, Action, Market, Policy, PoolView, State, UsePool, Wait
 
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class AdmissionRefusal:
     """Why a job cannot be promised, and what would make it fit."""
 
     binding: str
@@ -34,7 +34,7 @@ class Refusal:
     message: str
 
 
-def admission(first: State) -> Refusal | None:
+def admission(first: State) -> AdmissionRefusal | None:
     """Whether the job can be promised at its first state: feasible on demand alone, with one tick to spare."""
     on_demand = first.on_demand
     changeover = first.changeover_hours + on_demand.transfer_hours
@@ -42,7 +42,7 @@ def admission(first: State) -> Refusal | None:
     hours = first.work_left_hours + changeover + first.tick_hours + first.on_demand_delay_hours
     left = first.deadline_hours - first.now_hours
     if hours > left + _TOLERANCE:
-        return Refusal(
+        return AdmissionRefusal(
             "deadline",
             f"{first.work_left_hours:.2f} h of work + {changeover:.2f} h changeover + "
             f"{first.on_demand_delay_hours:.2f} h on-demand delay + {first.tick_hours:.2f} h to decide = "
@@ -51,7 +51,7 @@ def admission(first: State) -> Refusal | None:
     usd = busy * on_demand.usd_per_hour + on_demand.egress_usd
     budget = first.budget_usd - first.spent_usd
     if usd > budget + _TOLERANCE:
-        return Refusal(
+        return AdmissionRefusal(
             "budget",
             f"finishing on demand alone takes {busy:.2f} h × ${on_demand.usd_per_hour:.4f}/h + "
             f"${on_demand.egress_usd:.2f} transfer = ${usd:.2f}, the budget has ${budget:.2f} left: "
@@ -86,7 +86,7 @@ class SafetyNet:
         if isinstance(wanted, Wait):
             return wanted
         known = {pool.id for pool in state.pools}
-        if isinstance(wanted, Run) and {wanted.pool, *wanted.fallbacks} <= known:
+        if isinstance(wanted, UsePool) and {wanted.pool, *wanted.fallbacks} <= known:
             return wanted
         self.broken += 1
         return _hold(state)
@@ -103,15 +103,15 @@ def _safe_move(state: State, wanted: Action) -> Action:
         return Wait() if _can_wait(state) else _hold(state)
     current = state.current_pool
     names = [name for name in (wanted.pool, *wanted.fallbacks) if _can_run(state, state.pool(name), current)]
-    return Run(names[0], tuple(names[1:])) if names else _hold(state)
+    return UsePool(names[0], tuple(names[1:])) if names else _hold(state)
 
 
 def _hold(state: State) -> Action:
     """What is safe without the policy: the running machine while that is safe, on-demand otherwise."""
     current = state.current_pool
     if current is not None and _can_run(state, current, current):
-        return Run(current.id)
-    return Run(state.on_demand.id)
+        return UsePool(current.id)
+    return UsePool(state.on_demand.id)
 
 
 def _can_run(state: State, pool: PoolView, current: PoolView | None) -> bool:

@@ -118,7 +118,7 @@ class RateEvidence:
         return found
 
 
-class Spells:
+class SpellTracker:
     """What one job has seen of its pool, or of the pools of its region taken as one.
 
     `see` is told at each decision whether capacity was up (None: not known). It keeps the present spell's age and the
@@ -174,7 +174,7 @@ WAIT_OR_ON_DEMAND, LEAVE_OR_STAY, SPOT_OR_STAY, SPOT_OR_ON_DEMAND, AWAY_OR_IDLE,
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SlackProblem:
     """What a table is solved for. All hours; `price_ratio` is spot over on-demand. Above, `again` is q, `away_chance`
     a, and `away_cost_hours`, at the on-demand price, e."""
 
@@ -210,7 +210,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Table:
+class SlackTable:
     """Advantages (kind, step, model, phase, slack) and the least expected cost from a first start (step, model, slack).
 
     Models are all pairs of `up_end_per_hour` and `down_end_per_hour`, the second running faster. Costs in hours at the
@@ -253,12 +253,12 @@ class Table:
 
 
 @lru_cache(maxsize=24)
-def solve(question: Question) -> Table:
+def solve(question: SlackProblem) -> SlackTable:
     """Solve the process for every model; about 0.1 s, kept for the next job with the same question."""
     return _Induction(question).run()
 
 
-def slack_grid(question: Question, step_hours: float) -> Array:
+def slack_grid(question: SlackProblem, step_hours: float) -> Array:
     """Slack values: steps around the jumps at spot_slack + k·changeover, ever wider above. Increasing, hours."""
     base, changeover = question.spot_slack_hours, question.changeover_hours
     closed = changeover + question.on_demand_delay_hours
@@ -307,7 +307,7 @@ class _Shift:
 class _Induction:
     """Backward induction over steps. Value rows have shape (state, step, model, phase, slack)."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: SlackProblem) -> None:
         self.q, self.step = question, question.step_hours
         self.grid = slack_grid(question, self.step)
         self.steps = math.ceil(question.horizon_hours / self.step) + 1
@@ -336,11 +336,11 @@ class _Induction:
         self.values = np.zeros((5, *shape))
         self.advantages = np.zeros((6, *shape), dtype=np.float32)
 
-    def run(self) -> Table:
+    def run(self) -> SlackTable:
         for row in range(1, self.steps):
             self._step(row)
         cost = self.values[:, :, :, 1, :].astype(np.float32)
-        return Table(self.step, self.grid, self.advantages, cost[4], cost[1])
+        return SlackTable(self.step, self.grid, self.advantages, cost[4], cost[1])
 
     def _rows_before(self, row: int, hours: float, states: slice) -> Array:
         values = self.values[states]

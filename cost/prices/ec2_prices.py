@@ -215,7 +215,7 @@ DEADLINE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class RegionPrices:
     """What a region said: its change events and its zones (names with ids). names_only: why ids could not be had."""
 
     records: Sequence[SpotRecord]
@@ -224,10 +224,10 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
+class PriceAnswers:
     """Of all regions asked: those that answered, and why the others did not. observed: Unix time of the asking."""
 
-    answered: Mapping[str, Answer]
+    answered: Mapping[str, RegionPrices]
     failed: Mapping[str, str]
     observed: float
 
@@ -241,7 +241,7 @@ class LivePrices(ZonePrices):
     asked_at: float
 
     @classmethod
-    def of(cls, answers: Answers) -> LivePrices:
+    def of(cls, answers: PriceAnswers) -> LivePrices:
         """The prices that the answers hold for the moment of asking."""
         answered = answers.answered
         records = [record for answer in answered.values() for record in answer.records]
@@ -287,7 +287,7 @@ class LivePrices(ZonePrices):
         return (*lines, on_demand_text(now_utc, regions))
 
 
-def ask(
+def query_spot_prices(
     regions: Sequence[str],
     instance_types: Sequence[str],
     *,
@@ -297,7 +297,7 @@ def ask(
     client: Callable[[str], Any] | None = None,
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Answers:
+) -> PriceAnswers:
     """Ask all regions side by side; back after the deadline at the latest, whoever still hangs.
 
     client: makes a region's EC2 client; None: boto3's. since_utc: also the changes since then, at most 90 days; None:
@@ -307,7 +307,7 @@ def ask(
     started = monotonic()
     make = ec2_clients() if client is None else client
     patience = Patience(deadline=started + deadline_seconds, monotonic=monotonic, sleep=sleep)
-    found: dict[str, Answer | str] = {}
+    found: dict[str, RegionPrices | str] = {}
 
     def ask_one(region: str) -> None:
         try:
@@ -325,15 +325,15 @@ def ask(
         thread.join(max(0.0, limit - time.monotonic()))
     found = dict(found)  # a late answer must not come between what follows
     late = f"did not answer within {deadline_seconds:g} s"
-    answered = {region: found[region] for region in regions if isinstance(found.get(region), Answer)}
-    return Answers(
+    answered = {region: found[region] for region in regions if isinstance(found.get(region), RegionPrices)}
+    return PriceAnswers(
         answered=answered,
         failed={region: found.get(region, f"{region} {late}") for region in regions if region not in answered},
         observed=now_utc,
     )
 
 
-def _ask(client: Any, region: str, instance_types: Sequence[str], since_utc: float, patience: Patience) -> Answer:
+def _ask(client: Any, region: str, instance_types: Sequence[str], since_utc: float, patience: Patience) -> RegionPrices:
     """One region. Without the right to see zones the prices are still good, under the account's zone names."""
     try:
         ids, names_only = zone_ids(client, region, patience), ""
@@ -342,4 +342,4 @@ def _ask(client: Any, region: str, instance_types: Sequence[str], since_utc: flo
     records = spot_records(client, region, instance_types, ids, since_utc=since_utc, patience=patience)
     if all(record.zone_id for record in records):
         names_only = ""
-    return Answer(records=records, zone_ids=ids, names_only=names_only)
+    return RegionPrices(records=records, zone_ids=ids, names_only=names_only)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ebbflow.cost.catalogue import InstanceType, load_catalogue
 from ebbflow.cost.errors import PriceError
-from ebbflow.cost.prices.ec2_prices import Answers, LivePrices, ask
+from ebbflow.cost.prices.ec2_prices import LivePrices, PriceAnswers, query_spot_prices
 from ebbflow.cost.prices.quote import PriceSource, Quote, StaticPrices, is_zone_of, short_age_text
 from ebbflow.cost.prices.recorded import RecordedPrices, Recording, SpotRecord, read_recording, write_recording
 from ebbflow.infra.config.load import load_config
@@ -47,7 +47,7 @@ def open_prices(
     if not network:
         return StaticPrices(because=NOT_ASKED)
     names = [kind.name for kind in load_catalogue().matching(config.cluster.instance_types)]
-    answers = ask(cost.regions, names, now_utc=now_utc, client=client)
+    answers = query_spot_prices(cost.regions, names, now_utc=now_utc, client=client)
     if not answers.answered:
         return StaticPrices(because="; ".join(dict.fromkeys(answers.failed.values())))
     return LivePrices.of(answers)
@@ -75,7 +75,7 @@ def observed_pools(
     if cost.prices != "live":
         records: Iterable[SpotRecord] = read_recording(project_root / cost.prices).records
         return _pools(records, kind, since, now_utc, "recorded")
-    answers = ask(cost.regions, [kind], now_utc=now_utc, since_utc=since, client=client)
+    answers = query_spot_prices(cost.regions, [kind], now_utc=now_utc, since_utc=since, client=client)
     if not answers.answered or chosen.get("region") in answers.failed:
         raise PriceError("; ".join(dict.fromkeys(answers.failed.values())))
     found = [record for answer in answers.answered.values() for record in answer.records]
@@ -135,7 +135,7 @@ def record_prices(arguments: argparse.Namespace, *, client: Callable[[str], Any]
     kinds = load_catalogue().matching(arguments.instance_types)
     if not kinds:
         raise PriceError(f"no instance type of the catalogue begins with {', '.join(arguments.instance_types)}")
-    answers = ask(
+    answers = query_spot_prices(
         arguments.regions,
         [kind.name for kind in kinds],
         now_utc=now,
@@ -201,7 +201,7 @@ def _line(market: str, quote: Quote, now: float, cost: CostConfig) -> str:
     return one_line(f"{quote.instance_type:<17} {market:<9} {place + name:<24} {price:>13} {age:>6}  {known}")
 
 
-def _recording(answers: Answers) -> Recording:
+def _recording(answers: PriceAnswers) -> Recording:
     return Recording(
         records=[record for answer in answers.answered.values() for record in answer.records],
         recorded_at=answers.observed,

@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ebbflow.cost.amounts import USD_DECIMALS, apportion, round_amount
-from ebbflow.cost.capacity.placement import PastAttempt, history_of
+from ebbflow.cost.capacity.placement import PastAttempt, read_attempts
 from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill, count_machines
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.ledger import Ledger
@@ -288,7 +288,7 @@ def compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[dic
     """
     words = {str(event.data.get("job_id")): event.data for event in events if event.name == BATCH_ATTEMPT}
     paid = _paid(ledger)
-    history = history_of(events)
+    history = read_attempts(events)
     return [_figures(number, one, words, paid) for number, one in enumerate(history.attempts, start=1)]
 
 
@@ -455,7 +455,7 @@ def _optimum(
 ) -> float:
     import numpy as np
 
-    from ebbflow.cost.simulate.simulator import Job, optimum_usd
+    from ebbflow.cost.simulate.simulator import SimulatedJob, optimum_usd
     from ebbflow.cost.simulate.world import World
 
     # The programme counts whole ticks, rounded up: some more than the job took, and what that adds is taken off again.
@@ -475,5 +475,5 @@ def _optimum(
         on_demand_usd_per_hour=math.inf,
         tick_hours=np.full(_TICKS, tick),
     )
-    usd = optimum_usd(world, Job(work_hours=work, deadline_hours=hours, changeover_hours=start))
+    usd = optimum_usd(world, SimulatedJob(work_hours=work, deadline_hours=hours, changeover_hours=start))
     return usd * (work + start) / (tick * (math.ceil(work / tick) + math.ceil(start / tick)))

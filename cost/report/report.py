@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.amounts import USD_DECIMALS, round_amount
-from ebbflow.cost.capacity.placement import history_of
+from ebbflow.cost.capacity.placement import read_attempts
 from ebbflow.cost.errors import LedgerError, ReportError
 from ebbflow.cost.ledger.generations import RecordedGeneration, find_final_outcome, find_later_refusal, read_generations
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold
@@ -344,7 +344,7 @@ def list_failures(events: Sequence[Event], generations: dict[int, RecordedGenera
     plan, a commit that could not be restored, or a store that was restored from an older snapshot.
     """
     found = [_cut_short(events, generation) for generation in generations.values() if generation.unplanned]
-    causes = {attempt.job_id: attempt.cause for attempt in history_of(events).attempts}
+    causes = {attempt.job_id: attempt.cause for attempt in read_attempts(events).attempts}
     for event in events:
         found += _other(event)
     last = {str(event.data.get("job_id")): event for event in events if event.name == BATCH_ATTEMPT}  # of each job

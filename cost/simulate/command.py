@@ -103,7 +103,7 @@ def _prices(arguments: argparse.Namespace) -> str:
 
 
 def _rows(arguments: argparse.Namespace, world: World, rules: Any, factory: Any) -> list[dict[str, Any]]:
-    from ebbflow.cost.simulate.simulator import Job, optimum_usd, run_job
+    from ebbflow.cost.simulate.simulator import SimulatedJob, optimum_usd, run_job
 
     room = world.hours - arguments.deadline_hours
     if room < 0:
@@ -114,7 +114,7 @@ def _rows(arguments: argparse.Namespace, world: World, rules: Any, factory: Any)
     starts = [room * index / max(1, count - 1) for index in range(count)]
     rows = []
     for number, start in enumerate(starts if arguments.start_hours is None else [arguments.start_hours]):
-        job = Job(
+        job = SimulatedJob(
             arguments.work_hours,
             arguments.deadline_hours,
             arguments.changeover_hours,

@@ -34,16 +34,16 @@ from ebbflow.cost.policy.interface import (
     Policy,
     PolicyFactory,
     PoolView,
-    Run,
     State,
+    UsePool,
     Wait,
 )
-from ebbflow.cost.policy.safety_net import Refusal, SafetyNet, admission
+from ebbflow.cost.policy.safety_net import AdmissionRefusal, SafetyNet, admission
 from ebbflow.cost.simulate.world import World
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SimulatedJob:
     """`work_hours` of useful time by `deadline_hours` after the submit, for the whole gang.
 
     `changeover_hours`: paid time from a start to the first useful hour. `commit_interval_hours`: useful hours between
@@ -60,7 +60,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Reality:
+class Deviations:
     """What departs from the stated conditions, for measuring what happens then.
 
     `useful_per_hour`: true throughput over the one the plan assumed. `noticed_after_hours`: useful hours after which
@@ -74,7 +74,7 @@ class Reality:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationOutcome:
     """What a job cost and did. Dollars for the whole gang; hours of the job's clock."""
 
     finished_hours: float | None = None
@@ -116,7 +116,7 @@ class Billing(StrEnum):
     """The time a machine is held, 60 s at least per start: Amazon's rule for Linux."""
 
 
-class Information(StrEnum):
+class Visibility(StrEnum):
     OWN_ZONE = "own_zone"
     """The zone of the running or last start is seen at each decision; of others only what probes and starts tell."""
     OWN_POOL = "own_pool"
@@ -132,7 +132,7 @@ class Rules:
     `probe_interval_hours`: a pool is probed at most once in this time."""
 
     name: str
-    information: Information
+    information: Visibility
     billing: Billing
     attempts: int
     probe_hours: float | None
@@ -143,16 +143,16 @@ class Rules:
 
 PUBLISHED = Rules(
     "published: sees its own zone, pays one-minute probes of others every 2 h",
-    Information.OWN_ZONE,
+    Visibility.OWN_ZONE,
     Billing.WHOLE_TICK,
     0,
     1 / 60,
     probe_interval_hours=2.0,
 )
-SEES_ALL = Rules("sees all zones", Information.ALL, Billing.WHOLE_TICK, 0, None)
+SEES_ALL = Rules("sees all zones", Visibility.ALL, Billing.WHOLE_TICK, 0, None)
 ENACTABLE = Rules(
     "enactable on AWS Batch: one region, one start per decision, no probes, priced self-drain",
-    Information.OWN_POOL,
+    Visibility.OWN_POOL,
     Billing.PER_SECOND,
     1,
     None,
@@ -166,17 +166,19 @@ RULES = {"published": PUBLISHED, "sees-all": SEES_ALL, "enactable": ENACTABLE}
 _DONE = 1e-9
 
 
-def simulate(world: World, job: Job, rules: Rules, policy: Policy, *, reality: Reality | None = None) -> Outcome:
+def simulate(
+    world: World, job: SimulatedJob, rules: Rules, policy: Policy, *, reality: Deviations | None = None
+) -> SimulationOutcome:
     """Run the job from the first tick of `world` until it is done or the world ends.
 
     Nothing here keeps the deadline: give a policy in its net (`ebbflow.cost.policy.safety_net.SafetyNet`) for that.
     """
-    return _Simulation(world, job, rules, policy, reality or Reality()).run()
+    return _Simulation(world, job, rules, policy, reality or Deviations()).run()
 
 
-def first_state(world: World, job: Job, rules: Rules) -> State:
+def first_state(world: World, job: SimulatedJob, rules: Rules) -> State:
     """What a policy sees before anything has started; for the admission of a job."""
-    simulation = _Simulation(world, job, rules, _Nobody(), Reality())
+    simulation = _Simulation(world, job, rules, _Nobody(), Deviations())
     simulation.look_at_all(0)
     return simulation.state(0.0)
 
@@ -187,7 +189,7 @@ class _Nobody:
 
 
 class _Simulation:
-    def __init__(self, world: World, job: Job, rules: Rules, policy: Policy, reality: Reality) -> None:
+    def __init__(self, world: World, job: SimulatedJob, rules: Rules, policy: Policy, reality: Deviations) -> None:
         self.world, self.job, self.rules, self.policy, self.reality = world, job, rules, policy, reality
         self.spots = len(world.zones)
         self.up: list[list[bool]] = world.available.tolist()
@@ -207,7 +209,7 @@ class _Simulation:
         self.longest_tick = float(world.tick_hours.max())
         self.delays = random.Random(job.seed)
         one_tick = world.on_demand_usd_per_hour * self.longest_tick
-        self.outcome = Outcome(deadline_hours=job.deadline_hours, tick_usd=one_tick)
+        self.outcome = SimulationOutcome(deadline_hours=job.deadline_hours, tick_usd=one_tick)
         self.views: list[PoolView] = []
         self.home: str | None = None
         self.own = 0
@@ -217,7 +219,7 @@ class _Simulation:
         # Of a drain that is longer than its tick, what the next ticks still have of it.
         self.draining = 0.0
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         self.look_at_all(0)
         now = 0.0
         for tick, hours in enumerate(self.world.tick_hours.tolist()):
@@ -273,10 +275,10 @@ class _Simulation:
         for pool in self.moved.get(tick, ()):
             view = self.views[pool]
             self.views[pool] = self._view(pool, tick, view.available, view.seen_at_hours)
-        if information is Information.ALL:
+        if information is Visibility.ALL:
             seen: Iterable[int] = range(self.spots)
         else:
-            own = self.own if information is Information.OWN_ZONE else self.current
+            own = self.own if information is Visibility.OWN_ZONE else self.current
             seen = () if own is None or own >= self.spots else (own,)
         for pool in seen:
             self.views[pool] = self._view(pool, tick, self.up[pool][tick], now)
@@ -325,7 +327,7 @@ class _Simulation:
 
     def _act(self, action: object, tick: int, now: float) -> float:
         """Follow the answer; returns the hours of the tick that leaving took."""
-        if not isinstance(action, Run):
+        if not isinstance(action, UsePool):
             return self._leave()
         used = 0.0
         for tried, name in enumerate((action.pool, *action.fallbacks)):
@@ -440,28 +442,30 @@ class _Simulation:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class SimulationResult:
     """Exactly one of the two is None."""
 
-    outcome: Outcome | None
-    refusal: Refusal | None
+    outcome: SimulationOutcome | None
+    refusal: AdmissionRefusal | None
 
 
-def run_job(world: World, job: Job, rules: Rules, factory: PolicyFactory, *, reality: Reality | None = None) -> Result:
+def run_job(
+    world: World, job: SimulatedJob, rules: Rules, factory: PolicyFactory, *, reality: Deviations | None = None
+) -> SimulationResult:
     """Admit the job, run it in the safety net, say what became of it."""
     refusal = admission(first_state(world, job, rules))
     if refusal is not None:
-        return Result(None, refusal)
+        return SimulationResult(None, refusal)
     net = SafetyNet(factory())
     outcome = simulate(world, job, rules, net, reality=reality)
     outcome.overruled = net.overruled
-    return Result(outcome, None)
+    return SimulationResult(outcome, None)
 
 
 Values = NDArray[np.float64]
 
 
-def optimum_usd(world: World, job: Job) -> float:
+def optimum_usd(world: World, job: SimulatedJob) -> float:
     """Least cost of finishing by the deadline from the first tick of `world`; `math.inf` if it cannot be done.
 
     Ticks must be of equal length. Budget, commits and on-demand delays play no part: knowing the future, nothing is
@@ -471,7 +475,7 @@ def optimum_usd(world: World, job: Job) -> float:
 
 
 class _Optimum:
-    def __init__(self, world: World, job: Job) -> None:
+    def __init__(self, world: World, job: SimulatedJob) -> None:
         tick = float(world.tick_hours[0])
         self.ticks = min(world.ticks, math.floor(job.deadline_hours / tick + 1e-9))
         self.work = math.ceil(job.work_hours / tick - 1e-9)

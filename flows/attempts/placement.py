@@ -22,7 +22,7 @@ from ebbflow.infra.footprint import ModelShape
 from ebbflow.infra.program import PROJECT_ROOT
 
 if TYPE_CHECKING:
-    from ebbflow.cost.capacity import History, PastAttempt, Placement
+    from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement
     from ebbflow.cost.plan.plan import Plan
     from ebbflow.infra.batch import QueueState
     from ebbflow.infra.event_log import EventLog
@@ -82,7 +82,7 @@ def place_attempt(ask: Ask, *, deadline_seconds: float = DEADLINE_SECONDS) -> An
 
 
 def _order(ask: Ask) -> Order:
-    from ebbflow.cost.capacity import history_of
+    from ebbflow.cost.capacity import read_attempts
     from ebbflow.cost.errors import CostError
     from ebbflow.infra.batch import batch_client, training_queues
 
@@ -92,7 +92,7 @@ def _order(ask: Ask) -> Order:
     with job.events(_process(ask)) as log:
         events = read_events(job.store)
         events += settle(job, events, client, log) if on_batch else []
-        history = history_of(events)
+        history = read_attempts(events)
         comes = config.cost.deadline_hours is not None
         if said := in_vain(history, events, run=job.run, on_demand_comes=comes):
             return _ordered(job, ask, Order(does="stop", outcome=said[0].value, message=said[1]))
@@ -110,14 +110,14 @@ def _as_planned(ask: Ask) -> Order:
 
     Raises where that cannot be either, CostError among others: what little is known then is no reason to stop a job.
     """
-    from ebbflow.cost.capacity import History
+    from ebbflow.cost.capacity import AttemptHistory
     from ebbflow.cost.plan.plan import Plan
     from ebbflow.infra.batch import declared_queues
 
     job = _job(ask)
     queues = declared_queues(job.config.batch) if ask.backend == "batch" else pods.markets()
     with job.events(_process(ask)) as log:
-        return _placed(ask, job, log, Plan.from_json(ask.flow.capacity), History(), queues)
+        return _placed(ask, job, log, Plan.from_json(ask.flow.capacity), AttemptHistory(), queues)
 
 
 def _job(ask: Ask) -> Job:
@@ -139,15 +139,15 @@ def _placed(
     job: Job,
     log: EventLog,
     plan: Plan,
-    history: History,
+    history: AttemptHistory,
     queues: Mapping[str, QueueState],
     *,
     after_generation: int = 0,
 ) -> Order:
     """Raises CostError where none of the queues will do, or none of the limits. after_generation: the newest known."""
-    from ebbflow.cost.capacity import place
+    from ebbflow.cost.capacity import choose_placement
 
-    placed = place(job.config, plan=plan, history=history, queues=queues, now_utc=time.time())
+    placed = choose_placement(job.config, plan=plan, history=history, queues=queues, now_utc=time.time())
     order = shaped(ask, plan, placed)
     _still_wanted(ask)
     if order.does == "train":
@@ -173,31 +173,31 @@ def _still_wanted(ask: Ask) -> None:
 
 def shaped(ask: Ask, plan: Plan, placed: Placement) -> Order:
     """What the step can do with a placement: a single node cannot become a gang within its own step."""
-    from ebbflow.cost.capacity import as_placed
+    from ebbflow.cost.capacity import with_placement
 
     shape = {"nodes": placed.nodes, "processes_per_node": placed.processes_per_node}
     if ask.one_node and placed.nodes > 1:
         return Order(does="gang", **shape)
     if ask.one_node and ask.last:  # Metaflow tries no further, and another round counts anew
         return Order(does="again", **shape)
-    return Order(does="train", placement=placed.to_json(), plan=as_placed(plan, placed).brief().to_json(), **shape)
+    return Order(does="train", placement=placed.to_json(), plan=with_placement(plan, placed).brief().to_json(), **shape)
 
 
 def fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None) -> Plan:
     """Of the work that is left, at the prices of now."""
-    from ebbflow.cost.plan.candidates import progress_of
+    from ebbflow.cost.plan.candidates import read_progress
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.prices.source import open_prices
 
     now = time.time()
     measured = {} if examined is None else {"shape": ModelShape.from_json(examined["shape"])}
     prices = open_prices(job.config, now, project_root=PROJECT_ROOT)
-    known = {"experience": experience(job), "progress": progress_of(events)}
+    known = {"experience": experience(job), "progress": read_progress(events)}
     return make_plan(job.config, now_utc=now, prices=prices, **known, **measured)
 
 
 def in_vain(
-    history: History, events: Sequence[Event], *, run: str, on_demand_comes: bool = False
+    history: AttemptHistory, events: Sequence[Event], *, run: str, on_demand_comes: bool = False
 ) -> tuple[Outcome, str] | None:
     """The outcome and the words for a job whose last attempts all came to nothing; None while there is hope.
 

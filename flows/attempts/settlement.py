@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ebbflow.cost.capacity import Placement, attempt_record
+from ebbflow.cost.capacity import Placement, batch_attempt_data
 from ebbflow.flows.job import Job
 from ebbflow.infra.batch import NEVER_STARTED, TERMINATED, BatchAttempt, batch_client, cancel_job, describe_attempts
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, skip_reason
@@ -61,7 +61,7 @@ def settle(
         if attempt.finished:
             if job_id in half_told and not _is_whole(attempt.to_json()):
                 continue
-            told.append(log.emit(BATCH_ATTEMPT, **attempt_record(attempt, placement_of(event, events))))
+            told.append(log.emit(BATCH_ATTEMPT, **batch_attempt_data(attempt, placement_of(event, events))))
         else:
             with contextlib.suppress(CloudRefused):  # it has ended in the meantime, and is told of next time
                 why = f"run {job.run} goes on with job {job.name}"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.money.virtual_batch import BEGAN_UTC, HOUR, Course, VirtualBatch
-from ebbflow.cost.capacity import history_of, place
+from ebbflow.cost.capacity import choose_placement, read_attempts
 from ebbflow.infra.events import Event
 from tests.support.capacity import BOTH, batch_config, planned
 from tests.support.timelines import WALL
@@ -86,8 +86,8 @@ def test_another_process_decides_alike() -> None:
     whole, spent = course.decisions[0][2], course.spent_before
     for number, (at, placement, work_hours) in enumerate(course.decisions):
         events = [Event.from_json(one.to_json()) for one in reversed(course.log.events[: 2 * number])]
-        history = history_of(events)
+        history = read_attempts(events)
         assert len(history.attempts) == number
         plan = planned(CONFIG, WALL + at, share_done=(whole - work_hours) / whole, spent_usd=spent[number])
-        again = place(CONFIG, plan=plan, history=history, queues=BOTH, now_utc=WALL + at)
+        again = choose_placement(CONFIG, plan=plan, history=history, queues=BOTH, now_utc=WALL + at)
         assert again == placement

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
 
-from ebbflow.cost.capacity import History, PastAttempt, Placement, history_of
+from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement, read_attempts
 from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
 from ebbflow.flows.attempts.placement import in_vain
 from ebbflow.flows.decorators import CapacityDecorator, apply, cloud, stay
@@ -144,7 +144,7 @@ def test_a_step_whose_attempt_was_not_placed_fails_and_says_why(monkeypatch: pyt
         train_round(SimpleNamespace(rounds=0, train=step, train_node=step), SimpleNamespace())
 
 
-def history(*causes: str, started: float | None = 10.0, run: str = "r", after: int = 0) -> History:
+def history(*causes: str, started: float | None = 10.0, run: str = "r", after: int = 0) -> AttemptHistory:
     """after: the generation that was the newest when they were placed."""
     attempts = tuple(
         PastAttempt(
@@ -153,10 +153,10 @@ def history(*causes: str, started: float | None = 10.0, run: str = "r", after: i
         )
         for number, cause in enumerate(causes, 1)
     )  # fmt: skip
-    return History(attempts=attempts)
+    return AttemptHistory(attempts=attempts)
 
 
-def vain(known: History, *events: Event, **more: Any) -> tuple[Outcome, str] | None:
+def vain(known: AttemptHistory, *events: Event, **more: Any) -> tuple[Outcome, str] | None:
     return in_vain(known, events, run="r", **more)
 
 
@@ -183,7 +183,7 @@ def test_a_container_that_is_never_made_with_capacity_there_is_tried_twice(cause
 
 def test_what_batch_said_last_stands_in_the_message() -> None:
     first, last = history("user_code", "user_code", started=None).attempts
-    found = vain(History(attempts=(first, replace(last, reason="CannotPullContainerError: no such manifest"))))
+    found = vain(AttemptHistory(attempts=(first, replace(last, reason="CannotPullContainerError: no such manifest"))))
     assert found is not None and found[1].endswith(
         "; AWS Batch of the last one: CannotPullContainerError: no such manifest"
     )
@@ -213,15 +213,15 @@ def test_clocks_minutes_apart_change_nothing_in_what_led_to_a_commit(skew: float
         events.append(told(BATCH_ATTEMPT, 100.0 * number + 190, job_id=f"{number}", cause="unknown", started_utc=1.0))
     events.sort(key=lambda event: event.t_wall)
     before_last = [event for event in events if event.name == COMMIT or event.t_wall < 600]
-    assert len(history_of(before_last).attempts) == 5 and vain(history_of(before_last), *before_last) is None
-    found = vain(history_of(events), *events)
+    assert len(read_attempts(before_last).attempts) == 5 and vain(read_attempts(before_last), *before_last) is None
+    found = vain(read_attempts(events), *events)
     assert found is not None and found[0] is Outcome.FAILED and found[1].startswith("5 attempts in a row")
 
 
 def test_another_run_counts_anew_since_somebody_may_have_mended_the_cause() -> None:
     other, ours = history(*["never_started"] * 9, run="q"), history(*["never_started"] * 5)
-    assert vain(History(attempts=(*other.attempts, *ours.attempts[:4]))) is None
-    assert vain(History(attempts=(*other.attempts, *ours.attempts))) is not None
+    assert vain(AttemptHistory(attempts=(*other.attempts, *ours.attempts[:4]))) is None
+    assert vain(AttemptHistory(attempts=(*other.attempts, *ours.attempts))) is not None
 
 
 @pytest.mark.parametrize(

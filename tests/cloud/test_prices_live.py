@@ -20,7 +20,7 @@ from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.plan.plan_text import render_plan
-from ebbflow.cost.prices.ec2_prices import Answers, LivePrices, ask
+from ebbflow.cost.prices.ec2_prices import LivePrices, PriceAnswers, query_spot_prices
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.cost.prices.source import open_prices, record_prices
 from ebbflow.infra.config.schema import RunConfig
@@ -87,11 +87,11 @@ def record(zone: str, price: str, hours_ago: float, kind: str = "g5.xlarge", **m
     return {"AvailabilityZone": zone, "InstanceType": kind, "SpotPrice": price, "Timestamp": at, **product, **more}
 
 
-def asked(*regions: Region, clock: Clock | None = None, **options: Any) -> Answers:
+def asked(*regions: Region, clock: Clock | None = None, **options: Any) -> PriceAnswers:
     clients = {region.name: region.client for region in regions}
     clock = clock or Clock()
     times = {"monotonic": clock.monotonic, "sleep": clock.sleep}
-    return ask(list(clients), TYPES, now_utc=NOW, client=clients.__getitem__, **times, **options)
+    return query_spot_prices(list(clients), TYPES, now_utc=NOW, client=clients.__getitem__, **times, **options)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,9 @@ def test_a_region_that_hangs_is_left_behind_at_the_deadline():
     region = Region(zones=ZONES)
     region.page([record("us-east-1a", "0.4", 1.0)])
     clients = {"us-east-1": lambda: region.client, "eu-west-1": never.wait}
-    answers = ask(list(clients), TYPES, now_utc=NOW, client=lambda name: clients[name](), deadline_seconds=0.5)
+    answers = query_spot_prices(
+        list(clients), TYPES, now_utc=NOW, client=lambda name: clients[name](), deadline_seconds=0.5
+    )
     never.set()
     assert set(answers.answered) == {"us-east-1"}
     assert answers.failed == {"eu-west-1": "eu-west-1 did not answer within 0.5 s"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.cost.plan.candidates import progress_of
+from ebbflow.cost.plan.candidates import read_progress
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.infra.config.schema import RunConfig
@@ -63,7 +63,7 @@ def test_a_leap_of_the_price_ends_the_job_and_the_printed_line_has_a_budget_that
     # What the line asks for is enough: with it the plan of the rest is not refused, as it is without.
     config = RunConfig.model_validate(json.loads((broke.folder / "config.json").read_text())["config"])
     store = Store.open(str(broke.folder))
-    known = {"progress": progress_of(read_events(store)), "prices": RecordedPrices.read(prices, time.time())}
+    known = {"progress": read_progress(read_events(store)), "prices": RecordedPrices.read(prices, time.time())}
     for budget, outcome in ((BUDGET_USD, Outcome.BUDGET), (float(line[2]), None)):
         cost = config.cost.model_copy(update={"budget_usd": budget})
         plan = make_plan(config.model_copy(update={"cost": cost}), now_utc=time.time(), **known)

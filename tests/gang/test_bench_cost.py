@@ -15,8 +15,8 @@ from benchmarks.money.commands import main
 from benchmarks.money.safety import random_cases
 from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.policy import policies
-from ebbflow.cost.policy.interface import Action, Run, State
-from ebbflow.cost.simulate.simulator import ENACTABLE, RULES, Job, simulate
+from ebbflow.cost.policy.interface import Action, State, UsePool
+from ebbflow.cost.simulate.simulator import ENACTABLE, RULES, SimulatedJob, simulate
 from ebbflow.cost.simulate.world import Distances, World
 
 GAP_SECONDS = 900
@@ -69,7 +69,7 @@ class Hops:
     """From the first region to the second, once."""
 
     def decide(self, state: State) -> Action:
-        return Run(state.pools[state.now_hours > 0].id)
+        return UsePool(state.pools[state.now_hours > 0].id)
 
 
 def test_transfer_beyond_the_budget_is_no_tick() -> None:
@@ -77,7 +77,7 @@ def test_transfer_beyond_the_budget_is_no_tick() -> None:
     here = World(
         ("us-x-1a", "us-y-1a"), ("us-x-1", "us-y-1"), prices > 0, prices, 3.0, np.full(20, 0.1), Distances(50.0)
     )
-    outcome = simulate(here, Job(0.5, 2.0, 0.0), ENACTABLE, Hops())
+    outcome = simulate(here, SimulatedJob(0.5, 2.0, 0.0), ENACTABLE, Hops())
     assert outcome.egress_usd == pytest.approx(1.0)
     assert outcome.over_budget(outcome.usd - 0.31) and not outcome.over_budget(outcome.usd - 0.29), "a tick is $0.30"
 

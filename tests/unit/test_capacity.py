@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ebbflow.cost.capacity import Placement, as_placed, history_of, place
-from ebbflow.cost.capacity.placement import offers
+from ebbflow.cost.capacity import Placement, choose_placement, read_attempts, with_placement
+from ebbflow.cost.capacity.placement import find_offers
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.errors import PlacementError
 from ebbflow.infra.batch import ComputeEnvironment, in_queues_region
@@ -85,7 +85,7 @@ def test_a_drain_after_a_reclaims_notice_is_no_bug() -> None:
     log.events.append(event(NODE_STARTED, 130.0, generation=1, ranks=[0], batch_job_id="job-1"))
     log.events.append(event(NOTICE, HOUR - 60, generation=1, source="imds", action="terminate", does="leave"))
     log.told("user_code", first, HOUR, started=120.0, job_id="job-1")
-    assert history_of(log.events).attempts[0].cause == "reclaimed"
+    assert read_attempts(log.events).attempts[0].cause == "reclaimed"
     assert "was reclaimed" in placed_now(config, log, HOUR).reason
 
 
@@ -98,9 +98,9 @@ def test_the_agents_know_whether_it_was_the_program(user_code: bool, cause: str,
     log.events.append(event(NODE_STARTED, 130.0, generation=1, ranks=[0], batch_job_id="job-1"))
     log.events.append(event(GENERATION_ENDED, 900.0, generation=1, reason="rank_failed", user_code=user_code))
     log.told(told, first, HOUR, started=120.0, job_id="job-1")
-    assert history_of(log.events).attempts[0].cause == cause
+    assert read_attempts(log.events).attempts[0].cause == cause
     log.events.append(event(NODE_STARTED, 950.0, generation=2, ranks=[0], batch_job_id="job-1"))
-    assert history_of(log.events).attempts[0].cause == told, "of what ended the last generation nobody told"
+    assert read_attempts(log.events).attempts[0].cause == told, "of what ended the last generation nobody told"
 
 
 def test_a_pool_that_never_starts_is_left_for_the_next_best() -> None:
@@ -157,9 +157,9 @@ def test_what_batch_chooses_itself_has_no_gpus(choice: str) -> None:
     """A GPU job would wait there for nothing, also where the configuration claims otherwise."""
     ranked = planned(batch_config(), WALL).ranked
     chosen, named = queue("any", "spot", [choice]), queue("g5", "spot", ["g5"])
-    assert {offer.queue for offer in offers(ranked, queues(chosen, named))} == {"g5"}
+    assert {offer.queue for offer in find_offers(ranked, queues(chosen, named))} == {"g5"}
     both = queue("both", "spot", [choice, "g5"])
-    assert {offer.queue for offer in offers(ranked, queues(both))} == {"both"}
+    assert {offer.queue for offer in find_offers(ranked, queues(both))} == {"both"}
     with pytest.raises(
         PlacementError, match=f"any: has {choice}: what AWS Batch chooses itself has no GPUs"
     ) as refused:
@@ -189,7 +189,7 @@ def test_the_price_is_of_the_region_where_the_queues_are() -> None:
     wide = replace(plan, ranked=(*cheaper, *plan.ranked))
     for region in ("us-east-1", "us-west-2"):
         where = queues(queue("spot-g5", "spot", ["g5"], arn=f"arn:aws:batch:{region}:123456789012:job-queue/spot-g5"))
-        found = place(config, plan=wide, history=history_of([]), queues=where, now_utc=WALL)
+        found = choose_placement(config, plan=wide, history=read_attempts([]), queues=where, now_utc=WALL)
         assert (found.queue, found.region) == ("spot-g5", region)
 
 
@@ -197,7 +197,7 @@ def test_queues_of_a_region_that_the_plan_does_not_price_get_no_other_regions_pr
     config = batch_config()
     where = queues(queue("spot-g5", "spot", ["g5"], arn="arn:aws:batch:eu-west-1:123456789012:job-queue/spot-g5"))
     with pytest.raises(PlacementError, match="no pool in eu-west-1, where the queues are") as refused:
-        place(config, plan=planned(config, WALL), history=history_of([]), queues=where, now_utc=WALL)
+        choose_placement(config, plan=planned(config, WALL), history=read_attempts([]), queues=where, now_utc=WALL)
     assert refused.value.outcome is Outcome.NO_CAPACITY
 
 
@@ -241,7 +241,7 @@ def test_a_pool_beyond_every_environments_vcpus_would_wait_for_ever() -> None:
 def test_a_refused_plan_ends_with_its_own_outcome() -> None:
     config = batch_config("cost.budget_usd=0.01")
     with pytest.raises(PlacementError, match="budget_usd") as refused:
-        place(config, plan=planned(config, WALL), history=history_of([]), queues=BOTH, now_utc=WALL)
+        choose_placement(config, plan=planned(config, WALL), history=read_attempts([]), queues=BOTH, now_utc=WALL)
     assert refused.value.outcome is Outcome.BUDGET
     late = batch_config("cost.deadline_hours=20")
     with pytest.raises(PlacementError) as refused:
@@ -283,8 +283,8 @@ def test_the_plan_follows_the_placement() -> None:
     config = batch_config("cluster.market=auto")
     plan = planned(config, WALL)
     where = queues(BOTH["on-demand-g5"])
-    found = place(config, plan=plan, history=history_of([]), queues=where, now_utc=WALL)
-    followed = as_placed(plan, found)
+    found = choose_placement(config, plan=plan, history=read_attempts([]), queues=where, now_utc=WALL)
+    followed = with_placement(plan, found)
     assert plan.chosen.market == "spot" and followed.chosen.market == "on_demand"
     assert followed.terms().usd_per_rank_second == pytest.approx(found.usd_per_hour / 3600)
     assert set(followed.ranked) == set(plan.ranked)

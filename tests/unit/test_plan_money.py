@@ -12,10 +12,18 @@ import pytest
 
 from ebbflow.cost.catalogue import load_rates
 from ebbflow.cost.errors import ReportError
-from ebbflow.cost.job_history import EVIDENCE_WORTH, Experience, JobExperience, Stay, experience_of, recall, remember
+from ebbflow.cost.job_history import (
+    EVIDENCE_WORTH,
+    JobHistory,
+    JobRecord,
+    PoolStay,
+    load_job_history,
+    save_job_record,
+    summarize_job,
+)
 from ebbflow.cost.jobs import get_accumulated_cost, get_cheapest_suitable_instance
-from ebbflow.cost.plan.candidates import progress_of
-from ebbflow.cost.plan.forecast import WAIT_HOURS, Case, chances
+from ebbflow.cost.plan.candidates import read_progress
+from ebbflow.cost.plan.forecast import WAIT_HOURS, ForecastInputs, simulate_runs
 from ebbflow.cost.plan.plan import KEPT_POOLS, Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.cost.prices.recorded import SpotRecord
@@ -59,7 +67,7 @@ def test_what_has_no_price_on_record_counts_as_nothing_and_is_said():
     assert any(note.startswith("storage, requests and transfer: list prices, recorded") for note in one.notes)
 
 
-def simulated(case: Case, seed: int) -> tuple[float, float]:
+def simulated(case: ForecastInputs, seed: int) -> tuple[float, float]:
     """(paid hours, hours) of one job, second by second as it happens: nothing of `cost.plan.forecast` but the case."""
     chance = random.Random(seed)
     hazard = case.reclaims.per_hour
@@ -75,7 +83,7 @@ def simulated(case: Case, seed: int) -> tuple[float, float]:
 
 
 def test_expected_hours_and_quantiles_agree_with_a_simulation_of_interruptions():
-    case = Case(
+    case = ForecastInputs(
         start_hours=0.1,
         work_hours=40.0,
         fixed_lost_hours=0.15,
@@ -85,7 +93,7 @@ def test_expected_hours_and_quantiles_agree_with_a_simulation_of_interruptions()
         speed_log_deviation=0.0,
     )
     runs = [simulated(case, seed) for seed in range(4000)]
-    drawn = chances(case)
+    drawn = simulate_runs(case)
     for mine, theirs in ((drawn.paid_hours, [paid for paid, _ in runs]), (drawn.hours, [all_ for _, all_ in runs])):
         theirs.sort()
         assert mine.mean() == pytest.approx(sum(theirs) / len(theirs), rel=0.03)
@@ -123,7 +131,7 @@ def test_a_job_that_goes_on_is_planned_for_what_is_left_within_what_is_left_of_t
     limits = {"budget_usd": 3.0, "deadline_hours": 4.0}
     first = plan(cost=limits)
     events = job(first, steps=400, speed=9.0, reclaimed=True)
-    progress = progress_of(events)
+    progress = read_progress(events)
     assert (progress.done_steps, progress.started_utc) == (400, WALL)
     assert progress.spent_usd == pytest.approx(3610 / 3600 * 0.41246, rel=0.01)
     given = config(cost=limits, training={"max_steps": 1000})
@@ -144,23 +152,23 @@ def test_own_jobs_move_hazard_and_speed_and_say_so(tmp_path: Path):
     store = Store.open(str(tmp_path))
     one = plan()
     events = job(one, steps=40, speed=0.5, reclaimed=True)
-    assert remember(store, events) == remember(store, events), "the same events say the same"
+    assert save_job_record(store, events) == save_job_record(store, events), "the same events say the same"
     real = {"zone_id": "use1-az1", "market": "on_demand"}
     for known in ({}, {"zone_id": "use1-az1"}, real):
         told = [replace(e, data={**e.data, **known}) if e.name == NODE_STARTED else e for e in events]
-        [stay] = experience_of(told).stays
+        [stay] = summarize_job(told).stays
         assert (stay.zone, stay.market, stay.reclaimed) == (
             known.get("zone_id"),
             known.get("market", "spot"),
             known != real,
         )
     soon = WALL + 3600
-    every = {c.market: c for c in make_plan(config(), now_utc=soon, experience=recall(store)).ranked}
+    every = {c.market: c for c in make_plan(config(), now_utc=soon, experience=load_job_history(store)).ranked}
     assert every["spot"].hazard_per_hour > 100 * one.chosen.hazard_per_hour
     assert every["spot"].hazard_kind.endswith("updated by 1 stays of own jobs")
     assert every["spot"].tokens_per_second == pytest.approx(2000.0) and every["spot"].speed_kind == "measured"
     assert every["on_demand"].speed_kind == "measured", "the market does not change the speed"
-    later = make_plan(config(), now_utc=WALL + 60 * 86400, experience=recall(store))
+    later = make_plan(config(), now_utc=WALL + 60 * 86400, experience=load_job_history(store))
     forgotten = next(c for c in later.ranked if c.market == "spot")
     assert forgotten.hazard_per_hour == pytest.approx(one.chosen.hazard_per_hour, rel=0.1)
 
@@ -168,30 +176,30 @@ def test_own_jobs_move_hazard_and_speed_and_say_so(tmp_path: Path):
 def test_a_measured_speed_is_scaled_to_other_gangs_and_is_of_one_configuration_only(tmp_path: Path):
     store = Store.open(str(tmp_path))
     prior = plan().chosen
-    remember(store, job(plan(), steps=40, speed=0.5, reclaimed=False))
+    save_job_record(store, job(plan(), steps=40, speed=0.5, reclaimed=False))
     elsewhere = {**CLUSTER, "instance_types": ["g6.xlarge"]}
-    scaled = make_plan(config(cluster=elsewhere), now_utc=WALL, experience=recall(store)).chosen
+    scaled = make_plan(config(cluster=elsewhere), now_utc=WALL, experience=load_job_history(store)).chosen
     estimate = plan(cluster=elsewhere).chosen
     assert scaled.speed_kind == "scaled from 1 × g5.xlarge"
     assert scaled.tokens_per_second / estimate.tokens_per_second == pytest.approx(2000.0 / prior.tokens_per_second)
     other = config(model={"num_layers": 3})
-    assert make_plan(other, now_utc=WALL, experience=recall(store)).chosen.speed_kind == "prior"
+    assert make_plan(other, now_utc=WALL, experience=load_job_history(store)).chosen.speed_kind == "prior"
 
 
 def test_a_local_run_teaches_nothing_of_any_pool_and_a_users_stop_is_no_reclaim(tmp_path: Path):
     store = Store.open(str(tmp_path))
-    assert remember(store, job(plan().as_simulated(), steps=40, speed=0.5, reclaimed=True)) is None
+    assert save_job_record(store, job(plan().as_simulated(), steps=40, speed=0.5, reclaimed=True)) is None
     planned = job(plan(), steps=40, speed=0.5, reclaimed=False)[0]
     gang = GangLog(1, 10.0, [[0]])
     gang.steps(1, 40, useful_step=0.5)
     gang.ended("agent_stopped", gang.now - 10.0)
-    found = remember(store, [planned, *gang.events])
+    found = save_job_record(store, [planned, *gang.events])
     assert [stay.reclaimed for stay in found.stays] == [False]
     rehearsed = job(plan(), steps=40, speed=0.5, reclaimed=True)
     rehearsed.insert(-1, event(FAULT_INJECTED, 20.0, generation=1, rank=0, step=40, kind="node-loss"))
-    assert [stay.reclaimed for stay in experience_of(rehearsed).stays] == [False]
+    assert [stay.reclaimed for stay in summarize_job(rehearsed).stays] == [False]
     (tmp_path / "experience" / "20990101-other.json").write_text("{}")
-    assert len(recall(store).stays) == 1, "what cannot be read is left out"
+    assert len(load_job_history(store).stays) == 1, "what cannot be read is left out"
 
 
 def test_the_event_is_small_and_says_how_many_pools_there_were():
@@ -228,7 +236,7 @@ def test_the_two_questions_of_a_script():
 def test_each_hour_of_a_stay_counts_by_its_own_age_and_leaves_the_doubt_of_losses_in_bursts() -> None:
     """One long stay says what the same hours do as many short ones; a loss of a day ago counts half."""
 
-    def stay(hours: float, *, ended: float, reclaimed: bool) -> Stay:
+    def stay(hours: float, *, ended: float, reclaimed: bool) -> PoolStay:
         place = {
             "instance_type": "g5.xlarge",
             "nodes": 1,
@@ -236,10 +244,10 @@ def test_each_hour_of_a_stay_counts_by_its_own_age_and_leaves_the_doubt_of_losse
             "region": "us-east-1",
             "zone": "us-east-1a",
         }
-        return Stay(**place, ended_utc=ended * 3600, hours=hours, reclaimed=reclaimed)
+        return PoolStay(**place, ended_utc=ended * 3600, hours=hours, reclaimed=reclaimed)
 
-    def believed(*stays: Stay) -> GammaHazard:
-        seen = Experience.of([JobExperience(job="j", stays=stays)])
+    def believed(*stays: PoolStay) -> GammaHazard:
+        seen = JobHistory.of([JobRecord(job="j", stays=stays)])
         return seen.reclaims(GammaHazard(0.0, 0.0), "g5.xlarge", "us-east-1", "us-east-1a", 48 * 3600)[0]
 
     whole = believed(stay(48.0, ended=48, reclaimed=True))

@@ -16,12 +16,12 @@ from ebbflow.cost.policy.slack_value import (
     PRIOR,
     SETTLED_END_PER_HOUR,
     SETTLED_MEAN_HOURS,
-    Question,
     RateEvidence,
-    Spells,
+    SlackProblem,
+    SpellTracker,
     solve,
 )
-from ebbflow.cost.simulate.simulator import ENACTABLE, PUBLISHED, Job, simulate
+from ebbflow.cost.simulate.simulator import ENACTABLE, PUBLISHED, SimulatedJob, simulate
 from ebbflow.cost.simulate.world import Distances, World
 
 TICK = 0.1
@@ -50,7 +50,7 @@ def coxian(seed: int, ticks: int, up_end: float, down_end: float) -> np.ndarray:
 
 def test_the_tables_match_a_plain_recursion_over_every_outcome() -> None:
     up_end, down_end, ratio, changeover = 0.2, 0.3, 0.3, 0.5
-    asked = Question(8.0, 4.0, changeover, 0.25, ratio, up_end_per_hour=(up_end,), down_end_per_hour=(down_end,))
+    asked = SlackProblem(8.0, 4.0, changeover, 0.25, ratio, up_end_per_hour=(up_end,), down_end_per_hour=(down_end,))
     table = solve(asked)
     step = table.step_hours
     change, least = round(changeover / step), round(asked.spot_slack_hours / step)
@@ -120,7 +120,7 @@ def test_a_rate_is_learnt_and_forgotten(which: int) -> None:
 
 
 def test_a_spell_of_months_is_one_of_the_longest() -> None:
-    spells = Spells()
+    spells = SpellTracker()
     for hours in (0.0, 500.0, 1500.0, 100_000.0):
         spells.see(True, hours)
         weights = spells.weights(up=True)
@@ -132,7 +132,7 @@ def test_a_spell_of_months_is_one_of_the_longest() -> None:
 
 def test_a_spell_counts_while_it_lasts_when_it_ends_and_when_it_is_lost_sight_of() -> None:
     rates = np.array(SETTLED_END_PER_HOUR)
-    spells = Spells()
+    spells = SpellTracker()
     for tick in range(200):
         spells.see(tick >= 100, tick * TICK)
     assert spells.age_hours == pytest.approx(9.9)
@@ -156,7 +156,7 @@ def test_it_costs_hardly_more_than_waiting_and_less_than_uniform_progress_over_k
         place = world(coxian(seed, round(deadline / TICK), up_end, down_end), [0.9], ["us-x-1"])
         policies: dict[str, Policy] = {"own": Adaptive(), "greedy": Greedy(), "uniform": UniformProgress()}
         for name, policy in policies.items():
-            outcome = simulate(place, Job(20.0, deadline, 0.3), PUBLISHED, SafetyNet(policy))
+            outcome = simulate(place, SimulatedJob(20.0, deadline, 0.3), PUBLISHED, SafetyNet(policy))
             assert not outcome.missed
             totals[name] += outcome.usd
     # Where capacity abounds nothing beats waiting; a policy that fears long absences pays a little for it.
@@ -182,7 +182,7 @@ def test_equal_histories_get_equal_answers_and_the_future_plays_no_part() -> Non
     runs = []
     for up in (past, past, other):
         recorder = Recorder()
-        simulate(world(up, [0.9], ["us-x-1"]), Job(20.0, 30.0, 0.2), PUBLISHED, SafetyNet(recorder))
+        simulate(world(up, [0.9], ["us-x-1"]), SimulatedJob(20.0, 30.0, 0.2), PUBLISHED, SafetyNet(recorder))
         runs.append([action for _, action in recorder.seen])
     assert runs[0] == runs[1]
     assert runs[0][:150] == runs[2][:150]
@@ -192,7 +192,7 @@ def test_blind_on_demand_is_not_let_go_of_while_it_starts() -> None:
     never = np.zeros((2, 400), dtype=bool)
     recorder = Recorder()
     place = world(never, [0.9, 0.9], ["us-x-1", "us-x-1"])
-    outcome = simulate(place, Job(20.0, 26.0, 0.2, seed=3), ENACTABLE, SafetyNet(recorder))
+    outcome = simulate(place, SimulatedJob(20.0, 26.0, 0.2, seed=3), ENACTABLE, SafetyNet(recorder))
     assert not outcome.missed and outcome.spot_usd == 0
     starting = [(s, a) for s, a in recorder.seen if s.current is not None and s.startup_left_hours > 0]
     assert starting
@@ -206,7 +206,7 @@ def test_it_leaves_a_region_without_capacity_before_it_pays_on_demand() -> None:
     up[0, 20:] = False
     recorder = Recorder()
     outcome = simulate(
-        world(up, [0.9, 0.9], ["us-x-1", "us-y-1"]), Job(20.0, 30.0, 0.2), PUBLISHED, SafetyNet(recorder)
+        world(up, [0.9, 0.9], ["us-x-1", "us-y-1"]), SimulatedJob(20.0, 30.0, 0.2), PUBLISHED, SafetyNet(recorder)
     )
     # One transfer of $1 against a premium of $2.10 an hour. It waits for the home region first, and not for long.
     assert outcome.on_demand_hours == 0 and not outcome.missed
@@ -218,12 +218,12 @@ def test_it_moves_to_a_cheaper_region_only_when_that_pays() -> None:
     up = np.ones((2, 400), dtype=bool)
     up[1, :30] = False
     cheap = simulate(
-        world(up, [1.8, 0.9], ["us-x-1", "us-y-1"]), Job(20.0, 39.0, 0.2), PUBLISHED, SafetyNet(Adaptive())
+        world(up, [1.8, 0.9], ["us-x-1", "us-y-1"]), SimulatedJob(20.0, 39.0, 0.2), PUBLISHED, SafetyNet(Adaptive())
     )
     assert cheap.egress_usd > 0 or cheap.timeline[0][1] == "us-y-1b/spot"
     assert cheap.usd < 20 * 1.2
     near = simulate(
-        world(up, [0.91, 0.9], ["us-x-1", "us-y-1"]), Job(20.0, 39.0, 0.2), PUBLISHED, SafetyNet(Adaptive())
+        world(up, [0.91, 0.9], ["us-x-1", "us-y-1"]), SimulatedJob(20.0, 39.0, 0.2), PUBLISHED, SafetyNet(Adaptive())
     )
     assert near.egress_usd == 0 and near.probe_usd == 0 and near.starts == 1
     assert near.usd == pytest.approx(20.2 * 0.91, rel=0.02)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.cost.capacity import as_placed, history_of, place
+from ebbflow.cost.capacity import choose_placement, read_attempts, with_placement
 from ebbflow.cost.report.figure_text import describe_prices, explain_figures, format_attempt_rows, format_placement_rows
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
@@ -26,13 +26,13 @@ CONFIG = batch_config()
 def placed(log: JobLog, at: float, share_done: float) -> None:
     """Plan and placement, as a launcher writes them."""
     plan = planned(CONFIG, WALL + at, share_done=share_done)
-    placement = place(CONFIG, plan=plan, history=history_of(log.events), queues=BOTH, now_utc=WALL + at)
-    log.events.append(event(PLAN, at, **as_placed(plan, placement).brief().to_json()))
+    placement = choose_placement(CONFIG, plan=plan, history=read_attempts(log.events), queues=BOTH, now_utc=WALL + at)
+    log.events.append(event(PLAN, at, **with_placement(plan, placement).brief().to_json()))
     log.placed(placement, at + 0.1)
 
 
 def told(log: JobLog, cause: str, at: float, *, started: float | None, job_id: str) -> None:
-    log.told(cause, history_of(log.events).attempts[-1].placement, at, started=started, job_id=job_id)
+    log.told(cause, read_attempts(log.events).attempts[-1].placement, at, started=started, job_id=job_id)
 
 
 @pytest.fixture(scope="module")

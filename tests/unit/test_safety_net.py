@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ebbflow.cost.policy import policies
-from ebbflow.cost.policy.interface import Action, Run, State, Wait
+from ebbflow.cost.policy.interface import Action, State, UsePool, Wait
 from ebbflow.cost.policy.safety_net import SafetyNet
-from ebbflow.cost.simulate.simulator import RULES, Job, Reality, first_state, run_job, simulate
+from ebbflow.cost.simulate.simulator import RULES, Deviations, SimulatedJob, first_state, run_job, simulate
 from ebbflow.cost.simulate.world import Distances, World
 
 RUNS = st.lists(st.tuples(st.booleans(), st.integers(1, 25)), min_size=3, max_size=12)
@@ -39,7 +39,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 JOBS = st.builds(
-    lambda work, ratio, changeover, budget, commit, seed: Job(
+    lambda work, ratio, changeover, budget, commit, seed: SimulatedJob(
         work, work * ratio, changeover, math.inf if budget is None else (work + changeover) * 3.0 * budget, commit, seed
     ),
     st.floats(0.5, 12.0),
@@ -57,7 +57,7 @@ JOBS = st.builds(
     world=worlds(), job=JOBS, named=st.sampled_from(sorted(RULES)), delay=st.none() | st.sampled_from([0.0, 0.1, 0.5])
 )
 def test_what_is_feasible_is_accepted_and_finished_in_time_and_budget(
-    name: str, world: World, job: Job, named: str, delay: float | None
+    name: str, world: World, job: SimulatedJob, named: str, delay: float | None
 ) -> None:
     rules = RULES[named] if delay is None else replace(RULES[named], on_demand_delay_hours=delay)
     tick = float(world.tick_hours.max())
@@ -79,7 +79,7 @@ class Hopeful:
     """Spot and nothing else."""
 
     def decide(self, state: State) -> Action:
-        return Run(state.pools[0].id)
+        return UsePool(state.pools[0].id)
 
 
 def steady(up: bool, ticks: int = 40) -> World:
@@ -88,23 +88,23 @@ def steady(up: bool, ticks: int = 40) -> World:
 
 
 def test_without_the_net_the_same_policy_is_late() -> None:
-    job = Job(4.0, 6.0, 0.25)
+    job = SimulatedJob(4.0, 6.0, 0.25)
     assert simulate(steady(False), job, RULES["published"], Hopeful()).missed
     assert not simulate(steady(False), job, RULES["published"], SafetyNet(Hopeful())).missed
 
 
 def test_on_demand_starts_at_the_last_safe_moment_and_not_before() -> None:
     net = SafetyNet(Hopeful())
-    outcome = simulate(steady(False), Job(4.0, 8.0, 0.25), RULES["published"], net)
+    outcome = simulate(steady(False), SimulatedJob(4.0, 8.0, 0.25), RULES["published"], net)
     # At 3.5 there are 4.5 h for the 4.25 that on-demand takes; half an hour later there would be 4.0.
     assert outcome.timeline == [(3.5, "us-x-1a/on-demand")]
     assert net.overruled > 0
 
 
 def test_spot_is_not_started_without_room_for_two_changeovers() -> None:
-    job = Job(4.0, 4.0 + 2 * 0.25 + 0.5 - 0.01, 0.25)
+    job = SimulatedJob(4.0, 4.0 + 2 * 0.25 + 0.5 - 0.01, 0.25)
     assert simulate(steady(True), job, RULES["published"], SafetyNet(Hopeful())).spot_usd == 0
-    roomy = Job(4.0, 4.0 + 2 * 0.25 + 0.5, 0.25)
+    roomy = SimulatedJob(4.0, 4.0 + 2 * 0.25 + 0.5, 0.25)
     assert simulate(steady(True), roomy, RULES["published"], SafetyNet(Hopeful())).on_demand_usd == 0
 
 
@@ -112,7 +112,7 @@ def test_work_that_is_not_committed_is_kept_in_reserve() -> None:
     world = steady(True)
     row = np.array([[True] * 9 + [False] * 31])
     taken = World(**{**vars(world), "available": row})
-    job = Job(6.0, 8.0, 0.25, commit_interval_hours=5.0)
+    job = SimulatedJob(6.0, 8.0, 0.25, commit_interval_hours=5.0)
     assert not simulate(taken, job, RULES["published"], SafetyNet(Hopeful())).missed
     kept = SafetyNet(Hopeful())
     simulate(world, job, RULES["published"], kept)
@@ -129,22 +129,26 @@ class Broken:
         return self.answer  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("answer", [RuntimeError("a bug"), Run("nowhere"), None, Run("us-x-1a/spot", ("nowhere",))])
+@pytest.mark.parametrize(
+    "answer", [RuntimeError("a bug"), UsePool("nowhere"), None, UsePool("us-x-1a/spot", ("nowhere",))]
+)
 def test_a_policy_that_answers_nothing_sensible_does_not_lose_the_job(answer: object) -> None:
     net = SafetyNet(Broken(answer))
-    outcome = simulate(steady(True), Job(4.0, 8.0, 0.25), RULES["published"], net)
+    outcome = simulate(steady(True), SimulatedJob(4.0, 8.0, 0.25), RULES["published"], net)
     assert not outcome.missed
     assert net.broken == outcome.decisions
 
 
 def test_beyond_the_stated_delay_nothing_is_promised() -> None:
-    slow = Reality(on_demand_delays=(6.0,))
-    outcome = simulate(steady(False), Job(4.0, 8.0, 0.25), RULES["enactable"], SafetyNet(Broken(Wait())), reality=slow)
+    slow = Deviations(on_demand_delays=(6.0,))
+    outcome = simulate(
+        steady(False), SimulatedJob(4.0, 8.0, 0.25), RULES["enactable"], SafetyNet(Broken(Wait())), reality=slow
+    )
     assert outcome.missed
 
 
 def test_a_refusal_shows_its_arithmetic() -> None:
-    result = run_job(steady(True), Job(4.0, 4.1, 0.25), RULES["published"], Hopeful)
+    result = run_job(steady(True), SimulatedJob(4.0, 4.1, 0.25), RULES["published"], Hopeful)
     assert result.outcome is None
     assert result.refusal is not None
     assert "4.00 h of work + 0.25 h changeover" in result.refusal.message
@@ -154,24 +158,24 @@ class Starts:
     """Asks for the first spot pool, whatever is seen."""
 
     def decide(self, state: State) -> Action:
-        return Run(state.pools[0].id)
+        return UsePool(state.pools[0].id)
 
 
 @pytest.mark.parametrize(("reserve", "lets"), [(1.0, True), (0.99, False)])
 def test_a_start_that_may_be_refused_leaves_the_price_of_finishing_on_demand(reserve: float, lets: bool) -> None:
     """A changeover below the tick and cheap spot: a start that succeeds is the cheap course, a refused one not."""
     here = World(("us-x-1a",), ("us-x-1",), np.zeros((1, 40), bool), np.full((1, 40), 0.1), 3.0, np.full(40, 0.5))
-    state = first_state(here, Job(4.0, 15.0, 0.1), RULES["sees-all"])
+    state = first_state(here, SimulatedJob(4.0, 15.0, 0.1), RULES["sees-all"])
     left = replace(state, budget_usd=(4.0 + 0.1 + 0.5) * 3.0 * reserve)
     answer = SafetyNet(Starts()).decide(left)
-    assert isinstance(answer, Run) and (answer.pool == state.pools[0].id) is lets
+    assert isinstance(answer, UsePool) and (answer.pool == state.pools[0].id) is lets
 
 
 class Prober:
     """Stays where it is told to start, and looks at the other pool at each decision."""
 
     def decide(self, state: State) -> Action:
-        return Run(state.pools[0].id, (), (state.pools[1].id,))
+        return UsePool(state.pools[0].id, (), (state.pools[1].id,))
 
 
 @pytest.mark.parametrize(("spare_usd", "lets"), [(0.06, True), (0.04, False)])
@@ -179,10 +183,10 @@ def test_a_probe_is_paid_beside_the_action_and_leaves_its_price(spare_usd: float
     """The start alone and the probe alone both fit: together they need what both cost."""
     up, prices = np.ones((2, 40), bool), np.array([[1.0] * 40, [3.0] * 40])
     here = World(("us-x-1a", "us-x-1b"), ("us-x-1",) * 2, up, prices, 3.0, np.full(40, 0.5))
-    state = first_state(here, Job(4.0, 15.0, 0.5), RULES["published"])
+    state = first_state(here, SimulatedJob(4.0, 15.0, 0.5), RULES["published"])
     # A first tick of nothing but changeover, a minute for leaving, then all of the work on demand.
     start_usd = (0.5 + 1 / 60) * 1.0 + (4.0 + 0.5 + 0.5) * 3.0
     answer = SafetyNet(Prober()).decide(replace(state, budget_usd=start_usd + spare_usd))
-    assert isinstance(answer, Run)
+    assert isinstance(answer, UsePool)
     assert answer.pool == state.pools[0].id
     assert bool(answer.probes) is lets, "a minute of the other pool is $0.05"

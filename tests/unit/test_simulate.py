@@ -12,24 +12,24 @@ import pytest
 
 from ebbflow.cost.__main__ import main
 from ebbflow.cost.errors import SimulationError, TraceError
-from ebbflow.cost.policy.interface import Action, Run, State, Wait
+from ebbflow.cost.policy.interface import Action, State, UsePool, Wait
 from ebbflow.cost.simulate.simulator import (
     ENACTABLE,
     PUBLISHED,
     SEES_ALL,
     Billing,
-    Information,
-    Job,
-    Outcome,
-    Reality,
+    Deviations,
     Rules,
+    SimulatedJob,
+    SimulationOutcome,
+    Visibility,
     optimum_usd,
     simulate,
 )
 from ebbflow.cost.simulate.world import Distances, Trace, World, read_trace, world_of, world_of_events
 
 # Read here: tests run without variables of ours.
-PER_SECOND = Rules("per second, sees all", Information.ALL, Billing.PER_SECOND, 0, None)
+PER_SECOND = Rules("per second, sees all", Visibility.ALL, Billing.PER_SECOND, 0, None)
 
 
 def world(*rows: str, zones: str = "abc", price: float = 1.0, tick: float = 1.0, regions: str | None = None) -> World:
@@ -92,20 +92,20 @@ def test_what_cannot_be_read_one_way_is_refused(
 
 def test_a_whole_tick_is_billed_or_the_seconds_and_a_minute_at_least() -> None:
     here = world("1111", tick=0.5)
-    run = Script(Run("us-x-1a/spot"))
-    job = Job(0.6, 2.0, 0.1)
+    run = Script(UsePool("us-x-1a/spot"))
+    job = SimulatedJob(0.6, 2.0, 0.1)
     assert simulate(here, job, PUBLISHED, run).usd == pytest.approx(1.0)
     assert simulate(here, job, PER_SECOND, run).usd == pytest.approx(0.7)
-    short = simulate(here, Job(0.001, 2.0, 0.0), PER_SECOND, run)
+    short = simulate(here, SimulatedJob(0.001, 2.0, 0.0), PER_SECOND, run)
     assert short.usd == pytest.approx(1 / 60)
     assert short.finished_hours == pytest.approx(0.001)
 
 
 def test_a_preemption_redoes_what_was_not_committed_and_a_drain_commits() -> None:
-    job = Job(3.0, 12.0, 0.0, commit_interval_hours=2.0)
-    lost = simulate(world("10111111"), job, PUBLISHED, Script(Run("us-x-1a/spot")))
+    job = SimulatedJob(3.0, 12.0, 0.0, commit_interval_hours=2.0)
+    lost = simulate(world("10111111"), job, PUBLISHED, Script(UsePool("us-x-1a/spot")))
     assert (lost.redone_hours, lost.finished_hours, lost.preemptions) == (1.0, 5.0, 1)
-    left = simulate(world("11111111"), job, PUBLISHED, Script(Run("us-x-1a/spot"), Wait(), Run("us-x-1a/spot")))
+    left = simulate(world("11111111"), job, PUBLISHED, Script(UsePool("us-x-1a/spot"), Wait(), UsePool("us-x-1a/spot")))
     assert (left.redone_hours, left.finished_hours) == (0.0, 4.0)
 
 
@@ -113,44 +113,48 @@ def test_a_preemption_redoes_what_was_not_committed_and_a_drain_commits() -> Non
 def test_a_drain_takes_its_time_however_short_the_ticks(tick: float) -> None:
     class Moves:
         def decide(self, state: State) -> Action:
-            return Run(state.pools[0 if state.now_hours < 0.495 else 1].id)
+            return UsePool(state.pools[0 if state.now_hours < 0.495 else 1].id)
 
     always = "1" * round(4 / tick)
-    outcome = simulate(world(always, always, tick=tick), Job(1.0, 4.0, 0.1), ENACTABLE, Moves())
+    outcome = simulate(world(always, always, tick=tick), SimulatedJob(1.0, 4.0, 0.1), ENACTABLE, Moves())
     assert outcome.finished_hours == pytest.approx(1.0 + 2 * 0.1 + 2 / 60) == pytest.approx(outcome.spot_usd)
 
 
 def test_a_refused_start_costs_its_tick_and_nothing_else_and_what_is_named_next_is_tried() -> None:
     here = world("0111", "1111")
-    first = Script(Run("us-x-1a/spot"))
-    waited = simulate(here, Job(1.0, 4.0, 0.0), PUBLISHED, first)
+    first = Script(UsePool("us-x-1a/spot"))
+    waited = simulate(here, SimulatedJob(1.0, 4.0, 0.0), PUBLISHED, first)
     assert (waited.usd, waited.finished_hours, waited.refused_starts) == (1.0, 2.0, 1)
     assert first.states[1].pool("us-x-1a/spot").available is True
-    both = simulate(here, Job(1.0, 4.0, 0.0), PUBLISHED, Script(Run("us-x-1a/spot", ("us-x-1b/spot",))))
+    both = simulate(here, SimulatedJob(1.0, 4.0, 0.0), PUBLISHED, Script(UsePool("us-x-1a/spot", ("us-x-1b/spot",))))
     assert (both.finished_hours, both.timeline) == (1.0, [(0.0, "us-x-1b/spot")])
-    one = simulate(here, Job(1.0, 4.0, 0.0), ENACTABLE, Script(Run("us-x-1a/spot", ("us-x-1b/spot",))))
+    one = simulate(here, SimulatedJob(1.0, 4.0, 0.0), ENACTABLE, Script(UsePool("us-x-1a/spot", ("us-x-1b/spot",))))
     assert one.finished_hours == 2.0
 
 
 def test_only_what_the_rules_show_is_seen_and_probes_are_paid_once_in_their_interval() -> None:
-    probing = Script(Run("us-x-1a/spot", (), ("us-x-1b/spot", "us-x-1c/spot")))
-    done = simulate(world("1" * 6, "1" * 6, "0" * 6), Job(4.0, 6.0, 0.0), PUBLISHED, probing)
+    probing = Script(UsePool("us-x-1a/spot", (), ("us-x-1b/spot", "us-x-1c/spot")))
+    done = simulate(world("1" * 6, "1" * 6, "0" * 6), SimulatedJob(4.0, 6.0, 0.0), PUBLISHED, probing)
     assert done.probe_usd == pytest.approx(2 / 60)
     seen = [state.pool("us-x-1b/spot").seen_at_hours for state in probing.states]
     assert seen == [None, 0.0, 0.0, 2.0]
     assert [state.pool("us-x-1c/spot").available for state in probing.states[:2]] == [None, False]
-    everything = Script(Run("us-x-1a/spot"))
-    simulate(world("11", "10"), Job(2.0, 2.0, 0.0), SEES_ALL, everything)
+    everything = Script(UsePool("us-x-1a/spot"))
+    simulate(world("11", "10"), SimulatedJob(2.0, 2.0, 0.0), SEES_ALL, everything)
     assert [state.pool("us-x-1b/spot").available for state in everything.states] == [True, False]
 
 
 def test_a_move_pays_transfer_and_on_demand_may_take_its_delay() -> None:
     here = world("11111", "11111", regions="xy")
-    moved = simulate(here, Job(2.0, 5.0, 0.0), PER_SECOND, Script(Run("us-x-1a/spot"), Run("us-y-1b/spot")))
+    moved = simulate(
+        here, SimulatedJob(2.0, 5.0, 0.0), PER_SECOND, Script(UsePool("us-x-1a/spot"), UsePool("us-y-1b/spot"))
+    )
     assert moved.egress_usd == pytest.approx(1.0)
     assert moved.finished_hours == pytest.approx(2.0 + here.distances.transfer_hours("us-x-1", "us-y-1"))
-    slow = Reality(on_demand_delays=(1.5,))
-    delayed = simulate(here, Job(2.0, 5.0, 0.25), ENACTABLE, Script(Run("us-x-1a/on-demand")), reality=slow)
+    slow = Deviations(on_demand_delays=(1.5,))
+    delayed = simulate(
+        here, SimulatedJob(2.0, 5.0, 0.25), ENACTABLE, Script(UsePool("us-x-1a/on-demand")), reality=slow
+    )
     assert (delayed.finished_hours, delayed.usd) == (pytest.approx(3.75), pytest.approx(2.25 * 3.0))
 
 
@@ -163,7 +167,7 @@ def test_the_event_variant_decides_where_capacity_changes() -> None:
         spot_usd_per_hour=1.0,
         on_demand_usd_per_hour=3.0,
     )
-    done = simulate(here, Job(3.0, 6.0, 0.0), PER_SECOND, Script(Run("us-x-1a/spot")))
+    done = simulate(here, SimulatedJob(3.0, 6.0, 0.0), PER_SECOND, Script(UsePool("us-x-1a/spot")))
     assert (done.finished_hours, done.usd) == (pytest.approx(3.4), pytest.approx(3.0))
 
 
@@ -174,27 +178,29 @@ def test_the_optimum_is_the_least_of_all_courses() -> None:
         here = world(*rows, regions=chance.choice(["xx", "xy"]))
         prices = np.array([[chance.choice([0.5, 1.0, 2.0]) for _ in row] for row in rows])
         here = World(**{**vars(here), "usd_per_hour": prices})
-        job = Job(float(chance.choice([1, 2, 3])), 5.0, float(chance.choice([0, 1])))
+        job = SimulatedJob(float(chance.choice([1, 2, 3])), 5.0, float(chance.choice([0, 1])))
         assert optimum_usd(here, job) == pytest.approx(least_of_all(here, job))
 
 
-def least_of_all(here: World, job: Job) -> float:
+def least_of_all(here: World, job: SimulatedJob) -> float:
     """Every course of a small job, tick by tick, by the simulator itself."""
     names = [f"{zone}/spot" for zone in here.zones]
     names += [
         f"{zone}/on-demand" for zone in dict(zip(reversed(here.regions), reversed(here.zones), strict=True)).values()
     ]
-    free = Rules("free", Information.ALL, Billing.WHOLE_TICK, 0, None)
+    free = Rules("free", Visibility.ALL, Billing.WHOLE_TICK, 0, None)
     instant = World(**{**vars(here), "distances": _Instant(50.0)}) if job.changeover_hours == 0 else here
     best = math.inf
     stack: list[tuple[Action, ...]] = [()]
     while stack:
         course = stack.pop()
-        done: Outcome = simulate(instant, job, free, Script(*course, Wait())) if course else Outcome()
+        done: SimulationOutcome = (
+            simulate(instant, job, free, Script(*course, Wait())) if course else SimulationOutcome()
+        )
         if done.finished_hours is not None:
             best = min(best, done.usd)
         elif len(course) < here.ticks and done.usd < best:
-            stack += [(*course, answer) for answer in (Wait(), *(Run(name) for name in names))]
+            stack += [(*course, answer) for answer in (Wait(), *(UsePool(name) for name in names))]
     return best
 
 

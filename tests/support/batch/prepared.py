@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ebbflow.cost.job_history import JobExperience, SpeedSeen
+from ebbflow.cost.job_history import JobRecord, MeasuredSpeed
 from ebbflow.cost.plan.throughput import speed_fingerprint
 from ebbflow.infra.config import load_config
 from ebbflow.infra.layout import experience_key
@@ -41,9 +41,9 @@ def remember_speeds(runner: BatchRunner, options: list[str], speeds: Mapping[tup
     config = load_config(ROOT / "configs" / "laptop.yaml", overrides, project_root=ROOT, cwd=Path.cwd()).config
     about = {"processes_per_node": 1, "fingerprint": speed_fingerprint(config), "steps": 1000, "seen_utc": time.time()}
     seen = tuple(
-        SpeedSeen(instance_type=kind, nodes=nodes, tokens_per_second=speed, log_deviation=0.03, **about)
+        MeasuredSpeed(instance_type=kind, nodes=nodes, tokens_per_second=speed, log_deviation=0.03, **about)
         for (kind, nodes), speed in speeds.items()
     )
-    record = JobExperience(job="earlier", speeds=seen).to_json()
+    record = JobRecord(job="earlier", speeds=seen).to_json()
     key = f"{PREFIX}/{experience_key('20260101', 'earlier')}"
     runner.swift.client().put_object(Bucket=runner.bucket, Key=key, Body=json.dumps(record).encode())

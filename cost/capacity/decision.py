@@ -26,20 +26,20 @@ from ebbflow.cost.capacity.placement import (
     RECLAIMED,
     TERMINATED,
     USER_CODE,
-    History,
-    Offer,
+    AttemptHistory,
     PastAttempt,
     Placement,
-    lacking,
+    QueueOffer,
+    explain_no_offer,
+    find_offers,
     memory_mib,
-    offers,
     reserve_usd,
 )
 from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
 from ebbflow.cost.errors import PlacementError
 from ebbflow.cost.plan.plan import Plan
 from ebbflow.cost.policy import policies
-from ebbflow.cost.policy.interface import MINIMUM_HOURS, Action, Market, Policy, PoolView, Run, State
+from ebbflow.cost.policy.interface import MINIMUM_HOURS, Action, Market, Policy, PoolView, State, UsePool
 from ebbflow.cost.policy.safety_net import SafetyNet
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
@@ -67,13 +67,13 @@ class Situation:
     """
 
     state: State | None
-    shown: dict[str, Offer]
+    shown: dict[str, QueueOffer]
     spare_hours: float
     start_within_hours: dict[str, float] = field(default_factory=dict)
 
 
-def situation(
-    plan: Plan, found: Sequence[Offer], history: History, *, runnable_hours: float, now_utc: float
+def build_situation(
+    plan: Plan, found: Sequence[QueueOffer], history: AttemptHistory, *, runnable_hours: float, now_utc: float
 ) -> Situation:
     """runnable_hours: that a job may wait for capacity: the stated delay of on-demand, and what a refused start of Spot
     costs at most."""
@@ -85,7 +85,7 @@ def situation(
         return Situation(state=None, shown={one.id: one for one in found}, spare_hours=0.0)
     changeover = max(one.candidate.case.fixed_lost_hours for one in found)
 
-    def spare(offer: Offer, last_resort: Offer) -> float:
+    def spare(offer: QueueOffer, last_resort: QueueOffer) -> float:
         """Of the slack, beyond a start that is refused at once and everything that must be in reserve."""
         reserve = 2 * changeover + runnable_hours + offer.candidate.case.interval_hours
         return deadline - now - max(offer.work_hours, last_resort.work_hours) - reserve
@@ -120,7 +120,7 @@ def situation(
     return Situation(state=state, shown=shown_by_id, spare_hours=spare_hours, start_within_hours=within)
 
 
-def _budget_usd(plan: Plan, last_resort: Offer, tick_hours: float) -> float:
+def _budget_usd(plan: Plan, last_resort: QueueOffer, tick_hours: float) -> float:
     """What the net may count on, the last save's price left out. It keeps the price of one tick on demand back, since
     elsewhere whole ticks may be billed: AWS bills seconds, a minute at least, so that the rest of a tick is given back.
     """
@@ -130,7 +130,7 @@ def _budget_usd(plan: Plan, last_resort: Offer, tick_hours: float) -> float:
     return plan.budget_usd - reserve_usd(plan, last_resort.candidate) + given_back
 
 
-def _to_fall_back_to(found: Sequence[Offer], history: History) -> list[Offer]:
+def _to_fall_back_to(found: Sequence[QueueOffer], history: AttemptHistory) -> list[QueueOffer]:
     """On-demand pools, cheapest first, without those that were just waited for in vain, unless there are no others."""
     refused = set()
     for attempt in reversed(history.attempts):
@@ -141,7 +141,7 @@ def _to_fall_back_to(found: Sequence[Offer], history: History) -> list[Offer]:
     return [offer for offer in all_of_them if offer.id not in refused] or all_of_them
 
 
-def _view(offer: Offer, history: History, plan: Plan, now: float, work: float, start: float) -> PoolView:
+def _view(offer: QueueOffer, history: AttemptHistory, plan: Plan, now: float, work: float, start: float) -> PoolView:
     one = offer.candidate
     available, seen = _last_seen(offer, history, plan, now)
     return PoolView(
@@ -155,7 +155,7 @@ def _view(offer: Offer, history: History, plan: Plan, now: float, work: float, s
     )
 
 
-def _last_seen(offer: Offer, history: History, plan: Plan, now: float) -> tuple[bool | None, float | None]:
+def _last_seen(offer: QueueOffer, history: AttemptHistory, plan: Plan, now: float) -> tuple[bool | None, float | None]:
     """(had capacity, when) as the newest attempt there has shown; what ended the attempt before this decision is seen
     at this decision."""
     if not offer.is_spot:
@@ -188,7 +188,7 @@ def state_from_json(data: dict[str, Any]) -> State:
     return State(**{**data, **limits, "pools": pools})
 
 
-def running(state: State, pool: str, now_hours: float, work_done_hours: float) -> State:
+def as_running(state: State, pool: str, now_hours: float, work_done_hours: float) -> State:
     """The same state later, with the pool's machines running: capacity was there."""
     pools = tuple(
         replace(view, available=True, seen_at_hours=now_hours) if view.id == pool else view for view in state.pools
@@ -207,7 +207,7 @@ def running(state: State, pool: str, now_hours: float, work_done_hours: float) -
 _MOST_SIGHTS = 50
 
 
-def remember(policy: Policy, history: History, *, started_utc: float) -> None:
+def replay_attempts(policy: Policy, history: AttemptHistory, *, started_utc: float) -> None:
     """Show `policy` what the job's earlier decisions and attempts showed. started_utc: of the job's clock.
 
     Raises whatever the policy raises: one that cannot bear its own past cannot be asked.
@@ -231,7 +231,7 @@ def _sights(attempt: PastAttempt, started_utc: float) -> Iterator[State]:
     step = max(decided.tick_hours, (last - first) / _MOST_SIGHTS)
     for number in range(math.floor((last - first) / step) + 1):
         done = max(0.0, number * step - decided.changeover_hours)
-        yield running(decided, pool, first + number * step, done)
+        yield as_running(decided, pool, first + number * step, done)
 
 
 LEAST_WALL_SECONDS = 60
@@ -241,18 +241,18 @@ _WALL_TIMES, _WALL_AT_LEAST_SECONDS = 4, 5 * 24 * 3600
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    offer: Offer
+    offer: QueueOffer
     reason: str
     policy: str = ""
     runnable_hours: float | None = None
     start_within_hours: float = math.inf
 
 
-def place(
+def choose_placement(
     config: RunConfig,
     *,
     plan: Plan,
-    history: History,
+    history: AttemptHistory,
     queues: Mapping[str, QueueState],
     now_utc: float,
     catalogue: Catalogue | None = None,
@@ -266,16 +266,16 @@ def place(
         raise PlacementError(plan.refusal.outcome, f"{plan.refusal.message} ({plan.refusal.hint})")
     kinds = load_catalogue() if catalogue is None else catalogue
     region = config.batch.region or _region_of(queues)
-    found = offers(plan.ranked, queues, region=region, catalogue=kinds)
+    found = find_offers(plan.ranked, queues, region=region, catalogue=kinds)
     if not found:
-        why = lacking(plan.ranked, queues, region=region, catalogue=kinds)
+        why = explain_no_offer(plan.ranked, queues, region=region, catalogue=kinds)
         raise PlacementError(
             Outcome.NO_CAPACITY,
             f"none of {len(queues)} queues can run any of the plan's {len(plan.ranked)} pools: {why}; fix: "
             "batch.queues, or cluster.instance_types, cluster.nodes and cluster.market",
         )
     runnable = config.batch.runnable_minutes / 60
-    seen = situation(plan, found, history, runnable_hours=runnable, now_utc=now_utc)
+    seen = build_situation(plan, found, history, runnable_hours=runnable, now_utc=now_utc)
     choice = _after_a_bug(found, history) or _asked(seen, history, plan) or _only_one_market(found, history)
     kind = kinds[choice.offer.candidate.instance_type]
     wall = wall_seconds(config, plan, choice.offer, now_utc)
@@ -320,7 +320,7 @@ def _placement(
     )
 
 
-def wall_seconds(config: RunConfig, plan: Plan, offer: Offer, now_utc: float) -> int:
+def wall_seconds(config: RunConfig, plan: Plan, offer: QueueOffer, now_utc: float) -> int:
     """Paid seconds that budget and deadline still bear; the job's own stops come before: the last save is in both."""
     one, limits = offer.candidate, []
     if plan.budget_usd is not None and one.gang_usd_per_hour > 0:
@@ -333,7 +333,7 @@ def wall_seconds(config: RunConfig, plan: Plan, offer: Offer, now_utc: float) ->
     return max(LEAST_WALL_SECONDS, math.floor(min(limits)))
 
 
-def _after_a_bug(found: tuple[Offer, ...], history: History) -> _Choice | None:
+def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Choice | None:
     """The user's own code ended the attempt: the next one stays, and is never dearer. None: nothing of the kind."""
     last = history.last
     if last is None or last.cause != USER_CODE:
@@ -358,7 +358,7 @@ def _after_a_bug(found: tuple[Offer, ...], history: History) -> _Choice | None:
     return _Choice(offer=cheaper[0], reason=reason)
 
 
-def _only_one_market(found: tuple[Offer, ...], history: History) -> _Choice:
+def _only_one_market(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Choice:
     """Nothing to fall back to: the cheapest Spot that was not just refused or lost."""
     gone = [attempt.placement.pool for attempt in history.attempts[-len(found) :] if attempt.refused]
     order = sorted(found, key=lambda one: gone.index(one.id) + 1 if one.id in gone else 0)
@@ -368,7 +368,7 @@ def _only_one_market(found: tuple[Offer, ...], history: History) -> _Choice:
     )
 
 
-def _asked(seen: Situation, history: History, plan: Plan) -> _Choice | None:
+def _asked(seen: Situation, history: AttemptHistory, plan: Plan) -> _Choice | None:
     """The policy's answer through the net; None without anything on demand."""
     state = seen.state
     if state is None:
@@ -378,7 +378,7 @@ def _asked(seen: Situation, history: History, plan: Plan) -> _Choice | None:
     name = "greedy" if math.isinf(state.deadline_hours) else "adaptive"
     policy = policies()[name]()
     try:
-        remember(policy, history, started_utc=plan.started_utc)
+        replay_attempts(policy, history, started_utc=plan.started_utc)
         net = SafetyNet(policy)
         action = net.decide(state)
     except Exception:
@@ -408,7 +408,9 @@ class _Says:
 
 
 def _spot_of(action: Action, state: State) -> str | None:
-    return action.pool if isinstance(action, Run) and action.pool in {pool.id for pool in state.spot_pools} else None
+    return (
+        action.pool if isinstance(action, UsePool) and action.pool in {pool.id for pool in state.spot_pools} else None
+    )
 
 
 def _queued_for(state: State) -> str | None:
@@ -420,7 +422,7 @@ def _queued_for(state: State) -> str | None:
         return gone, pool.usd_per_hour, pool.id
 
     order = [pool.id for pool in sorted(state.spot_pools, key=rank)]
-    wanted: Policy = _Says(Run(order[0], tuple(order[1:])))
+    wanted: Policy = _Says(UsePool(order[0], tuple(order[1:])))
     return _spot_of(SafetyNet(wanted).decide(state), state)
 
 
@@ -438,7 +440,7 @@ def _slack(state: State) -> str:
     return "no deadline" if math.isinf(state.deadline_hours) else f"{state.slack_hours:.2f} h"
 
 
-def _came(history: History) -> str:
+def _came(history: AttemptHistory) -> str:
     """What ended the attempt before, as the beginning of a reason."""
     last = history.last
     if last is None:
