@@ -94,7 +94,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         return Outcome.CONFIG.exit_code
     now = time.time()
     prices = open_prices(loaded.config, now, project_root=PROJECT_ROOT)
-    known = {"experience": _experience(loaded.config), "shape": _measured_shape(loaded.config)}
+    known = {"history": _job_history(loaded.config), "shape": _measured_shape(loaded.config)}
     if arguments.job is not None:
         known["progress"] = read_progress(read_job(arguments.job))
     plan = make_plan(loaded.config, now_utc=now, prices=prices, **known)
@@ -164,7 +164,7 @@ def _print_one(report: RunReport, *, configuration: bool) -> None:
         print(render(report))
 
 
-def _experience(config: RunConfig) -> JobHistory:
+def _job_history(config: RunConfig) -> JobHistory:
     """Of the configuration's store; none, and said so, where the store does not answer: a plan does without."""
     from ebbflow.cost.job_history import JobHistory, load_job_history
     from ebbflow.infra.store import Store

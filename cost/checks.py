@@ -179,7 +179,7 @@ def check_prices(context: PreflightContext) -> CheckFinding:
         known = ", ".join(sorted({region for _, region in prices.quotes})) or "none"
         reason = f"{cost.prices} has prices of none of cost.regions ({', '.join(cost.regions)}); it knows {known}"
         return CheckFinding.failed(reason, f"set cost.regions to [{known}], or record those regions")
-    said = prices.said(now_utc=now, regions=cost.regions, max_age_hours=cost.max_price_age_hours)
+    said = prices.describe(now_utc=now, regions=cost.regions, max_age_hours=cost.max_price_age_hours)
     return CheckFinding.passed("\n".join(said))
 
 

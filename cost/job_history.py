@@ -212,7 +212,7 @@ class JobHistory:
                 speeds[speed.instance_type].append(speed)
         return cls(dict(stays), dict(speeds))
 
-    def reclaims(
+    def reclaim_hazard(
         self, prior: GammaHazard, instance_type: str, region: str | None, zone: str | None, now_utc: float
     ) -> tuple[GammaHazard, int]:
         """The belief after all stays in the pool, and their number. zone None: any of the region.

@@ -63,7 +63,7 @@ def queues_there(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
     return {name: replace(queue, usable=True) for name, queue in found.items() if queue.market is not None} or None
 
 
-def experience(job: Job) -> JobHistory:
+def read_job_history(job: Job) -> JobHistory:
     """What jobs of the store have shown; nothing, and said so, where it does not answer: a plan does without."""
     from ebbflow.cost.job_history import JobHistory, load_job_history
 
@@ -182,7 +182,7 @@ def plan_capacity(flow: Any) -> dict:
     measured = {} if flow.examined is None else {"shape": ModelShape.from_json(flow.examined["shape"])}
     config = where_it_runs(flow, job.config)
     prices = open_prices(config, now, project_root=PROJECT_ROOT)
-    known = {"experience": experience(job), "progress": progress(job), "queues": queues_there(flow, config)}
+    known = {"history": read_job_history(job), "progress": progress(job), "queues": queues_there(flow, config)}
     plan = make_plan(config, now_utc=now, simulated=stays_here(flow), prices=prices, **known, **measured)
     say(render_plan(plan))
     job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())

@@ -77,8 +77,8 @@ def _forecast(world: World, chance: random.Random, zone: str) -> tuple[float, bo
     else:
         raise SimulationError(f"zone {zone}: no capacity at any of {_DRAWS} moments, nothing to forecast")
     before = world.window(start - _WEEK_HOURS, _WEEK_HOURS)
-    experience = JobHistory.of([JobRecord(job="week", stays=tuple(_stays(before, zone)))])
-    belief, _ = experience.reclaims(reclaim_prior(_BAND), "", zone[:-1], zone, _WEEK_HOURS * 3600)
+    history = JobHistory.of([JobRecord(job="week", stays=tuple(_stays(before, zone)))])
+    belief, _ = history.reclaim_hazard(reclaim_prior(_BAND), "", zone[:-1], zone, _WEEK_HOURS * 3600)
     course = Course(
         start_hours=changeover,
         work_hours=work,

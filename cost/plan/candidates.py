@@ -282,7 +282,7 @@ NO_QUEUE = "no queue"
 class PlanInputs:
     """All that a plan is made from, besides the configuration. now_utc: Unix time that prices are judged at.
 
-    experience: what jobs of the same store have shown. progress: of the job itself. queues: of AWS Batch, of which one
+    history: what jobs of the same store have shown. progress: of the job itself. queues: of AWS Batch, of which one
     must take a pool; None: nobody knows them, or the job goes elsewhere.
     """
 
@@ -290,7 +290,7 @@ class PlanInputs:
     shape: ModelShape
     prices: PriceSource
     now_utc: float
-    experience: JobHistory = field(default_factory=JobHistory)
+    history: JobHistory = field(default_factory=JobHistory)
     progress: JobProgress = NO_PROGRESS
     rates: Rates = field(default_factory=load_rates)
     queues: Mapping[str, QueueState] | None = None
@@ -373,7 +373,7 @@ def _in_region(
         here = Pool(**{**vars(pool), "zone": zone})
         if quote is None:
             without = NO_SPOT_PRICE if pool.market == "spot" else NO_ON_DEMAND_PRICE
-            why = "on record" if pool.market == "on_demand" else sources.prices.missing(kind, region, zone)
+            why = "on record" if pool.market == "on_demand" else sources.prices.why_missing(kind, region, zone)
             yield _rejection(here, without, f"{without} of {kind.name} in {here.place} {why}")
             continue
         hazard = _hazard(sources, here, kind)
@@ -391,7 +391,9 @@ def _hazard(sources: PlanInputs, pool: Pool, kind: InstanceType) -> PoolHazard |
     band = kind.interruption_band(pool.region or "")
     if band is None:
         return None
-    belief, stays = sources.experience.reclaims(reclaim_prior(band), kind.name, pool.region, pool.zone, sources.now_utc)
+    belief, stays = sources.history.reclaim_hazard(
+        reclaim_prior(band), kind.name, pool.region, pool.zone, sources.now_utc
+    )
     own = f", updated by {stays} stays of own jobs" if stays else ""
     return PoolHazard(reclaims=belief, failures_per_hour=failures, kind=f"estimated: advisor's band {band}{own}")
 
@@ -467,7 +469,7 @@ def _work(config: RunConfig, sources: PlanInputs, pool: Pool, kind: InstanceType
         pool.nodes,
         pool.processes_per_node,
         catalogue=sources.catalogue,
-        experience=sources.experience,
+        history=sources.history,
         fingerprint=fingerprint,
     )
     samples = micro_batch(config, pool.ranks)

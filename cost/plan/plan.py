@@ -472,7 +472,7 @@ def make_plan(
     simulated: bool = False,
     shape: ModelShape | None = None,
     prices: PriceSource | None = None,
-    experience: JobHistory | None = None,
+    history: JobHistory | None = None,
     progress: JobProgress = NO_PROGRESS,
     queues: Mapping[str, QueueState] | None = None,
 ) -> Plan:
@@ -480,7 +480,7 @@ def make_plan(
 
     now_utc: Unix time at which prices are judged. simulated: the run stays on this machine (always with backend local).
     shape: None: of the built-in model. prices: as `cost.prices.source.open_prices` opens; None: the static table.
-    experience: of `ebbflow.cost.job_history`. progress: the rest is planned. queues: pools that none of them takes are
+    history: of `ebbflow.cost.job_history`. progress: the rest is planned. queues: pools that none of them takes are
     rejected; None: of all pools, whatever queues there are. Raises CatalogueError for bad tables.
     """
     sources = PlanInputs(
@@ -488,7 +488,7 @@ def make_plan(
         shape=causal_lm_shape(config.model) if shape is None else shape,
         prices=StaticPrices() if prices is None else prices,
         now_utc=now_utc,
-        experience=JobHistory() if experience is None else experience,
+        history=JobHistory() if history is None else history,
         progress=progress,
         queues=queues,
     )
@@ -509,7 +509,7 @@ def make_plan(
         budget_usd=cost.budget_usd,
         deadline_hours=cost.deadline_hours,
         reserve_usd=reserve_usd(config, ranked[0]) if ranked else 0.0,
-        prices=sources.prices.said(now_utc=now_utc, regions=cost.regions, max_age_hours=cost.max_price_age_hours),
+        prices=sources.prices.describe(now_utc=now_utc, regions=cost.regions, max_age_hours=cost.max_price_age_hours),
         notes=plan_notes(config, sources),
         ranked=tuple(ranked),
         rejected=rejected,

@@ -213,7 +213,7 @@ def known_throughput(
     processes_per_node: int,
     *,
     catalogue: Catalogue,
-    experience: JobHistory,
+    history: JobHistory,
     fingerprint: str,
 ) -> Throughput | None:
     """Measured by a job of this configuration on this gang; else scaled from another gang; else the estimate.
@@ -223,11 +223,11 @@ def known_throughput(
     estimate = estimate_throughput(config, shape, kind, nodes, processes_per_node)
     if estimate is None:
         return None
-    seen = experience.speed(kind.name, nodes, processes_per_node, fingerprint)
+    seen = history.speed(kind.name, nodes, processes_per_node, fingerprint)
     if seen is not None:
         ratio = seen.tokens_per_second / estimate.tokens_per_second
         return _faster(estimate, ratio, "measured", seen.log_deviation)
-    seen = experience.nearest_speed(kind.name, nodes, fingerprint)
+    seen = history.nearest_speed(kind.name, nodes, fingerprint)
     there = None if seen is None else _estimate_there(config, shape, seen, catalogue)
     if seen is None or there is None:
         return estimate

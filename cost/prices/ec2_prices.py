@@ -261,9 +261,9 @@ class LivePrices(ZonePrices):
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
         return StaticPrices().spot(kind, region) if region in self.failed else super().spot(kind, region)
 
-    def missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
+    def why_missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
         if region in self.failed:
-            return StaticPrices().missing(kind, region, zone)
+            return StaticPrices().why_missing(kind, region, zone)
         if zone is None:
             return "now by EC2: not offered there as Spot"
         if names := self.zones_by_name(kind, region, zone):
@@ -271,7 +271,7 @@ class LivePrices(ZonePrices):
             return f"now by EC2: {by_name_text(reason)}"
         return f"now by EC2: no price in that zone, but in others of {region}"
 
-    def said(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
+    def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
         lines = []
         answered = [region for region in regions if region not in self.failed]
         empty = [region for region in answered if self.observed(region) is None]

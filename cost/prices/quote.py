@@ -72,10 +72,10 @@ class PriceSource(Protocol):
     def zones(self, region: str) -> Sequence[str]:
         """The zones of the region as far as they are known, with a price or without."""
 
-    def missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
+    def why_missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
         """Why it has no spot price there: the words after "no spot price of X in Y". zone: None: in none at all."""
 
-    def said(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
+    def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
         """Lines on what the prices are and how old, for the plan and the report."""
 
 
@@ -167,12 +167,12 @@ class StaticPrices:
     def zones(self, region: str) -> Sequence[str]:
         return ()
 
-    def missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
+    def why_missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
         if region not in on_demand_recorded():
             return f"in the static table, whose prices are of {', '.join(on_demand_recorded())} only"
         return "in the static table: the spot advisor did not list it, or its on-demand price is not on record"
 
-    def said(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
+    def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
         why = f", because {self.because}" if self.because else ""
         spot = f"spot prices: {table_text(now_utc)}{why}"
         return (spot, *([on_demand_text(now_utc, regions)] if {*regions} - {*on_demand_recorded()} else []))

@@ -231,7 +231,7 @@ class RecordedPrices(ZonePrices):
             path=path,
         )
 
-    def missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
+    def why_missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
         if self.observed(region) is None:
             return f"in {self.path.name}: it has no record of the region"
         if names := self.zones_by_name(kind, region, zone):
@@ -239,7 +239,7 @@ class RecordedPrices(ZonePrices):
             return f"in {self.path.name}: {by_name_text(reason)}"
         return f"in {self.path.name}"
 
-    def said(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
+    def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
         times: dict[float | None, list[str]] = {}
         for region in regions:
             times.setdefault(self.observed(region), []).append(region)

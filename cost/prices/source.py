@@ -173,7 +173,7 @@ def show_prices(arguments: argparse.Namespace, project_root: Path) -> int:
         print(_line(market, quote, now, cost))
     without = sum(not any(prices.spot(kind, region) for region in cost.regions) for kind in kinds)
     print(f"{len(quotes)} quotes; {without} of {len(kinds)} instance types have no spot price")
-    for line in prices.said(now_utc=now, regions=cost.regions, max_age_hours=cost.max_price_age_hours):
+    for line in prices.describe(now_utc=now, regions=cost.regions, max_age_hours=cost.max_price_age_hours):
         print(one_line(line))
     return 0
 

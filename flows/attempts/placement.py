@@ -14,7 +14,7 @@ from ebbflow.flows import pods
 from ebbflow.flows.attempts.order import AttemptName, Order
 from ebbflow.flows.attempts.settlement import settle
 from ebbflow.flows.job import Job
-from ebbflow.flows.steps import experience
+from ebbflow.flows.steps import read_job_history
 from ebbflow.infra.aws.calls import within
 from ebbflow.infra.errors import JobIsRunning, Outcome
 from ebbflow.infra.events import COMMIT, PLACED, PLAN, Event, read_events
@@ -192,7 +192,7 @@ def fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | Non
     now = time.time()
     measured = {} if examined is None else {"shape": ModelShape.from_json(examined["shape"])}
     prices = open_prices(job.config, now, project_root=PROJECT_ROOT)
-    known = {"experience": experience(job), "progress": read_progress(events)}
+    known = {"history": read_job_history(job), "progress": read_progress(events)}
     return make_plan(job.config, now_utc=now, prices=prices, **known, **measured)
 
 

@@ -172,7 +172,7 @@ def test_without_the_right_to_see_zones_their_names_must_do(catalogue: Catalogue
     prices = LivePrices.of(asked(region))
     (quote,) = prices.spot(catalogue["g5.xlarge"], "us-east-1")
     assert quote.zone == "us-east-1a"
-    said = " ".join(prices.said(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0))
+    said = " ".join(prices.describe(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0))
     assert "zones of us-east-1: by this account's names, because" in said and "DescribeAvailabilityZones" in said
     plan = make_plan(configuration(zones=["use1-az4"]), now_utc=NOW, prices=prices)
     reasons = {r.instance_type: r.reason for r in plan.rejected if r.kind == "no spot price"}
@@ -186,7 +186,7 @@ def test_without_the_right_to_see_zones_their_names_must_do(catalogue: Catalogue
     region.page([record("us-east-1a", "0.4", 1.0, AvailabilityZoneId="use1-az4")])  # newer answers hold the id
     prices = LivePrices.of(asked(region))
     assert prices.spot(catalogue["g5.xlarge"], "us-east-1")[0].zone == "use1-az4"
-    assert "names" not in " ".join(prices.said(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0))
+    assert "names" not in " ".join(prices.describe(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0))
 
 
 def test_an_empty_history_and_a_zone_without_a_price_are_answers():
@@ -236,7 +236,7 @@ def without_credentials(region: str) -> Any:
 )
 def test_without_credentials_or_network_the_source_is_the_table(client: Callable[[str], Any], words: str):
     prices = open_prices(configuration(), NOW, client=client)
-    (line,) = prices.said(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0)
+    (line,) = prices.describe(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0)
     assert line.startswith("spot prices: static table") and words in line and "2 months old" in line
 
 

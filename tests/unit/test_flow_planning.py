@@ -88,13 +88,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 def test_a_store_that_does_not_tell_of_earlier_jobs_ends_none(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert steps.experience(job).stays == {}
+    assert steps.read_job_history(job).stays == {}
 
     def away(*_: object) -> None:
         raise StoreUnavailable("the store does not answer")
 
     monkeypatch.setattr(Store, "list", away)
-    assert steps.experience(job).stays == {}
+    assert steps.read_job_history(job).stays == {}
     assert "what own jobs have shown of pools and speeds is not known: the store does" in capsys.readouterr().out
 
 
@@ -107,7 +107,7 @@ def test_a_report_is_written_where_experience_cannot_be_kept(
     def forbidden(*_: object) -> None:
         raise StoreUnavailable("experience/: access denied")
 
-    monkeypatch.setattr(reporting, "remember", forbidden)
+    monkeypatch.setattr(reporting, "save_job_record", forbidden)
     assert reporting.write_report(job).outcome == "completed"
     assert (job.folder / "report.json").is_file() and job.store.get("report.json")
     assert "is not kept: experience/: access denied" in capsys.readouterr().out

@@ -163,12 +163,12 @@ def test_own_jobs_move_hazard_and_speed_and_say_so(tmp_path: Path):
             known != real,
         )
     soon = WALL + 3600
-    every = {c.market: c for c in make_plan(config(), now_utc=soon, experience=load_job_history(store)).ranked}
+    every = {c.market: c for c in make_plan(config(), now_utc=soon, history=load_job_history(store)).ranked}
     assert every["spot"].hazard_per_hour > 100 * one.chosen.hazard_per_hour
     assert every["spot"].hazard_kind.endswith("updated by 1 stays of own jobs")
     assert every["spot"].tokens_per_second == pytest.approx(2000.0) and every["spot"].speed_kind == "measured"
     assert every["on_demand"].speed_kind == "measured", "the market does not change the speed"
-    later = make_plan(config(), now_utc=WALL + 60 * 86400, experience=load_job_history(store))
+    later = make_plan(config(), now_utc=WALL + 60 * 86400, history=load_job_history(store))
     forgotten = next(c for c in later.ranked if c.market == "spot")
     assert forgotten.hazard_per_hour == pytest.approx(one.chosen.hazard_per_hour, rel=0.1)
 
@@ -178,12 +178,12 @@ def test_a_measured_speed_is_scaled_to_other_gangs_and_is_of_one_configuration_o
     prior = plan().chosen
     save_job_record(store, job(plan(), steps=40, speed=0.5, reclaimed=False))
     elsewhere = {**CLUSTER, "instance_types": ["g6.xlarge"]}
-    scaled = make_plan(config(cluster=elsewhere), now_utc=WALL, experience=load_job_history(store)).chosen
+    scaled = make_plan(config(cluster=elsewhere), now_utc=WALL, history=load_job_history(store)).chosen
     estimate = plan(cluster=elsewhere).chosen
     assert scaled.speed_kind == "scaled from 1 × g5.xlarge"
     assert scaled.tokens_per_second / estimate.tokens_per_second == pytest.approx(2000.0 / prior.tokens_per_second)
     other = config(model={"num_layers": 3})
-    assert make_plan(other, now_utc=WALL, experience=load_job_history(store)).chosen.speed_kind == "prior"
+    assert make_plan(other, now_utc=WALL, history=load_job_history(store)).chosen.speed_kind == "prior"
 
 
 def test_a_local_run_teaches_nothing_of_any_pool_and_a_users_stop_is_no_reclaim(tmp_path: Path):
@@ -248,7 +248,7 @@ def test_each_hour_of_a_stay_counts_by_its_own_age_and_leaves_the_doubt_of_losse
 
     def believed(*stays: PoolStay) -> GammaHazard:
         seen = JobHistory.of([JobRecord(job="j", stays=stays)])
-        return seen.reclaims(GammaHazard(0.0, 0.0), "g5.xlarge", "us-east-1", "us-east-1a", 48 * 3600)[0]
+        return seen.reclaim_hazard(GammaHazard(0.0, 0.0), "g5.xlarge", "us-east-1", "us-east-1a", 48 * 3600)[0]
 
     whole = believed(stay(48.0, ended=48, reclaimed=True))
     parts = believed(*(stay(1.0, ended=hour, reclaimed=hour == 48) for hour in range(1, 49)))

@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path: Path):
 def test_zones_by_name_are_said_to_be_an_accounts_own(tmp_path: Path):
     path = tmp_path / "prices.csv"
     path.write_text(CSV)
-    said = RecordedPrices.read(path, NOW).said(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0)
+    said = RecordedPrices.read(path, NOW).describe(now_utc=NOW, regions=["us-east-1"], max_age_hours=24.0)
     assert "zones of us-east-1: by the names of the account that recorded them, since ids are missing" in said
     assert is_zone_of("use1-az4", "us-east-1") and is_zone_of("apse2-az1", "ap-southeast-2")
     assert not is_zone_of("use1-az4", "us-east-2") and not is_zone_of("use1-az4", "use1")
