@@ -43,6 +43,7 @@ REQUIREMENTS = (
     Requirement("prometheus-client", "prometheus_client", (0, 26), (1,)),
     Requirement("pandas", "pandas", (3, 1), (4,)),
     Requirement("pyyaml", "yaml", (6,), (7,)),
+    Requirement("ruamel.yaml", "ruamel", (0, 19), (0, 20)),
     Requirement("pydantic", "pydantic", (2, 14), (3,)),
     Requirement("obstore", "obstore", (0, 12), (0, 13)),
     Requirement("awscrt", "awscrt", (0, 38), (1,)),

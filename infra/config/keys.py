@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 from ebbflow.infra.config.problems import Problem, SourceSpan
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.config.yaml_values import SourceText, closest_match, describe_node, is_empty, parse
+from ebbflow.infra.config.yaml_values import SourceText, closest_match, describe_node, empty_node, is_empty, parse
 
 Origin = Literal["file", "environment", "set"]
 
@@ -29,14 +29,14 @@ class Entry:
     """
 
     key: str
-    node: yaml.Node
+    node: Node
     place: SourceSpan
     origin: Origin
     source: SourceText
 
-    def place_of(self, part: yaml.Node | None) -> SourceSpan:
+    def place_of(self, part: Node | None) -> SourceSpan:
         """Where a part of the value stands, such as an item of a list."""
-        return self.place if part is None else self.source.place(part.start_mark, part.end_mark)
+        return self.place if part is None else self.source.span_of(part)
 
 
 @cache
@@ -78,22 +78,22 @@ def sections() -> dict[str, type[BaseModel]]:
 
 
 def collect_entries(
-    node: yaml.Node | None, section: str, source: SourceText, origin: Origin, at: SourceSpan | None = None
+    node: Node | None, section: str, source: SourceText, origin: Origin, at: SourceSpan | None = None
 ) -> tuple[dict[str, Entry], list[Problem]]:
     """The leaves that a node gives for a section. at: where to point when the node is no section at all."""
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
     if node is None or is_empty(node):
         return entries, problems
-    if not isinstance(node, yaml.MappingNode):
+    if not isinstance(node, MappingNode):
         what = section or source.name
         message = f"{what} must be a section of 'key: value' lines, not {describe_node(node)}"
-        place = at or source.place(node.start_mark, node.end_mark)
+        place = at or source.span_of(node)
         return entries, [Problem(message=message, key=section, place=place, hint=_what_goes_into(section))]
     first: dict[str, SourceSpan] = {}
     for key_node, value in node.value:
-        key_place = source.place(key_node.start_mark, key_node.end_mark)
-        name = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+        key_place = source.span_of(key_node)
+        name = key_node.value if isinstance(key_node, ScalarNode) else None
         key = f"{section}.{name}" if section else name
         if name is None:
             problems.append(Problem(message="a key must be a name", key=section, place=key_place))
@@ -107,7 +107,7 @@ def collect_entries(
             problems += worse
         elif (key in leaf_fields() and "." not in name) or mapping_of(key) == section:
             empty = value.start_mark.index == value.end_mark.index
-            place = key_place if empty else source.place(value.start_mark, value.end_mark)
+            place = key_place if empty else source.span_of(value)
             entries[key] = Entry(key, value, place, origin, source)
         else:
             problems.append(unknown_key(key, key_place))
@@ -231,8 +231,8 @@ def _read(key: str, written: str, value: str, name: str, origin: Origin) -> tupl
     if problems:
         return {}, [Problem(message=p.message, key=key, place=p.place, hint=p.hint) for p in problems]
     if node is None:
-        node = yaml.ScalarNode("tag:yaml.org,2002:str", "", *[yaml.Mark(name, 0, 0, 0, None, None)] * 2)
-    return {key: Entry(key, node, source.place(node.start_mark, node.end_mark), origin, source)}, []
+        node = empty_node()
+    return {key: Entry(key, node, source.span_of(node), origin, source)}, []
 
 
 def _place(name: str, written: str, text: str) -> SourceSpan:

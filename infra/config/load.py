@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from ruamel.yaml.nodes import ScalarNode
 
 from ebbflow.infra.config.keys import (
     ENVIRONMENT,
@@ -105,7 +105,7 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
     key = entry.key
     limits = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
     wanted = [f"{words} {details['ctx'][name]:g}" for name, words in limits.items() if name in details.get("ctx", {})]
-    if not wanted or not isinstance(entry.node, yaml.ScalarNode):
+    if not wanted or not isinstance(entry.node, ScalarNode):
         return f"{key}: {details['msg']}", None
     default = leaf_fields()[key].default
     hint = None if default is None else f"the default is {default}"
@@ -241,7 +241,7 @@ def _read(file: Path, given: Path | str, project_root: Path, cwd: Path) -> tuple
     except UnicodeDecodeError as error:
         good = SourceText(_display(file, cwd), raw[: error.start].decode("utf-8-sig", "replace") + "\ufffd")
         message = f"not UTF-8 text: byte 0x{raw[error.start]:02x} at offset {error.start}"
-        return None, [Problem(message=message, place=good.place_at(len(good.text) - 1), hint="save the file as UTF-8")]
+        return None, [Problem(message=message, place=good.span_at(len(good.text) - 1), hint="save the file as UTF-8")]
 
 
 def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:

@@ -1,7 +1,7 @@
-"""x
+"""YAML 1.2 with positions: parse a text into nodes, and convert each node to the type that the schema expects.
 
-Scalars are read by the rules of YAML 1.2, since those of 1.1, which PyYAML follows, surprise: to it ``1e-3`` is a text,
-``012`` is ten, ``1:30`` is ninety and ``no`` is false.
+ruamel.yaml follows YAML 1.2; in YAML 1.1 ``1e-3`` is a text, ``012`` is ten, ``1:30`` is ninety and ``no`` is false.
+Nodes keep their start and end, so that each error can point at the value.
 """
 
 from __future__ import annotations
@@ -13,14 +13,27 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, StringMark
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 
 from ebbflow.infra.config.problems import Problem, SourceSpan
 from ebbflow.infra.errors import InfraError, Outcome
 
-_LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # what PyYAML counts as one
-_PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
+Value = None | bool | int | float | str
+
+_LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # what ruamel.yaml counts as one
+_TAG_PREFIX = "tag:yaml.org,2002:"
+_CORE_KINDS = ("str", "seq", "map", "null", "bool", "int", "float", "timestamp", "merge", "value")
+_CORE_TAGS = {_TAG_PREFIX + kind for kind in _CORE_KINDS}
+_NON_FINITE = re.compile(r"[-+]?\.?(inf|nan|infinity)", re.IGNORECASE)
+_FRACTION = re.compile(r"[-+]?\.[0-9]+[eE][-+]?[0-9]+")  # .5e3: a number by the standard, a text to ruamel.yaml
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
+_GROUPED = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+")
+_YAML_1_1_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
+_LARGEST = 10**15  # far above anything sensible, and exact as a float
 
 _SYNTAX_HINTS = (
     ("found character '\\t'", "YAML indents with spaces; replace the tab"),
@@ -32,21 +45,24 @@ _SYNTAX_HINTS = (
     ("expected <block end>", "indent the keys of a section alike, two spaces deeper than its name"),
     ("could not find expected ':'", "write 'key: value', with a space after the colon"),
     ("found undefined alias", "put a text that begins with '*' in quotes"),
-    ("expected a single document", "remove the '---' line: one file holds one configuration"),
+    ("found another document", "remove the '---' line: one file holds one configuration"),
 )
 
 
 @dataclass(frozen=True)
 class SourceText:
-    """A text that was read, and the name under which problems in it are reported."""
+    """A text to parse, and the name that problems in it are reported under.
+
+    first_column, before: characters shown before the text in its first line, such as "model.num_heads=" of an override.
+    """
 
     name: str
     text: str
-    first_column: int = 0  # characters that stand before the text in the line that is shown
+    first_column: int = 0
     before: str = ""
 
-    def place(self, start: yaml.Mark, end: yaml.Mark | None = None) -> SourceSpan:
-        """From one mark to another, or to the end of the line where the other is on a later one."""
+    def span(self, start: StringMark, end: StringMark | None = None) -> SourceSpan:
+        """Return the span between two marks, cut at the end of the first line."""
         lines = _LINE_BREAK.split(self.text)
         line = lines[start.line] if start.line < len(lines) else ""
         column = min(start.column, len(line))
@@ -60,61 +76,63 @@ class SourceText:
             text=before + line,
         )
 
-    def place_at(self, index: int) -> SourceSpan:
-        """The character at a position of the text."""
+    def span_of(self, node: Node) -> SourceSpan:
+        """Return the span of a node."""
+        return self.span(node.start_mark, node.end_mark)
+
+    def span_at(self, index: int) -> SourceSpan:
+        """Return the span of one character, by its position in the text."""
         lines = _LINE_BREAK.split(self.text[:index])
-        mark = yaml.Mark(self.name, index, len(lines) - 1, len(lines[-1]), None, None)
-        end = yaml.Mark(self.name, index + 1, mark.line, mark.column + 1, None, None)
-        return self.place(mark, end)
+        return self.span(*(_mark(len(lines) - 1, len(lines[-1]) + shift) for shift in (0, 1)))
 
 
-def parse(source: SourceText) -> tuple[yaml.Node | None, list[Problem]]:
-    """The node graph of one YAML document; None for an empty one, or with the problem that prevents it."""
+def parse(source: SourceText) -> tuple[Node | None, list[Problem]]:
+    """Parse one YAML document into its node graph.
+
+    Returns: the root node, None for an empty document; and the problem that prevented parsing, if any.
+    """
+    yaml = YAML(typ="safe", pure=True, plug_ins=[])
+    yaml.composer.warn_double_anchors = False
     try:
-        node = yaml.compose(source.text, Loader=yaml.BaseLoader)
-    except yaml.MarkedYAMLError as error:
+        return yaml.compose(source.text), []
+    except MarkedYAMLError as error:
         return None, [_syntax_problem(source, error)]
-    except yaml.reader.ReaderError as error:
-        place = source.place_at(error.position)
+    except ReaderError as error:
         message = f"character U+{ord(source.text[error.position]):04X} is not allowed in YAML"
-        return None, [Problem(message=message, place=place, hint="remove it")]
+        return None, [Problem(message=message, place=source.span_at(error.position), hint="remove it")]
     except RecursionError:
         return None, [Problem(message=f"{source.name}: nested too deeply to be a configuration")]
-    return node, []
 
 
-def is_empty(node: yaml.Node | None) -> bool:
-    """Nothing was written: ``model:`` with no value, or an empty file."""
-    return node is None or (isinstance(node, yaml.ScalarNode) and node.style is None and node.value == "")
+def is_empty(node: Node | None) -> bool:
+    """Whether nothing was written: ``model:`` without a value, or an empty file."""
+    return node is None or (isinstance(node, ScalarNode) and node.style is None and node.value == "")
 
 
-def foreign_tag(node: yaml.Node) -> str | None:
-    """An explicit tag such as ``!!python/name:os.system``, which a configuration has no use for."""
-    return None if node.tag in _PLAIN_TAGS else node.tag.replace("tag:yaml.org,2002:", "!!")
+def empty_node() -> ScalarNode:
+    """Return the node of an empty text."""
+    return ScalarNode(_TAG_PREFIX + "null", "", _mark(0, 0), _mark(0, 0))
 
 
-def _syntax_problem(source: SourceText, error: yaml.MarkedYAMLError) -> Problem:
+def _mark(line: int, column: int) -> StringMark:
+    return StringMark("", 0, line, column, None, None)
+
+
+def _foreign_tag(node: Node) -> str | None:
+    """Return an explicit tag such as ``!!python/name:os.system``; a configuration has no use for one."""
+    return None if node.tag in _CORE_TAGS else node.tag.replace(_TAG_PREFIX, "!!")
+
+
+def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
     mark = error.problem_mark or error.context_mark
-    what = error.problem or "it cannot be parsed"
-    hint = next((hint for sign, hint in _SYNTAX_HINTS if sign in what), None)
-    if "found character '\\t'" in what:
-        what = "a tab where YAML wants spaces"
-    message = f"not valid YAML: {what}" + (f" {error.context}" if error.context else "")
+    cause = error.problem or "it cannot be parsed"
+    hint = next((hint for sign, hint in _SYNTAX_HINTS if sign in cause), None)
+    if "found character '\\t'" in cause:
+        cause = "a tab where YAML wants spaces"
+    message = f"not valid YAML: {cause}" + (f" {error.context}" if error.context else "")
     if mark is None:
         return Problem(message=f"{source.name}: {message}", hint=hint)
-    one = yaml.Mark(source.name, mark.index, mark.line, mark.column + 1, None, None)
-    return Problem(message=message, place=source.place(mark, one), hint=hint)
-
-
-Value = None | bool | int | float | str
-
-_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
-_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
-_NON_FINITE = re.compile(r"[-+]?\.?(inf|nan|infinity)", re.IGNORECASE)
-_GROUPED = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+")
-_YAML_1_1_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
-_LARGEST = 10**15  # far above anything sensible, and exact as a float
+    return Problem(message=message, place=source.span(mark, _mark(mark.line, mark.column + 1)), hint=hint)
 
 
 class MismatchError(InfraError):
@@ -122,7 +140,7 @@ class MismatchError(InfraError):
 
     outcome = Outcome.CONFIG
 
-    def __init__(self, message: str, hint: str | None = None, node: yaml.Node | None = None) -> None:
+    def __init__(self, message: str, hint: str | None = None, node: Node | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -164,25 +182,25 @@ class Expected:
         return " or ".join(parts + ["null"] * self.nullable)
 
 
-def convert(node: yaml.Node, expected: Expected) -> Any:
+def convert(node: Node, expected: Expected) -> Any:
     """The value of a node. Raises MismatchError, which says what was given and what is expected."""
-    tag = foreign_tag(node)
+    tag = _foreign_tag(node)
     if tag is not None:
         raise MismatchError(f"has the tag {tag}, which a configuration has no use for", "remove the tag")
-    if isinstance(node, yaml.SequenceNode):
+    if isinstance(node, SequenceNode):
         if list not in expected.types:
             raise MismatchError(f"must be {expected}, not a list")
         return [_convert_item(item, number, expected.section) for number, item in enumerate(node.value, start=1)]
-    if isinstance(node, yaml.MappingNode):
+    if isinstance(node, MappingNode):
         raise MismatchError(f"must be {expected}, not a section", _mapping_hint(expected))
     return _convert_scalar(node, expected)
 
 
-def describe_node(node: yaml.Node) -> str:
+def describe_node(node: Node) -> str:
     """What was given, in words."""
-    if isinstance(node, yaml.ScalarNode):
+    if isinstance(node, ScalarNode):
         return _describe_value(_interpret(node))
-    return "a list" if isinstance(node, yaml.SequenceNode) else "a section"
+    return "a list" if isinstance(node, SequenceNode) else "a section"
 
 
 def closest_match(word: str, known: list[str] | tuple[str, ...]) -> str | None:
@@ -192,7 +210,7 @@ def closest_match(word: str, known: list[str] | tuple[str, ...]) -> str | None:
     return folded[matches[0]] if matches else None
 
 
-def _convert_item(node: yaml.Node, number: int, section: type[BaseModel] | None) -> Any:
+def _convert_item(node: Node, number: int, section: type[BaseModel] | None) -> Any:
     try:
         if section is not None:
             return _convert_section(node, section)
@@ -201,15 +219,15 @@ def _convert_item(node: yaml.Node, number: int, section: type[BaseModel] | None)
         raise MismatchError(f"item {number} {mismatch.message}", mismatch.hint, mismatch.node or node) from None
 
 
-def _convert_section(node: yaml.Node, section: type[BaseModel]) -> dict[str, Any]:
+def _convert_section(node: Node, section: type[BaseModel]) -> dict[str, Any]:
     """The values of a section that stands in a list: unknown, missing and duplicate keys are found here."""
     fields = section.model_fields
     known = _known_keys(section)
-    if not isinstance(node, yaml.MappingNode):
+    if not isinstance(node, MappingNode):
         raise MismatchError(f"must be a section of 'key: value' lines, not {describe_node(node)}", known)
     values: dict[str, Any] = {}
     for key, value in node.value:
-        name = key.value if isinstance(key, yaml.ScalarNode) else ""
+        name = key.value if isinstance(key, ScalarNode) else ""
         if name not in fields:
             close = closest_match(name, list(fields))
             raise MismatchError(f"has an unknown key {name!r}", f"did you mean {close}?" if close else known, key)
@@ -225,7 +243,7 @@ def _convert_section(node: yaml.Node, section: type[BaseModel]) -> dict[str, Any
     return values
 
 
-def _convert_scalar(node: yaml.ScalarNode, expected: Expected) -> Any:
+def _convert_scalar(node: ScalarNode, expected: Expected) -> Any:
     text, types = node.value, expected.types
     value = _interpret(node)
     if isinstance(value, str):
@@ -253,7 +271,7 @@ def _convert_scalar(node: yaml.ScalarNode, expected: Expected) -> Any:
     raise MismatchError(f"must be {expected}, not {_describe_value(value)}", hint)
 
 
-def _convert_text(node: yaml.ScalarNode, text: str, expected: Expected) -> Any:
+def _convert_text(node: ScalarNode, text: str, expected: Expected) -> Any:
     types, plain = expected.types, node.style is None
     if text in expected.choices or str in types:
         return text
@@ -267,7 +285,7 @@ def _convert_text(node: yaml.ScalarNode, text: str, expected: Expected) -> Any:
 
 def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:
     numeric = bool(expected.types & {int, float})
-    if not plain and (numeric or bool in expected.types) and not isinstance(_interpret_plain(text), str):
+    if not plain and (numeric or bool in expected.types) and _is_value_unquoted(text):
         return f"remove the quotes: {text}"
     if numeric and _LEADING_ZERO.fullmatch(text):
         return f"write {text.lstrip('+').replace('_', '').lstrip('0') or '0'}: a leading zero may mean an octal number"
@@ -279,25 +297,29 @@ def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:
     return f"did you mean {close}?" if close else None
 
 
-def _interpret(node: yaml.ScalarNode) -> Value:
-    return _interpret_plain(node.value) if node.style is None else node.value
+def _is_value_unquoted(text: str) -> bool:
+    """Whether a quoted text would be a number, true, false or null without its quotes."""
+    node, _ = parse(SourceText("", text))
+    return isinstance(node, ScalarNode) and not isinstance(_interpret(node), str)
 
 
-def _interpret_plain(text: str) -> Value:
-    """An unquoted scalar by YAML 1.2's core schema, with the underscores of 1.1 in numbers."""
-    if text in ("", "~", "null", "Null", "NULL"):
-        return None
-    if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
-        return text.lower() == "true"
-    digits = text.replace("_", "")
-    if _INTEGER.fullmatch(text):
-        return int(digits[:1000], 0)  # Python refuses thousands of digits; too large is too large
-    if _LEADING_ZERO.fullmatch(text):
+def _interpret(node: ScalarNode) -> Value:
+    """Read a scalar by YAML 1.2's core schema. A number with a leading zero stays a text."""
+    text, kind = node.value, node.tag.removeprefix(_TAG_PREFIX)
+    if node.style is not None:
         return text
-    if _FLOAT.fullmatch(text):
-        return float(digits)
-    if re.fullmatch(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", text):
-        return float(text.replace(".", ""))
+    if kind == "null":
+        return None
+    if kind == "bool" and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    digits = text.replace("_", "").lower()
+    try:
+        if kind == "int" and not _LEADING_ZERO.fullmatch(text):
+            return int(digits[:1000], 0)  # Python refuses thousands of digits; too large is too large
+        if kind == "float" or _FRACTION.fullmatch(text):
+            return float(re.sub(r"\.(?=inf|nan)", "", digits))
+    except ValueError:
+        pass
     return text
 
 
