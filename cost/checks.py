@@ -14,9 +14,9 @@ from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.ec2_prices import query_spot_prices
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.cost.prices.source import NOT_ASKED, open_prices
-from ebbflow.infra.aws.account import companion, quota_code, vcpu_quota
-from ebbflow.infra.aws.calls import Patience
-from ebbflow.infra.batch import QueueState, batch_client, in_queues_region, training_queues
+from ebbflow.infra.aws.account import quota_code, sibling_client, vcpu_quota
+from ebbflow.infra.aws.calls import RequestDeadline
+from ebbflow.infra.batch import QueueState, batch_client, limit_to_queue_region, training_queues
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, skip_reason
 from ebbflow.infra.errors import CloudError, InfraError, Outcome, StoreError
 from ebbflow.infra.footprint import size_text
@@ -69,8 +69,11 @@ def check_quota(context: PreflightContext) -> CheckFinding:
     if not counted:
         return CheckFinding.skipped("no quota of these instance families is known")
     try:
-        client, patience = companion("service-quotas", batch_client(asked.region)), Patience.of(ANSWER_SECONDS)
-        quotas = {code: vcpu_quota(code, client, patience) for code in dict.fromkeys(code for _, code in counted)}
+        client, deadline = (
+            sibling_client("service-quotas", batch_client(asked.region)),
+            RequestDeadline.after(ANSWER_SECONDS),
+        )
+        quotas = {code: vcpu_quota(code, client, deadline) for code in dict.fromkeys(code for _, code in counted)}
     except (CloudError, StoreError) as error:
         return CheckFinding.skipped(str(error))
     lines: dict[str, str] = {}
@@ -95,7 +98,7 @@ def _ask(context: PreflightContext) -> _Asked | CheckFinding:
     if context.config.workload is not None:
         return CheckFinding.skipped("the model is a workload's own: it is measured by the plan")
     try:
-        config = in_queues_region(context.config, told=False)
+        config = limit_to_queue_region(context.config, told=False)
     except StoreError as error:
         return CheckFinding.skipped(str(error))
     try:
@@ -209,7 +212,7 @@ def _plan(context: PreflightContext) -> Plan | CheckFinding:
         return CheckFinding.skipped(_MEASURED_LATER)
     now = time.time()
     try:
-        config = in_queues_region(context.config) if context.target == "batch" else context.config
+        config = limit_to_queue_region(context.config) if context.target == "batch" else context.config
         prices = open_prices(config, now, project_root=context.project_root, network=False)
         return make_plan(config, now_utc=now, prices=prices)
     except StoreError as error:

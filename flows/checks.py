@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbflow.flows.remote import backend_asked, refusal, set_environment
+from ebbflow.flows.remote import refusal_reason, requested_backend, set_environment
 from ebbflow.infra.program import PROJECT_ROOT
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ def all_checks() -> list[Check]:
     return [*infra_checks, *cost_checks, *training_checks, *metaflow_checks, *batch_checks]
 
 
-def refused_at_once(config: RunConfig, config_path: str, *, job: str | None, words: Sequence[str]) -> str | None:
+def check_before_launch(config: RunConfig, config_path: str, *, job: str | None, words: Sequence[str]) -> str | None:
     """What forbids a `run` or `resume` before Metaflow is imported, in full; None: nothing does. words: its command
     line. Makes Metaflow's settings for where it goes.
     """
     from ebbflow.infra.preflight import failed_results, render_results
 
-    backend = backend_asked(words)
-    if said := refusal(config, backend, words):
+    backend = requested_backend(words)
+    if said := refusal_reason(config, backend, words):
         return said
     if backend is not None:
         set_environment(config, backend)

@@ -21,7 +21,7 @@ from metaflow import StepMutator
 from metaflow.decorators import StepDecorator, _base_step_decorator
 
 from ebbflow.flows import pods
-from ebbflow.flows.attempts.order import SUBMIT_VARIABLE, UNPLACED_VARIABLE, AttemptName, Order
+from ebbflow.flows.attempts.order import SUBMIT_VARIABLE, UNPLACED_VARIABLE, AttemptName, AttemptOrder
 from ebbflow.infra.program import IMPORT_ROOT, INSTALLED
 
 # Decorators that send a step to another machine.
@@ -36,7 +36,7 @@ class local(StepMutator):  # noqa: N801 - the name is what stands after --with
 
     def mutate(self, mutable_step):
         for name in REMOTE:
-            if name in _names(mutable_step):
+            if name in _decorator_names(mutable_step):
                 mutable_step.remove_decorator(name)
 
 
@@ -44,13 +44,13 @@ class cloud(StepMutator):  # noqa: N801
     """Sends the training steps to AWS Batch and leaves the light ones on the launching machine."""
 
     def mutate(self, mutable_step):
-        names = _names(mutable_step)
+        names = _decorator_names(mutable_step)
         if "capacity" in names and not names.intersection(REMOTE):
             mutable_step.add_decorator("batch")
-            _begin(mutable_step, "batch")
+            _init_decorator(mutable_step, "batch")
 
 
-def _begin(mutable_step: Any, name: str) -> None:
+def _init_decorator(mutable_step: Any, name: str) -> None:
     """A decorator that a mutator adds is begun by nobody in releases to 2.19.20 at least: it then lacks what its `init`
     makes of its attributes. Later ones begin each once, whoever comes first.
     """
@@ -59,7 +59,7 @@ def _begin(mutable_step: Any, name: str) -> None:
             decorator.external_init()
 
 
-def _names(mutable_step: Any) -> set[str]:
+def _decorator_names(mutable_step: Any) -> set[str]:
     """Of a step's decorators; `has_decorator` is not in every release."""
     return {name for name, *_ in mutable_step.decorator_specs}
 
@@ -141,16 +141,16 @@ class CapacityDecorator(StepDecorator):
     ) -> None:  # fmt: skip
         # A @parallel step that one node runs as a plain job: what @batch does for jobs of several nodes.
         alone = "AWS_BATCH_JOB_ID" in os.environ and "AWS_BATCH_JOB_NUM_NODES" not in os.environ
-        if ubf_context == "ubf_control" and (alone or pods.in_pod_alone()):
+        if ubf_context == "ubf_control" and (alone or pods.is_single_pod()):
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
             flow._control_task_is_mapper_zero = True
 
     def _place(self, cli_args: Any, task: Any, attempt: int, last_attempt: int) -> None:
-        from ebbflow.flows.attempts.placement import Ask, place_attempt, said_of
+        from ebbflow.flows.attempts.placement import PlacementRequest, describe_order, place_attempt
 
         flow = _artifacts(self._store, task.input_paths[0])
         name = AttemptName(run=str(task.run_id), step=self._step, task=str(task.task_id), attempt=attempt)
-        ask = Ask(
+        ask = PlacementRequest(
             flow=flow,
             name=name,
             round=flow.rounds + 1,
@@ -164,13 +164,13 @@ class CapacityDecorator(StepDecorator):
         if answer.trouble:
             said = f"by the plan of the run, since it cannot be chosen afresh: {answer.trouble}"
             task.log(f"capacity: {said}", system_msg=True)
-        task.log(f"capacity: {said_of(answer.order)}", system_msg=True)
+        task.log(f"capacity: {describe_order(answer.order)}", system_msg=True)
         if answer.order.does != "train":
-            stay(cli_args, self._step)
+            run_locally(cli_args, self._step)
         elif ask.backend == "kubernetes":
-            pods.apply(cli_args, answer.order, flow.settings["config"])
+            pods.apply_to_pod(cli_args, answer.order, flow.settings["config"])
         else:
-            apply(cli_args, answer.order, flow.settings["config"])
+            apply_to_batch(cli_args, answer.order, flow.settings["config"])
             cli_args.env[SUBMIT_VARIABLE] = json.dumps(_for_the_submitter(flow, name, answer.order))
 
     def _unplaced(self, cli_args: Any, task: Any, trouble: str) -> None:
@@ -182,11 +182,11 @@ class CapacityDecorator(StepDecorator):
             task.log(f"capacity: as @{backend} says, since it cannot be chosen: {trouble}", system_msg=True)
             return
         task.log(f"capacity: this attempt is not submitted, since it cannot be placed: {trouble}", system_msg=True)
-        stay(cli_args, self._step)
+        run_locally(cli_args, self._step)
         cli_args.env[UNPLACED_VARIABLE] = trouble
 
 
-def apply(cli_args: Any, order: Order, config: dict[str, Any]) -> None:
+def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
     """Into the command line of `batch step`, over what @batch has put there."""
     placement, batch = order.placement or {}, config["batch"]
     options = cli_args.command_options
@@ -208,14 +208,14 @@ def apply(cli_args: Any, order: Order, config: dict[str, Any]) -> None:
         options["num-parallel"] = str(order.nodes if order.nodes > 1 else 0)
 
 
-def stay(cli_args: Any, step: str) -> None:
+def run_locally(cli_args: Any, step: str) -> None:
     """A step that only says how the job goes on needs no machine of its own: it runs where the scheduler is."""
     cli_args.commands, cli_args.command_args = ["step"], [step]
     options = cli_args.command_options
     cli_args.command_options = {key: value for key, value in options.items() if key in _LOCAL_OPTIONS}
 
 
-def _for_the_submitter(flow: SimpleNamespace, name: AttemptName, order: Order) -> dict[str, Any]:
+def _for_the_submitter(flow: SimpleNamespace, name: AttemptName, order: AttemptOrder) -> dict[str, Any]:
     placement = order.placement or {}
     return {
         "job": flow.job,

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from metaflow import current
 
-from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
+from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, AttemptOrder
 from ebbflow.flows.decorators import training_backend
 from ebbflow.flows.job import Job
 from ebbflow.flows.remote import in_container
-from ebbflow.flows.steps import StepFailed, note_outcome, say
+from ebbflow.flows.steps import StepFailed, record_outcome, say
 from ebbflow.infra.checks.gpu import visible_gpus
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, Outcome
@@ -42,19 +42,19 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 _ANY_PORT = 9
 
 
-def name_interface(main_address: str, environment: MutableMapping[str, str] = os.environ) -> str | None:
+def set_network_interface(main_address: str, environment: MutableMapping[str, str] = os.environ) -> str | None:
     """Tell the libraries of this process's children which interface leads to node 0; what the user has set stands.
 
     Returns its name; None where none leads there, and then nothing is changed.
     """
-    name = interface_to(main_address)
+    name = route_interface(main_address)
     if name is not None:
         for variable in _VARIABLES:
             environment.setdefault(variable, name)
     return name
 
 
-def interface_to(address: str) -> str | None:
+def route_interface(address: str) -> str | None:
     """The interface whose own address a connection to `address` (IPv4) would come from. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -86,7 +86,7 @@ class GangShape:
     processes_per_node: int
 
 
-def gang_shape(flow: Any, order: Order | None = None) -> GangShape:
+def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
     """What the attempt was told; else numbers of the configuration, and `auto` follows the plan."""
     if order is not None:
         return GangShape(order.nodes, order.processes_per_node)
@@ -138,7 +138,7 @@ def _is_local_task(pid: int) -> bool:
     return b"step" in words and not {b"batch", b"kubernetes"} & set(words)
 
 
-def first_way(flow: Any) -> str:
+def initial_branch(flow: Any) -> str:
     """node or gang: a single node in AWS Batch has a step of its own, which goes round as often as it is reclaimed."""
     return "node" if training_backend(flow) == "batch" and flow.num_nodes == 1 else "gang"
 
@@ -167,14 +167,14 @@ def train_node(flow: Any, this: Any) -> dict:
     return _train(flow, this, _order(flow, this), node=this.parallel.node_index, main_address=this.parallel.main_ip)
 
 
-def _train(flow: Any, this: Any, order: Order | None, *, node: int, main_address: str) -> dict:
+def _train(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str) -> dict:
     from ebbflow.training.errors import GangError, TrainingError
     from ebbflow.training.launch.agent import run_gang
 
     if order is not None and order.does == "stop":
         return _stopped(flow, order, node)
     if in_container() and main_address != "127.0.0.1":
-        name_interface(main_address)
+        set_network_interface(main_address)
     try:
         outcome = run_gang(_gang_spec(flow, this, order, node=node, main_address=main_address))
     except (TrainingError, InfraError) as error:
@@ -182,7 +182,7 @@ def _train(flow: Any, this: Any, order: Order | None, *, node: int, main_address
             raise StepFailed(error.outcome, str(error)) from error
         say(f"no new attempt can cure this: {error}")
         if node == 0 and not isinstance(error, GangError):  # before there was a generation, whose end is on record
-            note_outcome(flow, error.outcome, str(error))
+            record_outcome(flow, error.outcome, str(error))
         return {"outcome": error.outcome.value, **_STOPPED}
     if outcome.goes_on:  # this task has done its part, and must not end the others'
         say(f"node {node}: {outcome.message}")
@@ -191,15 +191,15 @@ def _train(flow: Any, this: Any, order: Order | None, *, node: int, main_address
     return {"outcome": outcome.outcome, "step": outcome.step, "weights_sha256": outcome.weights_sha256}
 
 
-def _stopped(flow: Any, order: Order, node: int) -> dict:
+def _stopped(flow: Any, order: AttemptOrder, node: int) -> dict:
     """The attempt is placed nowhere: budget, deadline or capacity bear none."""
     say(f"no further attempt: {order.message}")
     if node == 0:
-        note_outcome(flow, Outcome(order.outcome), order.message)
+        record_outcome(flow, Outcome(order.outcome), order.message)
     return {"outcome": order.outcome, **_STOPPED}
 
 
-def _order(flow: Any, this: Any) -> Order | None:
+def _order(flow: Any, this: Any) -> AttemptOrder | None:
     """What this attempt was told; None where nobody has placed it, as on this machine. Raises StepFailed."""
     if training_backend(flow) is None:
         return None
@@ -209,7 +209,7 @@ def _order(flow: Any, this: Any) -> Order | None:
         run=str(this.run_id), step=this.step_name, task=_placed_task(this), attempt=int(this.retry_count)
     )
     try:
-        return Order.get(Job.of(flow, this.run_id).store, name)
+        return AttemptOrder.get(Job.of(flow, this.run_id).store, name)
     except InfraError as error:
         raise StepFailed(error.outcome, str(error)) from error
 
@@ -220,7 +220,7 @@ def _placed_task(this: Any) -> str:
     return str(control or this.task_id)
 
 
-def _gang_spec(flow: Any, this: Any, order: Order | None, *, node: int, main_address: str) -> GangSpec:
+def _gang_spec(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str) -> GangSpec:
     """What this node's agent must know. Raises StoreError when what was spent so far cannot be read."""
     from ebbflow.training.launch.messages import GangSpec
     from ebbflow.training.launch.transport import control_ports
@@ -246,13 +246,13 @@ def _gang_spec(flow: Any, this: Any, order: Order | None, *, node: int, main_add
     )
 
 
-def _promised_gpus(order: Order | None) -> int:
+def _promised_gpus(order: AttemptOrder | None) -> int:
     """GPUs of each node, where the attempt was placed on machines with GPUs. 0: nothing was placed, or without GPUs."""
     placement = None if order is None else order.placement
     return 0 if placement is None else int(placement.get("gpu") or 0)
 
 
-def _terms(flow: Any, job: Job, order: Order | None) -> dict:
+def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> dict:
     """The money terms of this attempt: the price of where it was placed, and what all attempts before it have cost."""
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold

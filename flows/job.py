@@ -47,7 +47,7 @@ class Job:
 
     def remember(self) -> None:
         """Leave in runs/<job> where the job lies, so that commands on this machine find it by its name alone."""
-        write_whole(self.folder / NOTE, KnownJob(self.name, self.config.store).note())
+        write_atomically(self.folder / NOTE, KnownJob(self.name, self.config.store).note())
 
     def events(self, process: str) -> EventLog:
         """A log for one step of the flow; close it before the step ends."""
@@ -66,7 +66,7 @@ def local_folder(job: str, store_uri: str) -> Path:
     return folder
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Whole or not at all: a reader may come at any time."""
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_bytes(content)

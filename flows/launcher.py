@@ -157,13 +157,13 @@ class _Launch:
             if self._interrupts > 1:
                 self._leave_at_once("interrupted: the report is left unwritten")
             if self._interrupts == 1:
-                _complain("the report is being written (Ctrl-C again to leave without it)")
+                write_to_stderr("the report is being written (Ctrl-C again to leave without it)")
             return
         if self.asked:
             self._hurried = self._hurried or number == signal.SIGINT
             return
         self.asked = True
-        _complain(self._why_leaving() or _ASKED)
+        write_to_stderr(self._why_leaving() or _ASKED)
         for child in children(os.getpid()):
             os.kill(child, signal.SIGTERM)
         limit = time.monotonic() + _DRAIN_SECONDS
@@ -176,7 +176,7 @@ class _Launch:
         return "" if by is None else f"job taken over by {by.describe()}: this run saves and ends (exit code 75)"
 
     def _leave_at_once(self, words: str) -> NoReturn:
-        _complain(words)
+        write_to_stderr(words)
         self.release()
         os._exit(Outcome.INTERRUPTED.exit_code)
 
@@ -193,7 +193,7 @@ def prepare(module_name: str) -> None:
     """
     if module_name != "__main__":
         return
-    sys.argv[1:] = words_in_order(_launch.read_take_over(sys.argv[1:]))
+    sys.argv[1:] = reorder_words(_launch.read_take_over(sys.argv[1:]))
     at = _command_index(sys.argv)
     if _is_launch(at):
         survive_lost_readers()
@@ -212,11 +212,11 @@ def prepare(module_name: str) -> None:
     os.environ.pop(RUN_CLAIM_VARIABLE, None)  # of another job, where a task of that one starts this launcher
     _launch.listen()
     if sys.argv[at] == "run":
-        from ebbflow.flows.options import checked_options, job_and_config, permits_in
+        from ebbflow.flows.options import check_run_options, parse_checked_options, parse_permits
 
-        permits = permits_in(sys.argv[at + 1 :])
-        sys.argv[at + 1 :] = checked_options(sys.argv[at + 1 :])
-        _launch.claim_job(*job_and_config(sys.argv[at + 1 :]), "run", permits)
+        permits = parse_permits(sys.argv[at + 1 :])
+        sys.argv[at + 1 :] = check_run_options(sys.argv[at + 1 :])
+        _launch.claim_job(*parse_checked_options(sys.argv[at + 1 :]), "run", permits)
     else:
         from ebbflow.flows.options import check_resume, refuse_settings
 
@@ -247,7 +247,7 @@ def run(flow_class: type) -> None:
     _launch.listen()
     _watch_tasks()
     run_id_file = Path(_run_id_file(sys.argv[at + 1 :]) or "")
-    origin = remote.values_of(sys.argv, "--origin-run-id")
+    origin = remote.option_values(sys.argv, "--origin-run-id")
     unknown = sys.argv[at] == "resume" and origin and _launch.claim is None and claim_of_parent() is None
     if unknown and (job := _job_of(flow_class.__name__, origin[-1], without="no claim on the job")):
         _launch.claim_job(job.name, job.config, "resume")
@@ -256,9 +256,9 @@ def run(flow_class: type) -> None:
         run_id = _read_run_id(run_id_file)
         job = None if _launch.fenced or not run_id else _job_of(flow_class.__name__, run_id)
         if job is not None:
-            code = _tell(job, code, started, asked=_launch.asked)
+            code = finish_job(job, code, started, asked=_launch.asked)
         elif _launch.asked and not _launch.fenced:
-            _complain("interrupted before anything was recorded")
+            write_to_stderr("interrupted before anything was recorded")
     finally:  # without a job Metaflow itself refused, and has said why
         _launch.release()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -279,7 +279,7 @@ def _leave_signals_to_launcher() -> None:
         signal.signal(signal.SIGTERM, end_with_descendants)
 
 
-def _complain(text: str) -> None:
+def write_to_stderr(text: str) -> None:
     """Past Python's buffers, which a signal handler may have interrupted."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
@@ -292,7 +292,7 @@ def _watch_tasks() -> None:
     threading.Thread(target=end_stopped_tasks, args=(os.getpid(),), name="stopped tasks", daemon=True).start()
 
 
-def words_in_order(words: Sequence[str]) -> list[str]:
+def reorder_words(words: Sequence[str]) -> list[str]:
     """The command line with options of `run` moved from before the command to behind it, where Metaflow takes them.
 
     Exits with 2 when there is no command.
@@ -332,26 +332,26 @@ def _join_in(words: list[str]) -> None:
     """What Metaflow's own processes do besides: the one that submits a job, and the task in a container."""
     from ebbflow.flows import metaflow_fixes
 
-    mended = metaflow_fixes.needed(sys.argv)
+    mended = metaflow_fixes.needs_fixes(sys.argv)
     if words[:2] == ["batch", "step"]:
-        from ebbflow.flows.attempts.submission import submission
+        from ebbflow.flows.attempts.submission import open_submission
 
-        submission().listen()
+        open_submission().listen()
         if mended:
-            metaflow_fixes.mend_submitter()
-        elif metaflow_fixes.known_release():
-            metaflow_fixes.mend_request()
+            metaflow_fixes.fix_submitter()
+        elif metaflow_fixes.is_known_release():
+            metaflow_fixes.fix_batch_requests()
     elif words[:2] == ["kubernetes", "step"]:
-        from ebbflow.flows.pods import exit_when_asked, give_grace
+        from ebbflow.flows.pods import exit_when_asked, set_grace_period
 
         exit_when_asked()
-        give_grace()
+        set_grace_period()
     elif words[:1] == ["step"] and remote.in_container():
-        from ebbflow.flows.attempts.submission import listen_to_stop
+        from ebbflow.flows.attempts.submission import listen_for_stop
 
-        listen_to_stop()
+        listen_for_stop()
         if mended:
-            metaflow_fixes.mend_task()
+            metaflow_fixes.fix_task()
 
 
 def _set_environment() -> None:
@@ -440,7 +440,7 @@ def _this_python() -> str:
     return str(path.relative_to(PROJECT_ROOT) if path.is_relative_to(PROJECT_ROOT) else path)
 
 
-def _tell(job: Job, code: int, started: float, *, asked: bool) -> int:
+def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
     """Print the report, which is rebuilt from the event log when the run died before writing it.
 
     asked: the run was asked to leave, which is what its exit code says, whatever an earlier run left on record.
@@ -462,7 +462,7 @@ def _tell(job: Job, code: int, started: float, *, asked: bool) -> int:
         return Outcome.INTERRUPTED.exit_code
     except (InfraError, CostError) as error:
         if asked and isinstance(error, ReportError):
-            _complain("interrupted before anything was recorded")
+            write_to_stderr("interrupted before anything was recorded")
             return code
         # That nothing was recorded yet says nothing of why the run ended, which Metaflow does.
         code = code if asked or (code and isinstance(error, ReportError)) else error.outcome.exit_code or code

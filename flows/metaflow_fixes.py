@@ -44,23 +44,23 @@ _ADVICE = "avoid pressing Ctrl+C"
 FIXES = ("#2564 command of other nodes", "#2557 reason of a failure", "end of other nodes", "cards")
 
 
-def release(text: str) -> tuple[int, ...]:
+def parse_release(text: str) -> tuple[int, ...]:
     """(2, 19, 39) of "2.19.39", whatever follows."""
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
-def known_release(text: str | None = None) -> bool:
+def is_known_release(text: str | None = None) -> bool:
     """None: of the Metaflow that is installed."""
-    return release(text or version("metaflow")) in KNOWN
+    return parse_release(text or version("metaflow")) in KNOWN
 
 
-def needed(words: Sequence[str]) -> bool:
+def needs_fixes(words: Sequence[str]) -> bool:
     """Whether a process of Metaflow with this command line, which names its metadata, is one that is mended."""
     local = any(pair == ("--metadata", "local") for pair in itertools.pairwise(words)) or "--metadata=local" in words
-    return local and known_release(version("metaflow"))
+    return local and is_known_release(version("metaflow"))
 
 
-def check(context: PreflightContext) -> CheckFinding:
+def check_metadata(context: PreflightContext) -> CheckFinding:
     """Without a metadata service Metaflow fails on AWS Batch in known ways: these are mended, or the run is refused."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
@@ -72,7 +72,7 @@ def check(context: PreflightContext) -> CheckFinding:
     service = "set METAFLOW_DEFAULT_METADATA=service and METAFLOW_SERVICE_URL"
     if context.config.batch.metadata_fixes == "refuse":
         return CheckFinding.failed("metadata are local, and batch.metadata_fixes is refuse", service)
-    if not known_release(found):
+    if not is_known_release(found):
         known = ", ".join(".".join(map(str, one)) for one in KNOWN)
         return CheckFinding.failed(
             f"metadata are local, and what Metaflow {found} gets wrong then on AWS Batch is not known (known: {known})",
@@ -112,7 +112,7 @@ CHECKS = [
         tier="full",
         deadline_seconds=5.0,
         symptoms=(),
-        run=check,
+        run=check_metadata,
     )
 ]
 
@@ -153,21 +153,21 @@ def keep_terminal_from_tasks() -> None:
         runtime.subprocess = Apart()
 
 
-def mend_submitter() -> None:
+def fix_submitter() -> None:
     """In the process that submits a job and waits for it."""
-    mend_request()
+    fix_batch_requests()
     _pass_over_missing_metadata()
 
 
-def mend_request() -> None:
+def fix_batch_requests() -> None:
     """Where nothing of Metaflow is changed: from now on in what this process asks of AWS Batch, and is told by it."""
     from botocore import handlers
 
-    handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", correct_nodes))
-    handlers.BUILTIN_HANDLERS.append(("after-call.batch.DescribeJobs", complete_gangs))
+    handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", correct_node_commands))
+    handlers.BUILTIN_HANDLERS.append(("after-call.batch.DescribeJobs", complete_gang_descriptions))
 
 
-def mend_task() -> None:
+def fix_task() -> None:
     """In a container, where a task runs."""
     from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
     from metaflow.plugins.metadata_providers.local import LocalMetadataProvider
@@ -182,13 +182,13 @@ def mend_task() -> None:
     BatchDecorator._wait_for_mapper_tasks = _wait_for_mappers
 
 
-def correct_nodes(params: dict[str, Any], **_: Any) -> None:
+def correct_node_commands(params: dict[str, Any], **_: Any) -> None:
     """The other nodes' command in a request to submit a job, made anew from that of node 0 where it is another one."""
     overrides = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
     if len(overrides) < 2:
         return
     main = overrides[0]["containerOverrides"]["command"]
-    command = [*main[:-1], command_of_node(main[-1])]
+    command = [*main[:-1], node_command(main[-1])]
     for other in overrides[1:]:
         if other["containerOverrides"]["command"] != command:
             other["containerOverrides"]["command"] = command
@@ -196,7 +196,7 @@ def correct_nodes(params: dict[str, Any], **_: Any) -> None:
             print(f"batch: {said}", file=sys.stderr, flush=True)
 
 
-def complete_gangs(parsed: dict[str, Any], **_: Any) -> None:
+def complete_gang_descriptions(parsed: dict[str, Any], **_: Any) -> None:
     """In what AWS tells of jobs: what Metaflow reads of one of several nodes is there, and says nothing."""
     for job in parsed.get("jobs") or []:
         if job.get("nodeProperties"):
@@ -204,7 +204,7 @@ def complete_gangs(parsed: dict[str, Any], **_: Any) -> None:
             job.setdefault("statusReason", None)
 
 
-def command_of_node(main: str) -> str:
+def node_command(main: str) -> str:
     """Of a node that is not node 0, whose index the shell there knows. main: the shell command of node 0."""
     found = re.search(r"--task-id (\S+)", main)
     if found is None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from ebbflow.cost.jobs import list_known_jobs
-from ebbflow.flows.checks import refused_at_once
+from ebbflow.flows.checks import check_before_launch
 from ebbflow.flows.job import RUNS
-from ebbflow.flows.remote import backend_asked, values_of
+from ebbflow.flows.remote import option_values, requested_backend
 from ebbflow.infra.config import ConfigError, LoadedConfig, load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, Outcome
@@ -30,10 +30,10 @@ _REQUEST_SECONDS = 10.0
 _FIXED_FOR_A_JOB = ("workload", "workload_options", "model", "data", "training.seed")
 
 
-def checked_options(options: list[str]) -> list[str]:
+def check_run_options(options: list[str]) -> list[str]:
     """The options of `run` with --config and --set replaced by the one checked configuration, as JSON.
 
-    Permits are left out: `give_permits` records them, once the launcher holds the job (see `permits_in`).
+    Permits are left out: `give_permits` records them, once the launcher holds the job (see `parse_permits`).
 
     Exits with 2 for a bad configuration, fault or job name, and with 3 when a quick check forbids the run.
     """
@@ -45,7 +45,7 @@ def checked_options(options: list[str]) -> list[str]:
     add_permits(parser)
     known, rest = parser.parse_known_args(options)
     try:
-        loaded = _loaded(known, backend_asked(sys.argv))
+        loaded = _loaded(known, requested_backend(sys.argv))
         if known.rehearse:
             _check_rehearsal(known.rehearse, loaded.config)
         if known.job:
@@ -54,9 +54,9 @@ def checked_options(options: list[str]) -> list[str]:
         _refuse(str(error), Outcome.CONFIG)
     except InfraError as error:
         _refuse(str(error), error.outcome)
-    if said := refused_at_once(loaded.config, known.config, job=known.job or None, words=sys.argv):
+    if said := check_before_launch(loaded.config, known.config, job=known.job or None, words=sys.argv):
         _refuse(said, Outcome.PREFLIGHT)
-    if permits_asked(known) and not known.job:
+    if requested_permits(known) and not known.job:
         _refuse(
             "--from-scratch and --accept-rollback are about a job that exists; fix: name it with --job", Outcome.CONFIG
         )
@@ -80,15 +80,15 @@ def add_permits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def permits_asked(known: argparse.Namespace) -> list[str]:
+def requested_permits(known: argparse.Namespace) -> list[str]:
     return [what for option, what in PERMITS.items() if getattr(known, option)]
 
 
-def permits_in(options: list[str]) -> list[str]:
+def parse_permits(options: list[str]) -> list[str]:
     """The permits that the options of `run` ask for."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_permits(parser)
-    return permits_asked(parser.parse_known_args(options)[0])
+    return requested_permits(parser.parse_known_args(options)[0])
 
 
 def give_permits(permits: Sequence[str], job: str, store: str) -> None:
@@ -100,8 +100,8 @@ def give_permits(permits: Sequence[str], job: str, store: str) -> None:
         record_permits(Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)), *permits)
 
 
-def job_and_config(words: list[str]) -> tuple[str, RunConfig]:
-    """Job name ("" where none was given) and configuration in the words that `checked_options` returned."""
+def parse_checked_options(words: list[str]) -> tuple[str, RunConfig]:
+    """Job name ("" where none was given) and configuration in the words that `check_run_options` returned."""
     values = dict(zip(words[0:6:2], words[1:6:2], strict=True))
     return values["--job"], RunConfig.model_validate_json(json.dumps(json.loads(values["--config"])["config"]))
 
@@ -195,15 +195,15 @@ def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
     known, words[1:] = parser.parse_known_args(words[1:])
     found = _job_of(words)
     if found is None:
-        if permits_asked(known):
+        if requested_permits(known):
             print("resume: the job is unknown here, so nothing of it is given up; fix: run --job NAME", file=sys.stderr)
             sys.exit(Outcome.CONFIG.exit_code)
         return None
     name, path, config = found
-    if said := refused_at_once(config, path, job=name, words=words):
+    if said := check_before_launch(config, path, job=name, words=words):
         print(said, file=sys.stderr)
         sys.exit(Outcome.PREFLIGHT.exit_code)
-    return name, config, permits_asked(known)
+    return name, config, requested_permits(known)
 
 
 def refuse_settings(options: Sequence[str]) -> None:
@@ -222,9 +222,9 @@ def refuse_settings(options: Sequence[str]) -> None:
 
 def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
     """(name, path of the configuration's file, configuration) of the job whose run a `resume` goes on with."""
-    run = (values_of(words, "--origin-run-id") or [""])[-1]
+    run = (option_values(words, "--origin-run-id") or [""])[-1]
     try:
-        job = known_job(RUNS / run) or _with_a_name_of_its_own(run) if run else known_job(RUNS / "latest")
+        job = known_job(RUNS / run) or _find_job_of_run(run) if run else known_job(RUNS / "latest")
         if job is None:
             _say(f"{RUNS} knows no job of {f'run {run}' if run else 'an earlier run'}")
             return None
@@ -235,7 +235,7 @@ def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
         return None
 
 
-def _with_a_name_of_its_own(run: str) -> KnownJob | None:
+def _find_job_of_run(run: str) -> KnownJob | None:
     """The job that the run was one of, by the events of the jobs that this machine has started last."""
     folders = [RUNS / "latest", *(RUNS / name for name in list_known_jobs(RUNS)[-_MOST_ASKED:][::-1])]
     jobs = dict.fromkeys(job for folder in folders if (job := known_job(folder)) is not None)

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ebbflow.flows.attempts.order import Order
-from ebbflow.flows.attempts.submission import stoppable
+from ebbflow.flows.attempts.order import AttemptOrder
+from ebbflow.flows.attempts.submission import wrap_command
 from ebbflow.infra.batch import QueueState
 from ebbflow.infra.config.schema import RunConfig
 
@@ -72,12 +72,12 @@ GRACE_VARIABLE = "EBBFLOW_GRACE_SECONDS"
 _LABELS = {"ebbflow/training": "true"}
 
 
-def in_pod_alone() -> bool:
+def is_single_pod() -> bool:
     """Whether this process is a task in a pod that is no part of a JobSet."""
     return "METAFLOW_KUBERNETES_WORKLOAD" in os.environ and "METAFLOW_KUBERNETES_JOBSET_NAME" not in os.environ
 
 
-def markets() -> dict[str, QueueState]:
+def pod_markets() -> dict[str, QueueState]:
     """What stands for Batch's queues: Karpenter makes nodes of either market, of any type and in any number."""
     return {
         name: QueueState(
@@ -92,7 +92,7 @@ def with_nodes(config: RunConfig, nodes: int) -> RunConfig:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
 
 
-def apply(cli_args: Any, order: Order, config: dict[str, Any]) -> None:
+def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
     """Into the command line of `kubernetes step`, over what @kubernetes has put there."""
     placement, options = order.placement or {}, cli_args.command_options
     options.update({
@@ -137,7 +137,7 @@ def exit_when_asked() -> None:
         signal.signal(number, leave)
 
 
-def give_grace() -> None:
+def set_grace_period() -> None:
     """In the process that submits: pods get the time from SIGTERM to SIGKILL that a last save needs, and their tasks
     hear of it.
 
@@ -151,7 +151,7 @@ def give_grace() -> None:
 
     def make_with_grace(spec: V1PodSpec, *args: Any, **fields: Any) -> None:
         for container in fields.get("containers") or []:
-            container.command = stoppable(container.command or []) or None
+            container.command = wrap_command(container.command or []) or None
         make(spec, *args, **{**fields, name: max(fields.get(name) or 0, seconds)})
 
     V1PodSpec.__init__ = make_with_grace

@@ -22,13 +22,13 @@ def in_container() -> bool:
     return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
 
 
-def backend_asked(words: Sequence[str]) -> str | None:
+def requested_backend(words: Sequence[str]) -> str | None:
     """batch or kubernetes: where a command line sends training, by its --with; None: it stays on this machine."""
-    names = [value.partition(":")[0] for value in values_of(words, "--with")]
+    names = [value.partition(":")[0] for value in option_values(words, "--with")]
     return None if "local" in names else next((_BACKENDS[name] for name in names if name in _BACKENDS), None)
 
 
-def values_of(words: Sequence[str], option: str) -> list[str]:
+def option_values(words: Sequence[str], option: str) -> list[str]:
     """All values that a command line gives an option, as "--option value" or "--option=value"."""
     found = [words[at + 1] for at, word in enumerate(words[:-1]) if word == option]
     return found + [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
@@ -85,7 +85,7 @@ def light_queue(config: RunConfig) -> str | None:
     return name
 
 
-def refusal(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -> str | None:
+def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -> str | None:
     """Why the run cannot go to another machine, with what to do; None: nothing forbids it. words: its command line."""
     if backend is not None and "://" not in config.store:
         return (
@@ -102,5 +102,5 @@ def refusal(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -
 
 
 def _names_role(config: RunConfig, words: Sequence[str]) -> bool:
-    given = any("iam_role=" in value for value in values_of(words, "--with"))
+    given = any("iam_role=" in value for value in option_values(words, "--with"))
     return given or bool(config.batch.job_role) or _is_set("METAFLOW_ECS_S3_ACCESS_IAM_ROLE")

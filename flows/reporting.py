@@ -13,10 +13,10 @@ from ebbflow.cost.jobs import list_known_jobs, load_report
 from ebbflow.cost.prices.source import observed_pools
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.flows.job import RUNS, Job, write_whole
+from ebbflow.flows.job import RUNS, Job, write_atomically
 from ebbflow.infra.errors import InfraError
 from ebbflow.infra.events import NODE_STARTED, PLAN, PRICES, Event, read_events, read_log
-from ebbflow.infra.metrics import job_page
+from ebbflow.infra.metrics import render_job_metrics
 from ebbflow.infra.program import PROJECT_ROOT
 
 _COMPARED_JOBS = 8
@@ -53,9 +53,11 @@ def write_report(job: Job) -> RunReport:
     Here first: a store that is full or takes no more writes still has events to tell from. Raises StoreError where it
     does not take the report.
     """
-    from ebbflow.flows.attempts.settlement import settle_all  # not for each card's process, which imports this as well
+    from ebbflow.flows.attempts.settlement import (
+        settle_for_report,  # not for each card's process, which imports this as well
+    )
 
-    settle_all(job)
+    settle_for_report(job)
     record_prices(job)
     content = read_log(job.store)
     events = content.events
@@ -63,12 +65,12 @@ def write_report(job: Job) -> RunReport:
     files = {
         "report.json": json.dumps(report.to_json(), indent=1, allow_nan=False).encode(),
         "report.html": render_html(report).encode(errors="backslashreplace"),
-        "metrics.prom": job_page(report.to_json(), events),
+        "metrics.prom": render_job_metrics(report.to_json(), events),
     }
     for name, content in files.items():
         in_store, here = job.store.local_path(name), job.folder / name
         if in_store is None or in_store.resolve() != here.resolve():
-            write_whole(here, content)
+            write_atomically(here, content)
     for name, content in files.items():
         job.store.put(name, content)
     try:

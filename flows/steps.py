@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from ebbflow.infra.config.schema import RunConfig
 
 
-def stays_here(flow: Any) -> bool:
+def is_local(flow: Any) -> bool:
     """Whether the ranks run on this machine, where no pool of the plan is paid for."""
     return training_backend(flow) is None
 
 
-def where_it_runs(flow: Any, config: RunConfig) -> RunConfig:
+def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
     """On AWS Batch the region of the queues is the only one whose prices mean anything."""
-    from ebbflow.infra.batch import in_queues_region
+    from ebbflow.infra.batch import limit_to_queue_region
 
-    there = in_queues_region(config) if training_backend(flow) == "batch" else config
+    there = limit_to_queue_region(config) if training_backend(flow) == "batch" else config
     if there.cost.regions != config.cost.regions:
         named = ", ".join(config.cost.regions)
         print(f"prices of {there.cost.regions[0]}, where the queues are; cost.regions has {named}", flush=True)
     return there
 
 
-def queues_there(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
+def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
     """On AWS Batch, what training may choose from, whether or not it takes jobs at this moment; as the configuration
     has it where Batch does not say, such as to a container. None: nobody knows it, or the job goes elsewhere.
     """
@@ -74,7 +74,7 @@ def read_job_history(job: Job) -> JobHistory:
         return JobHistory()
 
 
-def progress(job: Job) -> JobProgress:
+def read_progress(job: Job) -> JobProgress:
     """How far the job has come, so that only the rest is planned; the whole where no account of it can be made."""
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.plan.candidates import NO_PROGRESS, read_progress
@@ -99,7 +99,7 @@ class StepFailed(MetaflowException):
         self.outcome = outcome
 
 
-def told(step: Callable[[Any], T]) -> Callable[[Any], T]:
+def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
     """What a room could not do ends the run with its one message, and the job with its outcome.
 
     Not for `train`, where a new attempt may cure it.
@@ -113,18 +113,18 @@ def told(step: Callable[[Any], T]) -> Callable[[Any], T]:
         try:
             return step(flow)
         except (InfraError, CostError, TrainingError) as error:
-            note_outcome(flow, error.outcome, str(error))
+            record_outcome(flow, error.outcome, str(error))
             raise StepFailed(error.outcome, str(error)) from error
         except StepFailed:
             raise  # has told its outcome
         except Exception as error:  # a bug of ours: the next start would meet it again
-            note_outcome(flow, Outcome.FAILED, f"{type(error).__name__}: {error}")
+            record_outcome(flow, Outcome.FAILED, f"{type(error).__name__}: {error}")
             raise
 
     return tell
 
 
-def note_outcome(flow: Any, outcome: Outcome, message: str) -> None:
+def record_outcome(flow: Any, outcome: Outcome, message: str) -> None:
     """In the events, for the report; a store that does not even open takes none, and the message alone must do."""
     try:
         with Job.of(flow, current.run_id).events(current.step_name) as events:
@@ -133,7 +133,7 @@ def note_outcome(flow: Any, outcome: Outcome, message: str) -> None:
         say(f"the store cannot be told: {error}")
 
 
-@told
+@record_failure
 def begin_job(flow: Any) -> None:
     """Give the job its folder on this machine; nothing is written to its store before the checks have passed."""
     job = Job.of(flow, current.run_id)
@@ -143,8 +143,8 @@ def begin_job(flow: Any) -> None:
     say(f"job {job.name}: {job.config.training.max_steps} steps, store {job.store.uri}")
 
 
-@told
-def check(flow: Any) -> list[dict]:
+@record_failure
+def run_preflight(flow: Any) -> list[dict]:
     """Run every room's checks; raise StepFailed when one of them forbids the run."""
     from ebbflow.infra.preflight import failed_results, render_results
     from ebbflow.training.checks.workload import WORKLOAD_CHECK
@@ -168,7 +168,7 @@ def check(flow: Any) -> list[dict]:
     return records
 
 
-@told
+@record_failure
 def plan_capacity(flow: Any) -> dict:
     """The plan as JSON, of its best pools; the job's plan.json has all. Raises StepFailed when budget, deadline or
     capacity cannot be kept.
@@ -180,10 +180,10 @@ def plan_capacity(flow: Any) -> dict:
     job = Job.of(flow, current.run_id)
     now = time.time()
     measured = {} if flow.examined is None else {"shape": ModelShape.from_json(flow.examined["shape"])}
-    config = where_it_runs(flow, job.config)
+    config = with_queue_region(flow, job.config)
     prices = open_prices(config, now, project_root=PROJECT_ROOT)
-    known = {"history": read_job_history(job), "progress": progress(job), "queues": queues_there(flow, config)}
-    plan = make_plan(config, now_utc=now, simulated=stays_here(flow), prices=prices, **known, **measured)
+    known = {"history": read_job_history(job), "progress": read_progress(job), "queues": available_queues(flow, config)}
+    plan = make_plan(config, now_utc=now, simulated=is_local(flow), prices=prices, **known, **measured)
     say(render_plan(plan))
     job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())
     plan = plan.brief()
@@ -196,7 +196,7 @@ def plan_capacity(flow: Any) -> dict:
     return plan.to_json()
 
 
-@told
+@record_failure
 def examine_workload(flow: Any) -> dict | None:
     """A workload of one's own, its data prepared and one sample tried: what the plan must know of it. Else None."""
     from ebbflow.training.workloads.examine import examine
@@ -209,7 +209,7 @@ def examine_workload(flow: Any) -> dict | None:
     return {"shape": found.shape.to_json(), "prepared": found.prepared}
 
 
-@told
+@record_failure
 def prepare_data(flow: Any) -> dict:
     """The data in the store, once for the same data: their fingerprint, and what else is known of them."""
     from ebbflow.training.data import prepare_tokens
@@ -241,7 +241,7 @@ def write_report(flow: Any) -> dict:
         raise StepFailed(error.outcome, str(error)) from error
 
 
-def frames(report: dict) -> tuple[Any, Any]:
+def report_frames(report: dict) -> tuple[Any, Any]:
     """Loss curve and ledger as pandas DataFrames, for notebooks."""
     from ebbflow.cost.report.report import RunReport, ledger_frame, loss_frame
 
@@ -249,7 +249,7 @@ def frames(report: dict) -> tuple[Any, Any]:
     return loss_frame(run_report), ledger_frame(run_report)
 
 
-def conclude(flow: Any) -> None:
+def require_completion(flow: Any) -> None:
     """Fail the run when the job is not complete: a run that looks like success must be one."""
     outcome = Outcome(flow.run_report["outcome"])
     if outcome is not Outcome.COMPLETED:
@@ -260,7 +260,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-@told
+@record_failure
 def certify(flow: Any) -> dict | None:
     """The certificate as JSON; None where none is asked for. One that does not hold ends the job before it costs."""
     from ebbflow.training.certify import certify_in_child

@@ -77,7 +77,7 @@ class TrainFlow(FlowSpec):
     @step
     def preflight(self):
         """Check everything that can be checked before money is spent; all problems at once."""
-        self.checks = steps.check(self)
+        self.checks = steps.run_preflight(self)
         self.next(self.plan)
 
     @step
@@ -94,16 +94,16 @@ class TrainFlow(FlowSpec):
         self.certificate = steps.certify(self)
         self.num_nodes = gang.gang_shape(self).nodes
         self.rounds = 0
-        self.way = gang.first_way(self)
-        self.next({"node": self.train_node, "gang": self.fan_out}, condition="way")
+        self.next_branch = gang.initial_branch(self)
+        self.next({"node": self.train_node, "gang": self.fan_out}, condition="next_branch")
 
     @capacity
     @retry(times=4, minutes_between_retries=0)
     @step
     def train_node(self):
         """A single node in AWS Batch: one round for each machine, so that a reclaim is no failure."""
-        self.gang_outcome, self.way = gang.train_round(self, current)
-        self.next({"again": self.train_node, "gang": self.fan_out, "done": self.report}, condition="way")
+        self.gang_outcome, self.next_branch = gang.train_round(self, current)
+        self.next({"again": self.train_node, "gang": self.fan_out, "done": self.report}, condition="next_branch")
 
     @step
     def fan_out(self):
@@ -132,14 +132,14 @@ class TrainFlow(FlowSpec):
     def report(self):
         """Fold the events of every attempt into one report: what was trained, what it cost, what was lost."""
         self.run_report = steps.write_report(self)
-        self.loss_frame, self.ledger_frame = steps.frames(self.run_report)
+        self.loss_frame, self.ledger_frame = steps.report_frames(self.run_report)
         cards.show_report(current.card["report"], self.run_report, reporting.earlier_reports(self.job))
         self.next(self.end)
 
     @step
     def end(self):
         """Succeed only when the job is complete."""
-        steps.conclude(self)
+        steps.require_completion(self)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60
 COMMIT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     """Types of the exposition format."""
 
     COUNTER = "counter"
@@ -53,18 +53,18 @@ class Metric:
     """labels: besides the constant ones of its board. buckets: upper bounds, of a histogram."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
 
 def _counter(name: str, text: str, *labels: str) -> Metric:
-    return Metric(name, Kind.COUNTER, text, labels)
+    return Metric(name, MetricKind.COUNTER, text, labels)
 
 
 def _gauge(name: str, text: str, *labels: str) -> Metric:
-    return Metric(name, Kind.GAUGE, text, labels)
+    return Metric(name, MetricKind.GAUGE, text, labels)
 
 
 # metrics.prom: of a whole job, folded from its events. Constant label: job.
@@ -124,7 +124,8 @@ NODE_METRICS = (
     _gauge("ebbflow_gradient_norm", "Global gradient norm of the newest step, before clipping."),
     _gauge("ebbflow_learning_rate", "Learning rate of the newest step."),
     Metric(
-        "ebbflow_step_seconds", Kind.HISTOGRAM, "Time of a step and its data, saves and evaluations not, in seconds.",
+        "ebbflow_step_seconds", MetricKind.HISTOGRAM,
+        "Time of a step and its data, saves and evaluations not, in seconds.",
         buckets=STEP_BUCKETS,
     ),
     _counter("ebbflow_phase_seconds_total", "Time of this rank by ledger class, in seconds.", "class"),
@@ -137,7 +138,7 @@ NODE_METRICS = (
     _counter("ebbflow_commit_failures_total", "Saves of this rank that did not become durable."),
     _counter("ebbflow_committed_bytes_total", "Bytes of the durable checkpoints of this generation; node 0 only."),
     Metric(
-        "ebbflow_commit_seconds", Kind.HISTOGRAM, "Time from a save to its durability, in seconds; node 0 only.",
+        "ebbflow_commit_seconds", MetricKind.HISTOGRAM, "Time from a save to its durability, in seconds; node 0 only.",
         buckets=COMMIT_BUCKETS,
     ),
     _gauge("ebbflow_spent_usd", "Spent by the whole job so far at the planned price, in US dollars.", "kind"),
@@ -164,7 +165,7 @@ class _Histogram:
         self.sum += value
 
 
-class Board(Collector):
+class MetricBoard(Collector):
     """Values of `metrics`, all with the `constant` labels. Safe to read from another thread.
 
     Its own, and not the client library's counters: they would add a `_created` series to each, which nothing here
@@ -183,7 +184,9 @@ class Board(Collector):
         self._before_page = before_page
         self._lock = threading.Lock()
         self._numbers: dict[str, dict[Labels, float]] = {name: {} for name in self._metrics}
-        self._histograms = {m.name: _Histogram(m.buckets) for m in self._metrics.values() if m.kind is Kind.HISTOGRAM}
+        self._histograms = {
+            m.name: _Histogram(m.buckets) for m in self._metrics.values() if m.kind is MetricKind.HISTOGRAM
+        }
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
         """What is not known, or is no number, is absent, not 0. Raises KeyError for a name outside the catalogue."""
@@ -220,7 +223,7 @@ class Board(Collector):
             numbers = {name: dict(series) for name, series in self._numbers.items()}
             histograms = {name: (list(h.counts), h.sum) for name, h in self._histograms.items()}
         for name, metric in self._metrics.items():
-            if metric.kind is Kind.HISTOGRAM:
+            if metric.kind is MetricKind.HISTOGRAM:
                 yield self._histogram_family(metric, *histograms[name])
             elif numbers[name]:
                 yield self._family(metric, numbers[name])
@@ -230,7 +233,7 @@ class Board(Collector):
         return []
 
     def _family(self, metric: Metric, series: Mapping[Labels, float]) -> Family:
-        make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
         family = make(metric.name, metric.help, labels=[*self._constant, *metric.labels])
         for labels, value in sorted(series.items()):
             if len(labels) != len(metric.labels):
@@ -252,9 +255,9 @@ class Board(Collector):
 _STRENGTH = ("measured", "live", "recorded", "estimated", "simulated")
 
 
-def job_page(report: dict[str, Any], events: Sequence[Event]) -> bytes:
+def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes:
     """report: as in report.json. events: the ones it was made from, for what a report does not add up."""
-    board = Board(JOB_METRICS, {"job": report["job"]})
+    board = MetricBoard(JOB_METRICS, {"job": report["job"]})
     _set_end(board, report)
     _set_money(board, report)
     _set_work(board, report)
@@ -262,7 +265,7 @@ def job_page(report: dict[str, Any], events: Sequence[Event]) -> bytes:
     return board.page()
 
 
-def _set_end(board: Board, report: dict[str, Any]) -> None:
+def _set_end(board: MetricBoard, report: dict[str, Any]) -> None:
     for outcome in Outcome:
         board.set("ebbflow_job_outcome", float(outcome == report["outcome"]), outcome.value)
     for name in ("interruptions", "failures", "redone_steps"):
@@ -271,13 +274,13 @@ def _set_end(board: Board, report: dict[str, Any]) -> None:
     board.set("ebbflow_job_wall_seconds", None if hours is None else hours * 3600)
 
 
-def _set_money(board: Board, report: dict[str, Any]) -> None:
+def _set_money(board: MetricBoard, report: dict[str, Any]) -> None:
     price = str(report["actual"].get("price_kind") or "unpriced")
     for line in report["ledger"]:
         board.set("ebbflow_job_rank_seconds_total", line["rank_seconds"], line["class"], line["kind"])
         if price != "unpriced":  # without a price nothing is known to have been paid, which is not nothing
-            board.set("ebbflow_job_usd_total", line["usd"], line["class"], weakest(price, line["kind"]))
-    board.set("ebbflow_job_savings_usd", report["savings_usd"], weakest(price, "estimated"))
+            board.set("ebbflow_job_usd_total", line["usd"], line["class"], weakest_kind(price, line["kind"]))
+    board.set("ebbflow_job_savings_usd", report["savings_usd"], weakest_kind(price, "estimated"))
     plan = report["plan"] or {}
     board.set("ebbflow_job_budget_usd", plan.get("budget_usd"))
     chosen = plan.get("chosen") or {}
@@ -291,7 +294,7 @@ def _set_money(board: Board, report: dict[str, Any]) -> None:
     board.set("ebbflow_job_planned_seconds", None if hours is None else hours * 3600, "estimated")
 
 
-def _set_work(board: Board, report: dict[str, Any]) -> None:
+def _set_work(board: MetricBoard, report: dict[str, Any]) -> None:
     actual = report["actual"]
     board.set("ebbflow_job_step", actual.get("steps"))
     board.set("ebbflow_job_loss", report["loss_curve"][-1][1] if report["loss_curve"] else None)
@@ -304,7 +307,7 @@ def _set_work(board: Board, report: dict[str, Any]) -> None:
     board.set("ebbflow_job_commits_total", actual.get("commits"))
 
 
-def _set_counts(board: Board, events: Sequence[Event]) -> None:
+def _set_counts(board: MetricBoard, events: Sequence[Event]) -> None:
     """Every rank tells the whole gang's tokens: rank 0's are counted."""
     steps = [event for event in events if event.name == STEP and event.rank == 0]
     commits = {event.data.get("key", event.step): event.data for event in events if event.name == COMMIT}.values()
@@ -315,7 +318,7 @@ def _set_counts(board: Board, events: Sequence[Event]) -> None:
     board.set("ebbflow_job_last_event_timestamp_seconds", max((event.t_wall for event in events), default=None))
 
 
-def weakest(*words: str) -> str:
+def weakest_kind(*words: str) -> str:
     """Of "recorded 2026-07-20" and "measured": recorded. A figure is no better than the worst that it is made from."""
     kinds = [word.split()[0] if word else "estimated" for word in words]
     return max(kinds, key=lambda kind: _STRENGTH.index(kind) if kind in _STRENGTH else len(_STRENGTH))
@@ -325,7 +328,7 @@ TIMEOUT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Group:
+class PushGroup:
     """The grouping key."""
 
     url: str
@@ -340,7 +343,7 @@ class Pusher:
     """
 
     def __init__(
-        self, group: Group, registry: CollectorRegistry, *, interval_seconds: float, say: Callable[[str], object]
+        self, group: PushGroup, registry: CollectorRegistry, *, interval_seconds: float, say: Callable[[str], object]
     ) -> None:
         self._group, self._registry, self._interval_seconds, self._say = group, registry, interval_seconds, say
         self._ended = threading.Event()
@@ -378,7 +381,7 @@ class Pusher:
             self._away = False
 
 
-def delete_group(group: Group, *, say: Callable[[str], object]) -> None:
+def delete_group(group: PushGroup, *, say: Callable[[str], object]) -> None:
     """Delete what this node pushed; a group that is not there is no error. Never raises, and ends within 4 s."""
     failed = [f"no answer within {TIMEOUT_SECONDS + 1:g} s"]
 

@@ -83,7 +83,7 @@ _SHORTEST_PAUSE_SECONDS = 0.02
 _CLOSE_SECONDS = 3.0
 
 
-class Watcher:
+class NoticeWatcher:
     """Polls its sources until it is closed. One that has nothing to watch is asked once, and never again.
 
     Requests of one source hold up the others for their deadline at most (about 2 s), and nobody but this thread.
@@ -99,12 +99,12 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name="notices", daemon=True)
         self._thread.start()
 
-    def news(self) -> list[Notice]:
+    def new_notices(self) -> list[Notice]:
         """Notices not handed out before. One whose time became shorter by more than a second is news again, and so is
         any that follows one whose time has passed."""
         return _all(self._notices)
 
-    def await_first_look(self, seconds: float) -> bool:
+    def wait_for_first_poll(self, seconds: float) -> bool:
         """Whether each source has been asked once, within the time: what stood before this was made is news then."""
         return self._looked.wait(seconds)
 
@@ -112,7 +112,7 @@ class Watcher:
         """What keeps a source from being asked, each thing said once."""
         return _all(self._problems)
 
-    def decided(self) -> dict[str, str] | None:
+    def source_problems(self) -> dict[str, str] | None:
         """{source: "" where it is watched, else why not}, or None while that is not known yet (about a second)."""
         return dict(self._absent) if self._decided.is_set() else None
 
@@ -195,7 +195,7 @@ class MetadataSource:
         self._token = ""
         self._token_until = 0.0
         self._version_1 = self._knows_no_tokens = False
-        self._ending = Ending()
+        self._ending = EffectiveTime()
 
     def begin(self) -> str:
         if self._absent:
@@ -281,7 +281,7 @@ class MetadataSource:
         )  # fmt: skip
 
 
-class Ending:
+class EffectiveTime:
     """When what one source says takes effect. The same word heard again means the same moment, also where it cannot be
     read, or the machine's clock was set meanwhile."""
 
@@ -330,7 +330,7 @@ class MetaflowSource:
 
     def __init__(self, path: Path = Path(METAFLOW_FILE)) -> None:
         self._path = path
-        self._ending = Ending()
+        self._ending = EffectiveTime()
 
     def begin(self) -> str:
         return "" if self._path.parent.is_dir() else f"there is no folder {self._path.parent}"

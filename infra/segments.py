@@ -30,7 +30,7 @@ from pathlib import Path
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden, StoreUnavailable
 from ebbflow.infra.store import Store
-from ebbflow.infra.store.folder import ABANDONABLE
+from ebbflow.infra.store.folder import HANG_GUARD
 
 _READERS = 16
 _PATIENCE_SECONDS = 2.0  # for writers of whom nothing is listed at all; most often they died before they wrote
@@ -267,7 +267,7 @@ def _read_listed(job_store: Store, pool: ThreadPoolExecutor, found: Segments) ->
         listed = [meta.key for meta in job_store.list("events")]
     else:
         what = f"list {job_store.uri}/events"
-        listed, damage = ABANDONABLE.run(lambda: _list_folder(folder), job_store.request_seconds, what)
+        listed, damage = HANG_GUARD.run(lambda: _list_folder(folder), job_store.request_seconds, what)
         for one in damage:
             if one.segment not in found.unreadable and one.segment not in found.contents:
                 found.lose(one.segment, one.what)

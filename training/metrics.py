@@ -15,7 +15,7 @@ from typing import Any
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP, LedgerClass
 from ebbflow.infra.layout import parse_commit_key
-from ebbflow.infra.metrics import NODE_METRICS, Board, Group, MetricsServer, Pusher, delete_group
+from ebbflow.infra.metrics import NODE_METRICS, MetricBoard, MetricsServer, Pusher, PushGroup, delete_group
 from ebbflow.infra.terms import Terms
 from ebbflow.training.clock import process_start_monotonic
 from ebbflow.training.launch.heartbeat import Heartbeat
@@ -43,7 +43,7 @@ def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) ->
         if metrics.port is not None:
             _serve(node.board, metrics.port, _address(metrics.address), spec.node, ends)
         if metrics.push_url is not None:
-            group = Group(metrics.push_url, spec.job, spec.node)
+            group = PushGroup(metrics.push_url, spec.job, spec.node)
             pusher = Pusher(group, node.board.registry(), interval_seconds=metrics.interval_seconds, say=_say)
             if spec.agent_pid is None:  # else the agent deletes the group: it lives longer, whatever ends this rank
                 ends.callback(delete_group, group, say=_say)
@@ -56,7 +56,7 @@ class NodeMetrics:
 
     def __init__(self, spec: WorkerSpec, config: RunConfig, *, rank: int, world_size: int) -> None:
         constant = {"job": spec.job, "node": str(spec.node)}
-        self.board = Board(NODE_METRICS, constant, before_page=self._look)
+        self.board = MetricBoard(NODE_METRICS, constant, before_page=self._look)
         self._terms = Terms.from_json(spec.terms) if spec.terms else None
         self._started = process_start_monotonic()
         self._limits = Limits(
@@ -167,7 +167,7 @@ def _address(configured: str | None) -> str:
     return "127.0.0.1" if not contained and on_loopback(os.environ.get("MASTER_ADDR", "localhost")) else ""
 
 
-def _serve(board: Board, port: int, address: str, node: int, ends: contextlib.ExitStack) -> None:
+def _serve(board: MetricBoard, port: int, address: str, node: int, ends: contextlib.ExitStack) -> None:
     try:
         server = MetricsServer(port, board.page, address=address)
     except OSError as error:

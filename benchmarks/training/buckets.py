@@ -104,8 +104,8 @@ def _await(url: str) -> None:
 
 
 def _make_bucket(endpoint: str, environment: dict[str, str]) -> None:
-    from ebbflow.infra.multipart.requests import Account, Requests
+    from ebbflow.infra.multipart.requests import S3Account, S3Client
 
     keys = environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"]
-    account = Account(environment["AWS_REGION"], endpoint, *keys)
-    Requests("bench", lambda: account).send("PUT", "", seconds=30)
+    account = S3Account(environment["AWS_REGION"], endpoint, *keys)
+    S3Client("bench", lambda: account).send("PUT", "", seconds=30)

@@ -19,7 +19,7 @@ from typing import Any
 from obstore.store import MemoryStore
 
 from ebbflow.infra.layout import commit_key, data_key, generation_key, index_key
-from ebbflow.infra.multipart import Part, Throttle
+from ebbflow.infra.multipart import Throttle, UploadedPart
 from ebbflow.infra.store import ObjectMeta, Store
 from ebbflow.training.checkpoint.commit import await_commit, commit_as_backup
 from ebbflow.training.checkpoint.lineage import Generation, newest_commits, open_generation
@@ -93,9 +93,9 @@ class _CountingSink:
         self._sizes[key] = size
         return key
 
-    def put_part(self, begun: str, number: int, start: int, body: Any, crc: int, *, seconds: float) -> Part:
+    def put_part(self, begun: str, number: int, start: int, body: Any, crc: int, *, seconds: float) -> UploadedPart:
         self._counts.add("put")
-        return Part(number, "", crc)
+        return UploadedPart(number, "", crc)
 
     def finish(self, begun: str, parts: Any, crcs: Any, whole: int, *, seconds: float) -> int | None:
         return whole

@@ -19,7 +19,7 @@ from benchmarks.training.savers import CommitSaver
 from benchmarks.training.state import local_bytes, trained_state
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.layout import job_prefix
-from ebbflow.infra.multipart.requests import Requests, find_account
+from ebbflow.infra.multipart.requests import S3Client, find_account
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Generation
 from ebbflow.training.gang import Gang
@@ -96,7 +96,7 @@ def _obstore_puts(uri: str, rank: int, size: int) -> Callable[[], object]:
 def _socket_puts(uri: str, rank: int, size: int) -> Callable[[], object]:
     """Plain puts of parts over kept connections, without checksums, retries or an index."""
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-    requests = Requests(bucket, find_account())
+    requests = S3Client(bucket, find_account())
     data = memoryview(torch.ones(size, dtype=torch.uint8).numpy())
     starts = range(0, size, _PART_BYTES)
     pool = ThreadPoolExecutor(_THREADS)

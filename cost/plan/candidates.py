@@ -36,7 +36,7 @@ from ebbflow.cost.plan.throughput import (
     why_host_too_small,
 )
 from ebbflow.cost.prices.quote import PriceSource, Quote, is_zone_of
-from ebbflow.infra.batch.queues import BATCHS_CHOICE
+from ebbflow.infra.batch.queues import AUTO_INSTANCE_TYPES
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import PLAN, STEP, Event
 from ebbflow.infra.footprint import COMMIT_BYTES_PER_PARAMETER, ModelShape, shard_ranks
@@ -193,7 +193,7 @@ def why_unusable(queue: QueueState, wanted: Pool, catalogue: Catalogue) -> str |
         return f"takes no job of several nodes, and {wanted} is one"
     if not accepts_type(queue.instance_types, wanted.instance_type):
         listed = ", ".join(queue.instance_types)
-        if any(one in BATCHS_CHOICE for one in queue.instance_types):
+        if any(one in AUTO_INSTANCE_TYPES for one in queue.instance_types):
             family = wanted.instance_type.partition(".")[0]
             return (
                 f"has {listed}: what AWS Batch chooses itself has no GPUs, and {wanted} is one of {family}, not listed"

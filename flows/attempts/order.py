@@ -37,7 +37,7 @@ class AttemptName:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class AttemptOrder:
     """does: train; or, without training, go on as a gang of `nodes`, go round again, or stop with `outcome`.
 
     nodes, processes_per_node: of the gang. placement: `cost.capacity.Placement` as JSON. plan: the fresh plan as JSON,
@@ -58,7 +58,7 @@ class Order:
         job_store.put(name.key, json.dumps(asdict(self), allow_nan=False).encode())
 
     @classmethod
-    def get(cls, job_store: Store, name: AttemptName) -> Order | None:
+    def get(cls, job_store: Store, name: AttemptName) -> AttemptOrder | None:
         """None where nobody has placed the attempt. Raises StoreError."""
         if job_store.head(name.key) is None:
             return None

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.flows import pods
-from ebbflow.flows.attempts.order import AttemptName, Order
-from ebbflow.flows.attempts.settlement import settle
+from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
+from ebbflow.flows.attempts.settlement import settle_attempts
 from ebbflow.flows.job import Job
 from ebbflow.flows.steps import read_job_history
 from ebbflow.infra.aws.calls import within
@@ -37,7 +37,7 @@ _MOST_NEVER_MADE = 2  # no container was ever made, and not for want of capacity
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class PlacementRequest:
     """An attempt that is to be placed. flow: the artifacts that the step will find (`job`, `settings`, `capacity` …).
 
     round: of `train_node`, counted from 1. one_node: the step cannot be a gang. last: Metaflow tries no further.
@@ -54,58 +54,60 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PlacementResult:
     """trouble: why it was not decided afresh; order is then by the plan of the run, or None where not even that could
     be done.
     """
 
-    order: Order | None = None
+    order: AttemptOrder | None = None
     trouble: str = ""
 
 
-def place_attempt(ask: Ask, *, deadline_seconds: float = DEADLINE_SECONDS) -> Answer:
+def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLINE_SECONDS) -> PlacementResult:
     """A store or a service that hangs holds up nobody: afresh within the deadline, else by the plan of the run within
     30 s more."""
     try:
-        return Answer(order=within(deadline_seconds, lambda: _order(ask), "placing"))
+        return PlacementResult(order=within(deadline_seconds, lambda: _place_afresh(request), "placing"))
     except JobIsRunning:  # the run ends: another launcher has taken the job over
         raise
     except Exception as error:  # whatever it is, a hook that raises would end the run
         trouble = f"{type(error).__name__}: {error}"
-    ask.abandoned.set()
-    again = replace(ask, abandoned=threading.Event())
+    request.abandoned.set()
+    again = replace(request, abandoned=threading.Event())
     try:
-        return Answer(order=within(PLANNED_SECONDS, lambda: _as_planned(again), "placing"), trouble=trouble)
+        return PlacementResult(
+            order=within(PLANNED_SECONDS, lambda: _place_by_run_plan(again), "placing"), trouble=trouble
+        )
     except Exception as error:
         again.abandoned.set()
-        return Answer(trouble=f"{trouble}; nor by the plan of the run: {type(error).__name__}: {error}")
+        return PlacementResult(trouble=f"{trouble}; nor by the plan of the run: {type(error).__name__}: {error}")
 
 
-def _order(ask: Ask) -> Order:
+def _place_afresh(request: PlacementRequest) -> AttemptOrder:
     from ebbflow.cost.capacity import read_attempts
     from ebbflow.cost.errors import CostError
     from ebbflow.infra.batch import batch_client, training_queues
 
-    job, on_batch = _job(ask), ask.backend == "batch"
+    job, on_batch = _job(request), request.backend == "batch"
     config = job.config
     client = batch_client(config.batch.region) if on_batch else None
-    with job.events(_process(ask)) as log:
+    with job.events(_process(request)) as log:
         events = read_events(job.store)
-        events += settle(job, events, client, log) if on_batch else []
+        events += settle_attempts(job, events, client, log) if on_batch else []
         history = read_attempts(events)
         comes = config.cost.deadline_hours is not None
-        if said := in_vain(history, events, run=job.run, on_demand_comes=comes):
-            return _ordered(job, ask, Order(does="stop", outcome=said[0].value, message=said[1]))
-        plan = fresh_plan(job, events, ask.flow.examined)
-        queues = training_queues(config.batch, client) if on_batch else pods.markets()
+        if said := give_up_reason(history, events, run=job.run, on_demand_comes=comes):
+            return _put_order(job, request, AttemptOrder(does="stop", outcome=said[0].value, message=said[1]))
+        plan = make_fresh_plan(job, events, request.flow.examined)
+        queues = training_queues(config.batch, client) if on_batch else pods.pod_markets()
         try:
             newest = max((event.generation for event in events), default=0)
-            return _placed(ask, job, log, plan, history, queues, after_generation=newest)
+            return _place(request, job, log, plan, history, queues, after_generation=newest)
         except CostError as error:
-            return _ordered(job, ask, Order(does="stop", outcome=error.outcome.value, message=str(error)))
+            return _put_order(job, request, AttemptOrder(does="stop", outcome=error.outcome.value, message=str(error)))
 
 
-def _as_planned(ask: Ask) -> Order:
+def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
     """Where Batch, prices or events cannot be asked: by the plan of the run and the queues as they are configured.
 
     Raises where that cannot be either, CostError among others: what little is known then is no reason to stop a job.
@@ -114,28 +116,28 @@ def _as_planned(ask: Ask) -> Order:
     from ebbflow.cost.plan.plan import Plan
     from ebbflow.infra.batch import declared_queues
 
-    job = _job(ask)
-    queues = declared_queues(job.config.batch) if ask.backend == "batch" else pods.markets()
-    with job.events(_process(ask)) as log:
-        return _placed(ask, job, log, Plan.from_json(ask.flow.capacity), AttemptHistory(), queues)
+    job = _job(request)
+    queues = declared_queues(job.config.batch) if request.backend == "batch" else pods.pod_markets()
+    with job.events(_process(request)) as log:
+        return _place(request, job, log, Plan.from_json(request.flow.capacity), AttemptHistory(), queues)
 
 
-def _job(ask: Ask) -> Job:
+def _job(request: PlacementRequest) -> Job:
     """With the configuration as it holds where the attempt is to run."""
-    from ebbflow.infra.batch import in_queues_region
+    from ebbflow.infra.batch import limit_to_queue_region
 
-    job = replace(Job.of(ask.flow, ask.name.run), request_seconds=_REQUEST_SECONDS)
-    if ask.backend == "batch":
-        return replace(job, config=in_queues_region(job.config, told=False))
-    return replace(job, config=pods.with_nodes(job.config, ask.flow.num_nodes))
-
-
-def _process(ask: Ask) -> str:
-    return f"placing-{ask.name.step}-{ask.name.task}-{ask.name.attempt}"
+    job = replace(Job.of(request.flow, request.name.run), request_seconds=_REQUEST_SECONDS)
+    if request.backend == "batch":
+        return replace(job, config=limit_to_queue_region(job.config, told=False))
+    return replace(job, config=pods.with_nodes(job.config, request.flow.num_nodes))
 
 
-def _placed(
-    ask: Ask,
+def _process(request: PlacementRequest) -> str:
+    return f"placing-{request.name.step}-{request.name.task}-{request.name.attempt}"
+
+
+def _place(
+    request: PlacementRequest,
     job: Job,
     log: EventLog,
     plan: Plan,
@@ -143,47 +145,54 @@ def _placed(
     queues: Mapping[str, QueueState],
     *,
     after_generation: int = 0,
-) -> Order:
+) -> AttemptOrder:
     """Raises CostError where none of the queues will do, or none of the limits. after_generation: the newest known."""
     from ebbflow.cost.capacity import choose_placement
 
     placed = choose_placement(job.config, plan=plan, history=history, queues=queues, now_utc=time.time())
-    order = shaped(ask, plan, placed)
-    _still_wanted(ask)
+    order = make_order(request, plan, placed)
+    _refuse_if_abandoned(request)
     if order.does == "train":
-        log.origin = replace(log.origin, attempt=ask.name.attempt)
+        log.origin = replace(log.origin, attempt=request.name.attempt)
         log.emit(PLAN, **(order.plan or {}))
-        told = {"attempt": ask.name.attempt, "round": ask.round, "step": ask.name.step, "task": ask.name.task}
+        told = {
+            "attempt": request.name.attempt,
+            "round": request.round,
+            "step": request.name.step,
+            "task": request.name.task,
+        }
         told["after_generation"] = after_generation
         log.emit(PLACED, placement=order.placement, why=placed.reason, **told)
-    return _ordered(job, ask, order)
+    return _put_order(job, request, order)
 
 
-def _ordered(job: Job, ask: Ask, order: Order) -> Order:
-    _still_wanted(ask)
-    order.put(job.store, ask.name)
+def _put_order(job: Job, request: PlacementRequest, order: AttemptOrder) -> AttemptOrder:
+    _refuse_if_abandoned(request)
+    order.put(job.store, request.name)
     return order
 
 
-def _still_wanted(ask: Ask) -> None:
+def _refuse_if_abandoned(request: PlacementRequest) -> None:
     """What is decided too late must not be found by a container that was placed otherwise."""
-    if ask.abandoned.is_set():
+    if request.abandoned.is_set():
         raise TimeoutError("nobody waits any more")
 
 
-def shaped(ask: Ask, plan: Plan, placed: Placement) -> Order:
+def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> AttemptOrder:
     """What the step can do with a placement: a single node cannot become a gang within its own step."""
     from ebbflow.cost.capacity import with_placement
 
     shape = {"nodes": placed.nodes, "processes_per_node": placed.processes_per_node}
-    if ask.one_node and placed.nodes > 1:
-        return Order(does="gang", **shape)
-    if ask.one_node and ask.last:  # Metaflow tries no further, and another round counts anew
-        return Order(does="again", **shape)
-    return Order(does="train", placement=placed.to_json(), plan=with_placement(plan, placed).brief().to_json(), **shape)
+    if request.one_node and placed.nodes > 1:
+        return AttemptOrder(does="gang", **shape)
+    if request.one_node and request.last:  # Metaflow tries no further, and another round counts anew
+        return AttemptOrder(does="again", **shape)
+    return AttemptOrder(
+        does="train", placement=placed.to_json(), plan=with_placement(plan, placed).brief().to_json(), **shape
+    )
 
 
-def fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None) -> Plan:
+def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None) -> Plan:
     """Of the work that is left, at the prices of now."""
     from ebbflow.cost.plan.candidates import read_progress
     from ebbflow.cost.plan.plan import make_plan
@@ -196,7 +205,7 @@ def fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | Non
     return make_plan(job.config, now_utc=now, prices=prices, **known, **measured)
 
 
-def in_vain(
+def give_up_reason(
     history: AttemptHistory, events: Sequence[Event], *, run: str, on_demand_comes: bool = False
 ) -> tuple[Outcome, str] | None:
     """The outcome and the words for a job whose last attempts all came to nothing; None while there is hope.
@@ -224,7 +233,7 @@ def in_vain(
     return outcome, f"{len(last)} attempts in a row came to nothing ({words}), and another would as well{said}"
 
 
-def said_of(order: Order) -> str:
+def describe_order(order: AttemptOrder) -> str:
     """One line for the run's log."""
     if order.does == "stop":
         return f"no further attempt: {order.outcome}: {order.message}"

@@ -32,7 +32,7 @@ def _say(text: str) -> None:
     print(f"batch: {text}", file=sys.stderr, flush=True)
 
 
-def settle(
+def settle_attempts(
     job: Job,
     events: Sequence[Event],
     client: Any,
@@ -49,29 +49,29 @@ def settle(
 
     Raises: CloudError; JobIsRunning where another launcher has taken the job over, whose attempt this may be.
     """
-    unsettled, half_told = unsettled_jobs(events), _half_told_jobs(events)
+    unsettled, half_told = unsettled_jobs(events), _incomplete_jobs(events)
     submitted = {**half_told, **unsettled}
     if not submitted:
         return []
     check_run_claim(job.store, job.name)
-    found = _when_whole(list(submitted), list(unsettled), client, deadline_seconds)
+    found = _describe_when_complete(list(submitted), list(unsettled), client, deadline_seconds)
     told = []
     for job_id, attempt in found.items():
         event = submitted[job_id]
         if attempt.finished:
-            if job_id in half_told and not _is_whole(attempt.to_json()):
+            if job_id in half_told and not _is_complete(attempt.to_json()):
                 continue
-            told.append(log.emit(BATCH_ATTEMPT, **batch_attempt_data(attempt, placement_of(event, events))))
+            told.append(log.emit(BATCH_ATTEMPT, **batch_attempt_data(attempt, find_placement(event, events))))
         else:
             with contextlib.suppress(CloudRefused):  # it has ended in the meantime, and is told of next time
                 why = f"run {job.run} goes on with job {job.name}"
                 words = NEVER_STARTED if attempt.started_utc is None else TERMINATED
                 cancel_job(job_id, why, client, words=words, deadline_seconds=deadline_seconds)
-                say(f"{_left(attempt, event)} was left behind: ended, since {why}")
+                say(f"{_describe_left_behind(attempt, event)} was left behind: ended, since {why}")
     return told
 
 
-def _when_whole(
+def _describe_when_complete(
     job_ids: Sequence[str], wanted: Sequence[str], client: Any, deadline_seconds: float
 ) -> dict[str, BatchAttempt]:
     """What Batch tells of the jobs, asked again for a while as long as it does not tell all of one of `wanted`."""
@@ -79,12 +79,12 @@ def _when_whole(
     while True:
         found = describe_attempts(job_ids, client, deadline_seconds=deadline_seconds)
         ended = [found[one] for one in wanted if one in found and found[one].finished]
-        if all(_is_whole(attempt.to_json()) for attempt in ended) or time.monotonic() + _LOOK_SECONDS > limit:
+        if all(_is_complete(attempt.to_json()) for attempt in ended) or time.monotonic() + _LOOK_SECONDS > limit:
             return found
         time.sleep(_LOOK_SECONDS)
 
 
-def _is_whole(told: Mapping[str, Any]) -> bool:
+def _is_complete(told: Mapping[str, Any]) -> bool:
     """Whether it is told of a job that has ended when it ended, where it ever began, and why, where it failed."""
     is_timed = told.get("started_utc") is None or told.get("stopped_utc") is not None
     return is_timed and (told.get("status") != "FAILED" or bool(told.get("reason")))
@@ -98,11 +98,11 @@ def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
     return {job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in told}
 
 
-def _half_told_jobs(events: Sequence[Event]) -> dict[str, Event]:
+def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
     """The same of those that are told of, but not when or why they ended. events: by time."""
     last = {event.data.get("job_id"): event.data for event in events if event.name == BATCH_ATTEMPT}
     known = _submitted_jobs(events)
-    return {job_id: event for job_id, event in known.items() if job_id in last and not _is_whole(last[job_id])}
+    return {job_id: event for job_id, event in known.items() if job_id in last and not _is_complete(last[job_id])}
 
 
 def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
@@ -115,7 +115,7 @@ def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
     return found
 
 
-def _left(attempt: BatchAttempt, told: Event) -> str:
+def _describe_left_behind(attempt: BatchAttempt, told: Event) -> str:
     return f"job {attempt.job_id} of run {told.run} ({attempt.status} in {attempt.queue})"
 
 
@@ -136,7 +136,10 @@ def check_left_behind(context: PreflightContext) -> CheckFinding:
     if not left:
         return CheckFinding.passed(f"AWS Batch runs nothing of job {context.job}")
     return CheckFinding.failed(
-        "\n".join(f"{_left(one, submitted[one.job_id])} runs, and nobody of this run waits for it" for one in left),
+        "\n".join(
+            f"{_describe_left_behind(one, submitted[one.job_id])} runs, and nobody of this run waits for it"
+            for one in left
+        ),
         "none is needed: it is ended before the next attempt is placed. If another launcher is at this job, stop one",
     )
 
@@ -154,7 +157,7 @@ CHECKS = [
 ]
 
 
-def placement_of(told: Event, events: Sequence[Event]) -> Placement | None:
+def find_placement(told: Event, events: Sequence[Event]) -> Placement | None:
     """Of the job that `told` is about: the last one of its run, step and task, as far as the teller knows these.
 
     Their clocks are not compared: an agent's machine may be minutes ahead.
@@ -173,15 +176,15 @@ def placement_of(told: Event, events: Sequence[Event]) -> Placement | None:
         return None
 
 
-def settle_all(job: Job) -> None:
+def settle_for_report(job: Job) -> None:
     """Whatever is still untold when the job's report is written. What Batch cannot tell now is said, and left out."""
     events = read_events(job.store)
-    if not {**unsettled_jobs(events), **_half_told_jobs(events)}:
+    if not {**unsettled_jobs(events), **_incomplete_jobs(events)}:
         return
     try:
         client = batch_client(job.config.batch.region)
         with job.events("settle") as log:
-            settle(job, events, client, log, deadline_seconds=_REPORT_SECONDS)
+            settle_attempts(job, events, client, log, deadline_seconds=_REPORT_SECONDS)
     except InfraError as error:
         print(f"what became of the last Batch job is not known yet, so the bill has its agents' word only: {error}")
 
@@ -203,13 +206,13 @@ def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
         client = batch_client(job.config.batch.region)
         with job.events("leftovers") as log:
             while True:
-                events += settle(job, events, client, log)
+                events += settle_attempts(job, events, client, log)
                 known = describe_attempts(list(unsettled_jobs(events)), client)
                 left = [job_id for job_id, attempt in known.items() if not attempt.finished]
                 if not left or time.monotonic() > limit:
                     break
                 time.sleep(_LOOK_SECONDS)
-            events += settle(job, events, client, log)
+            events += settle_attempts(job, events, client, log)
         if left:
             say(f"not ended within {_LEFTOVER_SECONDS:g} s, and still to be paid for: {', '.join(left)}")
     except InfraError as error:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.flows.attempts.order import SUBMIT_VARIABLE
-from ebbflow.flows.attempts.submit_retry import SUBMIT_SECONDS, AskingAgain, LostAnswers
+from ebbflow.flows.attempts.submit_retry import SUBMIT_SECONDS, LostAnswers, SubmitRetry
 from ebbflow.flows.job import Job
 from ebbflow.flows.remote import RUNNABLE_VARIABLE
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Where the task writes its process id, for the shell around it.
 _TASK_VARIABLE = "EBBFLOW_TASK_FILE"
 # $1: the command. What is below it ignores SIGTERM, so that a signal to all of a process group leaves shell and logs
-# alone; the task itself listens again (`listen_to_stop`). Without a task there is nothing to save.
+# alone; the task itself listens again (`listen_for_stop`). Without a task there is nothing to save.
 _SHELL = f"""
 export {_TASK_VARIABLE}="$PWD/.ebbflow-task-$$"
 leave() {{
@@ -52,7 +52,7 @@ exit "$code"
 """
 
 
-def stoppable(command: list[str]) -> list[str]:
+def wrap_command(command: list[str]) -> list[str]:
     """The command of a container, the shell around it; one that is no `bash -c TEXT` stays as it is.
 
     TEXT stays the last word.
@@ -62,11 +62,11 @@ def stoppable(command: list[str]) -> list[str]:
     )
 
 
-def make_stoppable(params: dict[str, Any], **_: Any) -> None:
+def wrap_job_commands(params: dict[str, Any], **_: Any) -> None:
     """Called by the AWS SDK with each request SubmitJob, before it is made. Changes its commands in place."""
     for overrides in _overrides(params):
         if command := overrides.get("command"):
-            overrides["command"] = stoppable(command)
+            overrides["command"] = wrap_command(command)
 
 
 def _overrides(params: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
@@ -75,7 +75,7 @@ def _overrides(params: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     return [one for one in every if one]
 
 
-def listen_to_stop() -> None:
+def listen_for_stop() -> None:
     """In a task's process: from now on SIGTERM is meant for it. Does nothing outside of such a container."""
     path = os.environ.get(_TASK_VARIABLE)
     if path:
@@ -92,7 +92,7 @@ _REQUEST_SECONDS = 15.0
 _LEAVE_SECONDS = 50.0  # less than the launcher waits
 
 
-class _Patience:
+class _StartLimits:
     """How long a job may wait for capacity, from its submit, and then be starting, from when it was first seen so; and
     until when (Unix time, None: no matter) it has to run at the latest, however it spends the time."""
 
@@ -153,9 +153,9 @@ class Submission:
 
         seconds = self._limit("submit_seconds", SUBMIT_SECONDS)
         self._lost.listen()
-        AskingAgain(seconds, _say, self._lost, wanted=lambda: not self._told_to_leave).listen()
+        SubmitRetry(seconds, _say, self._lost, wanted=lambda: not self._told_to_leave).listen()
         handlers.BUILTIN_HANDLERS.append(("before-call.batch.SubmitJob", self._begun))
-        handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", make_stoppable))
+        handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", wrap_job_commands))
         handlers.BUILTIN_HANDLERS.append(("after-call.batch.SubmitJob", self._submitted))
         handlers.BUILTIN_HANDLERS.append(("after-call-error.batch.SubmitJob", self._not_submitted))
         signal.signal(signal.SIGTERM, self._leave)
@@ -166,7 +166,7 @@ class Submission:
 
     def _not_submitted(self, **_: Any) -> None:
         """No answer came, or none with a job: what the request may have made nobody would wait for."""
-        _told(self._lost.end, "")
+        _report_errors(self._lost.end, "")
         self._submits = False
         if self._told_to_leave:
             sys.exit(128 + self._told_to_leave)
@@ -177,14 +177,14 @@ class Submission:
         """
         job_id = parsed.get("jobId")
         if not job_id:
-            if why := refused_for_good(parsed):
-                _told(self._note_refusal, why)
+            if why := refusal_reason(parsed):
+                _report_errors(self._note_refusal, why)
             return self._not_submitted()
         self._submits = False
         self._job_id = str(job_id)
         name = str(parsed.get("jobName"))
         for work, about in ((self._note, name), (self._watch, name), (self._lost.end_twins, self._job_id)):
-            _aside(work, about)
+            _start_thread(work, about)
         if self._told_to_leave:
             self._go(self._told_to_leave)
 
@@ -200,7 +200,7 @@ class Submission:
 
     def _note_unwanted(self, job_name: str, job_id: str) -> None:
         """Gives a store that is away some time and no more: who calls may be about to leave."""
-        _aside(self._note, job_name, job_id).join(_REQUEST_SECONDS)
+        _start_thread(self._note, job_name, job_id).join(_REQUEST_SECONDS)
 
     def _note(self, job_name: str, unwanted: str = "") -> None:
         """Into the events, so that the job is billed whatever becomes of it and of this process. unwanted: another job
@@ -248,7 +248,7 @@ class Submission:
         from ebbflow.infra.errors import InfraError
 
         client = batch_client(self._asked.get("region"))
-        patience = _Patience(
+        patience = _StartLimits(
             runnable_seconds=self._limit("runnable_seconds", float(os.environ.get(RUNNABLE_VARIABLE) or math.inf)),
             starting_seconds=self._limit("starting_seconds", STARTING_SECONDS),
             start_by_utc=self._asked.get("start_by_utc"),
@@ -283,8 +283,8 @@ class Submission:
             self._go(number)
 
     def _go(self, number: int) -> None:
-        _told(self._end, self._job_id)
-        _told(self._lost.end, self._job_id)
+        _report_errors(self._end, self._job_id)
+        _report_errors(self._lost.end, self._job_id)
         sys.exit(128 + number)
 
     def _end(self, job_id: str) -> None:
@@ -303,7 +303,7 @@ class Submission:
         _say(f"job {job_id} has not ended within {_LEAVE_SECONDS:g} s of being told to")
 
 
-def refused_for_good(answer: dict[str, Any]) -> str | None:
+def refusal_reason(answer: dict[str, Any]) -> str | None:
     """What Batch says of a request that it will not take the next time either; None: it may, or took it."""
     from ebbflow.infra.aws.calls import is_throttled
 
@@ -314,18 +314,18 @@ def refused_for_good(answer: dict[str, Any]) -> str | None:
     return f"{error.get('Message') or 'no reason given'} ({code or status})"
 
 
-def submission() -> Submission:
+def open_submission() -> Submission:
     """Of this process, by what the scheduler left in its environment."""
     return Submission(json.loads(os.environ.get(SUBMIT_VARIABLE) or "{}"))
 
 
-def _aside(work: Any, *args: Any) -> threading.Thread:
-    thread = threading.Thread(target=_told, args=(work, *args), daemon=True)
+def _start_thread(work: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=_report_errors, args=(work, *args), daemon=True)
     thread.start()
     return thread
 
 
-def _told(work: Any, *args: Any) -> None:
+def _report_errors(work: Any, *args: Any) -> None:
     try:
         work(*args)
     except Exception as error:

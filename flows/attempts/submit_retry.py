@@ -25,7 +25,7 @@ _IN_TROUBLE = (500, 502, 503, 504)  # answers of what stands between, or of Batc
 _TWINS_SECONDS, _FIRST_TWINS_PAUSE_SECONDS = 120.0, 1.0
 
 
-class CannotLook(Exception):
+class LookupUnavailable(Exception):
     """Whether the job was made cannot be asked now, so that it is not submitted again yet."""
 
 
@@ -63,7 +63,7 @@ class LostAnswers:
 
         if status in _IN_TROUBLE or isinstance(error, HTTPClientError):
             self.lost = True
-        return isinstance(error, CannotLook) or (self.lost and (status >= 500 or error is not None))
+        return isinstance(error, LookupUnavailable) or (self.lost and (status >= 500 or error is not None))
 
     def answer(self, request: Any, **_: Any) -> Any:
         """Before each try: what Batch would have answered, where an earlier one has made the job; None: it is to be
@@ -74,7 +74,7 @@ class LostAnswers:
         try:
             found = self._find()
         except CloudUnavailable as error:
-            raise CannotLook(f"whether the job was made cannot be asked: {error}") from error
+            raise LookupUnavailable(f"whether the job was made cannot be asked: {error}") from error
         except CloudError as error:
             self._denied = True
             self._say(f"submitted again without looking for the job that an unanswered submit may have made: {error}")
@@ -117,10 +117,10 @@ class LostAnswers:
 
     def _find(self) -> list[str]:
         """Ids of the jobs that this submit has made, the first one first. Raises CloudError."""
-        from ebbflow.infra.batch import batch_client, marked_jobs
+        from ebbflow.infra.batch import batch_client, find_marked_jobs
 
         client = batch_client(self._region)
-        return marked_jobs(self._queue, self._name, self._mark, client, deadline_seconds=_LOOK_SECONDS)
+        return find_marked_jobs(self._queue, self._name, self._mark, client, deadline_seconds=_LOOK_SECONDS)
 
 
 def _response(url: str, told: dict[str, str]) -> Any:
@@ -140,7 +140,7 @@ _SAY_SECONDS = 60.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 20.0
 
 
-class AskingAgain:
+class SubmitRetry:
     """Answers the SDK's question, after each try, whether and when to try again. Of one process, which submits one job.
 
     seconds: for all requests of the submit together, from the first try that failed. lost: where a submit goes that was
@@ -177,7 +177,7 @@ class AskingAgain:
         unanswered = operation.name == "SubmitJob" and self._lost.may_have_made(status, caught_exception)
         if not self._wanted():
             return False
-        why = _curable(response, caught_exception)
+        why = _retry_reason(response, caught_exception)
         if why is None and unanswered:
             told = f"HTTP {status}" if caught_exception is None else " ".join(str(caught_exception).split()).rstrip(".")
             why = f"no answer, so that the job may be made ({told})"
@@ -201,7 +201,7 @@ class AskingAgain:
         return min(pause * random.uniform(0.5, 1.0), max(0.1, self._seconds - passed))
 
 
-def _curable(response: Any, error: BaseException | None) -> str | None:
+def _retry_reason(response: Any, error: BaseException | None) -> str | None:
     """What went wrong, where it passes by itself; else None. Whether it may have led to a job `LostAnswers` tells."""
     from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError
 

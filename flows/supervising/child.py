@@ -27,7 +27,7 @@ LEAVE_SECONDS = 180.0
 STOPPED_SECONDS = 60.0  # that a launcher may be stopped; twice as long where it does not go on
 
 
-class Child:
+class FlowProcess:
     """Runs commands one after the other, and remembers whether it was asked to leave. Of the main thread only: the
     kernel ties a process to the thread that started it, and signals are handled there."""
 

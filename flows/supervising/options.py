@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbflow.flows.options import add_permits, permits_asked
+from ebbflow.flows.options import add_permits, requested_permits
 from ebbflow.infra.config import load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.layout import check_job_name
@@ -20,7 +20,7 @@ WAIT_HOURS = 24.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SupervisorOptions:
     """job: the name that every run gets. words: options of `run`, --config and --job included. max_failures: in a row
     without a new commit. pause_seconds: after the first run that gained nothing. capacity_pause_seconds: before asking
     again for capacity that was not there. wait_hours: the longest wait for capacity or for the store. take_over: the
@@ -38,7 +38,7 @@ class Options:
     permits: tuple[str, ...] = ()
 
 
-def read_options(arguments: list[str], *, project_root: Path) -> Options:
+def read_options(arguments: list[str], *, project_root: Path) -> SupervisorOptions:
     """Exits with 2 where the words make no sense. Raises ConfigError or LayoutError for a bad configuration or name."""
     parser = _parser()
     if arguments[:1] in (["-h"], ["--help"]):
@@ -52,7 +52,7 @@ def read_options(arguments: list[str], *, project_root: Path) -> Options:
     loaded = load_config(path, known.overrides, project_root=project_root, cwd=Path.cwd())
     job = check_job_name(known.job or _job_name(Path(path)))
     settings = [word for override in known.overrides for word in ("--set", override)]
-    return Options(
+    return SupervisorOptions(
         job=job,
         config=loaded.config,
         words=("--config", path, "--job", job, *settings, *rest),
@@ -61,7 +61,7 @@ def read_options(arguments: list[str], *, project_root: Path) -> Options:
         capacity_pause_seconds=known.capacity_pause_seconds,
         wait_hours=known.wait_hours,
         take_over=known.take_over,
-        permits=tuple(permits_asked(known)),
+        permits=tuple(requested_permits(known)),
     )
 
 

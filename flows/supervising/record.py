@@ -23,7 +23,7 @@ from ebbflow.training.errors import TrainingError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spell:
+class SupervisedRun:
     """One run of the flow as it was recorded. commit: the job's newest one at its end. failures: what it counts for.
     seconds: how long it took."""
 
@@ -39,7 +39,7 @@ class Spell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class JobRecord:
     """interruptions, failures: numbers of the generations that ended unplanned, the failures by the program's own
     fault. attempts: of AWS Batch, job id and cause of the end (`infra.batch.attempts.Cause`); unsettled: there are some
     of whose end nothing is told. commit: key of the newest commit. spells: oldest first. report: None where the job has
@@ -53,7 +53,7 @@ class Record:
     attempts: dict[str, str] = field(default_factory=dict)
     unsettled: bool = False
     commit: str | None = None
-    spells: tuple[Spell, ...] = ()
+    runs: tuple[SupervisedRun, ...] = ()
     report: RunReport | None = None
     why: str = "nothing was recorded"
     run: str = ""
@@ -65,9 +65,9 @@ class Record:
     def begun(self) -> bool:
         return bool(self.run)
 
-    def with_spells(self, *spells: Spell) -> Record:
+    def with_runs(self, *runs: SupervisedRun) -> JobRecord:
         """The same with runs that have ended since it was read."""
-        return replace(self, spells=tuple(sorted((*self.spells, *spells), key=lambda spell: spell.ended_utc)))
+        return replace(self, runs=tuple(sorted((*self.runs, *runs), key=lambda past_run: past_run.ended_utc)))
 
     def cost(self) -> str:
         """What the job has cost so far, in words."""
@@ -81,23 +81,23 @@ def _money(usd: Decimal) -> str:
     return f"{usd:.4f}" if usd < 1 else f"{usd:.2f}"
 
 
-def read_record(job_store: Store, config: RunConfig) -> Record:
+def read_record(job_store: Store, config: RunConfig) -> JobRecord:
     """Read everything anew. Raises StoreError; an account that cannot be made is told, and costs only the figures."""
     use_signing_key(config.checkpoint.signing_key_env)
     events = read_events(job_store)
     if not events:
-        return Record(commit=_newest_commit(job_store))
+        return JobRecord(commit=_newest_commit(job_store))
     generations = read_generations(events)
     ended = [generation for generation in generations.values() if generation.unplanned]
     report, why = _report(events)
     same_settings = _written_config(job_store) == config.model_dump(mode="json")
-    return Record(
+    return JobRecord(
         interruptions=frozenset(generation.number for generation in ended if not generation.user_code),
         failures=frozenset(generation.number for generation in ended if generation.user_code),
         attempts={event.data["job_id"]: event.data["cause"] for event in events if event.name == BATCH_ATTEMPT},
         unsettled=bool(unsettled_jobs(events)),
         commit=_newest_commit(job_store),
-        spells=tuple(_spell(event) for event in events if event.name == SUPERVISED),
+        runs=tuple(_read_past_run(event) for event in events if event.name == SUPERVISED),
         report=report,
         why=why,
         run=events[-1].run,
@@ -136,9 +136,9 @@ def _written_config(job_store: Store) -> dict | None:
     return json.loads(job_store.get("config.json")).get("config")
 
 
-def _spell(event: Event) -> Spell:
+def _read_past_run(event: Event) -> SupervisedRun:
     data = event.data
-    return Spell(
+    return SupervisedRun(
         verdict=data["verdict"],
         commit=data.get("commit"),
         ended_utc=event.t_wall,
@@ -160,7 +160,7 @@ FINAL = frozenset({
 })  # fmt: skip
 
 
-class Verdict(StrEnum):
+class RunVerdict(StrEnum):
     """How a run of the flow ended, as far as going on is concerned."""
 
     COMPLETED = "completed"
@@ -171,61 +171,61 @@ class Verdict(StrEnum):
     FAILURE = "failure"  # the program's fault, or a run that came to nothing: only so often without a new commit
 
 
-def judge(exit_code: int, before: Record, after: Record) -> Verdict:
+def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict:
     """exit_code: of the flow, negative when a signal ended it. before, after: what the store knew around it.
 
     An exit code of 1 or 75 says little: also a run that died before it trained anything has it. So the record decides:
     an interruption is what has left an interrupted generation, or an attempt that AWS Batch says was reclaimed.
     """
     if exit_code == Outcome.COMPLETED.exit_code:
-        return Verdict.COMPLETED
+        return RunVerdict.COMPLETED
     if exit_code == Outcome.PREFLIGHT.exit_code and after.passed:
-        return Verdict.NOT_READY  # what has passed will pass again, and a refusal costs nothing
+        return RunVerdict.NOT_READY  # what has passed will pass again, and a refusal costs nothing
     if exit_code in {outcome.exit_code for outcome in FINAL}:
-        return Verdict.FINAL
+        return RunVerdict.FINAL
     if exit_code == Outcome.NO_CAPACITY.exit_code:
-        return Verdict.NO_CAPACITY
+        return RunVerdict.NO_CAPACITY
     if after.failures - before.failures:
-        return Verdict.FAILURE
+        return RunVerdict.FAILURE
     if after.interruptions - before.interruptions:
-        return Verdict.INTERRUPTION
+        return RunVerdict.INTERRUPTION
     # Batch's word last: to it, a container that drained after a notice has merely failed.
     causes = {cause for job, cause in after.attempts.items() if job not in before.attempts}
     if "user_code" in causes:
-        return Verdict.FAILURE
+        return RunVerdict.FAILURE
     if {"reclaimed", "terminated"} & causes:
-        return Verdict.INTERRUPTION
-    return Verdict.NO_CAPACITY if "never_started" in causes else Verdict.FAILURE
+        return RunVerdict.INTERRUPTION
+    return RunVerdict.NO_CAPACITY if "never_started" in causes else RunVerdict.FAILURE
 
 
-def failures_of(before: Record, after: Record) -> int:
+def count_failures(before: JobRecord, after: JobRecord) -> int:
     """What a run that failed counts for: each of its Batch jobs that the program ended, where none led to a commit."""
     if before.commit != after.commit:
         return 1
     return max(1, sum(cause == "user_code" for job, cause in after.attempts.items() if job not in before.attempts))
 
 
-def in_a_row(record: Record, verdict: Verdict) -> int:
+def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
     """How often runs ended so, back to the newest commit; of failures, how many they were. What is in between of
     another kind does not break the row: interruptions are counted apart from failures. A time without a supervisor
     does, but for failures, which nobody's absence cures."""
-    failure = verdict is Verdict.FAILURE
-    spells = record.spells if failure else _since_alone(record.spells, LONGEST_PAUSE_SECONDS)
-    ended = (spell for spell in spells if spell.verdict == verdict and spell.commit == record.commit)
-    return sum(spell.failures if failure else 1 for spell in ended)
+    failure = verdict is RunVerdict.FAILURE
+    runs = record.runs if failure else _since_alone(record.runs, LONGEST_PAUSE_SECONDS)
+    ended = (past_run for past_run in runs if past_run.verdict == verdict and past_run.commit == record.commit)
+    return sum(past_run.failures if failure else 1 for past_run in ended)
 
 
-def pause_seconds(record: Record, verdict: Verdict, first_seconds: float) -> float:
+def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) -> float:
     """After a run that is the last one in `record`: none when it was interrupted after a new commit; otherwise
     first_seconds, and twice as long each time that the job comes no further, at most 600 s."""
-    times = in_a_row(record, verdict)
-    if verdict is Verdict.INTERRUPTION:
+    times = count_in_a_row(record, verdict)
+    if verdict is RunVerdict.INTERRUPTION:
         times -= 1  # the first one that ends with this commit may have made it
     return min(first_seconds * 2 ** (times - 1), LONGEST_PAUSE_SECONDS) if times > 0 else 0.0
 
 
 def waited_seconds(
-    record: Record, verdict: Verdict, now_utc: float, *, usual_pause_seconds: float = LONGEST_PAUSE_SECONDS
+    record: JobRecord, verdict: RunVerdict, now_utc: float, *, usual_pause_seconds: float = LONGEST_PAUSE_SECONDS
 ) -> float:
     """Since when all runs have ended so, for want of capacity or not ready; 0 where the last one did not. Before a time
     without a supervisor nothing is counted: nobody waited in it, and whoever starts one anew asks it to wait anew.
@@ -233,16 +233,16 @@ def waited_seconds(
     usual_pause_seconds: the longest that a supervisor makes between two runs.
     """
     since = now_utc
-    for spell in reversed(_since_alone(record.spells, usual_pause_seconds)):
-        if spell.verdict != verdict:
+    for past_run in reversed(_since_alone(record.runs, usual_pause_seconds)):
+        if past_run.verdict != verdict:
             break
-        since = spell.ended_utc
+        since = past_run.ended_utc
     return now_utc - since
 
 
-def _since_alone(spells: tuple[Spell, ...], usual_pause_seconds: float) -> tuple[Spell, ...]:
+def _since_alone(runs: tuple[SupervisedRun, ...], usual_pause_seconds: float) -> tuple[SupervisedRun, ...]:
     """Those that followed each other under a supervisor, up to the last one."""
     longest = usual_pause_seconds + ALONE_SECONDS
-    pairs = enumerate(itertools.pairwise(spells), start=1)
+    pairs = enumerate(itertools.pairwise(runs), start=1)
     first = max((at for at, (before, after) in pairs if after.began_utc - before.ended_utc > longest), default=0)
-    return spells[first:]
+    return runs[first:]

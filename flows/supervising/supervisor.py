@@ -13,16 +13,16 @@ from ebbflow.flows.attempts.settlement import end_leftovers
 from ebbflow.flows.job import Job
 from ebbflow.flows.options import give_permits
 from ebbflow.flows.reporting import write_report
-from ebbflow.flows.supervising.child import Child
-from ebbflow.flows.supervising.options import Options, read_options
+from ebbflow.flows.supervising.child import FlowProcess
+from ebbflow.flows.supervising.options import SupervisorOptions, read_options
 from ebbflow.flows.supervising.record import (
     LONGEST_PAUSE_SECONDS,
-    Record,
-    Spell,
-    Verdict,
-    failures_of,
-    in_a_row,
-    judge,
+    JobRecord,
+    RunVerdict,
+    SupervisedRun,
+    count_failures,
+    count_in_a_row,
+    judge_run,
     pause_seconds,
     read_record,
     waited_seconds,
@@ -40,20 +40,20 @@ _STORE_PAUSE_SECONDS = 30.0
 _REQUEST_SECONDS = 30.0
 # Ends that may cure themselves, and what is said of them when they have lasted too long.
 _WAITS = {
-    Verdict.NO_CAPACITY: (Outcome.NO_CAPACITY, "none"),
-    Verdict.NOT_READY: (Outcome.PREFLIGHT, "refused by preflight"),
+    RunVerdict.NO_CAPACITY: (Outcome.NO_CAPACITY, "none"),
+    RunVerdict.NOT_READY: (Outcome.PREFLIGHT, "refused by preflight"),
 }
 
 
 class Supervisor:
     """Of one job, until it is over. say: one line for people. flow: the program whose `run` is started."""
 
-    def __init__(self, options: Options, say: Callable[[str], None], *, flow: Path = _FLOW) -> None:
+    def __init__(self, options: SupervisorOptions, say: Callable[[str], None], *, flow: Path = _FLOW) -> None:
         self._options, self._say, self._flow = options, say, flow
-        self._child = Child()
+        self._child = FlowProcess()
         self._job = Job(name=options.job, run="", config=options.config, request_seconds=_REQUEST_SECONDS)
         self._runs = 0
-        self._unwritten: list[Spell] = []
+        self._unwritten: list[SupervisedRun] = []
         self._claim: Claim | None = None
 
     def supervise(self) -> int:
@@ -89,8 +89,8 @@ class Supervisor:
             after = self._read()
             if after is None:
                 return self._gave_up()
-            verdict = judge(code, before, after)
-            failures = failures_of(before, after) if verdict is Verdict.FAILURE else 0
+            verdict = judge_run(code, before, after)
+            failures = count_failures(before, after) if verdict is RunVerdict.FAILURE else 0
             before = self._write(verdict, code, time.monotonic() - started, after, failures)
             if (end := self._end(verdict, code, before)) is not None:
                 return end
@@ -98,7 +98,7 @@ class Supervisor:
             if self._child.asked_to_leave:
                 return self._leave(before)
 
-    def _is_complete(self, record: Record) -> int:
+    def _is_complete(self, record: JobRecord) -> int:
         self._say(f"job {self._options.job} is complete already, and {record.cost()}; another --job begins anew")
         return 0
 
@@ -118,30 +118,30 @@ class Supervisor:
         except StoreError as error:
             self._say(f"job {options.job} is not protected from a second launcher: {error}")
 
-    def _welcome(self, record: Record) -> None:
-        spells = f", {_counted(len(record.spells), 'run')} so far" if record.spells else ""
-        kind = f"goes on{spells}; {record.cost()}" if record.begun else "begins"
+    def _welcome(self, record: JobRecord) -> None:
+        runs = f", {_counted(len(record.runs), 'run')} so far" if record.runs else ""
+        kind = f"goes on{runs}; {record.cost()}" if record.begun else "begins"
         self._say(f"job {self._options.job} in {self._options.config.store} {kind}")
 
-    def _end(self, verdict: Verdict, code: int, record: Record) -> int | None:
+    def _end(self, verdict: RunVerdict, code: int, record: JobRecord) -> int | None:
         """The exit code where the job is over, else None."""
-        if verdict is Verdict.COMPLETED:
+        if verdict is RunVerdict.COMPLETED:
             self._say(f"completed after {self._tally(record)}; {record.cost()}")
             return 0
         if self._claim is not None and self._claim.fenced_by is not None:
             return self._leave(record)
-        if verdict is Verdict.FINAL:
+        if verdict is RunVerdict.FINAL:
             outcome = next(outcome for outcome in Outcome if outcome.exit_code == code)
             self._say(f"stopped, {outcome.value} (exit code {code}): {self._why(record, outcome)}")
             self._say(f"after {self._tally(record)}; {record.cost()}")
             return code
         if self._child.asked_to_leave:
             return self._leave(record)
-        if verdict is Verdict.FAILURE and in_a_row(record, verdict) >= self._options.max_failures:
+        if verdict is RunVerdict.FAILURE and count_in_a_row(record, verdict) >= self._options.max_failures:
             return self._too_many_failures(code, record)
         return self._waited_too_long(verdict, record)
 
-    def _waited_too_long(self, verdict: Verdict, record: Record) -> int | None:
+    def _waited_too_long(self, verdict: RunVerdict, record: JobRecord) -> int | None:
         if verdict not in _WAITS:
             return None
         now = time.time()
@@ -151,7 +151,7 @@ class Supervisor:
             outcome, what = _WAITS[verdict]
             self._say(f"stopped, {outcome.value}: {what} for {waited / 3600:.1f} h (--wait-hours); {record.cost()}")
             return outcome.exit_code
-        if verdict is Verdict.NOT_READY and record.deadline_utc is not None and now > record.deadline_utc:
+        if verdict is RunVerdict.NOT_READY and record.deadline_utc is not None and now > record.deadline_utc:
             late = (now - record.deadline_utc) / 3600
             self._say(
                 f"stopped, deadline: it passed {late:.1f} h ago, while preflight refused to go on; {record.cost()}"
@@ -159,9 +159,9 @@ class Supervisor:
             return Outcome.DEADLINE.exit_code
         return None
 
-    def _too_many_failures(self, code: int, record: Record) -> int:
+    def _too_many_failures(self, code: int, record: JobRecord) -> int:
         """A loop that the agents do not see, since each run of it dies for itself: it ends as theirs do."""
-        count = in_a_row(record, Verdict.FAILURE)
+        count = count_in_a_row(record, RunVerdict.FAILURE)
         message = (
             f"crash loop: {count} failures with no new commit in between, the last run with exit code {code}: "
             f"{self._why(record, Outcome.FAILED)}"
@@ -178,7 +178,7 @@ class Supervisor:
                 self._say(f"the report could not be written anew: {error}")
         return Outcome.CRASH_LOOP.exit_code
 
-    def _why(self, record: Record, outcome: Outcome) -> str:
+    def _why(self, record: JobRecord, outcome: Outcome) -> str:
         """The job's own words, where the last run has left any; a run that was refused before its start has not."""
         if record.report is not None and record.report.outcome is outcome:
             told = record.report.events.get("message")
@@ -187,56 +187,56 @@ class Supervisor:
                 return " ".join(str(told).split())
         return "see what the run has printed above"
 
-    def _pause(self, verdict: Verdict, code: int, record: Record) -> None:
+    def _pause(self, verdict: RunVerdict, code: int, record: JobRecord) -> None:
         seconds = self._options.capacity_pause_seconds
-        if verdict is not Verdict.NO_CAPACITY:
+        if verdict is not RunVerdict.NO_CAPACITY:
             seconds = pause_seconds(record, verdict, self._options.pause_seconds)
         when = f"again in {seconds:g} s" if seconds else "going on"
-        if verdict is Verdict.FAILURE:
-            count = f"failure {in_a_row(record, verdict)} of {self._options.max_failures} without a new commit"
+        if verdict is RunVerdict.FAILURE:
+            count = f"failure {count_in_a_row(record, verdict)} of {self._options.max_failures} without a new commit"
             words = f"{count} (exit code {code}): {self._why(record, Outcome.FAILED)}"
-        elif verdict is Verdict.NO_CAPACITY:
+        elif verdict is RunVerdict.NO_CAPACITY:
             words = "no capacity"
-        elif verdict is Verdict.NOT_READY:
-            count = in_a_row(record, verdict)
+        elif verdict is RunVerdict.NOT_READY:
+            count = count_in_a_row(record, verdict)
             words = f"preflight refused to go on, {_counted(count, 'time')} in a row, what it has let through before"
         else:
             words = f"interrupted (exit code {code}), {self._tally(record)}"
         self._say(f"{words}; {record.cost()}; {when}")
         self._child.pause(seconds)
 
-    def _leave(self, record: Record) -> int:
+    def _leave(self, record: JobRecord) -> int:
         if self._claim is not None and self._claim.fenced_by is not None:
             self._say(f"job taken over by {self._claim.fenced_by.describe()}; {record.cost()}")
         else:
             self._say(f"asked to leave; {record.cost()}; the same command goes on with it")
         return Outcome.INTERRUPTED.exit_code
 
-    def _tally(self, record: Record) -> str:
-        counts = [(len(record.spells) or self._runs, "run")]
+    def _tally(self, record: JobRecord) -> str:
+        counts = [(len(record.runs) or self._runs, "run")]
         if record.report is not None:
             report = record.report
             counts += [(report.interruptions, "interruption"), (report.failures, "failure")]
             counts += [(report.redone_steps, "redone step")]
         return ", ".join(_counted(count, noun) for count, noun in counts)
 
-    def _job_of(self, record: Record) -> Job:
+    def _job_of(self, record: JobRecord) -> Job:
         """Events are the last run's, so that the report goes on naming it."""
         return Job(name=self._job.name, run=record.run, config=self._job.config, request_seconds=_REQUEST_SECONDS)
 
-    def _write(self, verdict: Verdict, code: int, seconds: float, record: Record, failures: int) -> Record:
+    def _write(self, verdict: RunVerdict, code: int, seconds: float, record: JobRecord, failures: int) -> JobRecord:
         """The record with the end of this run. A run that died before there was a job makes none: that only this
         process remembers."""
         told = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
-        spell = Spell(**told, ended_utc=time.time(), seconds=seconds)
+        past_run = SupervisedRun(**told, ended_utc=time.time(), seconds=seconds)
         if record.begun:
             with self._job_of(record).events("supervisor") as events:
                 events.emit(SUPERVISED, exit_code=code, seconds=seconds, **told)
         else:
-            self._unwritten.append(spell)
-        return record.with_spells(spell)
+            self._unwritten.append(past_run)
+        return record.with_runs(past_run)
 
-    def _read(self, *, end_leftovers_too: bool = True) -> Record | None:
+    def _read(self, *, end_leftovers_too: bool = True) -> JobRecord | None:
         """The record, however long the store is away, once no job of a run is left behind. None when asked to leave;
         raises StoreUnavailable when it was too long. Jobs of a launcher that has taken over are not left behind."""
         limit = time.monotonic() + self._options.wait_hours * 3600
@@ -246,7 +246,7 @@ class Supervisor:
                 if end_leftovers_too and record.unsettled and (self._claim is None or self._claim.successor() is None):
                     end_leftovers(self._job_of(record), self._say)
                     record = read_record(self._job.store, self._options.config)
-                return record.with_spells(*self._unwritten)
+                return record.with_runs(*self._unwritten)
             except StoreUnavailable as error:
                 if self._child.asked_to_leave:
                     return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from ebbflow.infra.aws.calls import Patience, ask, aws_client, is_amazons, named, told
+from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, is_amazons, request_name, required_field
 from ebbflow.infra.errors import CloudRefused
 
 # An image in ECR: account.dkr.ecr.region.amazonaws.com/repository[:tag][@digest]
@@ -60,7 +60,7 @@ class BucketState:
     abort_days: int | None
 
 
-def companion(service: str, batch: Any, region: str | None = None) -> Any:
+def sibling_client(service: str, batch: Any, region: str | None = None) -> Any:
     """The client of a service beside a client of Batch. Raises CloudRefused where the two are of different worlds.
 
     Who leads Batch elsewhere and the rest not has no account at Amazon that would say anything about that Batch.
@@ -87,22 +87,22 @@ def quota_code(instance_type: str, market: str) -> str | None:
     return _QUOTAS[market, group]
 
 
-def vcpu_quota(code: str, client: Any, patience: Patience) -> Quota:
+def vcpu_quota(code: str, client: Any, deadline: RequestDeadline) -> Quota:
     """client: of service-quotas. Raises CloudError."""
-    answer = ask(client, "get_service_quota", patience, ServiceCode="ec2", QuotaCode=code)
-    vcpus = told(answer, "Quota.Value", client, "get_service_quota")
+    answer = call_aws(client, "get_service_quota", deadline, ServiceCode="ec2", QuotaCode=code)
+    vcpus = required_field(answer, "Quota.Value", client, "get_service_quota")
     return Quota(code=code, name=answer["Quota"].get("QuotaName", code), vcpus=float(vcpus))
 
 
-def role_state(arn: str, client: Any, patience: Patience) -> RoleState | None:
+def role_state(arn: str, client: Any, deadline: RequestDeadline) -> RoleState | None:
     """client: of iam. None: there is no such role. Raises CloudError."""
     try:
-        answer = ask(client, "get_role", patience, RoleName=arn.rpartition("/")[2])
+        answer = call_aws(client, "get_role", deadline, RoleName=arn.rpartition("/")[2])
     except CloudRefused as error:
         if error.code == "NoSuchEntity":
             return None
         raise
-    found = told(answer, "Role.Arn", client, "get_role")
+    found = required_field(answer, "Role.Arn", client, "get_role")
     return RoleState(arn=found, trusted=trusted_services(answer["Role"].get("AssumeRolePolicyDocument")))
 
 
@@ -120,43 +120,48 @@ def trusted_services(document: Any) -> tuple[str, ...]:
 
 
 def denied_actions(
-    arn: str, actions: Sequence[str], resources: Sequence[str], client: Any, patience: Patience
+    arn: str, actions: Sequence[str], resources: Sequence[str], client: Any, deadline: RequestDeadline
 ) -> tuple[str, ...]:
     """The actions that IAM's simulation denies a role on any of the resources. client: of iam. Raises CloudError.
 
     Policies of resources and of the organisation are not part of it: what it denies may be allowed by a bucket policy.
     """
     request = {"PolicySourceArn": arn, "ActionNames": list(actions), "ResourceArns": list(resources)}
-    answer = ask(client, "simulate_principal_policy", patience, **request)
+    answer = call_aws(client, "simulate_principal_policy", deadline, **request)
     call = "simulate_principal_policy"
-    results = told(answer, "EvaluationResults", client, call)
+    results = required_field(answer, "EvaluationResults", client, call)
     decided = {
-        told(one, "EvalActionName", client, call): told(one, "EvalDecision", client, call) == "allowed"
+        required_field(one, "EvalActionName", client, call): required_field(one, "EvalDecision", client, call)
+        == "allowed"
         for one in sorted(results, key=lambda one: one.get("EvalDecision") != "allowed")  # one denial is enough
     }
     if missing := [action for action in actions if action not in decided]:
-        raise CloudRefused(f"{named(client, call)}: the answer decides nothing of {', '.join(missing)}")
+        raise CloudRefused(f"{request_name(client, call)}: the answer decides nothing of {', '.join(missing)}")
     return tuple(action for action, allowed in decided.items() if not allowed)
 
 
-def bucket_state(bucket: str, client: Any, patience: Patience) -> BucketState:
+def bucket_state(bucket: str, client: Any, deadline: RequestDeadline) -> BucketState:
     """client: of s3. Raises CloudError for any of its parts that cannot be read."""
-    location = ask(client, "get_bucket_location", patience, Bucket=bucket).get("LocationConstraint")
-    block = _or_none(
-        client, "get_public_access_block", patience, "NoSuchPublicAccessBlockConfiguration",
-        right="s3:GetBucketPublicAccessBlock", Bucket=bucket,
+    location = call_aws(client, "get_bucket_location", deadline, Bucket=bucket).get("LocationConstraint")
+    block = _call_optional(
+        client, "get_public_access_block", deadline, "NoSuchPublicAccessBlockConfiguration",
+        iam_action="s3:GetBucketPublicAccessBlock", Bucket=bucket,
     )  # fmt: skip
-    rules = _or_none(
-        client, "get_bucket_lifecycle_configuration", patience, "NoSuchLifecycleConfiguration",
-        right="s3:GetLifecycleConfiguration", Bucket=bucket,
+    rules = _call_optional(
+        client, "get_bucket_lifecycle_configuration", deadline, "NoSuchLifecycleConfiguration",
+        iam_action="s3:GetLifecycleConfiguration", Bucket=bucket,
     )  # fmt: skip
     days = [
-        told(rule, "AbortIncompleteMultipartUpload.DaysAfterInitiation", client, "get_bucket_lifecycle_configuration")
-        for rule in (told(rules, "Rules", client, "get_bucket_lifecycle_configuration") if rules is not None else ())
+        required_field(
+            rule, "AbortIncompleteMultipartUpload.DaysAfterInitiation", client, "get_bucket_lifecycle_configuration"
+        )
+        for rule in (
+            required_field(rules, "Rules", client, "get_bucket_lifecycle_configuration") if rules is not None else ()
+        )
         if rule.get("Status") == "Enabled" and "AbortIncompleteMultipartUpload" in rule
     ]
     blocked = "PublicAccessBlockConfiguration"
-    flags = {} if block is None else told(block, blocked, client, "get_public_access_block")
+    flags = {} if block is None else required_field(block, blocked, client, "get_public_access_block")
     wanted = ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets")
     return BucketState(
         region={None: "us-east-1", "EU": "eu-west-1"}.get(location, location),
@@ -171,28 +176,30 @@ def ecr_region(image: str) -> str | None:
     return None if match is None else match["region"]
 
 
-def image_exists(image: str, client: Any, patience: Patience) -> bool:
+def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
     """client: of ecr in the image's region. Raises CloudError, ValueError for an image that is not in ECR."""
     match = _ECR.fullmatch(image)
     if match is None:
         raise ValueError(f"{image} is not in ECR")
     wanted = {"imageDigest": match["digest"]} if match["digest"] else {"imageTag": match["tag"] or "latest"}
     try:
-        answer = ask(
-            client, "describe_images", patience,
+        answer = call_aws(
+            client, "describe_images", deadline,
             registryId=match["account"], repositoryName=match["repository"], imageIds=[wanted],
         )  # fmt: skip
     except CloudRefused as error:
         if error.code in ("ImageNotFoundException", "RepositoryNotFoundException"):
             return False
         raise
-    return bool(told(answer, "imageDetails", client, "describe_images"))
+    return bool(required_field(answer, "imageDetails", client, "describe_images"))
 
 
-def _or_none(client: Any, operation: str, patience: Patience, absent: str, *, right: str, **request: Any) -> Any:
+def _call_optional(
+    client: Any, operation: str, deadline: RequestDeadline, absent: str, *, iam_action: str, **request: Any
+) -> Any:
     """The answer, or None where AWS says that nothing of the kind was configured."""
     try:
-        return ask(client, operation, patience, right=right, **request)
+        return call_aws(client, operation, deadline, iam_action=iam_action, **request)
     except CloudRefused as error:
         if error.code == absent:
             return None
@@ -206,7 +213,11 @@ def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str,
     """
     variables = os.environ if environment is None else environment
     path = _file(variables)
-    found = {name: (str(value), str(path)) for name, value in _read(path).items() if name.startswith("METAFLOW_")}
+    found = {
+        name: (str(value), str(path))
+        for name, value in _read_metaflow_file(path).items()
+        if name.startswith("METAFLOW_")
+    }
     given = {name: (value, "the environment") for name, value in variables.items() if name.startswith("METAFLOW_")}
     return found | given
 
@@ -222,7 +233,7 @@ def _file(variables: Mapping[str, str]) -> Path:
     return folder / (f"config_{profile}.json" if profile else "config.json")
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read_metaflow_file(path: Path) -> Mapping[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -43,7 +43,7 @@ _AMAZONS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 
 
 @dataclass(frozen=True)
-class Patience:
+class RequestDeadline:
     """Until when to ask. until: in the time of `monotonic`, seconds."""
 
     until: float
@@ -51,7 +51,7 @@ class Patience:
     sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
 
     @classmethod
-    def of(cls, seconds: float) -> Patience:
+    def after(cls, seconds: float) -> RequestDeadline:
         return cls(time.monotonic() + seconds)
 
     def left(self) -> float:
@@ -59,7 +59,7 @@ class Patience:
 
 
 def aws_client(service: str, region: str | None = None) -> Any:
-    """A client that neither retries nor waits long: both are done by `ask`. region: None: as every AWS tool finds it.
+    """Make a client with short time-outs and no retries of its own, since `call_aws` retries.
 
     AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_<SERVICE> lead elsewhere. Raises CloudRefused for settings that make none.
     """
@@ -93,57 +93,62 @@ def _loader(path: str | None) -> Any:
     return create_loader(path)
 
 
-def ask(client: Any, operation: str, patience: Patience, *, right: str = "", **request: Any) -> Mapping[str, Any]:
+def call_aws(
+    client: Any, operation: str, deadline: RequestDeadline, *, iam_action: str = "", **request: Any
+) -> Mapping[str, Any]:
     """The answer to one request, asked again after a growing pause while that may help.
 
     right: the IAM action that is needed, where it is not called as the operation. Raises CloudUnavailable without an
     answer in time, CloudForbidden without the right or with credentials that are not accepted, CloudRefused when
     AWS rejects the request (`code` is AWS's error code).
     """
-    question = _Question(client, operation, right)
+    question = _Request(client, operation, iam_action)
     pause = _FIRST_PAUSE_SECONDS
     for tried in itertools.count(1):
-        if patience.left() <= 0:
+        if deadline.left() <= 0:
             raise CloudUnavailable(f"{question}: no answer within the time there was")
         try:
-            return within(patience.left(), lambda: getattr(client, operation)(**request), str(question))
+            return within(deadline.left(), lambda: getattr(client, operation)(**request), str(question))
         except CloudError:
             raise
         except Exception as error:
-            reason, most = _curable(error, question)
+            reason, most = _retry_reason(error, question)
             cause = error
         wait = pause * random.uniform(0.5, 1.0)  # so that many jobs do not come back together
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        if (most is not None and tried >= most) or wait >= patience.left():
+        if (most is not None and tried >= most) or wait >= deadline.left():
             raise CloudUnavailable(
                 f"{question}: {reason} (asked {tried} times)" if tried > 1 else f"{question}: {reason}"
             ) from cause
-        patience.sleep(wait)
+        deadline.sleep(wait)
     raise AssertionError("the last try returns or raises")
 
 
-def pages(
+def paginate(
     client: Any,
     operation: str,
     key: str,
-    patience: Patience,
+    deadline: RequestDeadline,
     *,
-    right: str = "",
+    iam_action: str = "",
     token: str = "nextToken",
     **request: Any,
 ) -> Iterator[Any]:
-    """The entries under `key` of all pages. token: how the service calls the mark of the next page. Raises as `ask`."""
+    """Yield the entries under `key` of all pages. token: what the service calls the next page's mark.
+
+    Raises as `call_aws` does.
+    """
     following: str | None = None
     for _ in range(_MOST_PAGES):
         more = {} if following is None else {token: following}
-        answer = ask(client, operation, patience, right=right, **request, **more)
+        answer = call_aws(client, operation, deadline, iam_action=iam_action, **request, **more)
         yield from answer.get(key) or []
         before, following = following, answer.get(token) or None
         if following is None or following == before:
             return
 
 
-def told(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> Any:
+def required_field(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> Any:
     """What an answer holds under a dotted path. Raises CloudRefused, which names the call and what is missing: a 200
     with nothing in it comes from stand-ins for AWS, proxies and versions of a service that botocore does not know.
     """
@@ -151,7 +156,7 @@ def told(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> A
     for at, name in enumerate(names := path.split("."), start=1):
         found = found.get(name) if isinstance(found, Mapping) else None
         if found is None:
-            raise CloudRefused(f"{named(client, operation)}: the answer lacks {'.'.join(names[:at])}")
+            raise CloudRefused(f"{request_name(client, operation)}: the answer lacks {'.'.join(names[:at])}")
     return found
 
 
@@ -160,9 +165,9 @@ def is_throttled(status: int, code: str) -> bool:
     return code in _THROTTLED or status == 429
 
 
-def named(client: Any, operation: str) -> str:
+def request_name(client: Any, operation: str) -> str:
     """How a request is called in messages."""
-    return str(_Question(client, operation, ""))
+    return str(_Request(client, operation, ""))
 
 
 def within(seconds: float, find: Callable[[], T], what: str) -> T:
@@ -170,19 +175,19 @@ def within(seconds: float, find: Callable[[], T], what: str) -> T:
     return hanging.within(seconds, find, what, lambda: CloudUnavailable(f"{what}: no answer within {seconds:.3g} s"))
 
 
-class _Question:
+class _Request:
     """How a request is called in messages: "batch:DescribeJobQueues in us-east-1"."""
 
-    def __init__(self, client: Any, operation: str, right: str) -> None:
+    def __init__(self, client: Any, operation: str, iam_action: str) -> None:
         meta = client.meta
-        self.right = right or f"{meta.service_model.signing_name}:{meta.method_to_api_mapping[operation]}"
+        self.iam_action = iam_action or f"{meta.service_model.signing_name}:{meta.method_to_api_mapping[operation]}"
         self.region = meta.region_name
 
     def __str__(self) -> str:
-        return f"{self.right} in {self.region}"
+        return f"{self.iam_action} in {self.region}"
 
 
-def _curable(error: Exception, question: _Question) -> tuple[str, int | None]:
+def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None]:
     """The reason in words, and how often to ask in all (None: while there is time); raises what cannot be cured."""
     from xml.etree.ElementTree import ParseError
 
@@ -198,7 +203,7 @@ def _curable(error: Exception, question: _Question) -> tuple[str, int | None]:
         if status >= 500 and status != _NOT_IMPLEMENTED:
             return f"AWS is in trouble itself ({status} {code})", None
         if code in _FORBIDDEN:
-            fix = f"allow {question.right} to whoever these credentials belong to"
+            fix = f"allow {question.iam_action} to whoever these credentials belong to"
             raise CloudForbidden(f"{question}: denied ({code}); fix: {fix}") from error
         if code in _NOT_ACCEPTED:
             why = f"the credentials are not accepted ({code})"

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from ebbflow.infra.aws.calls import Patience, ask, aws_client, pages
+from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, paginate
 from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, InfraError, Outcome
 
 TEMPLATE = Path(__file__).with_name("template.yaml")
@@ -29,7 +29,7 @@ LARGEST_TEMPLATE = 51_200
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedResource:
     """A resource of the template. kind: such as AWS::S3::Bucket."""
 
     name: str
@@ -54,13 +54,13 @@ def check_parameters(template: Mapping[str, Any], given: Mapping[str, str]) -> N
         raise CloudRefused("\n".join(problems))
 
 
-def planned(template: Mapping[str, Any], given: Mapping[str, str], *, region: str) -> list[Planned]:
+def planned_resources(template: Mapping[str, Any], given: Mapping[str, str], *, region: str) -> list[PlannedResource]:
     """What would be made with these parameters, in the template's order."""
     values = {name: str(of["Default"]) for name, of in template["Parameters"].items() if "Default" in of}
     values |= {"AWS::Region": region, **given}
     conditions = template.get("Conditions", {})
     return [
-        Planned(name, resource["Type"])
+        PlannedResource(name, resource["Type"])
         for name, resource in template["Resources"].items()
         if "Condition" not in resource or _holds(conditions[resource["Condition"]], values)
     ]
@@ -91,8 +91,8 @@ def _holds(condition: Mapping[str, Any], values: Mapping[str, str]) -> bool:
     if function == "Fn::Not":
         return not _holds(arguments[0], values)
     if function == "Fn::Equals":
-        left, right = (values[one["Ref"]] if isinstance(one, dict) else str(one) for one in arguments)
-        return left == right
+        left, iam_action = (values[one["Ref"]] if isinstance(one, dict) else str(one) for one in arguments)
+        return left == iam_action
     raise ValueError(f"condition {function}: not known here")
 
 
@@ -168,7 +168,7 @@ def _bill_is_published(region: str) -> bool:
 
 
 def _ask(service: str, operation: str, region: str, **request: Any) -> Any:
-    return ask(aws_client(service, region), operation, Patience.of(_ANSWER_SECONDS), **request)
+    return call_aws(aws_client(service, region), operation, RequestDeadline.after(_ANSWER_SECONDS), **request)
 
 
 _POLL_SECONDS = 5.0
@@ -178,7 +178,7 @@ _SECONDARY = ("cancelled", "Resource creation cancelled", "Resource update cance
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class ResourceChange:
     """action: Add, Modify, Remove … replacement: True, False or Conditional; because: the properties that change."""
 
     action: str
@@ -199,17 +199,17 @@ class StackState:
 
 
 class Stack:
-    """A stack of this name in the client's region. Every call ends within its `patience`."""
+    """A stack of this name in the client's region. Every call ends within its `deadline`."""
 
     def __init__(self, client: Any, name: str, tell: Callable[[str], None]) -> None:
         self._client = client
         self._name = name
         self._tell = tell
 
-    def state(self, patience: Patience) -> StackState | None:
+    def state(self, deadline: RequestDeadline) -> StackState | None:
         """None where there is no such stack. Raises CloudError."""
         try:
-            [found] = ask(self._client, "describe_stacks", patience, StackName=self._name)["Stacks"]
+            [found] = call_aws(self._client, "describe_stacks", deadline, StackName=self._name)["Stacks"]
         except CloudRefused as error:
             if "does not exist" in str(error):
                 return None
@@ -221,48 +221,52 @@ class Stack:
             outputs={one["OutputKey"]: one["OutputValue"] for one in found.get("Outputs", [])},
         )
 
-    def changes(self, body: str, given: Mapping[str, str], state: StackState, patience: Patience) -> list[Change]:
+    def changes(
+        self, body: str, given: Mapping[str, str], state: StackState, deadline: RequestDeadline
+    ) -> list[ResourceChange]:
         """What applying would do to the stack that is there. The change set is deleted again. Raises CloudError."""
         name = f"dry-run-{uuid.uuid4().hex[:12]}"
         request = {"StackName": self._name, "ChangeSetName": name}
-        self._ask("create_change_set", patience, ChangeSetType="UPDATE", **request, **self._request(body, given, state))
+        self._ask("create_change_set", deadline, ChangeSetType="UPDATE", **request, **self._request(body, given, state))
         try:
             while True:
-                answer = self._ask("describe_change_set", patience, **request)
+                answer = self._ask("describe_change_set", deadline, **request)
                 if answer["Status"] == "FAILED":
                     if _nothing_to_do(answer.get("StatusReason", "")):
                         return []
                     raise CloudError(f"stack {self._name}: no change set: {answer.get('StatusReason')}")
                 if answer["Status"] == "CREATE_COMPLETE":
-                    found = pages(
-                        self._client, "describe_change_set", "Changes", patience, token="NextToken", **request
+                    found = paginate(
+                        self._client, "describe_change_set", "Changes", deadline, token="NextToken", **request
                     )
                     return [_change(one["ResourceChange"]) for one in found if "ResourceChange" in one]
-                self._pause(patience, f"its change set is {answer['Status']}")
+                self._pause(deadline, f"its change set is {answer['Status']}")
         finally:
-            self._ask("delete_change_set", Patience.of(30), **request)
+            self._ask("delete_change_set", RequestDeadline.after(30), **request)
 
-    def apply(self, body: str, given: Mapping[str, str], state: StackState | None, patience: Patience) -> StackState:
+    def apply(
+        self, body: str, given: Mapping[str, str], state: StackState | None, deadline: RequestDeadline
+    ) -> StackState:
         """Create or update the stack and wait for the end. Raises CloudError with every resource that failed."""
         if state is not None and not _can_be_changed(state.status):
             raise CloudError(_how_to_go_on(self._name, state))
-        told = set() if state is None else {event["EventId"] for event in self._events(patience)}
+        told = set() if state is None else {event["EventId"] for event in self._events(deadline)}
         operation = "create_stack" if state is None else "update_stack"
         request = self._request(body, given, state)
         try:  # the token makes asking again after a lost answer harmless
-            self._ask(operation, patience, StackName=self._name, ClientRequestToken=uuid.uuid4().hex, **request)
+            self._ask(operation, deadline, StackName=self._name, ClientRequestToken=uuid.uuid4().hex, **request)
         except CloudRefused as error:
             if state is not None and _nothing_to_do(str(error)):
                 self._tell(f"stack {self._name}: nothing to change")
                 return state
             raise
-        return self._wait(told, patience)
+        return self._wait(told, deadline)
 
-    def _wait(self, told: set[str], patience: Patience) -> StackState:
+    def _wait(self, told: set[str], deadline: RequestDeadline) -> StackState:
         failures: list[str] = []
         while True:
-            state = self.state(patience)
-            for event in reversed(self._events(patience)):
+            state = self.state(deadline)
+            for event in reversed(self._events(deadline)):
                 if event["EventId"] not in told:
                     told.add(event["EventId"])
                     self._tell(_line(event))
@@ -271,7 +275,7 @@ class Stack:
                 raise CloudError(f"stack {self._name}: is gone")
             if not state.status.endswith("_IN_PROGRESS"):
                 break
-            self._pause(patience, f"it is {state.status}")
+            self._pause(deadline, f"it is {state.status}")
         if state.status in ("CREATE_COMPLETE", "UPDATE_COMPLETE"):
             return state
         causes = failures or [state.reason or "no resource says why"]
@@ -286,35 +290,35 @@ class Stack:
         tags = [{"Key": "project", "Value": "ebbflow"}, {"Key": "ebbflow-stack", "Value": self._name}]
         return {"TemplateBody": body, "Parameters": parameters, "Capabilities": _CAPABILITIES, "Tags": tags}
 
-    def _events(self, patience: Patience) -> list[Mapping[str, Any]]:
+    def _events(self, deadline: RequestDeadline) -> list[Mapping[str, Any]]:
         """Newest first."""
         return list(
-            pages(
+            paginate(
                 self._client,
                 "describe_stack_events",
                 "StackEvents",
-                patience,
+                deadline,
                 token="NextToken",
                 StackName=self._name,
             )
         )
 
-    def _ask(self, operation: str, patience: Patience, **request: Any) -> Mapping[str, Any]:
-        return ask(self._client, operation, patience, **request)
+    def _ask(self, operation: str, deadline: RequestDeadline, **request: Any) -> Mapping[str, Any]:
+        return call_aws(self._client, operation, deadline, **request)
 
-    def _pause(self, patience: Patience, what: str) -> None:
-        if patience.left() <= _POLL_SECONDS:
+    def _pause(self, deadline: RequestDeadline, what: str) -> None:
+        if deadline.left() <= _POLL_SECONDS:
             raise CloudUnavailable(
                 f"stack {self._name}: {what} and the time is up; CloudFormation goes on by itself; "
                 f"fix: look at it with `aws cloudformation describe-stack-events --stack-name {self._name}`, "
                 "or run the same command again with a longer --minutes"
             )
-        patience.sleep(_POLL_SECONDS)
+        deadline.sleep(_POLL_SECONDS)
 
 
-def _change(found: Mapping[str, Any]) -> Change:
+def _change(found: Mapping[str, Any]) -> ResourceChange:
     details = [one.get("Target", {}).get("Name") for one in found.get("Details", [])]
-    return Change(
+    return ResourceChange(
         action=found["Action"],
         name=found["LogicalResourceId"],
         kind=found["ResourceType"],
@@ -395,7 +399,7 @@ def deploy(options: argparse.Namespace) -> int:
         if options.dry_run:
             _dry_run(stack, client, body, template, given)
         else:
-            _apply(stack, client, body, given, Patience.of(60.0 * options.minutes), options)
+            _apply(stack, client, body, given, RequestDeadline.after(60.0 * options.minutes), options)
     except InfraError as error:
         print(error, file=sys.stderr)
         return error.outcome.exit_code
@@ -413,24 +417,24 @@ def _given(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _dry_run(stack: Stack, client: Any, body: str, template: Mapping[str, Any], given: Mapping[str, str]) -> None:
-    patience, region = Patience.of(_QUESTION_SECONDS), client.meta.region_name
+    deadline, region = RequestDeadline.after(_QUESTION_SECONDS), client.meta.region_name
     try:
-        state = stack.state(patience)
+        state = stack.state(deadline)
     except (CloudForbidden, CloudUnavailable) as error:
-        print(_additions(planned(template, given, region=region)))
+        print(_additions(planned_resources(template, given, region=region)))
         print(f"the account was not asked, because {error}")
         return
     given = _with_found(given, state, region)
     if state is None:
-        ask(client, "validate_template", patience, TemplateBody=body)
-        print(_additions(planned(template, given, region=region)))
+        call_aws(client, "validate_template", deadline, TemplateBody=body)
+        print(_additions(planned_resources(template, given, region=region)))
         return
-    changes = stack.changes(body, given, state, patience)
+    changes = stack.changes(body, given, state, deadline)
     print(_table(changes) if changes else "nothing to change")
 
 
-def _additions(resources: Sequence[Planned]) -> str:
-    return _table([Change(action="Add", name=one.name, kind=one.kind) for one in resources])
+def _additions(resources: Sequence[PlannedResource]) -> str:
+    return _table([ResourceChange(action="Add", name=one.name, kind=one.kind) for one in resources])
 
 
 def _with_found(given: Mapping[str, str], state: StackState | None, region: str) -> dict[str, str]:
@@ -444,11 +448,11 @@ def _apply(
     client: Any,
     body: str,
     given: Mapping[str, str],
-    patience: Patience,
+    deadline: RequestDeadline,
     options: argparse.Namespace,
 ) -> None:
-    state = stack.state(patience)
-    state = stack.apply(body, _with_found(given, state, client.meta.region_name), state, patience)
+    state = stack.state(deadline)
+    state = stack.apply(body, _with_found(given, state, client.meta.region_name), state, deadline)
     settings = _settings(options.stack, state, client.meta.region_name)
     print(f"stack {options.stack}: {state.status}\nthe machine that launches runs needs:")
     print(textwrap.indent(settings, "    "), end="")
@@ -458,7 +462,7 @@ def _apply(
     print(f"the image goes to {state.outputs.get('RepositoryUri', '')}; docs/aws.md goes on from here")
 
 
-def _table(changes: Sequence[Change]) -> str:
+def _table(changes: Sequence[ResourceChange]) -> str:
     rows = []
     for change in changes:
         why = f"  replaced, because of {', '.join(change.because)}" if change.replacement == "True" else ""

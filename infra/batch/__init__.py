@@ -18,10 +18,10 @@ from ebbflow.infra.batch.queues import (
     QueueState,
     declared_queues,
     describe_queues,
+    find_marked_jobs,
     has_gpus_only,
-    in_queues_region,
     lightest_queue,
-    marked_jobs,
+    limit_to_queue_region,
     training_queues,
 )
 
@@ -39,9 +39,9 @@ __all__ = [
     "declared_queues",
     "describe_attempts",
     "describe_queues",
+    "find_marked_jobs",
     "has_gpus_only",
-    "in_queues_region",
     "lightest_queue",
-    "marked_jobs",
+    "limit_to_queue_region",
     "training_queues",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from ebbflow.infra.aws.calls import Patience, ask, aws_client
+from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws
 from ebbflow.infra.errors import CloudError
 
 
@@ -38,7 +38,7 @@ def cancel_job(
     text = f"{words}: {reason}"
     # TerminateJob also cancels what has not reached STARTING; CancelJob would leave alone what has, and not say so:
     # https://docs.aws.amazon.com/batch/latest/APIReference/API_CancelJob.html
-    ask(client, "terminate_job", Patience.of(deadline_seconds), jobId=job_id, reason=text[:1024])
+    call_aws(client, "terminate_job", RequestDeadline.after(deadline_seconds), jobId=job_id, reason=text[:1024])
 
 
 Cause = Literal["reclaimed", "user_code", "never_started", "not_made", "terminated", "ended", "unknown"]
@@ -128,11 +128,11 @@ def describe_attempts(
     Of a job of several nodes that has ended its nodes are asked as well, since only they tell that a machine was lost,
     and how long each was paid for.
     """
-    patience = Patience.of(deadline_seconds)
-    jobs = _describe(list(dict.fromkeys(job_ids)), client, patience)
+    deadline = RequestDeadline.after(deadline_seconds)
+    jobs = _describe(list(dict.fromkeys(job_ids)), client, deadline)
     gangs = [job for job in jobs.values() if job.get("status") in FINISHED and _nodes(job) > 1]
     children = [f"{job['jobId']}#{index}" for job in gangs for index in range(_nodes(job))]
-    parts = _nodes_of(children, client, patience)
+    parts = _nodes_of(children, client, deadline)
     found = {}
     for job_id, job in jobs.items():
         own = [parts[name] for name in (f"{job_id}#{index}" for index in range(_nodes(job))) if name in parts]
@@ -140,7 +140,7 @@ def describe_attempts(
     return found
 
 
-def cause_of(
+def classify_cause(
     status: str,
     reasons: Sequence[str],
     exit_code: int | None,
@@ -177,19 +177,21 @@ def cause_of(
     return "unknown"
 
 
-def _describe(job_ids: Sequence[str], client: Any, patience: Patience) -> dict[str, Mapping[str, Any]]:
+def _describe(job_ids: Sequence[str], client: Any, deadline: RequestDeadline) -> dict[str, Mapping[str, Any]]:
     found: dict[str, Mapping[str, Any]] = {}
     for start in range(0, len(job_ids), _JOBS_IN_A_REQUEST):
         wanted = list(job_ids[start : start + _JOBS_IN_A_REQUEST])
-        answer = ask(client, "describe_jobs", patience, jobs=wanted)
+        answer = call_aws(client, "describe_jobs", deadline, jobs=wanted)
         found |= {job["jobId"]: job for job in answer.get("jobs") or []}
     return {job_id: found[job_id] for job_id in job_ids if job_id in found}
 
 
-def _nodes_of(children: Sequence[str], client: Any, patience: Patience) -> dict[str, Mapping[str, Any]]:
+def _nodes_of(children: Sequence[str], client: Any, deadline: RequestDeadline) -> dict[str, Mapping[str, Any]]:
     """The nodes' own descriptions; without them the job's is still worth having."""
     try:
-        return _describe(children, client, Patience.of(min(_NODES_SECONDS, patience.left()))) if children else {}
+        return (
+            _describe(children, client, RequestDeadline.after(min(_NODES_SECONDS, deadline.left()))) if children else {}
+        )
     except CloudError:
         return {}
 
@@ -215,7 +217,7 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
         stopped_utc=stopped,
         exit_code=code,
         reason="; ".join(" ".join(text.split()) for text in reasons),
-        cause=cause_of(
+        cause=classify_cause(
             status,
             reasons,
             code,

@@ -10,24 +10,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from ebbflow.infra.aws.calls import Patience, ask, is_amazons, pages
+from ebbflow.infra.aws.calls import RequestDeadline, call_aws, is_amazons, paginate
 from ebbflow.infra.config.schema import BatchConfig, QueueConfig, RunConfig
 from ebbflow.infra.store.s3 import aws_settings
 
 # Batch takes what fits the job, of the families c6i, c7i, m6i and r6i, or their Arm kin: none of them has a GPU.
 # https://docs.aws.amazon.com/batch/latest/userguide/instance-type-compute-table.html
-BATCHS_CHOICE = ("optimal", "default_x86_64", "default_arm64")
+AUTO_INSTANCE_TYPES = ("optimal", "default_x86_64", "default_arm64")
 _ARM_CHOICE = "default_arm64"
 _ARM = re.compile(r"a1\b|[a-z]+[0-9]+[a-z]*g")  # Graviton's families have a g behind their generation: m6g, c7gn, g5g
 _ACCELERATED = re.compile(r"(p|g|gr|vt|inf|trn|dl|f)[0-9]")
 
 
-def accelerated(instance_type: str) -> bool:
+def has_accelerator(instance_type: str) -> bool:
     """Whether a type, or a family, has GPUs or other accelerators, and its price."""
     return _ACCELERATED.match(instance_type) is not None
 
 
-def arm(instance_type: str) -> bool:
+def is_arm(instance_type: str) -> bool:
     """Whether a type, or a family, has processors that run no image for x86-64."""
     return instance_type == _ARM_CHOICE or _ARM.match(instance_type.partition(".")[0]) is not None
 
@@ -65,7 +65,7 @@ class ComputeEnvironment:
         return self.kind.startswith("FARGATE")
 
     @property
-    def keeps_nodes_near(self) -> bool:
+    def places_nodes_together(self) -> bool:
         """Several nodes come to lie in one zone: by a placement group, or since there is one subnet only."""
         return self.placement_group is not None or len(self.subnets) == 1
 
@@ -91,9 +91,9 @@ class QueueState:
     cancels_after_seconds: Mapping[str, int] | None = None
 
     @property
-    def keeps_nodes_near(self) -> bool:
+    def places_nodes_together(self) -> bool:
         """Several nodes come to lie in one zone in whichever of its compute environments."""
-        return all(one.keeps_nodes_near for one in self.compute_environments if one.usable)
+        return all(one.places_nodes_together for one in self.compute_environments if one.usable)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,11 +106,11 @@ def describe_queues(
 
     A queue that does not exist is in the answer, as one that cannot be used. Raises CloudError.
     """
-    patience = Patience.of(deadline_seconds)
+    deadline = RequestDeadline.after(deadline_seconds)
     wanted = None if names is None else list(dict.fromkeys(names))
-    details = _queues(wanted, client, patience)
+    details = _queues(wanted, client, deadline)
     arns = [arn for detail in details for arn in _environment_arns(detail)]
-    environments = _environments(list(dict.fromkeys(arns)), client, patience)
+    environments = _environments(list(dict.fromkeys(arns)), client, deadline)
     states = [_state(detail, environments) for detail in details]
     if wanted is None:
         return {state.name: state for state in sorted(states, key=lambda state: state.name)}
@@ -119,7 +119,7 @@ def describe_queues(
     return {name: known.get(name) or _missing(name, region) for name in wanted}
 
 
-def environment_of(detail: Mapping[str, Any]) -> ComputeEnvironment:
+def parse_environment(detail: Mapping[str, Any]) -> ComputeEnvironment:
     """Read from DescribeComputeEnvironments, whose answer need not hold state, status and type."""
     resources = detail.get("computeResources") or {}
     state, status = detail.get("state") or "ENABLED", detail.get("status") or "VALID"
@@ -146,24 +146,24 @@ def environment_of(detail: Mapping[str, Any]) -> ComputeEnvironment:
     )
 
 
-def _queues(wanted: list[str] | None, client: Any, patience: Patience) -> list[Mapping[str, Any]]:
+def _queues(wanted: list[str] | None, client: Any, deadline: RequestDeadline) -> list[Mapping[str, Any]]:
     if wanted is None:
-        return list(pages(client, "describe_job_queues", "jobQueues", patience))
+        return list(paginate(client, "describe_job_queues", "jobQueues", deadline))
     found: list[Mapping[str, Any]] = []
     for start in range(0, len(wanted), _NAMES_IN_A_REQUEST):
         part = wanted[start : start + _NAMES_IN_A_REQUEST]
-        found += ask(client, "describe_job_queues", patience, jobQueues=part).get("jobQueues") or []
+        found += call_aws(client, "describe_job_queues", deadline, jobQueues=part).get("jobQueues") or []
     return found
 
 
-def _environments(arns: Sequence[str], client: Any, patience: Patience) -> dict[str, ComputeEnvironment]:
+def _environments(arns: Sequence[str], client: Any, deadline: RequestDeadline) -> dict[str, ComputeEnvironment]:
     found: dict[str, ComputeEnvironment] = {}
     for start in range(0, len(arns), _NAMES_IN_A_REQUEST):
         part = list(arns[start : start + _NAMES_IN_A_REQUEST])
-        answer = ask(client, "describe_compute_environments", patience, computeEnvironments=part)
+        answer = call_aws(client, "describe_compute_environments", deadline, computeEnvironments=part)
         for detail in answer.get("computeEnvironments") or []:
-            one = environment_of(detail)
-            if set(BATCHS_CHOICE) & set(one.instance_types) and not is_amazons(client):
+            one = parse_environment(detail)
+            if set(AUTO_INSTANCE_TYPES) & set(one.instance_types) and not is_amazons(client):
                 one = replace(one, instance_types=())  # what another Batch chooses from, nobody knows
             found |= {detail.get("computeEnvironmentArn", one.name): one, one.name: one}
     return found
@@ -267,7 +267,7 @@ def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float 
     return {queue.name: _narrowed(found[queue.name], queue) for queue in batch.queues}
 
 
-def in_queues_region(config: RunConfig, *, told: bool = True) -> RunConfig:
+def limit_to_queue_region(config: RunConfig, *, told: bool = True) -> RunConfig:
     """The configuration with the region of the queues as the only one that is priced: a job runs nowhere else.
 
     told: False takes the default region where nobody has told another, as a client does; True leaves the configuration
@@ -283,7 +283,7 @@ def in_queues_region(config: RunConfig, *, told: bool = True) -> RunConfig:
     return config.model_copy(update={"cost": cost, "batch": config.batch.model_copy(update={"region": region})})
 
 
-def contradiction(state: QueueState, declared: QueueConfig) -> str:
+def declaration_conflict(state: QueueState, declared: QueueConfig) -> str:
     """What the configuration says of a queue and Batch does not, with the fix; "" when they agree."""
     if state.market is not None and state.market != declared.market:
         kinds = ", ".join(dict.fromkeys(one.kind for one in state.compute_environments))
@@ -305,7 +305,7 @@ def contradiction(state: QueueState, declared: QueueConfig) -> str:
 
 
 def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:
-    problem = state.problem or contradiction(state, declared)
+    problem = state.problem or declaration_conflict(state, declared)
     return replace(
         state,
         instance_types=_common(declared.instance_types, state.instance_types),
@@ -335,7 +335,7 @@ def _offered(kind: str, offered: Sequence[str]) -> bool:
     family, _, size = kind.rstrip(".").partition(".")
     for one in offered:
         other, _, its_size = one.partition(".")
-        if one in BATCHS_CHOICE and not accelerated(kind):
+        if one in AUTO_INSTANCE_TYPES and not has_accelerator(kind):
             return True  # Batch's own choice changes with time and region, and has never had GPUs
         if family == other and (not size or not its_size or its_size.startswith(size)):
             return True
@@ -386,13 +386,13 @@ def _rank_of(queue: QueueState) -> tuple[int, float]:
 
 def _rank(types: Iterable[str]) -> tuple[int, float]:
     """(kind, processors) of the smallest machine among the types that will do."""
-    fit = [one for one in types if _gib(one) >= _LEAST_GIB and not arm(one)]
-    found = [(_GPU if accelerated(one) else _CPU, _vcpus(one)) for one in fit]
+    fit = [one for one in types if _gib(one) >= _LEAST_GIB and not is_arm(one)]
+    found = [(_GPU if has_accelerator(one) else _CPU, _vcpus(one)) for one in fit]
     return min(found) if found else ((_UNFIT, 0.0) if list(types) else (_UNKNOWN, 0.0))
 
 
 def _vcpus(listed: str) -> float:
-    if listed in BATCHS_CHOICE:
+    if listed in AUTO_INSTANCE_TYPES:
         return _ANY_SIZE_VCPUS
     size = listed.partition(".")[2].rstrip("*")
     if not size:
@@ -404,7 +404,7 @@ def _vcpus(listed: str) -> float:
 
 
 def _gib(listed: str) -> float:
-    if listed in BATCHS_CHOICE or "." not in listed.rstrip("."):
+    if listed in AUTO_INSTANCE_TYPES or "." not in listed.rstrip("."):
         return _LEAST_GIB
     return _vcpus(listed) * _GIB_PER_VCPU.get(listed[0], 4.0)
 
@@ -414,17 +414,17 @@ MARK = "ebbflow_submit"
 _JOBS_IN_A_REQUEST = 100
 
 
-def marked_jobs(queue: str, job_name: str, mark: str, client: Any, *, deadline_seconds: float = 20.0) -> list[str]:
+def find_marked_jobs(queue: str, job_name: str, mark: str, client: Any, *, deadline_seconds: float = 20.0) -> list[str]:
     """Ids of the queue's jobs of that name whose parameter `MARK` is `mark`, in whatever state, the first made first.
 
     Batch lists jobs by name whatever their state, and says no parameters with the list. Raises CloudError.
     """
-    patience = Patience.of(deadline_seconds)
+    deadline = RequestDeadline.after(deadline_seconds)
     by_name = [{"name": "JOB_NAME", "values": [job_name]}]
-    listed = pages(client, "list_jobs", "jobSummaryList", patience, jobQueue=queue, filters=by_name)
+    listed = paginate(client, "list_jobs", "jobSummaryList", deadline, jobQueue=queue, filters=by_name)
     named = [one["jobId"] for one in listed if one.get("jobName") == job_name]
     found: list[Any] = []
     for start in range(0, len(named), _JOBS_IN_A_REQUEST):
-        answer = ask(client, "describe_jobs", patience, jobs=named[start : start + _JOBS_IN_A_REQUEST])
+        answer = call_aws(client, "describe_jobs", deadline, jobs=named[start : start + _JOBS_IN_A_REQUEST])
         found += [job for job in answer.get("jobs") or [] if (job.get("parameters") or {}).get(MARK) == mark]
     return [job["jobId"] for job in sorted(found, key=lambda job: job.get("createdAt") or 0)]

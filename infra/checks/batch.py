@@ -10,14 +10,14 @@ from typing import Any
 from ebbflow.infra.aws.account import (
     CONTAINERS,
     bucket_state,
-    companion,
     denied_actions,
     ecr_region,
     image_exists,
     metaflow_setting,
     role_state,
+    sibling_client,
 )
-from ebbflow.infra.aws.calls import Patience, aws_client, is_amazons
+from ebbflow.infra.aws.calls import RequestDeadline, aws_client, is_amazons
 from ebbflow.infra.batch import batch_client, describe_queues, has_gpus_only, training_queues
 from ebbflow.infra.batch.queues import QueueState
 from ebbflow.infra.checks.store import compare_clock
@@ -72,9 +72,9 @@ def check_batch_rights(context: PreflightContext) -> CheckFinding:
     bucket, prefix = split_uri(context.config.store)
     objects = f"arn:aws:s3:::{bucket}/{prefix + '/' if prefix else ''}*"
     try:
-        client, patience = _client("iam", context), _patience()
-        denied = denied_actions(arn, _OBJECT_ACTIONS, [objects], client, patience)
-        denied += denied_actions(arn, _BUCKET_ACTIONS, [f"arn:aws:s3:::{bucket}"], client, patience)
+        client, deadline = _client("iam", context), _patience()
+        denied = denied_actions(arn, _OBJECT_ACTIONS, [objects], client, deadline)
+        denied += denied_actions(arn, _BUCKET_ACTIONS, [f"arn:aws:s3:::{bucket}"], client, deadline)
     except (CloudError, StoreError) as error:
         return CheckFinding.skipped(str(error))
     if denied:
@@ -158,11 +158,11 @@ def _role(context: PreflightContext) -> str:
 
 
 def _client(service: str, context: PreflightContext, region: str | None = None) -> Any:
-    return companion(service, batch_client(context.config.batch.region), region)
+    return sibling_client(service, batch_client(context.config.batch.region), region)
 
 
-def _patience() -> Patience:
-    return Patience.of(ANSWER_SECONDS)
+def _patience() -> RequestDeadline:
+    return RequestDeadline.after(ANSWER_SECONDS)
 
 
 # For all answers of one check; its own deadline is a little longer.
@@ -261,7 +261,7 @@ def _told(usable: Mapping[str, QueueState]) -> str:
         lines.append(
             f"no jobStateTimeLimitActions on {', '.join(waiting)}: a job that waits there is ended by Ebbflow only"
         )
-    wide = [name for name, state in usable.items() if state.multi_node and not state.keeps_nodes_near]
+    wide = [name for name, state in usable.items() if state.multi_node and not state.places_nodes_together]
     if wide:
         lines.append(f"no placement group and several subnets on {', '.join(wide)}: nodes may lie in different zones")
     return "\n".join(lines)

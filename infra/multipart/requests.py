@@ -38,7 +38,7 @@ _CREDENTIALS_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Account:
+class S3Account:
     """endpoint: scheme, host and port, None for Amazon's own. access_key "": requests are not signed."""
 
     region: str
@@ -48,7 +48,7 @@ class Account:
     token: str | None = None
 
 
-def find_account() -> Callable[[], Account]:
+def find_account() -> Callable[[], S3Account]:
     """What to ask before each request: keys that expire are renewed in between.
 
     Raises StoreForbidden without any, StoreUnavailable when their source does not answer.
@@ -59,7 +59,7 @@ def find_account() -> Callable[[], Account]:
         return lambda: _of(settings.region, settings.endpoint, provider())
     environment = os.environ
     if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
-        known = Account(
+        known = S3Account(
             settings.region,
             settings.endpoint,
             environment["AWS_ACCESS_KEY_ID"],
@@ -67,19 +67,19 @@ def find_account() -> Callable[[], Account]:
             environment.get("AWS_SESSION_TOKEN"),
         )
     else:  # a public bucket
-        known = Account(settings.region, settings.endpoint)
+        known = S3Account(settings.region, settings.endpoint)
     return lambda: known
 
 
-def _of(region: str, endpoint: str | None, keys: dict) -> Account:
-    return Account(region, endpoint, keys["access_key_id"], keys["secret_access_key"], keys["token"])
+def _of(region: str, endpoint: str | None, keys: dict) -> S3Account:
+    return S3Account(region, endpoint, keys["access_key_id"], keys["secret_access_key"], keys["token"])
 
 
 _PAYLOAD = "UNSIGNED-PAYLOAD"
 
 
 def signed_headers(
-    account: Account, method: str, path: str, query: str, headers: Mapping[str, str], *, now: float
+    account: S3Account, method: str, path: str, query: str, headers: Mapping[str, str], *, now: float
 ) -> dict[str, str]:
     """`headers`, which must have "host", with those of the signature. path and query: encoded as they are sent."""
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
@@ -145,7 +145,7 @@ class Throttle:
             time.sleep(start - now)
 
 
-class Watch:
+class DeadlineWatch:
     """Thread-safe. Its thread is started when there is something to watch, and ends when there is nothing left."""
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ _LONGEST_TEXT = 300
 
 
 @dataclass(frozen=True)
-class Answer:
+class S3Response:
     """headers: by lower-case name."""
 
     status: int
@@ -207,14 +207,14 @@ class Answer:
     body: bytes
 
 
-class Requests:
+class S3Client:
     """Requests to one bucket. Thread-safe; each thread keeps a connection of its own."""
 
-    def __init__(self, bucket: str, account: Callable[[], Account]) -> None:
+    def __init__(self, bucket: str, account: Callable[[], S3Account]) -> None:
         self._bucket = bucket
         self._account = account
         self._kept = threading.local()
-        self._watch = Watch()
+        self._watch = DeadlineWatch()
 
     def send(
         self,
@@ -226,7 +226,7 @@ class Requests:
         body: Buffer = b"",
         seconds: float,
         throttle: Throttle | None = None,
-    ) -> Answer:
+    ) -> S3Response:
         """The answer to a request that succeeded. key "": the bucket itself.
 
         Raises StoreUnavailable for what another try may cure (no or late answer, 5xx, 408, 409, 429, bytes changed on
@@ -249,7 +249,7 @@ class Requests:
             raise _refused(what, answer)
         return answer
 
-    def _place(self, account: Account, key: str) -> tuple[str, str, str]:
+    def _place(self, account: S3Account, key: str) -> tuple[str, str, str]:
         """(scheme, host, path). Amazon's own buckets are names of hosts; others expect the bucket in the path."""
         if account.endpoint is None:
             if "." in self._bucket:  # would not match Amazon's certificate
@@ -268,7 +268,7 @@ class Requests:
         body: memoryview,
         seconds: float,
         throttle: Throttle | None,
-    ) -> Answer:
+    ) -> S3Response:
         end = time.monotonic() + seconds
         connection = self._connection(scheme, host, max(seconds, 0.05))
         try:
@@ -286,7 +286,7 @@ class Requests:
                     raise broken or error from error
             if broken or response.will_close:
                 self._drop()
-            return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, data)
+            return S3Response(response.status, {name.lower(): value for name, value in response.getheaders()}, data)
         except (OSError, http.client.HTTPException) as error:
             self._drop()
             if time.monotonic() >= end - 0.01:
@@ -368,7 +368,7 @@ def _break(connection: http.client.HTTPConnection) -> None:
         pass
 
 
-def _refused(what: str, answer: Answer) -> StoreError:
+def _refused(what: str, answer: S3Response) -> StoreError:
     text = answer.body.decode(errors="replace")
     match = re.search(r"<Code>\s*(\w+)\s*</Code>", text)
     code = match[1] if match else ""

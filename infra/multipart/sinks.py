@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden, StoreFull, StoreTimeout, StoreUnavailable
-from ebbflow.infra.multipart.requests import Account, Answer, Buffer, Requests, Throttle, find_account
-from ebbflow.infra.store.folder import ABANDONABLE, UNFINISHED, sync_folders
+from ebbflow.infra.multipart.requests import Buffer, S3Account, S3Client, S3Response, Throttle, find_account
+from ebbflow.infra.store.folder import HANG_GUARD, UNFINISHED, sync_folders
 
 _CHECKSUM = "x-amz-checksum-crc64nvme"
 LARGEST_COUNT = 10_000  # parts of one object, by S3
 
 
 @dataclass(frozen=True)
-class Upload:
+class MultipartUpload:
     """A multipart upload under way. age_seconds: by the store's own clock, where it was listed."""
 
     key: str
@@ -41,7 +41,7 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class Part:
+class UploadedPart:
     """A part that the store has. crc64nvme: what the store computed, None when it does not say."""
 
     number: int
@@ -52,8 +52,8 @@ class Part:
 class Bucket:
     """All calls take `seconds`, for the whole request, and raise as `Requests.send` does. Thread-safe."""
 
-    def __init__(self, name: str, account: Callable[[], Account], throttle: Throttle | None = None) -> None:
-        self._requests = Requests(name, account)
+    def __init__(self, name: str, account: Callable[[], S3Account], throttle: Throttle | None = None) -> None:
+        self._requests = S3Client(name, account)
         self._throttle = throttle
 
     def put(self, key: str, body: Buffer, crc64nvme: int, *, seconds: float) -> int | None:
@@ -63,15 +63,17 @@ class Bucket:
         )
         return _stated(answer)
 
-    def create(self, key: str, *, seconds: float) -> Upload:
+    def create(self, key: str, *, seconds: float) -> MultipartUpload:
         headers = {"x-amz-checksum-algorithm": "CRC64NVME", "x-amz-checksum-type": "FULL_OBJECT"}
         answer = self._requests.send("POST", key, query={"uploads": ""}, headers=headers, seconds=seconds)
         found = _parse(answer).findtext("UploadId")
         if not found:
             raise StoreUnavailable(f"create upload of {key}: the answer has no UploadId: {answer.body[:200]!r}")
-        return Upload(key, found)
+        return MultipartUpload(key, found)
 
-    def put_part(self, upload: Upload, number: int, body: Buffer, crc64nvme: int, *, seconds: float) -> Part:
+    def put_part(
+        self, upload: MultipartUpload, number: int, body: Buffer, crc64nvme: int, *, seconds: float
+    ) -> UploadedPart:
         """number: from 1 on."""
         answer = self._requests.send(
             "PUT",
@@ -84,10 +86,10 @@ class Bucket:
         )
         if not (etag := answer.headers.get("etag")):
             raise StoreUnavailable(f"part {number} of {upload.key}: the answer has no ETag")
-        return Part(number, etag, _stated(answer))
+        return UploadedPart(number, etag, _stated(answer))
 
     def complete(
-        self, upload: Upload, parts: Sequence[Part], crcs: Sequence[int], whole: int, *, seconds: float
+        self, upload: MultipartUpload, parts: Sequence[UploadedPart], crcs: Sequence[int], whole: int, *, seconds: float
     ) -> int | None:
         """Put the parts together. Returns the store's checksum of the whole, None when it gives none."""
         root = ElementTree.Element("CompleteMultipartUpload", xmlns="http://s3.amazonaws.com/doc/2006-03-01/")
@@ -112,7 +114,7 @@ class Bucket:
         stated = document.findtext("ChecksumCRC64NVME")
         return _decoded(stated) if stated else _stated(answer)
 
-    def abort(self, upload: Upload, *, seconds: float) -> None:
+    def abort(self, upload: MultipartUpload, *, seconds: float) -> None:
         self._requests.send("DELETE", upload.key, query={"uploadId": upload.id}, seconds=seconds)
 
     def size(self, key: str, *, seconds: float) -> tuple[int, int | None]:
@@ -120,7 +122,7 @@ class Bucket:
         answer = self._requests.send("HEAD", key, headers={"x-amz-checksum-mode": "ENABLED"}, seconds=seconds)
         return int(answer.headers["content-length"]), _stated(answer)
 
-    def uploads(self, prefix: str, *, seconds: float) -> Iterator[Upload]:
+    def uploads(self, prefix: str, *, seconds: float) -> Iterator[MultipartUpload]:
         """Uploads that were begun below `prefix` and neither completed nor aborted."""
         marker: dict[str, str] = {}
         while True:
@@ -130,7 +132,7 @@ class Bucket:
             now = parsedate_to_datetime(answer.headers["date"]).timestamp()
             for node in document.findall("Upload"):
                 begun = _timestamp(node.findtext("Initiated") or "")
-                yield Upload(node.findtext("Key") or "", node.findtext("UploadId") or "", now - begun)
+                yield MultipartUpload(node.findtext("Key") or "", node.findtext("UploadId") or "", now - begun)
             if document.findtext("IsTruncated") != "true":
                 return
             marker = {
@@ -152,7 +154,7 @@ def _decoded(text: str) -> int | None:
     return None if "-" in text else int.from_bytes(base64.b64decode(text), "big")
 
 
-def _stated(answer: Answer) -> int | None:
+def _stated(answer: S3Response) -> int | None:
     text = answer.headers.get(_CHECKSUM)
     return _decoded(text) if text else None
 
@@ -161,7 +163,7 @@ def _timestamp(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def _parse(answer: Answer) -> ElementTree.Element:
+def _parse(answer: S3Response) -> ElementTree.Element:
     """The document without its name space, which not all stores give."""
     try:
         document = ElementTree.fromstring(answer.body)
@@ -194,7 +196,7 @@ class _File:
         if self.hung:
             raise StoreError(f"put {self.path}: an operation on this file hangs")
         try:
-            ABANDONABLE.run(call, seconds, f"put {self.path}")
+            HANG_GUARD.run(call, seconds, f"put {self.path}")
         except StoreTimeout:
             self.hung = True
             raise
@@ -225,43 +227,47 @@ class FolderSink:
                     direct = os.open(unfinished, os.O_WRONLY | os.O_DIRECT)
             return _File(path, unfinished, cached, direct)
 
-        with _told(f"put {path}"):
-            return ABANDONABLE.run(opened, seconds, f"put {path}")
+        with os_errors_as_store_errors(f"put {path}"):
+            return HANG_GUARD.run(opened, seconds, f"put {path}")
 
-    def put_part(self, begun: _File, number: int, start: int, body: Buffer, crc: int, *, seconds: float) -> Part:
+    def put_part(
+        self, begun: _File, number: int, start: int, body: Buffer, crc: int, *, seconds: float
+    ) -> UploadedPart:
         view, end = memoryview(body).cast("B"), time.monotonic() + seconds
         step = self._throttle.slice_bytes or max(len(view), 1)
         step = -(-step // _BLOCK) * _BLOCK
-        with _told(f"put {begun.path}"):
+        with os_errors_as_store_errors(f"put {begun.path}"):
             for at in range(0, len(view), step):
                 piece = view[at : at + step]
                 self._throttle.take(len(piece))
                 begun.run(partial(_write, begun, piece, start + at), max(end - time.monotonic(), _SHORTEST_SECONDS))
-        return Part(number, "", None)
+        return UploadedPart(number, "", None)
 
     def finish(
-        self, begun: _File, parts: Sequence[Part], crcs: Sequence[int], whole: int, *, seconds: float
+        self, begun: _File, parts: Sequence[UploadedPart], crcs: Sequence[int], whole: int, *, seconds: float
     ) -> int | None:
         def finished() -> None:
             os.fsync(begun.cached)
             os.replace(begun.unfinished, begun.path)
             sync_folders(begun.path.parent, self._root)
 
-        with _told(f"put {begun.path}", otherwise=StoreError):  # a failed sync is not cured by another
+        with os_errors_as_store_errors(
+            f"put {begun.path}", otherwise=StoreError
+        ):  # a failed sync is not cured by another
             begun.run(finished, seconds)
             begun.close()
         return None
 
     def abort(self, begun: _File, *, seconds: float) -> None:
-        with _told(f"abort {begun.path}"):
-            ABANDONABLE.run(lambda: begun.unfinished.unlink(missing_ok=True), seconds, f"abort {begun.path}")
+        with os_errors_as_store_errors(f"abort {begun.path}"):
+            HANG_GUARD.run(lambda: begun.unfinished.unlink(missing_ok=True), seconds, f"abort {begun.path}")
             if not begun.hung:
                 begun.close()
 
     def size(self, key: str, *, seconds: float) -> tuple[int, int | None]:
         path = self._root / key
-        with _told(f"head {path}"):
-            return ABANDONABLE.run(lambda: path.stat().st_size, seconds, f"head {path}"), None
+        with os_errors_as_store_errors(f"head {path}"):
+            return HANG_GUARD.run(lambda: path.stat().st_size, seconds, f"head {path}"), None
 
     def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
         now, swept = time.time(), []
@@ -272,8 +278,8 @@ class FolderSink:
                     path.unlink(missing_ok=True)
                     swept.append(str(path.relative_to(self._root)))
 
-        with _told(f"sweep {self._root / prefix}"):
-            ABANDONABLE.run(sweep_all, seconds, f"sweep {self._root / prefix}")
+        with os_errors_as_store_errors(f"sweep {self._root / prefix}"):
+            HANG_GUARD.run(sweep_all, seconds, f"sweep {self._root / prefix}")
         return swept
 
 
@@ -291,7 +297,7 @@ def _write(file: _File, data: memoryview, start: int) -> None:
         data, start = data[written:], start + written
 
 
-class _told:  # noqa: N801 - reads as a phrase
+class os_errors_as_store_errors:  # noqa: N801 - reads as a phrase
     """An error of the system within the block becomes one of the store."""
 
     def __init__(self, what: str, otherwise: type[StoreError] = StoreUnavailable) -> None:
@@ -317,7 +323,7 @@ class _told:  # noqa: N801 - reads as a phrase
 _SMALLEST_PART = 5 * 2**20  # by S3, but for the last
 
 
-class Sink(Protocol):
+class UploadSink(Protocol):
     """Keys are relative to the store that it was opened for. Checksums are CRC64NVME; None: the store gives none.
 
     What `begin` returns is handed to the calls that follow. `put_part` may be called by several threads at once.
@@ -325,10 +331,12 @@ class Sink(Protocol):
 
     def begin(self, key: str, size: int, *, parts: int, seconds: float) -> Any: ...
 
-    def put_part(self, begun: Any, number: int, start: int, body: Buffer, crc: int, *, seconds: float) -> Part: ...
+    def put_part(
+        self, begun: Any, number: int, start: int, body: Buffer, crc: int, *, seconds: float
+    ) -> UploadedPart: ...
 
     def finish(
-        self, begun: Any, parts: Sequence[Part], crcs: Sequence[int], whole: int, *, seconds: float
+        self, begun: Any, parts: Sequence[UploadedPart], crcs: Sequence[int], whole: int, *, seconds: float
     ) -> int | None: ...
 
     def abort(self, begun: Any, *, seconds: float) -> None: ...
@@ -340,7 +348,7 @@ class Sink(Protocol):
         ...
 
 
-def open_sink(uri: str, throttle: Throttle) -> Sink:
+def open_sink(uri: str, throttle: Throttle) -> UploadSink:
     """For ``s3://bucket/prefix`` or a folder, as `Store.uri` has them."""
     if uri.startswith("s3://"):
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
@@ -355,26 +363,28 @@ class BucketSink:
         self._bucket = bucket
         self._prefix = prefix.strip("/")
 
-    def begin(self, key: str, size: int, *, parts: int, seconds: float) -> Upload:
+    def begin(self, key: str, size: int, *, parts: int, seconds: float) -> MultipartUpload:
         if parts > LARGEST_COUNT or (parts > 1 and size < (parts - 1) * _SMALLEST_PART):
             raise StoreError(f"{key}: {size} bytes cannot be put in {parts} parts: 5 MiB each, at most {LARGEST_COUNT}")
         if parts == 1:
-            return Upload(self._full(key), "")
+            return MultipartUpload(self._full(key), "")
         return self._bucket.create(self._full(key), seconds=seconds)
 
-    def put_part(self, begun: Upload, number: int, start: int, body: Buffer, crc: int, *, seconds: float) -> Part:
+    def put_part(
+        self, begun: MultipartUpload, number: int, start: int, body: Buffer, crc: int, *, seconds: float
+    ) -> UploadedPart:
         if not begun.id:
-            return Part(number, "", self._bucket.put(begun.key, body, crc, seconds=seconds))
+            return UploadedPart(number, "", self._bucket.put(begun.key, body, crc, seconds=seconds))
         return self._bucket.put_part(begun, number, body, crc, seconds=seconds)
 
     def finish(
-        self, begun: Upload, parts: Sequence[Part], crcs: Sequence[int], whole: int, *, seconds: float
+        self, begun: MultipartUpload, parts: Sequence[UploadedPart], crcs: Sequence[int], whole: int, *, seconds: float
     ) -> int | None:
         if not begun.id:
             return parts[0].crc64nvme
         return self._bucket.complete(begun, parts, crcs, whole, seconds=seconds)
 
-    def abort(self, begun: Upload, *, seconds: float) -> None:
+    def abort(self, begun: MultipartUpload, *, seconds: float) -> None:
         if begun.id:
             self._bucket.abort(begun, seconds=seconds)
 

@@ -48,7 +48,7 @@ _FULL_NUMBERS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN_NUMBERS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
-class translated:  # noqa: N801 - reads as a phrase: with translated("put", uri)
+class as_store_errors:  # noqa: N801 - reads as a phrase: with translated("put", uri)
     """Turns the library's exceptions within the block into a StoreError."""
 
     def __init__(self, operation: str, uri: str) -> None:
@@ -60,11 +60,11 @@ class translated:  # noqa: N801 - reads as a phrase: with translated("put", uri)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, BaseError | OSError):
-            raise _told(self._operation, self._uri, error) from error
+            raise _store_error(self._operation, self._uri, error) from error
         return False
 
 
-def _told(operation: str, uri: str, error: BaseException) -> StoreError:
+def _store_error(operation: str, uri: str, error: BaseException) -> StoreError:
     text = str(error)
     what = f"{operation} {uri}: "
     if uri.startswith("s3://"):

@@ -28,7 +28,7 @@ _IDLE_SECONDS = 10.0
 _LONGEST_PATH = 4096
 
 
-class Abandonable:
+class HangGuard:
     """Runs calls in daemon threads that are used again. A call that does not come back keeps its thread for itself."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ def refuse_if_abandoned(what: str) -> None:
         raise StoreTimeout(f"{what}: the file system answered after the deadline; nothing was changed")
 
 
-ABANDONABLE = Abandonable()  # one for the process: what hangs is counted over all stores
+HANG_GUARD = HangGuard()  # one for the process: what hangs is counted over all stores
 
 
 def open_regular(path: Path | str) -> int:
@@ -162,7 +162,7 @@ def open_regular(path: Path | str) -> int:
     return descriptor
 
 
-class Folder:
+class FolderBackend:
     """Objects below `root`, by their full keys. Raises OSError; the caller sets the deadline."""
 
     def __init__(self, root: Path) -> None:

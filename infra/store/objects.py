@@ -23,8 +23,8 @@ from obstore.exceptions import AlreadyExistsError, NotSupportedError, Preconditi
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreMisconfigured
 from ebbflow.infra.layout import clock_key
-from ebbflow.infra.store.errors import translated
-from ebbflow.infra.store.folder import ABANDONABLE, Folder
+from ebbflow.infra.store.errors import as_store_errors
+from ebbflow.infra.store.folder import HANG_GUARD, FolderBackend
 from ebbflow.infra.store.s3 import open_bucket, split_uri
 
 Buffer = bytes | bytearray | memoryview
@@ -78,9 +78,9 @@ class Store:
             root.mkdir(parents=True, exist_ok=True)
             return root
 
-        with translated("open", str(given)):
-            root = ABANDONABLE.run(made, request_timeout_seconds, f"open {given}")
-        return cls(Folder(root), str(root), root, request_seconds=request_timeout_seconds)
+        with as_store_errors("open", str(given)):
+            root = HANG_GUARD.run(made, request_timeout_seconds, f"open {given}")
+        return cls(FolderBackend(root), str(root), root, request_seconds=request_timeout_seconds)
 
     def sub(self, prefix: str) -> Store:
         """The same store, seen from below `prefix`."""
@@ -216,7 +216,7 @@ class Store:
 
     def _local(self, operation: str, key: str, call: Callable[[], T], *, size: int = 0) -> T:
         seconds = self.request_seconds + size / _SLOWEST_BYTES_PER_SECOND
-        return ABANDONABLE.run(call, seconds, f"{operation} {self.uri}/{key}")
+        return HANG_GUARD.run(call, seconds, f"{operation} {self.uri}/{key}")
 
     def _full(self, key: str) -> str:
         key = key.strip("/")
@@ -227,8 +227,8 @@ class Store:
         key = path[len(self._prefix) + 1 :] if self._prefix else path
         return ObjectMeta(key, int(item["size"]), item["last_modified"].timestamp())
 
-    def _translated(self, operation: str, key: str) -> translated:
-        return translated(operation, f"{self.uri}/{key}")
+    def _translated(self, operation: str, key: str) -> as_store_errors:
+        return as_store_errors(operation, f"{self.uri}/{key}")
 
 
 def _key(meta: ObjectMeta) -> str:

@@ -12,7 +12,7 @@ import pytest
 from botocore.stub import Stubber
 
 from ebbflow.infra.batch import BatchAttempt, batch_client, cancel_job, describe_attempts, describe_queues
-from ebbflow.infra.batch.jobs import cause_of
+from ebbflow.infra.batch.jobs import classify_cause
 from ebbflow.infra.errors import CloudForbidden, CloudRefused, CloudUnavailable
 from tests.support.batch.fixture import LocalBatch, local_batch
 
@@ -44,7 +44,7 @@ _PULL = "CannotPullContainerError: Error response from daemon: "
 def test_a_failure_means_what_batch_says_and_nothing_is_guessed(
     reasons: list[str], exit_code: int | None, cause: str
 ) -> None:
-    assert cause_of("FAILED", reasons, exit_code, started=exit_code is not None) == cause
+    assert classify_cause("FAILED", reasons, exit_code, started=exit_code is not None) == cause
 
 
 @pytest.mark.parametrize(
@@ -57,16 +57,16 @@ def test_a_failure_means_what_batch_says_and_nothing_is_guessed(
     ],
 )
 def test_what_never_ran_is_told_from_what_was_ended(reason: str) -> None:
-    assert cause_of("FAILED", [reason], None, started=False, ended_by_call=True) == "never_started"
-    assert cause_of("FAILED", ["stopped by hand"], None, started=True, ended_by_call=True) == "terminated"
+    assert classify_cause("FAILED", [reason], None, started=False, ended_by_call=True) == "never_started"
+    assert classify_cause("FAILED", ["stopped by hand"], None, started=True, ended_by_call=True) == "terminated"
     late = ["Ebbflow: its container was not made in time: had capacity, and no container after 45.0 minutes"]
-    assert cause_of("FAILED", late, None, started=False, ended_by_call=True) == "not_made"
-    assert cause_of("RUNNABLE", [reason], None, started=False) == "unknown"
-    assert cause_of("SUCCEEDED", [_EXITED], 0, started=True) == "ended"
+    assert classify_cause("FAILED", late, None, started=False, ended_by_call=True) == "not_made"
+    assert classify_cause("RUNNABLE", [reason], None, started=False) == "unknown"
+    assert classify_cause("SUCCEEDED", [_EXITED], 0, started=True) == "ended"
 
 
 def test_a_gang_whose_nodes_are_not_known_may_have_lost_one() -> None:
-    assert cause_of("FAILED", [_EXITED], 1, started=True, main_alone=True) == "unknown"
+    assert classify_cause("FAILED", [_EXITED], 1, started=True, main_alone=True) == "unknown"
 
 
 @pytest.fixture(scope="module")

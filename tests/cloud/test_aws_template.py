@@ -11,7 +11,7 @@ import pytest
 from cfnlint.api import ManualArgs, lint
 
 from ebbflow.cost.catalogue import load_catalogue
-from ebbflow.infra.aws.deploy import LARGEST_TEMPLATE, TEMPLATE, planned, read_template
+from ebbflow.infra.aws.deploy import LARGEST_TEMPLATE, TEMPLATE, planned_resources, read_template
 from ebbflow.infra.config import load_config
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.layout import TOMBSTONE_TAGS
@@ -202,8 +202,8 @@ def test_the_schedule_starts_the_head_job_once_it_is_switched_on(template: dict[
 
 def test_without_a_nat_gateway_nothing_is_left_that_is_paid_by_the_hour(template: dict[str, Any]) -> None:
     region = "eu-west-1"
-    everything = {one.name: one.kind for one in planned(template, {}, region=region)}
-    without = {one.name: one.kind for one in planned(template, {"Nat": "no"}, region=region)}
+    everything = {one.name: one.kind for one in planned_resources(template, {}, region=region)}
+    without = {one.name: one.kind for one in planned_resources(template, {"Nat": "no"}, region=region)}
     gone = {name for name in everything if name not in without}
     assert {"NatGateway", "NatAddress", "NatAlarm", "GangG5Queue", "GangTemplate"} <= gone
     assert not {"AWS::EC2::NatGateway", "AWS::EC2::EIP"} & set(without.values())
@@ -221,7 +221,7 @@ def test_without_a_nat_gateway_nothing_is_left_that_is_paid_by_the_hour(template
 def test_there_is_an_alarm_on_the_bill_only_where_the_bill_is_published(
     template: dict[str, Any], region: str, published: str, made: bool
 ) -> None:
-    names = {one.name for one in planned(template, {"BillingAlerts": published}, region=region)}
+    names = {one.name for one in planned_resources(template, {"BillingAlerts": published}, region=region)}
     assert ("BillAlarm" in names) is made
     assert template["Parameters"]["BillingAlerts"]["Default"] == "no", "an alarm without data never warns"
 

@@ -16,7 +16,7 @@ from botocore.stub import ANY, Stubber
 from moto import mock_aws
 
 from ebbflow.infra.__main__ import main
-from ebbflow.infra.aws.calls import Patience, ask, aws_client
+from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws
 from ebbflow.infra.aws.deploy import Stack
 from ebbflow.infra.batch import batch_client, describe_queues
 from ebbflow.infra.config import load_config
@@ -119,12 +119,12 @@ def test_an_alarm_on_the_bill_is_made_where_the_account_publishes_its_bill(
 def test_what_the_account_does_not_tell_is_left_to_the_one_who_asks(
     applied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def denied(client: Any, operation: str, patience: Patience, **request: Any) -> Mapping[str, Any]:
+    def denied(client: Any, operation: str, deadline: RequestDeadline, **request: Any) -> Mapping[str, Any]:
         if operation in ("describe_stacks", "validate_template"):
-            return ask(client, operation, patience, **request)
+            return call_aws(client, operation, deadline, **request)
         raise CloudForbidden(f"{operation}: denied")
 
-    monkeypatch.setattr("ebbflow.infra.aws.deploy.ask", denied)
+    monkeypatch.setattr("ebbflow.infra.aws.deploy.call_aws", denied)
     assert main(["deploy", "--dry-run", "--stack", "second"]) == 0
     said = capsys.readouterr().out
     assert "whether /aws/batch/job is there is not known; --parameter CreateBatchLogGroup=no if it is" in said
@@ -181,10 +181,10 @@ def stack(status: str) -> dict[str, Any]:
     return {"Stacks": [{"StackName": "ebbflow", "CreationTime": 0, "StackStatus": status}]}
 
 
-def no_sleep(seconds: float) -> Patience:
+def no_sleep(seconds: float) -> RequestDeadline:
     """Time goes on by what is slept, and by nothing else."""
     now = [0.0]
-    return Patience(seconds, lambda: now[0], lambda slept: now.__setitem__(0, now[0] + slept))
+    return RequestDeadline(seconds, lambda: now[0], lambda slept: now.__setitem__(0, now[0] + slept))
 
 
 def test_a_resource_that_fails_is_told_by_name_and_reason(keys: None) -> None:

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.flows.attempts.submission import make_stoppable
-from ebbflow.flows.metaflow_fixes import command_of_node
+from ebbflow.flows.attempts.submission import wrap_job_commands
+from ebbflow.flows.metaflow_fixes import node_command
 
 ROOT = Path(__file__).resolve().parents[2]
 _TASK = f"""
 import signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from ebbflow.flows.attempts.submission import listen_to_stop
+from ebbflow.flows.attempts.submission import listen_for_stop
 
 def leave(number, frame):
     signal.signal(number, signal.SIG_IGN)  # sent to all of the group, it comes twice
@@ -28,7 +28,7 @@ def leave(number, frame):
     Path("saved").touch()
     sys.exit(75)
 
-listen_to_stop()
+listen_for_stop()
 if {{listens}}:
     signal.signal(signal.SIGTERM, leave)
 Path("up").touch()
@@ -45,7 +45,7 @@ def _request(text: str) -> dict:
 
 def _started(folder: Path, text: str) -> subprocess.Popen[bytes]:
     request = _request(text)
-    make_stoppable(request)
+    wrap_job_commands(request)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = request["containerOverrides"]["command"]
     return subprocess.Popen(command, cwd=folder, env={**os.environ, "PATH": path}, start_new_session=True)
@@ -90,13 +90,13 @@ def test_the_command_does_what_it_did_on_every_node(tmp_path: Path) -> None:
     main = "python flow.py step train --task-id control-7 --split-index 0 "
     nodes = [{"containerOverrides": {"command": ["bash", "-c", main]}} for _ in range(2)]
     request = {"nodeOverrides": {"nodePropertyOverrides": nodes}}
-    make_stoppable(request)
+    wrap_job_commands(request)
     commands = [node["containerOverrides"]["command"] for node in nodes]
     assert commands[0] == commands[1] and commands[0][-1] == main
-    assert "--task-id 7-node-$AWS_BATCH_JOB_NODE_INDEX" in command_of_node(commands[0][-1])
+    assert "--task-id 7-node-$AWS_BATCH_JOB_NODE_INDEX" in node_command(commands[0][-1])
 
 
 def test_other_commands_stay_as_they_are() -> None:
     request = {"containerOverrides": {"command": ["python", "-m", "infra"]}}
-    make_stoppable(request)
+    wrap_job_commands(request)
     assert request == {"containerOverrides": {"command": ["python", "-m", "infra"]}}

@@ -12,7 +12,7 @@ from metaflow.plugins.aws.batch.batch_client import RunningJob
 
 from ebbflow.cost.report.report import list_failures
 from ebbflow.flows import metaflow_fixes
-from ebbflow.flows.attempts.settlement import settle
+from ebbflow.flows.attempts.settlement import settle_attempts
 from ebbflow.flows.job import Job
 from ebbflow.infra.batch import batch_client
 from ebbflow.infra.config.schema import RunConfig
@@ -37,7 +37,7 @@ def settled(job: Job, *answers: dict[str, Any], deadline_seconds: float) -> list
     with Stubber(client) as batch, job.events("placing") as log:
         for answer in answers:
             batch.add_response("describe_jobs", {"jobs": [answer]})
-        told = settle(job, read_events(job.store), client, log, deadline_seconds=deadline_seconds)
+        told = settle_attempts(job, read_events(job.store), client, log, deadline_seconds=deadline_seconds)
         batch.assert_no_pending_responses()
     return told
 
@@ -67,7 +67,7 @@ def test_metaflow_bears_a_gang_of_which_only_its_end_is_told(
 ) -> None:
     """It would count as failed, and all of its nodes would be started again."""
     monkeypatch.setattr(handlers, "BUILTIN_HANDLERS", list(handlers.BUILTIN_HANDLERS))
-    metaflow_fixes.mend_request()
+    metaflow_fixes.fix_batch_requests()
     client = batch_client("us-east-1")
     gang = {**_EARLY, "status": status, "stoppedAt": 9000}
     gang["nodeProperties"] = {"numNodes": 2, "mainNode": 0, "nodeRangeProperties": []}

@@ -12,12 +12,12 @@ import pytest
 from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
 
 from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement, read_attempts
-from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, Order
-from ebbflow.flows.attempts.placement import in_vain
-from ebbflow.flows.decorators import CapacityDecorator, apply, cloud, stay
+from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, AttemptOrder
+from ebbflow.flows.attempts.placement import give_up_reason
+from ebbflow.flows.decorators import CapacityDecorator, apply_to_batch, cloud, run_locally
 from ebbflow.flows.gang import train_round
-from ebbflow.flows.metaflow_fixes import command_of_node, correct_nodes, known_release, needed
-from ebbflow.flows.remote import backend_asked, refusal, set_environment
+from ebbflow.flows.metaflow_fixes import correct_node_commands, is_known_release, needs_fixes, node_command
+from ebbflow.flows.remote import refusal_reason, requested_backend, set_environment
 from ebbflow.flows.steps import StepFailed
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
@@ -47,13 +47,13 @@ def command_line(**options: Any) -> SimpleNamespace:
 
 
 def test_another_nodes_command_differs_in_its_own_name_alone() -> None:
-    node = command_of_node(MAIN)
+    node = node_command(MAIN)
     assert "--run-id 1733 --task-id 3-node-$AWS_BATCH_JOB_NODE_INDEX --input-paths" in node
     assert "MF_PATHSPEC=TrainFlow/1733/train/3-node-$AWS_BATCH_JOB_NODE_INDEX MF_DATASTORE" in node
     assert "--ubf-context ubf_task --split-index $AWS_BATCH_JOB_NODE_INDEX) 1>>" in node
     for kept in ("-m x 3.11", "--retry-count 3", "tee TrainFlow/3)", "mflog_stdout", "; c=$?; exit $c"):
         assert kept in node
-    assert command_of_node("sleep 3") == "sleep 3"
+    assert node_command("sleep 3") == "sleep 3"
 
 
 def test_a_command_that_a_short_task_number_has_spoilt_is_corrected_and_that_is_said(
@@ -63,11 +63,11 @@ def test_a_command_that_a_short_task_number_has_spoilt_is_corrected_and_that_is_
     spoilt = MAIN.replace("3", "3-node-$AWS_BATCH_JOB_NODE_INDEX").replace("ubf_control", "ubf_task")
     nodes = [{"containerOverrides": {"command": ["bash", "-c", command]}} for command in (MAIN, spoilt)]
     request = {"nodeOverrides": {"nodePropertyOverrides": nodes}}
-    correct_nodes(request)
+    correct_node_commands(request)
     commands = [node["containerOverrides"]["command"] for node in nodes]
-    assert commands == [["bash", "-c", MAIN], ["bash", "-c", command_of_node(MAIN)]]
+    assert commands == [["bash", "-c", MAIN], ["bash", "-c", node_command(MAIN)]]
     assert "#2564" in capsys.readouterr().err
-    correct_nodes(request)
+    correct_node_commands(request)
     assert [node["containerOverrides"]["command"] for node in nodes] == commands
     assert capsys.readouterr().err == "", "there is nothing more to correct"
 
@@ -86,12 +86,12 @@ def test_what_with_cloud_adds_has_begun_in_every_release() -> None:
 
 def test_an_order_is_read_as_it_was_written_and_an_attempt_that_nobody_placed_has_none(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
-    order = Order(does="train", nodes=2, processes_per_node=4, placement=PLACED.to_json())
+    order = AttemptOrder(does="train", nodes=2, processes_per_node=4, placement=PLACED.to_json())
     name = AttemptName(run="1733", step="train", task="3", attempt=1)
     order.put(store, name)
-    assert Order.get(store, name) == order
+    assert AttemptOrder.get(store, name) == order
     assert Placement.from_json(order.placement or {}) == PLACED
-    assert Order.get(store, AttemptName(run="1733", step="train", task="3", attempt=2)) is None
+    assert AttemptOrder.get(store, AttemptName(run="1733", step="train", task="3", attempt=2)) is None
 
 
 @pytest.mark.parametrize(("nodes", "asked"), [(1, "0"), (3, "3")])
@@ -100,7 +100,7 @@ def test_a_placement_goes_into_the_command_line(nodes: int, asked: str) -> None:
     line = command_line(**{"num-parallel": "2", "aws-batch-tag": ["team=a"]})
     config = RunConfig().model_dump(mode="json")
     config["batch"] |= {"tags": {"job": "x"}, "efa_interfaces": 4, "image": "repo:1"}
-    apply(line, Order(nodes=nodes, placement=PLACED.to_json()), config)
+    apply_to_batch(line, AttemptOrder(nodes=nodes, placement=PLACED.to_json()), config)
     options = line.command_options
     assert (options["queue"], options["cpu"], options["gpu"], options["memory"]) == ("spot-g5", "4", "1", "15000")
     assert (options["num-parallel"], options["run-time-limit"], options["image"]) == (asked, 7200, "repo:1")
@@ -110,7 +110,7 @@ def test_a_placement_goes_into_the_command_line(nodes: int, asked: str) -> None:
 
 def test_a_step_that_only_says_how_it_goes_on_runs_where_the_scheduler_is() -> None:
     line = command_line(efa=4)
-    stay(line, "train_node")
+    run_locally(line, "train_node")
     assert line.commands == ["step"] and line.command_args == ["train_node"]
     assert line.command_options == {"run-id": "1733", "task-id": "3", "tag": ["a"]}
 
@@ -157,7 +157,7 @@ def history(*causes: str, started: float | None = 10.0, run: str = "r", after: i
 
 
 def vain(known: AttemptHistory, *events: Event, **more: Any) -> tuple[Outcome, str] | None:
-    return in_vain(known, events, run="r", **more)
+    return give_up_reason(known, events, run="r", **more)
 
 
 def told(name: str, t_wall: float, generation: int = 0, **data: Any) -> Event:
@@ -237,13 +237,13 @@ def test_another_run_counts_anew_since_somebody_may_have_mended_the_cause() -> N
     ],
 )
 def test_where_a_command_line_sends_training(words: str, backend: str | None) -> None:
-    assert backend_asked(["train_flow.py", *words.split()]) == backend
+    assert requested_backend(["train_flow.py", *words.split()]) == backend
 
 
 def test_a_folder_of_this_machine_is_no_store_for_containers() -> None:
-    said = refusal(RunConfig(store="runs"), "batch")
+    said = refusal_reason(RunConfig(store="runs"), "batch")
     assert said is not None and "runs" in said and "s3://bucket/prefix" in said
-    assert refusal(RunConfig(store="runs"), None) is None
+    assert refusal_reason(RunConfig(store="runs"), None) is None
 
 
 def test_batch_without_a_role_is_refused_before_metaflow_does_it_with_a_traceback(
@@ -252,23 +252,23 @@ def test_batch_without_a_role_is_refused_before_metaflow_does_it_with_a_tracebac
     monkeypatch.setenv("METAFLOW_HOME", str(tmp_path))
     monkeypatch.delenv("METAFLOW_ECS_S3_ACCESS_IAM_ROLE", raising=False)
     there, role = RunConfig(store="s3://bucket/x"), "arn:aws:iam::000000000000:role/job"
-    said = refusal(there, "batch", ["--with", "batch"])
+    said = refusal_reason(there, "batch", ["--with", "batch"])
     assert said is not None and "no role" in said and "METAFLOW_ECS_S3_ACCESS_IAM_ROLE" in said
-    assert refusal(there, "batch", ["--with", f"batch:iam_role={role}"]) is None
+    assert refusal_reason(there, "batch", ["--with", f"batch:iam_role={role}"]) is None
     configured = RunConfig.model_validate({"store": there.store, "batch": {"job_role": role}})
-    assert refusal(configured, "batch") is None
-    assert refusal(there, "kubernetes") is None
+    assert refusal_reason(configured, "batch") is None
+    assert refusal_reason(there, "kubernetes") is None
     monkeypatch.setenv("METAFLOW_ECS_S3_ACCESS_IAM_ROLE", role)
-    assert refusal(there, "batch") is None
+    assert refusal_reason(there, "batch") is None
 
 
 def test_metaflow_is_mended_only_with_local_metadata_and_in_releases_that_were_tried() -> None:
     task = ["train_flow.py", "--quiet", "--metadata", "{}", "--datastore", "s3", "step", "train"]
-    assert needed([word.format("local") for word in task])
-    assert not needed([word.format("service") for word in task])
-    assert not needed(["train_flow.py", "step", "local"])
-    assert all(known_release(one) for one in ("2.19.39", "2.19.39+ob(v1)", "2.19.20", "2.19.0"))
-    assert not any(known_release(one) for one in ("2.20.0", "2.19.21", "2.12.1"))
+    assert needs_fixes([word.format("local") for word in task])
+    assert not needs_fixes([word.format("service") for word in task])
+    assert not needs_fixes(["train_flow.py", "step", "local"])
+    assert all(is_known_release(one) for one in ("2.19.39", "2.19.39+ob(v1)", "2.19.20", "2.19.0"))
+    assert not any(is_known_release(one) for one in ("2.20.0", "2.19.21", "2.12.1"))
 
 
 def test_tags_are_put_on_jobs_wherever_the_configuration_has_some(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from ebbflow.cost.plan.plan import make_plan
-from ebbflow.flows.attempts.order import AttemptName, Order
-from ebbflow.flows.attempts.placement import Ask, place_attempt
+from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
+from ebbflow.flows.attempts.placement import PlacementRequest, place_attempt
 from ebbflow.flows.attempts.settlement import unsettled_jobs
 from ebbflow.flows.job import Job
 from ebbflow.flows.remote import set_environment
@@ -52,8 +52,8 @@ def flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(job="j", settings=settings, capacity=plan, examined=None, rounds=0, num_nodes=1)
 
 
-def ask(flow: SimpleNamespace, name: AttemptName = NAME, *, last: bool = False) -> Ask:
-    return Ask(flow=flow, name=name, round=1, one_node=True, last=last)
+def ask(flow: SimpleNamespace, name: AttemptName = NAME, *, last: bool = False) -> PlacementRequest:
+    return PlacementRequest(flow=flow, name=name, round=1, one_node=True, last=last)
 
 
 def test_an_attempt_is_placed_and_what_is_left_behind_says_so(
@@ -64,7 +64,7 @@ def test_an_attempt_is_placed_and_what_is_left_behind_says_so(
     assert answer.trouble == "" and answer.order is not None
     assert answer.order.does == "train" and (answer.order.placement or {})["queue"] == "spot-g5"
     store = Job.of(flow, NAME.run).store
-    assert Order.get(store, NAME) == answer.order
+    assert AttemptOrder.get(store, NAME) == answer.order
     placed = [event for event in read_events(store) if event.name == PLACED]
     assert [(event.run, event.attempt, event.data["task"]) for event in placed] == [("1733", 0, "5")]
 
@@ -158,7 +158,7 @@ def test_a_service_that_hangs_holds_up_nobody(flow: SimpleNamespace, monkeypatch
         name = replace(NAME, attempt=1)
         nowhere = place_attempt(ask(flow, name), deadline_seconds=0.5)
     assert nowhere.order is None and "no queue" in nowhere.trouble
-    assert Order.get(Job.of(flow, NAME.run).store, name) is None, "no container may take it for a word to stop"
+    assert AttemptOrder.get(Job.of(flow, NAME.run).store, name) is None, "no container may take it for a word to stop"
 
 
 def test_what_its_submitter_left_running_is_ended_before_the_next_attempt(

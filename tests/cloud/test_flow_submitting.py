@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SUBMITTER = """
 import sys, time
 import boto3
-from ebbflow.flows.attempts.submission import submission
-submission().listen()
+from ebbflow.flows.attempts.submission import open_submission
+open_submission().listen()
 client = boto3.client("batch")
 job = client.submit_job(jobName=sys.argv[1], jobQueue=sys.argv[2], jobDefinition="plain")["jobId"]
 while client.describe_jobs(jobs=[job])["jobs"][0]["status"] not in ("SUCCEEDED", "FAILED"):

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from ebbflow.flows.pods import TAINT, markets, node_selector, pod_memory_mib, with_nodes
+from ebbflow.flows.pods import TAINT, node_selector, pod_markets, pod_memory_mib, with_nodes
 from tests.support.capacity import JobLog, batch_config, placed_now
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -64,7 +64,7 @@ def test_every_manifest_is_valid_strictly(version: str) -> None:
 def test_node_pools_are_of_karpenter_v1_and_make_nodes_that_pods_of_a_placement_select() -> None:
     """Fields as https://karpenter.sh/docs/concepts/nodepools/ has them; nothing but these is used."""
     [node_class] = of_kind("EC2NodeClass")
-    markets = set()
+    pod_markets = set()
     for pool in of_kind("NodePool"):
         assert pool["apiVersion"] == "karpenter.sh/v1" and set(pool["spec"]) <= {"template", "disruption", "limits"}
         spec = pool["spec"]["template"]["spec"]
@@ -79,10 +79,10 @@ def test_node_pools_are_of_karpenter_v1_and_make_nodes_that_pods_of_a_placement_
         assert all(one["operator"] == "In" for one in spec["requirements"])
         assert len(wanted["topology.kubernetes.io/zone"]) == 1, "a gang never spans zones"
         assert pool["spec"]["disruption"]["consolidationPolicy"] in ("WhenEmpty", "WhenEmptyOrUnderutilized")
-        markets |= set(wanted["karpenter.sh/capacity-type"])
+        pod_markets |= set(wanted["karpenter.sh/capacity-type"])
     chosen = [node_selector({**PLACEMENT, "market": market}) for market in ("spot", "on_demand")]
     placed = {one["karpenter.sh/capacity-type"] for one in chosen}
-    assert markets == placed == {"spot", "on-demand"}
+    assert pod_markets == placed == {"spot", "on-demand"}
     assert node_class["spec"]["metadataOptions"]["httpPutResponseHopLimit"] == 2
     assert node_class["spec"]["metadataOptions"]["httpTokens"] == "required"
 
@@ -147,7 +147,7 @@ def test_the_zone_is_selected_by_its_id_or_by_its_name_and_only_where_it_is_know
 
 def test_a_cluster_takes_several_nodes_on_spot_which_batch_does_not() -> None:
     config = batch_config("cluster.nodes=2", "cluster.backend=kubernetes", "training.max_steps=20000")
-    found = placed_now(config, JobLog(), 0.0, where=markets())
+    found = placed_now(config, JobLog(), 0.0, where=pod_markets())
     assert (found.market, found.nodes, found.queue) == ("spot", 2, "spot")
     assert placed_now(config, JobLog(), 0.0).market == "on_demand", "in AWS Batch"
     assert with_nodes(config, 3).cluster.nodes == 3 and config.cluster.nodes == 2

@@ -18,7 +18,7 @@ from awscrt.checksums import crc64nvme
 
 from ebbflow.infra.errors import ObjectNotFound, StoreForbidden, StoreFull, StoreUnavailable
 from ebbflow.infra.multipart import Bucket, FolderSink, Throttle, open_sink
-from ebbflow.infra.multipart.requests import Account, Watch, encoded_query, signed_headers
+from ebbflow.infra.multipart.requests import DeadlineWatch, S3Account, encoded_query, signed_headers
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, crc_digits
 from ebbflow.training.errors import CheckpointError
@@ -71,7 +71,7 @@ class Memory:
 
 
 @contextmanager
-def serving(misbehave: Behaviour = lambda request: None) -> Iterator[tuple[Memory, Callable[[], Account]]]:
+def serving(misbehave: Behaviour = lambda request: None) -> Iterator[tuple[Memory, Callable[[], S3Account]]]:
     memory = Memory(misbehave)
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -101,7 +101,7 @@ def serving(misbehave: Behaviour = lambda request: None) -> Iterator[tuple[Memor
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    account = Account("us-east-1", f"http://127.0.0.1:{server.server_port}", "key", "secret")
+    account = S3Account("us-east-1", f"http://127.0.0.1:{server.server_port}", "key", "secret")
     try:
         yield memory, lambda: account
     finally:
@@ -109,7 +109,7 @@ def serving(misbehave: Behaviour = lambda request: None) -> Iterator[tuple[Memor
         server.server_close()
 
 
-def uploader_to(account: Callable[[], Account], monkeypatch: pytest.MonkeyPatch) -> PartUploader:
+def uploader_to(account: Callable[[], S3Account], monkeypatch: pytest.MonkeyPatch) -> PartUploader:
     known = account()
     for name, value in {
         "AWS_ENDPOINT_URL": known.endpoint or "",
@@ -123,7 +123,7 @@ def uploader_to(account: Callable[[], Account], monkeypatch: pytest.MonkeyPatch)
 
 def test_the_signature_is_the_one_of_the_documentation() -> None:
     """AWS, "Signature Calculations": the listing of objects, with an unsigned payload in place of the empty one."""
-    account = Account("us-east-1", None, "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
+    account = S3Account("us-east-1", None, "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
     query = encoded_query({"max-keys": "2", "prefix": "J"})
     host = {"host": "examplebucket.s3.amazonaws.com"}
     signed = signed_headers(account, "GET", "/", query, host, now=1369353600.0)
@@ -215,7 +215,7 @@ def test_a_store_that_trickles_does_not_outlive_the_deadline(monkeypatch: pytest
                 time.sleep(0.05)
 
     threading.Thread(target=trickle, daemon=True).start()
-    account = Account("us-east-1", f"http://127.0.0.1:{listener.getsockname()[1]}", "key", "secret")
+    account = S3Account("us-east-1", f"http://127.0.0.1:{listener.getsockname()[1]}", "key", "secret")
     began = time.monotonic()
     with pytest.raises(StoreUnavailable, match=r"no whole answer within 0\.5 s"):
         Bucket("bucket", lambda: account).put("key", b"data", 0, seconds=0.5)
@@ -226,7 +226,7 @@ def test_a_store_that_trickles_does_not_outlive_the_deadline(monkeypatch: pytest
 def test_a_store_that_stops_reading_does_not_outlive_the_deadline() -> None:
     body = bytes(2 * CHUNK_BYTES)  # more than the buffers of both sides take
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        account = Account("us-east-1", f"http://127.0.0.1:{listener.getsockname()[1]}", "key", "secret")
+        account = S3Account("us-east-1", f"http://127.0.0.1:{listener.getsockname()[1]}", "key", "secret")
         began = time.monotonic()
         with pytest.raises(StoreUnavailable, match=r"no whole answer within 0\.5 s"):
             Bucket("bucket", lambda: account).put("key", body, 0, seconds=0.5)
@@ -234,7 +234,7 @@ def test_a_store_that_stops_reading_does_not_outlive_the_deadline() -> None:
 
 
 def test_a_short_limit_overtakes_a_longer_one_and_none_outlives_its_block() -> None:
-    watch, never = Watch(), []
+    watch, never = DeadlineWatch(), []
     for _ in range(2):  # its thread ends in between
         broken, later = threading.Event(), threading.Event()
         with watch.limit(60, lambda: never.append("longer")), watch.limit(0.05, broken.set):

@@ -16,15 +16,15 @@ from ebbflow.infra.notices import (
     MetadataSource,
     MetaflowSource,
     Notice,
+    NoticeWatcher,
     RehearsalSource,
     Source,
-    Watcher,
     rehearse_notice,
 )
 from tests.support.flow import wait_until
 
 SOON = 0.05
-Watching = Callable[..., Watcher]
+Watching = Callable[..., NoticeWatcher]
 
 
 @pytest.fixture
@@ -37,17 +37,17 @@ def source_of(service: FakeMetadata) -> MetadataSource:
     return MetadataSource({"AWS_EC2_METADATA_SERVICE_ENDPOINT": service.address}, poll_seconds=SOON)
 
 
-def first(watcher: Watcher) -> Notice:
-    return wait_until("a notice", watcher.news, timeout=10)[0]
+def first(watcher: NoticeWatcher) -> Notice:
+    return wait_until("a notice", watcher.new_notices, timeout=10)[0]
 
 
 @pytest.fixture
 def watching() -> Iterator[Watching]:
-    started: list[Watcher] = []
+    started: list[NoticeWatcher] = []
 
-    def start(*sources: Source) -> Watcher:
-        started.append(watcher := Watcher(sources))
-        wait_until("the decision", lambda: watcher.decided() is not None, timeout=5)
+    def start(*sources: Source) -> NoticeWatcher:
+        started.append(watcher := NoticeWatcher(sources))
+        wait_until("the decision", lambda: watcher.source_problems() is not None, timeout=5)
         return watcher
 
     yield start
@@ -62,7 +62,7 @@ def test_a_source_that_cannot_be_begun_silences_no_other(tmp_path: Path, watchin
 
     path = tmp_path / "rehearsed.json"
     watcher = watching(Refused(tmp_path / "metaflow"), RehearsalSource(path))
-    assert watcher.decided() == {"metaflow": "it cannot be watched: no entry", "rehearsal": ""}
+    assert watcher.source_problems() == {"metaflow": "it cannot be watched: no entry", "rehearsal": ""}
     rehearse_notice(path, action="terminate", seconds=60)
     assert first(watcher).source == "rehearsal"
 
@@ -83,20 +83,20 @@ def test_a_time_without_a_zone_is_utc(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
 def test_an_interruption_is_heard_with_its_time(service: FakeMetadata, action: str, watching: Watching) -> None:
     watcher = watching(source_of(service))
-    assert watcher.decided() == {"metadata": ""}
+    assert watcher.source_problems() == {"metadata": ""}
     service.interrupt(120, action)
     notice = first(watcher)
     assert (notice.source, notice.action, notice.reclaims) == ("metadata", action, True)
     assert 118 < notice.seconds_left < 122
     time.sleep(4 * SOON)
-    assert watcher.news() == [], "the same notice is no news"
+    assert watcher.new_notices() == [], "the same notice is no news"
     service.interrupt(60, action)
     assert first(watcher).seconds_left < 62, "one that comes sooner is"
 
 
 def test_words_that_cannot_be_read_are_a_notice_all_the_same(service: FakeMetadata, watching: Watching) -> None:
     service.answers["/latest/meta-data/spot/instance-action"] = "<html>"
-    [notice] = wait_until("a notice", watching(source_of(service)).news, timeout=10)
+    [notice] = wait_until("a notice", watching(source_of(service)).new_notices, timeout=10)
     assert notice.action == "terminate" and 0 < notice.seconds_left <= 30
 
 
@@ -119,7 +119,7 @@ def test_a_hop_limit_is_recognised_and_the_service_asked_no_more(service: FakeMe
     began = time.monotonic()
     watcher = watching(source_of(service))
     assert time.monotonic() - began < 3
-    [why] = (watcher.decided() or {}).values()
+    [why] = (watcher.source_problems() or {}).values()
     assert "hop limit is too small" in why and "answers 401" in why and "--http-put-response-hop-limit 2" in why
     asked = len(service.asked)
     time.sleep(6 * SOON)
@@ -129,7 +129,7 @@ def test_a_hop_limit_is_recognised_and_the_service_asked_no_more(service: FakeMe
 def test_without_a_token_version_1_is_watched_where_it_answers(service: FakeMetadata, watching: Watching) -> None:
     service.hop_limit = service.version_1 = True
     watcher = watching(source_of(service))
-    assert watcher.decided() == {"metadata": ""}
+    assert watcher.source_problems() == {"metadata": ""}
     service.interrupt(120)
     assert first(watcher).action == "terminate"
 
@@ -137,7 +137,7 @@ def test_without_a_token_version_1_is_watched_where_it_answers(service: FakeMeta
 def test_a_service_that_knows_no_tokens_is_watched_by_version_1(service: FakeMetadata, watching: Watching) -> None:
     service.token_status, service.version_1 = 405, True
     watcher = watching(source_of(service))
-    assert watcher.decided() == {"metadata": ""}
+    assert watcher.source_problems() == {"metadata": ""}
     service.interrupt(120)
     assert first(watcher).action == "terminate"
 
@@ -168,7 +168,7 @@ def test_a_service_that_is_not_there_costs_one_question(
     if kind == "elsewhere":
         source = MetadataSource({}, system=tmp_path)
     began = time.monotonic()
-    [why] = (watching(source).decided() or {}).values()
+    [why] = (watching(source).source_problems() or {}).values()
     assert time.monotonic() - began < 3
     said = {
         "silent": "no token in time, nor",
@@ -201,7 +201,7 @@ def test_metaflows_file_counts_when_it_is_whole_and_not_past(tmp_path: Path, wat
     watcher = watching(MetaflowSource(file))
     file.write_text("")
     time.sleep(1.2)
-    assert watcher.news() == []
+    assert watcher.new_notices() == []
     file.write_text(moment(100))
     notice = first(watcher)
     assert notice.source == "metaflow" and 97 < notice.seconds_left < 101
@@ -217,9 +217,9 @@ def test_what_follows_a_notice_whose_time_has_passed_is_heard(
     monkeypatch.setattr(notices_module, "STALE_SECONDS", 0.1)
     service.interrupt(1.0)
     watcher = watching(source_of(service))
-    assert watcher.await_first_look(10) and [notice.action for notice in watcher.news()] == ["terminate"]
+    assert watcher.wait_for_first_poll(10) and [notice.action for notice in watcher.new_notices()] == ["terminate"]
     time.sleep(2.2)
-    assert watcher.news() == [], "the same one again"
+    assert watcher.new_notices() == [], "the same one again"
     service.interrupt(120)
     assert 118 < first(watcher).seconds_left < 122
 
@@ -228,7 +228,7 @@ def test_a_rehearsed_notice_is_heard_once_and_one_left_over_never(tmp_path: Path
     path = tmp_path / "notice.json"
     rehearse_notice(path, action="terminate", seconds=50)
     watcher = watching(RehearsalSource(path))
-    assert watcher.news() == [] and not path.exists()
+    assert watcher.new_notices() == [] and not path.exists()
     rehearse_notice(path, action="terminate", seconds=50)
     assert 48 < first(watcher).seconds_left <= 50
     wait_until("that it is taken away", lambda: not path.exists(), timeout=5)

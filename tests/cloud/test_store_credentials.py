@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.infra.errors import StoreError, StoreForbidden, StoreMisconfigured, StoreUnavailable
-from ebbflow.infra.multipart.requests import Account, find_account
+from ebbflow.infra.multipart.requests import S3Account, find_account
 from ebbflow.infra.store import Store
 from tests.support.faulty_s3 import Fault, closed_port, faulty_s3, swallowing_port
 from tests.support.flow import ROOT
@@ -60,7 +60,7 @@ def test_a_named_profile_with_a_services_section(swift: Swift, home: Path, monke
     shared_files(home, config=config, credentials=credentials_of(swift, "lab"))
     monkeypatch.setenv("AWS_PROFILE", "lab")
     account = find_account()()  # saves in parts ask the same place with the same keys
-    assert account == Account("us-east-1", swift.endpoint, swift.access_key, swift.secret_key)
+    assert account == S3Account("us-east-1", swift.endpoint, swift.access_key, swift.secret_key)
     assert can_write(bucket)
 
 

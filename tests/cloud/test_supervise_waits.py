@@ -12,7 +12,7 @@ import pytest
 
 from ebbflow.flows.job import Job
 from ebbflow.flows.supervising import supervisor
-from ebbflow.flows.supervising.options import Options, read_options
+from ebbflow.flows.supervising.options import SupervisorOptions, read_options
 from ebbflow.flows.supervising.supervisor import Supervisor
 from ebbflow.infra.errors import JobIsRunning, Outcome
 from ebbflow.infra.events import BATCH_SUBMITTED, GENERATION_STARTED, PLAN, PREFLIGHT, SUPERVISED, read_events
@@ -39,7 +39,7 @@ def _handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def options(folder: Path, *words: str) -> Options:
+def options(folder: Path, *words: str) -> SupervisorOptions:
     chosen = ["--job", "j", "--pause-seconds", "0", "--set", f"store={folder / 'store'}", *words]
     return read_options([str(ROOT / "configs" / "laptop.yaml"), *chosen], project_root=ROOT)
 
@@ -50,7 +50,9 @@ def flow(folder: Path, *, refusals: int) -> Path:
     return path
 
 
-def has_begun(options: Options, *, under: Options | None = None, trained: bool = True, hours_ago: float = 0.0) -> Job:
+def has_begun(
+    options: SupervisorOptions, *, under: SupervisorOptions | None = None, trained: bool = True, hours_ago: float = 0.0
+) -> Job:
     """under: the settings that passed preflight; others have not."""
     job = Job(name="j", run="1", config=options.config)
     with job.events("test") as log:
@@ -100,7 +102,7 @@ def test_it_is_not_tried_for_ever(tmp_path: Path, words: tuple[str, ...], outcom
     assert why in said[-1]
 
 
-def runs_in_batch(asked: Options) -> Job:
+def runs_in_batch(asked: SupervisorOptions) -> Job:
     job = has_begun(asked)
     with job.events("submit") as log:
         log.emit(BATCH_SUBMITTED, job_id="x-1", job_name="train", step="train_node", task="5")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.flows.options import checked_options
+from ebbflow.flows.options import check_run_options
 from tests.support.flow import FlowRunner
 
 # A default job that would start, so that each refusal below is for its own reason.
@@ -153,7 +153,7 @@ def test_a_job_that_cannot_be_is_refused(
         monkeypatch.setenv(variable, value)
     words = command_line(tmp_path, kind)
     with pytest.raises(SystemExit) as left:
-        checked_options(words)
+        check_run_options(words)
     said = capsys.readouterr()
     assert (left.value.code, said.out) == (kind.code, "")
     check_message(kind, said.err)
@@ -197,6 +197,6 @@ def test_a_plan_is_made_for_where_with_sends_the_run(
     words = ["--with", "batch", "--config", str(path), "--set", "store=s3://bucket/jobs"]
     monkeypatch.setattr(sys, "argv", ["train_flow.py", "run", *words])
     with pytest.raises(SystemExit) as left:
-        checked_options(words)
+        check_run_options(words)
     assert left.value.code == 2
     assert "cluster.market spot: none of batch.queues (jobs: on_demand) is spot" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.flows.attempts.settlement import check_left_behind, settle
+from ebbflow.flows.attempts.settlement import check_left_behind, settle_attempts
 from ebbflow.flows.job import Job
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import BATCH_SUBMITTED, read_events
@@ -28,9 +28,9 @@ QUEUE = "spot-g5"
 _SUBMITTER = """
 import time
 import boto3
-from ebbflow.flows.attempts.submission import submission
+from ebbflow.flows.attempts.submission import open_submission
 
-submission().listen()
+open_submission().listen()
 client = boto3.client("batch")
 resources = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "1000"}]
 properties = {"image": "image", "command": ["sleep", "617"], "resourceRequirements": resources}
@@ -92,12 +92,12 @@ def test_what_was_left_behind_is_told_by_preflight_and_ended_by_whoever_goes_on(
     said: list[str] = []
     following = replace(job, run="2")
     with following.events("placing") as log:
-        assert settle(following, read_events(job.store), batch.client(), log, say=said.append) == []
+        assert settle_attempts(following, read_events(job.store), batch.client(), log, say=said.append) == []
     assert said == [
         f"job {running} of run 1 (RUNNING in {QUEUE}) was left behind: ended, since run 2 goes on with job left"
     ]
     wait_until("its end", lambda: batch.jobs()[-1]["status"] == "FAILED")
     assert check_left_behind(context).status == "passed"
     with following.events("settle") as log:
-        [told] = settle(following, read_events(job.store), batch.client(), log, say=said.append)
+        [told] = settle_attempts(following, read_events(job.store), batch.client(), log, say=said.append)
     assert told.data["job_id"] == running and len(said) == 1

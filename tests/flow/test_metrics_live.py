@@ -13,7 +13,7 @@ import pytest
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP
 from ebbflow.infra.layout import commit_key
-from ebbflow.infra.metrics import NODE_METRICS, Board, Group, Pusher, delete_group
+from ebbflow.infra.metrics import NODE_METRICS, MetricBoard, Pusher, PushGroup, delete_group
 from ebbflow.infra.terms import Terms
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import WorkerSpec
@@ -199,7 +199,7 @@ def test_under_an_agent_the_rank_leaves_its_group_to_the_agent(tmp_path: Path) -
         with live_metrics(spec(tmp_path, push_url=gateway.url), rank=0, world_size=1, emit=lambda *a, **k: None):
             wait_until("a push", gateway.groups, timeout=10)
         assert [method for method, _ in gateway.requests] == ["PUT"]
-        delete_group(Group(gateway.url, "job", 0), say=print)
+        delete_group(PushGroup(gateway.url, "job", 0), say=print)
         assert gateway.groups() == {}
     finally:
         gateway.close()
@@ -209,8 +209,8 @@ def test_a_gateway_that_is_away_costs_one_line_until_it_is_back() -> None:
     said: list[str] = []
     gateway = SmallGateway()
     gateway.away = True
-    group = Group(gateway.url, "job", 0)
-    registry = Board(NODE_METRICS, {"job": "job", "node": "0"}).registry()
+    group = PushGroup(gateway.url, "job", 0)
+    registry = MetricBoard(NODE_METRICS, {"job": "job", "node": "0"}).registry()
     pusher = Pusher(group, registry, interval_seconds=0.01, say=said.append)
     wait_until("several tries", lambda: len(gateway.requests) > 3, timeout=10)
     assert len(said) == 1 and "takes no push, trying on: HTTP Error 503" in said[0]

@@ -13,7 +13,7 @@ from torch import nn
 from ebbflow.cost.report.render_text import suggest_next_step
 from ebbflow.cost.report.report import build_report
 from ebbflow.flows import launcher
-from ebbflow.flows.options import checked_options, job_and_config, permits_in
+from ebbflow.flows.options import check_run_options, parse_checked_options, parse_permits
 from ebbflow.infra import launchers
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
@@ -209,20 +209,20 @@ def test_the_options_leave_their_permit_in_the_store_once_the_launcher_holds_the
 ) -> None:
     monkeypatch.setenv(launchers.RUN_CLAIM_VARIABLE, "")  # restored after the test
     words, both = ["--set", f"store={tmp_path / 'store'}"], ["--from-scratch", "--accept-rollback"]
-    checked = checked_options([*words, "--job", "job", *both])
+    checked = check_run_options([*words, "--job", "job", *both])
     assert not {*both} & {*checked}
     other = launchers.claim_job(job, "job", "run")
     with pytest.raises(SystemExit) as refused:
-        launcher._Launch().claim_job(*job_and_config(checked), "run", permits_in(both))
+        launcher._Launch().claim_job(*parse_checked_options(checked), "run", parse_permits(both))
     assert refused.value.code == 3 and "job job is running" in capsys.readouterr().err
     assert not job.list("permits")
     other.release()
     launch = launcher._Launch()
-    launch.claim_job(*job_and_config(checked), "run", permits_in(both))
+    launch.claim_job(*parse_checked_options(checked), "run", parse_permits(both))
     launch.release()
     assert sorted(meta.key for meta in job.list("permits")) == [
         "permits/from-scratch/000001.json", "permits/rollback/000001.json",
     ]  # fmt: skip
     with pytest.raises(SystemExit) as refused:
-        checked_options([*words, "--from-scratch"])
+        check_run_options([*words, "--from-scratch"])
     assert refused.value.code == 2 and "--job" in capsys.readouterr().err

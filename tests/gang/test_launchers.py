@@ -379,14 +379,14 @@ def test_a_run_whose_job_was_taken_over_ends_no_batch_job_and_writes_no_report(
     asked: list[object] = []
     monkeypatch.setattr(settlement, "describe_attempts", lambda job_ids, *_, **__: asked.append(job_ids) or {})
     with job.events("settle") as log:
-        assert settlement.settle(job, read_events(job.store), None, log) == []
+        assert settlement.settle_attempts(job, read_events(job.store), None, log) == []
     assert asked == [["x-1"]]
 
     elsewhere(job.store, number=2, id="successor")
     with job.events("settle") as log, pytest.raises(JobIsRunning, match="job mine was taken over: `run` of ann"):
-        settlement.settle(job, read_events(job.store), None, log)
+        settlement.settle_attempts(job, read_events(job.store), None, log)
     monkeypatch.setattr(reporting, "write_report", pytest.fail)
     monkeypatch.setattr(launcher, "mark_latest", lambda job: None)
     monkeypatch.setattr(Job, "remember", lambda job: None)
-    assert launcher._tell(job, 1, time.time(), asked=False) == 75
+    assert launcher.finish_job(job, 1, time.time(), asked=False) == 75
     assert "job mine was taken over" in capsys.readouterr().err and asked == [["x-1"]]

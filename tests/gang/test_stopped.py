@@ -18,7 +18,7 @@ import pytest
 
 from ebbflow.flows.gang import end_stopped_tasks
 from ebbflow.flows.supervising import child as child_module
-from ebbflow.flows.supervising.child import Child
+from ebbflow.flows.supervising.child import FlowProcess
 from ebbflow.infra.process import StoppedProcesses, children
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.training.launch.node_runtime import LoopWatchdog
@@ -99,7 +99,7 @@ def test_a_run_that_was_stopped_is_continued_once_and_then_killed(
 ) -> None:
     monkeypatch.setattr(child_module, "STOPPED_SECONDS", 0.5)
     program = f"import os, signal\nfor _ in range({stops}): os.kill(os.getpid(), signal.SIGSTOP)\nos._exit(7)"
-    assert Child().run([sys.executable, "-c", program]) == code
+    assert FlowProcess().run([sys.executable, "-c", program]) == code
 
 
 def test_an_agent_whose_loop_stands_still_is_ended_and_no_other_one() -> None:

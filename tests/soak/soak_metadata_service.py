@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.flows.metaflow_fixes import check
+from ebbflow.flows.metaflow_fixes import check_metadata
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.preflight import PreflightContext
 from tests.support.flow import FlowRun, FlowRunner
@@ -49,7 +49,7 @@ def test_a_run_and_its_report_are_found_through_the_service(tmp_path: Path, serv
 
 
 def test_preflight_says_that_nothing_is_mended(context: PreflightContext) -> None:
-    found = check(context)
+    found = check_metadata(context)
     assert found.status == "passed" and "nothing of Metaflow" in found.detail and "2.5.0" in found.detail
 
 
@@ -57,6 +57,6 @@ def test_a_service_that_does_not_answer_is_found_before_anything_is_submitted(
     context: PreflightContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAFLOW_SERVICE_URL", "http://127.0.0.1:9")
-    found = check(context)
+    found = check_metadata(context)
     assert found.status == "failed" and "no metadata service answers at http://127.0.0.1:9" in found.detail
     assert "METAFLOW_SERVICE_URL" in (found.fix or "")

@@ -9,16 +9,16 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from ebbflow.flows.attempts.order import Order
-from ebbflow.flows.pods import apply, give_grace
+from ebbflow.flows.attempts.order import AttemptOrder
+from ebbflow.flows.pods import apply_to_pod, set_grace_period
 from ebbflow.infra.config.schema import RunConfig
 
 
 def command_options(placement: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """After the hook: options of `kubernetes step`, and what its process has in its environment."""
-    order = Order(nodes=placement["nodes"], processes_per_node=placement["gpu"] or 1, placement=placement)
+    order = AttemptOrder(nodes=placement["nodes"], processes_per_node=placement["gpu"] or 1, placement=placement)
     cli = SimpleNamespace(command_options={"num-parallel": "2", "cpu": "1"}, env={})
-    apply(cli, order, RunConfig.model_validate(settings).model_dump(mode="json"))
+    apply_to_pod(cli, order, RunConfig.model_validate(settings).model_dump(mode="json"))
     return cli.command_options, cli.env
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     asked = json.load(sys.stdin)
     options, environment = command_options(asked["placement"], asked["settings"])
     os.environ.update(environment)
-    give_grace()
+    set_grace_period()
     print(json.dumps({"options": options, "manifest": rendered(options)}))
 
 

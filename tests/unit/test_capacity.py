@@ -11,9 +11,9 @@ from ebbflow.cost.capacity import Placement, choose_placement, read_attempts, wi
 from ebbflow.cost.capacity.placement import find_offers
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.errors import PlacementError
-from ebbflow.infra.batch import ComputeEnvironment, in_queues_region
+from ebbflow.infra.batch import ComputeEnvironment, limit_to_queue_region
 from ebbflow.infra.batch.jobs import Cause
-from ebbflow.infra.batch.queues import contradiction
+from ebbflow.infra.batch.queues import declaration_conflict
 from ebbflow.infra.config.schema import QueueConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import GENERATION_ENDED, NODE_STARTED, NOTICE
@@ -165,8 +165,8 @@ def test_what_batch_chooses_itself_has_no_gpus(choice: str) -> None:
     ) as refused:
         placed_now(batch_config(), JobLog(), 0.0, where=queues(chosen))
     assert refused.value.outcome is Outcome.NO_CAPACITY
-    assert "is declared to have g5, and has" in contradiction(chosen, declared(["g5"]))
-    assert contradiction(chosen, declared(["m6i"])) == contradiction(both, declared(["g5"])) == ""
+    assert "is declared to have g5, and has" in declaration_conflict(chosen, declared(["g5"]))
+    assert declaration_conflict(chosen, declared(["m6i"])) == declaration_conflict(both, declared(["g5"])) == ""
 
 
 def declared(types: list[str]) -> QueueConfig:
@@ -214,10 +214,10 @@ def test_the_queues_region_is_the_only_one_that_is_priced(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     config = batch_config("cost.regions=[us-east-1, us-west-2]")
-    there = in_queues_region(config)
+    there = limit_to_queue_region(config)
     assert there.cost.regions == ([region] if region else ["us-east-1", "us-west-2"])
-    assert in_queues_region(config, told=False).batch.region == (region or "us-east-1")
-    named = in_queues_region(batch_config("batch.region=ap-south-1"))
+    assert limit_to_queue_region(config, told=False).batch.region == (region or "us-east-1")
+    named = limit_to_queue_region(batch_config("batch.region=ap-south-1"))
     assert (named.cost.regions, named.batch.region) == (["ap-south-1"], "ap-south-1")
 
 

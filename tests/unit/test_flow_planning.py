@@ -49,7 +49,7 @@ class OnKubernetes(FlowSpec):
 
 
 def test_only_what_stays_on_this_machine_is_simulated() -> None:
-    assert [steps.stays_here(flow) for flow in (Here, OnBatch, OnKubernetes)] == [True, False, False]
+    assert [steps.is_local(flow) for flow in (Here, OnBatch, OnKubernetes)] == [True, False, False]
 
 
 def test_on_batch_only_what_a_queue_takes_is_planned(
@@ -63,8 +63,8 @@ def test_on_batch_only_what_a_queue_takes_is_planned(
     with local_batch(tmp_path, queues=there) as batch:
         monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
         batch.client().update_job_queue(jobQueue="spot-g6", state="DISABLED")
-        found = steps.queues_there(OnBatch, config)
-        assert steps.queues_there(Here, config) is None
+        found = steps.available_queues(OnBatch, config)
+        assert steps.available_queues(Here, config) is None
     free = make_plan(config, now_utc=WALL)
     bound = make_plan(config, now_utc=WALL, queues=found)
     assert free.chosen is not None and free.chosen.instance_type != "g6.xlarge"
@@ -75,7 +75,7 @@ def test_on_batch_only_what_a_queue_takes_is_planned(
     none = make_plan(batch_config(), now_utc=WALL, queues=found)
     assert none.refusal is not None and none.refusal.outcome is Outcome.NO_CAPACITY
     assert "spot-g6: has g6.xlarge" in none.refusal.message and "cluster.instance_types" in none.refusal.hint
-    assert steps.queues_there(OnBatch, config) is None, "Batch is away, and no queue is configured"
+    assert steps.available_queues(OnBatch, config) is None, "Batch is away, and no queue is configured"
     assert "the plan goes by all instance types" in capsys.readouterr().out
 
 

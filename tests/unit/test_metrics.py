@@ -11,7 +11,7 @@ import pytest
 
 from ebbflow.cost.report.report import build_report
 from ebbflow.infra.events import COMMIT_FAILED, EVALUATION, PREPARED, Event
-from ebbflow.infra.metrics import JOB_METRICS, NODE_METRICS, Board, Kind, job_page
+from ebbflow.infra.metrics import JOB_METRICS, NODE_METRICS, MetricBoard, MetricKind, render_job_metrics
 from tests.support.exposition import PROMTOOL, lint, parse, values
 from tests.support.timelines import GangLog, event, plan_event
 
@@ -45,14 +45,14 @@ def a_job() -> list[Event]:
 
 
 def page_of(events: list[Event]) -> bytes:
-    return job_page(build_report(events).to_json(), events)
+    return render_job_metrics(build_report(events).to_json(), events)
 
 
 def test_names_and_labels_keep_to_the_conventions() -> None:
     assert len({metric.name for metric in ALL}) == len(ALL)
     for metric in ALL:
         assert re.fullmatch(r"ebbflow_[a-z]+(_[a-z]+)*", metric.name)
-        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+        assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
         assert set(metric.labels) <= BOUNDED and metric.help.endswith(".")
         for unit, word in (("seconds", "seconds"), ("bytes", "Bytes"), ("usd", "dollars"), ("ratio", "")):
             if unit in metric.name.split("_") and "timestamp" not in metric.name and "start_time" not in metric.name:
@@ -108,7 +108,7 @@ def test_promtool_finds_nothing_to_say_of_the_page_of_a_job() -> None:
 
 
 def test_a_board_takes_no_name_outside_the_catalogue_and_no_missing_label() -> None:
-    board = Board(NODE_METRICS, {"job": "j", "node": "0"})
+    board = MetricBoard(NODE_METRICS, {"job": "j", "node": "0"})
     with pytest.raises(KeyError):
         board.set("ebbflow_undocumented", 1.0)
     board.set("ebbflow_rank_step", 1.0)
@@ -117,14 +117,14 @@ def test_a_board_takes_no_name_outside_the_catalogue_and_no_missing_label() -> N
 
 
 def test_label_values_of_any_kind_survive_the_page() -> None:
-    board = Board(NODE_METRICS, {"job": 'a "b"\\\n·', "node": "0"})
+    board = MetricBoard(NODE_METRICS, {"job": 'a "b"\\\n·', "node": "0"})
     board.set("ebbflow_step", 3)
     assert values(board.page(), "ebbflow_step", job='a "b"\\\n·') == [3]
 
 
 def test_pages_are_whole_while_values_change() -> None:
     """A histogram whose count and buckets were read at different moments would not parse as one."""
-    board = Board(NODE_METRICS, {"job": "j", "node": "0"})
+    board = MetricBoard(NODE_METRICS, {"job": "j", "node": "0"})
     ended = threading.Event()
 
     def observe() -> None:

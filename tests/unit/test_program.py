@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.flows.launcher import words_in_order
+from ebbflow.flows.launcher import reorder_words
 from tests.support.flow import FLOW, ROOT
 
 _DOORS = {
@@ -85,7 +85,7 @@ def test_what_no_encoding_has_is_printed_as_its_escape() -> None:
     ],
 )
 def test_options_of_run_may_stand_before_it(typed: str, meant: str) -> None:
-    assert words_in_order(typed.split()) == meant.split()
+    assert reorder_words(typed.split()) == meant.split()
 
 
 @pytest.mark.parametrize(

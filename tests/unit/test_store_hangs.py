@@ -17,7 +17,7 @@ from ebbflow.infra.errors import StoreError, StoreTimeout, StoreUnavailable
 from ebbflow.infra.events import read_events
 from ebbflow.infra.multipart import Throttle, open_sink
 from ebbflow.infra.store import Store, folder
-from ebbflow.infra.store.folder import Abandonable, Folder
+from ebbflow.infra.store.folder import FolderBackend, HangGuard
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits, verify_commit
 from ebbflow.training.checkpoint.commit import await_commit
 from ebbflow.training.checkpoint.file_formats import read_file
@@ -32,7 +32,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Every operation on a folder waits for this event."""
     over = threading.Event()
     for name in ("put", "get", "get_range", "head", "list", "delete"):
-        monkeypatch.setattr(Folder, name, lambda *_, **__: over.wait(120))
+        monkeypatch.setattr(FolderBackend, name, lambda *_, **__: over.wait(120))
     yield over
     over.set()
 
@@ -90,7 +90,7 @@ def test_a_call_that_ends_while_it_is_abandoned_is_counted_once(monkeypatch: pyt
             self.done = EndsNow()
 
     monkeypatch.setattr(folder, "_Task", Task)
-    pool = Abandonable()
+    pool = HangGuard()
     with pytest.raises(StoreTimeout):
         pool.run(lambda: over.wait(120), 0.0, "put x")
     limit = time.monotonic() + 20
@@ -125,7 +125,7 @@ def test_a_put_that_was_abandoned_changes_nothing_when_the_mount_recovers(
 
 
 def test_threads_are_used_again_and_those_that_hang_are_counted() -> None:
-    pool, over = Abandonable(), threading.Event()
+    pool, over = HangGuard(), threading.Event()
     assert {pool.run(threading.get_ident, 60, "x") for _ in range(5)} and len(pool._idle) == 1
     for _ in range(64):
         with pytest.raises(StoreTimeout):

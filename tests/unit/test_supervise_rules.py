@@ -9,12 +9,12 @@ import pytest
 
 from ebbflow.flows.supervising.options import read_options
 from ebbflow.flows.supervising.record import (
-    Record,
-    Spell,
-    Verdict,
-    failures_of,
-    in_a_row,
-    judge,
+    JobRecord,
+    RunVerdict,
+    SupervisedRun,
+    count_failures,
+    count_in_a_row,
+    judge_run,
     pause_seconds,
     read_record,
     waited_seconds,
@@ -29,102 +29,108 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs" / "laptop.yaml")
 
 
-def spells(*verdicts: str, commit: str | None = "a") -> tuple[Spell, ...]:
-    return tuple(Spell(verdict=verdict, commit=commit, ended_utc=float(at)) for at, verdict in enumerate(verdicts))
+def runs(*verdicts: str, commit: str | None = "a") -> tuple[SupervisedRun, ...]:
+    return tuple(
+        SupervisedRun(verdict=verdict, commit=commit, ended_utc=float(at)) for at, verdict in enumerate(verdicts)
+    )
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))
 def test_every_outcome_is_judged_and_final_ones_keep_their_code(outcome: Outcome) -> None:
-    verdict = judge(outcome.exit_code, Record(), Record())
+    verdict = judge_run(outcome.exit_code, JobRecord(), JobRecord())
     expected = {
-        Outcome.COMPLETED: Verdict.COMPLETED,
-        Outcome.NO_CAPACITY: Verdict.NO_CAPACITY,
-        Outcome.FAILED: Verdict.FAILURE,
-        Outcome.INTERRUPTED: Verdict.FAILURE,  # nothing was interrupted: the run came to nothing
+        Outcome.COMPLETED: RunVerdict.COMPLETED,
+        Outcome.NO_CAPACITY: RunVerdict.NO_CAPACITY,
+        Outcome.FAILED: RunVerdict.FAILURE,
+        Outcome.INTERRUPTED: RunVerdict.FAILURE,  # nothing was interrupted: the run came to nothing
     }
-    assert verdict is expected.get(outcome, Verdict.FINAL)
+    assert verdict is expected.get(outcome, RunVerdict.FINAL)
 
 
 @pytest.mark.parametrize("code", [1, 75, -9])
 def test_the_record_tells_interruptions_from_failures(code: int) -> None:
-    before = Record(interruptions=frozenset({1}), failures=frozenset({2}), attempts={"old": "user_code"})
+    before = JobRecord(interruptions=frozenset({1}), failures=frozenset({2}), attempts={"old": "user_code"})
 
-    def after(*, interrupted: int = 1, failed: int = 2, **attempts: str) -> Record:
-        return Record(
+    def after(*, interrupted: int = 1, failed: int = 2, **attempts: str) -> JobRecord:
+        return JobRecord(
             interruptions=frozenset({1, interrupted}),
             failures=frozenset({2, failed}),
             attempts={**before.attempts, **attempts},
         )
 
-    assert judge(code, before, after()) is Verdict.FAILURE
-    assert judge(code, before, after(interrupted=3)) is Verdict.INTERRUPTION
-    assert judge(code, before, after(interrupted=3, failed=4)) is Verdict.FAILURE
-    assert judge(code, before, after(new="reclaimed")) is Verdict.INTERRUPTION
-    assert judge(code, before, after(new="terminated")) is Verdict.INTERRUPTION
-    assert judge(code, before, after(new="never_started")) is Verdict.NO_CAPACITY
-    assert judge(code, before, after(new="unknown")) is Verdict.FAILURE
-    assert judge(code, before, after(new="user_code", other="reclaimed")) is Verdict.FAILURE
-    assert judge(code, before, after(interrupted=3, new="user_code")) is Verdict.INTERRUPTION, "a drain leaves by code"
+    assert judge_run(code, before, after()) is RunVerdict.FAILURE
+    assert judge_run(code, before, after(interrupted=3)) is RunVerdict.INTERRUPTION
+    assert judge_run(code, before, after(interrupted=3, failed=4)) is RunVerdict.FAILURE
+    assert judge_run(code, before, after(new="reclaimed")) is RunVerdict.INTERRUPTION
+    assert judge_run(code, before, after(new="terminated")) is RunVerdict.INTERRUPTION
+    assert judge_run(code, before, after(new="never_started")) is RunVerdict.NO_CAPACITY
+    assert judge_run(code, before, after(new="unknown")) is RunVerdict.FAILURE
+    assert judge_run(code, before, after(new="user_code", other="reclaimed")) is RunVerdict.FAILURE
+    assert judge_run(code, before, after(interrupted=3, new="user_code")) is RunVerdict.INTERRUPTION, (
+        "a drain leaves by code"
+    )
 
 
 def test_preflight_is_final_until_the_settings_have_passed_it_once() -> None:
     """A Batch or a store that does not answer when a job is started again will answer some time."""
     code = Outcome.PREFLIGHT.exit_code
-    assert judge(code, Record(), Record(run="1")) is Verdict.FINAL
-    assert judge(code, Record(run="1", passed=True), Record(run="2", passed=True)) is Verdict.NOT_READY
+    assert judge_run(code, JobRecord(), JobRecord(run="1")) is RunVerdict.FINAL
+    assert judge_run(code, JobRecord(run="1", passed=True), JobRecord(run="2", passed=True)) is RunVerdict.NOT_READY
     for other in (Outcome.CONFIG, Outcome.BUDGET, Outcome.DEADLINE):
-        assert judge(other.exit_code, Record(passed=True), Record(passed=True)) is Verdict.FINAL
+        assert judge_run(other.exit_code, JobRecord(passed=True), JobRecord(passed=True)) is RunVerdict.FINAL
 
 
 def test_failures_count_in_a_row_back_to_the_newest_commit_and_interruptions_apart() -> None:
-    row = Record(commit="a", spells=spells("failure", "interruption", "failure", "no_capacity"))
-    assert in_a_row(row, Verdict.FAILURE) == 2 and in_a_row(row, Verdict.INTERRUPTION) == 1
-    assert in_a_row(Record(commit="b", spells=row.spells), Verdict.FAILURE) == 0, "it has come further since"
-    never = Record(commit=None, spells=spells("failure", "failure", commit=None))
-    assert in_a_row(never, Verdict.FAILURE) == 2
+    row = JobRecord(commit="a", runs=runs("failure", "interruption", "failure", "no_capacity"))
+    assert count_in_a_row(row, RunVerdict.FAILURE) == 2 and count_in_a_row(row, RunVerdict.INTERRUPTION) == 1
+    assert count_in_a_row(JobRecord(commit="b", runs=row.runs), RunVerdict.FAILURE) == 0, "it has come further since"
+    never = JobRecord(commit=None, runs=runs("failure", "failure", commit=None))
+    assert count_in_a_row(never, RunVerdict.FAILURE) == 2
 
 
 def test_a_run_counts_for_each_batch_job_that_the_program_ended_unless_it_came_further() -> None:
     jobs = {"1": "user_code", "2": "reclaimed", "3": "user_code", "4": "user_code"}
-    assert failures_of(Record(commit="a"), Record(commit="a", attempts=jobs)) == 3
-    assert failures_of(Record(commit="a", attempts={"1": "user_code"}), Record(commit="a", attempts=jobs)) == 2
-    assert failures_of(Record(commit="a"), Record(commit="b", attempts=jobs)) == 1
-    assert failures_of(Record(), Record()) == 1
-    crashed = Record(spells=(Spell(verdict="failure", commit=None, ended_utc=1.0, failures=3),))
-    assert in_a_row(crashed, Verdict.FAILURE) == 3
+    assert count_failures(JobRecord(commit="a"), JobRecord(commit="a", attempts=jobs)) == 3
+    assert count_failures(JobRecord(commit="a", attempts={"1": "user_code"}), JobRecord(commit="a", attempts=jobs)) == 2
+    assert count_failures(JobRecord(commit="a"), JobRecord(commit="b", attempts=jobs)) == 1
+    assert count_failures(JobRecord(), JobRecord()) == 1
+    crashed = JobRecord(runs=(SupervisedRun(verdict="failure", commit=None, ended_utc=1.0, failures=3),))
+    assert count_in_a_row(crashed, RunVerdict.FAILURE) == 3
 
 
 def test_only_a_run_that_gained_nothing_is_followed_by_a_pause_which_grows_to_ten_minutes() -> None:
-    def after(verdict: Verdict, times: int) -> float:
-        return pause_seconds(Record(commit="a", spells=spells(*[verdict.value] * times)), verdict, 10.0)
+    def after(verdict: RunVerdict, times: int) -> float:
+        return pause_seconds(JobRecord(commit="a", runs=runs(*[verdict.value] * times)), verdict, 10.0)
 
-    assert [after(Verdict.INTERRUPTION, times) for times in (1, 2, 3, 4)] == [0, 10, 20, 40]
-    assert [after(Verdict.FAILURE, times) for times in (1, 2, 3)] == [10, 20, 40]
-    assert after(Verdict.INTERRUPTION, 50) == 600
+    assert [after(RunVerdict.INTERRUPTION, times) for times in (1, 2, 3, 4)] == [0, 10, 20, 40]
+    assert [after(RunVerdict.FAILURE, times) for times in (1, 2, 3)] == [10, 20, 40]
+    assert after(RunVerdict.INTERRUPTION, 50) == 600
 
 
 def test_the_wait_for_capacity_is_counted_since_the_last_other_end() -> None:
-    record = Record(spells=spells("no_capacity", "interruption", "no_capacity", "no_capacity"))
-    assert waited_seconds(record, Verdict.NO_CAPACITY, 10.0) == 8.0
-    assert waited_seconds(record, Verdict.NOT_READY, 10.0) == 0.0
-    assert waited_seconds(Record(spells=spells("no_capacity", "failure")), Verdict.NO_CAPACITY, 10.0) == 0.0
+    record = JobRecord(runs=runs("no_capacity", "interruption", "no_capacity", "no_capacity"))
+    assert waited_seconds(record, RunVerdict.NO_CAPACITY, 10.0) == 8.0
+    assert waited_seconds(record, RunVerdict.NOT_READY, 10.0) == 0.0
+    assert waited_seconds(JobRecord(runs=runs("no_capacity", "failure")), RunVerdict.NO_CAPACITY, 10.0) == 0.0
 
 
 def test_a_supervisor_that_is_started_anew_waits_anew() -> None:
     """What one waited in vain yesterday is not part of today's wait; its restart within the hour is."""
     hour = 3600.0
 
-    def row(verdict: Verdict, *began_hours: float) -> Record:
+    def row(verdict: RunVerdict, *began_hours: float) -> JobRecord:
         told = {"verdict": verdict.value, "commit": "a", "seconds": hour}
-        return Record(commit="a", spells=tuple(Spell(**told, ended_utc=(at + 1) * hour) for at in began_hours))
+        return JobRecord(commit="a", runs=tuple(SupervisedRun(**told, ended_utc=(at + 1) * hour) for at in began_hours))
 
-    again = row(Verdict.NO_CAPACITY, 0.0, 1.1, 2.2, 40.0, 41.1)
-    assert waited_seconds(again, Verdict.NO_CAPACITY, 43 * hour) == pytest.approx(2 * hour)
-    assert waited_seconds(again, Verdict.NO_CAPACITY, 43 * hour, usual_pause_seconds=48 * hour) == 42 * hour
-    restarted = row(Verdict.NO_CAPACITY, 0.0, 1.1, 2.9)
-    assert waited_seconds(restarted, Verdict.NO_CAPACITY, 4 * hour) == pytest.approx(3 * hour)
-    assert pause_seconds(row(Verdict.NOT_READY, 0.0, 1.1, 40.0), Verdict.NOT_READY, 10.0) == 10.0
-    assert in_a_row(row(Verdict.FAILURE, 0.0, 40.0), Verdict.FAILURE) == 2, "a crash is not cured by waiting"
+    again = row(RunVerdict.NO_CAPACITY, 0.0, 1.1, 2.2, 40.0, 41.1)
+    assert waited_seconds(again, RunVerdict.NO_CAPACITY, 43 * hour) == pytest.approx(2 * hour)
+    assert waited_seconds(again, RunVerdict.NO_CAPACITY, 43 * hour, usual_pause_seconds=48 * hour) == 42 * hour
+    restarted = row(RunVerdict.NO_CAPACITY, 0.0, 1.1, 2.9)
+    assert waited_seconds(restarted, RunVerdict.NO_CAPACITY, 4 * hour) == pytest.approx(3 * hour)
+    assert pause_seconds(row(RunVerdict.NOT_READY, 0.0, 1.1, 40.0), RunVerdict.NOT_READY, 10.0) == 10.0
+    assert count_in_a_row(row(RunVerdict.FAILURE, 0.0, 40.0), RunVerdict.FAILURE) == 2, (
+        "a crash is not cured by waiting"
+    )
 
 
 def test_the_record_is_read_from_the_store_alone(tmp_path: Path) -> None:
@@ -144,7 +150,7 @@ def test_the_record_is_read_from_the_store_alone(tmp_path: Path) -> None:
     store.put("config.json", json.dumps({"config": config.model_dump(mode="json")}).encode())
     assert read_record(store, config).passed
     assert not read_record(store, RunConfig(store="elsewhere")).passed, "other settings have not passed preflight"
-    assert in_a_row(record, Verdict.FAILURE) == 1 and record.spells[0].seconds == 1.0
+    assert count_in_a_row(record, RunVerdict.FAILURE) == 1 and record.runs[0].seconds == 1.0
     assert record.report is not None and record.report.failures == 1
 
 

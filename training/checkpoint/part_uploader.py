@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreUnavailable
-from ebbflow.infra.multipart import Part, Sink, Throttle
+from ebbflow.infra.multipart import Throttle, UploadedPart, UploadSink
 from ebbflow.training.checkpoint.manifest import DataObject
 from ebbflow.training.checkpoint.signing import sha256_of_chunks
 from ebbflow.training.checkpoint.verified_io import (
@@ -57,7 +57,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Sent:
-    part: Part
+    part: UploadedPart
     sums: list[tuple[int, int]]
     sha256: list[str]
 
@@ -65,7 +65,7 @@ class _Sent:
 class PartUploader:
     """Keeps its threads, and with them their connections, from one object to the next."""
 
-    def __init__(self, sink: Sink, settings: PartSettings, throttle: Throttle) -> None:
+    def __init__(self, sink: UploadSink, settings: PartSettings, throttle: Throttle) -> None:
         self._sink = sink
         self._settings = settings
         self._throttle = throttle

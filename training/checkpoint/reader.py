@@ -31,7 +31,7 @@ from ebbflow.infra.process import die_with_parent
 from ebbflow.infra.program import python_path
 from ebbflow.infra.ranges import read_blocks
 from ebbflow.infra.store import Store
-from ebbflow.infra.store.folder import ABANDONABLE
+from ebbflow.infra.store.folder import HANG_GUARD
 from ebbflow.training.checkpoint.manifest import DataObject, Manifest, RankIndex
 from ebbflow.training.checkpoint.signing import signer
 from ebbflow.training.checkpoint.verified_io import (
@@ -256,7 +256,7 @@ class VerifiedReader:
                 if not self._local:
                     return self._fetch_remote(data, chunk)
                 what = f"get {self._store.uri}/{data.key}"
-                return ABANDONABLE.run(lambda: self._fetch_local(data, chunk), self._store.request_seconds, what)
+                return HANG_GUARD.run(lambda: self._fetch_local(data, chunk), self._store.request_seconds, what)
             except StoreTimeout:  # the abandoned read may fill this memory at any time: another process tries again
                 raise
             except StoreError as error:

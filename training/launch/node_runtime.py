@@ -186,10 +186,10 @@ class OwnNode:
         """A pushed group never expires, and a rank that was killed cannot delete its own."""
         url = self.spec.config.get("metrics", {}).get("push_url")
         if url is not None:
-            from ebbflow.infra.metrics import Group, delete_group
+            from ebbflow.infra.metrics import PushGroup, delete_group
 
             for node in self._pushed:
-                delete_group(Group(url, self.spec.job, node), say=say)
+                delete_group(PushGroup(url, self.spec.job, node), say=say)
 
 
 def agent_failed(error: Exception, node: int) -> Verdict:

@@ -27,8 +27,8 @@ from ebbflow.infra.notices import (
     MetaflowSource,
     Notice,
     NoticeSource,
+    NoticeWatcher,
     RehearsalSource,
-    Watcher,
 )
 from ebbflow.training.launch.evidence import SLOW, WorkerFailure
 from ebbflow.training.launch.logs import say
@@ -106,7 +106,7 @@ class Drain:
         folder = Path(spec.log_folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.rehearsal_path = folder / f"notice-node-{spec.node}.json"
-        self._watcher = Watcher(
+        self._watcher = NoticeWatcher(
             [MetadataSource(), MetaflowSource(Path(self._config.notice_file)), RehearsalSource(self.rehearsal_path)]
         )
         self._signalled_at: float | None = None
@@ -136,7 +136,7 @@ class Drain:
         One that leaves time to train, so that the wait would be longer than `longest_seconds`, is heard as any other.
         None: there is nothing to be waited out.
         """
-        self._watcher.await_first_look(_FIRST_LOOK_SECONDS)
+        self._watcher.wait_for_first_poll(_FIRST_LOOK_SECONDS)
         self._standing.open = True
         self._hear()
         if min([wait_seconds(one) for one in self._unsent if stands(one)], default=float("inf")) <= longest_seconds:
@@ -252,7 +252,7 @@ class Drain:
 
     def _hear(self) -> None:
         """Also where there is nobody yet to be told."""
-        news = self._watcher.news()
+        news = self._watcher.new_notices()
         if self._signalled_at is not None and self._signalled_at >= 0:
             at, self._signalled_at = self._signalled_at, -1.0
             news.append(Notice(source=NoticeSource.SIGNAL, action=LEAVE, heard_at=at, ends_at=at + self._stop_seconds))
@@ -310,7 +310,7 @@ class Drain:
         for problem in self._watcher.problems():
             emit(NOTICE_SOURCES, problem=problem)
             say(f"node {self._node}: notices may be missed: {problem}")
-        if not self._sources_told and (decided := self._watcher.decided()) is not None:
+        if not self._sources_told and (decided := self._watcher.source_problems()) is not None:
             self._sources_told = True
             emit(NOTICE_SOURCES, watched=[name for name, absent in decided.items() if not absent], absent={
                 name: absent for name, absent in decided.items() if absent
