@@ -27,7 +27,12 @@ from ebbflow.training.errors import TrainingError
 
 _PART_ROUNDS, _CALLS = 15, 200
 _BARE = "bare"
-_NAMES = {_BARE: "bare step", "watched": "heartbeat and pulse", "guarded": "heartbeat, pulse and guards"}
+_NAMES = {
+    _BARE: "bare step",
+    "watched": "heartbeat and pulse",
+    "watched_gloo": "the same, by gloo's all-gather",
+    "guarded": "heartbeat, pulse and guards",
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ebbflow.training.gang import Gang
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.pulse import exchange
 
-BARE, WATCHED, GUARDED = "bare", "watched", "guarded"
+BARE, WATCHED, GLOO, GUARDED = "bare", "watched", "watched_gloo", "guarded"
 _GRADIENTS = 2**18  # float32 numbers that are reduced in each step: 1 MiB
 _WARM_UP_ROUNDS = 10
 
@@ -45,6 +45,7 @@ class _Step:
         self._seconds, self._gang, self._heartbeat = seconds, gang, heartbeat
         self._gradients = torch.ones(_GRADIENTS)
         self._row = example_row()
+        self._gloo = replace(gang, wire=None)
         self._guards = judged(config, gang)
         self._number = 0
 
@@ -67,7 +68,7 @@ class _Step:
         enter("backward")
         if not self._gang.alone:
             dist.all_reduce(self._gradients, dist.ReduceOp.MAX)
-        parts = (0.0, 0.0, 0.0) if name == BARE else self._watch(guarded=name == GUARDED)
+        parts = (0.0, 0.0, 0.0) if name == BARE else self._watch(name)
         enter("optimizer")
         self._gradients.mul_(1.0)
         found.step.append(time.perf_counter() - began)
@@ -76,12 +77,12 @@ class _Step:
         found.guards.append(parts[1])
         found.processor.append(spent[1] + parts[2])
 
-    def _watch(self, *, guarded: bool) -> tuple[float, float, float]:
+    def _watch(self, name: str) -> tuple[float, float, float]:
         """(seconds of the pulse, of the guards, processor seconds of both)."""
         began, cpu_began = time.perf_counter(), time.thread_time()
-        pulse = exchange(self._gang, self._row)
+        pulse = exchange(self._gloo if name == GLOO else self._gang, self._row)
         exchanged = time.perf_counter()
-        if guarded:
+        if name == GUARDED:
             self._guards(pulse)
         return exchanged - began, time.perf_counter() - exchanged, time.thread_time() - cpu_began
 
@@ -91,7 +92,7 @@ def measure_overhead(task: dict[str, Any], gang: Gang) -> dict[str, Any]:
     `parts`: microseconds of each part where it is called again and again, with warm caches. Collective."""
     heartbeat = Heartbeat.create(Path(task["folder"]) / f"heartbeat-overhead-{gang.rank}")
     step = _Step(task["step_seconds"], gang, heartbeat, RunConfig.model_validate(task["config"]))
-    names = [BARE, WATCHED, GUARDED]
+    names = [BARE, WATCHED, GLOO, GUARDED]
     found = {name: _Measured() for name in names}
     await_all()
     for number in range(_WARM_UP_ROUNDS + task["rounds"]):
