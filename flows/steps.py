@@ -147,7 +147,7 @@ def begin_job(flow: Any) -> None:
 def run_preflight(flow: Any) -> list[dict]:
     """Run every room's checks; raise StepFailed when one of them forbids the run."""
     from ebbflow.infra.preflight import failed_results, render_results
-    from ebbflow.training.checks.workload import WORKLOAD_CHECK
+    from ebbflow.training.checks import WORKLOAD_CHECK
 
     job = Job.of(flow, current.run_id)
     target = training_backend(flow) or "local"

@@ -18,7 +18,6 @@ from ebbflow.infra.events import INITIAL_WEIGHTS, PEAK, RESTORE
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
-from ebbflow.training.cadence import Cadence, believed_hazard
 from ebbflow.training.checkpoint import (
     Checkpointer,
     Generation,
@@ -27,23 +26,20 @@ from ebbflow.training.checkpoint import (
     RetentionPolicy,
     read_generation,
 )
-from ebbflow.training.clock import Clock
 from ebbflow.training.errors import DataError
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import fit_micro_batch, make_guards, overridden
 from ebbflow.training.guards.overrides import Overrides
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import Control, WorkerSpec
-from ebbflow.training.limits import Limits
+from ebbflow.training.limits import Limits, Position
 from ebbflow.training.optimizer import make_optimizer
-from ebbflow.training.parallel import spread_model
-from ebbflow.training.parallel.compiling import tell_compilation
-from ebbflow.training.peak import peak_flops_per_second
-from ebbflow.training.position import Position
-from ebbflow.training.progress import Progress
+from ebbflow.training.parallel import spread_model, tell_compilation
+from ebbflow.training.progress import Progress, peak_flops_per_second
 from ebbflow.training.rehearse import Fault
-from ebbflow.training.reporter import Reporter
+from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.retry import try_again
+from ebbflow.training.save_controller import Cadence, believed_hazard
 from ebbflow.training.trainer import Rehearsal, Trainer
 from ebbflow.training.weights.files import describe_files
 from ebbflow.training.weights.load import load_weights

@@ -8,11 +8,9 @@ from __future__ import annotations
 import torch
 
 from ebbflow.infra.errors import Outcome
-from ebbflow.training.guards.numbers import Action
-from ebbflow.training.limits import Stop
-from ebbflow.training.optimizer import scale_and_clip, set_learning_rate
-from ebbflow.training.position import Ending
-from ebbflow.training.schedule import learning_rate
+from ebbflow.training.guards.guards import Action
+from ebbflow.training.limits import Ending, Stop
+from ebbflow.training.optimizer import learning_rate, scale_and_clip, set_learning_rate
 from ebbflow.training.trainer import Trainer
 from ebbflow.training.workload import Batch, Loss
 

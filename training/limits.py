@@ -1,4 +1,4 @@
-"""Reasons to stop before the last step. Each rank knows some of them; through the pulse all stop at the same step."""
+"""Where a job is, the reasons to stop before the last step, and how its loop ended."""
 
 from __future__ import annotations
 
@@ -7,11 +7,34 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
 from ebbflow.training.launch.messages import Control
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the job is: steps taken, and the global index of the first sample that no step has seen."""
+
+    step: int = 0
+    cursor: int = 0
+
+    def next(self, samples: int) -> Position:
+        return Position(self.step + 1, self.cursor + samples)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the loop ended, the same on all ranks. step: the last one taken. weights_sha256: None when not computed."""
+
+    outcome: Outcome
+    step: int
+    message: str = ""
+    weights_sha256: str | None = None
+
 
 _LEAVING_SECONDS = 2.0  # from the last save to the end of the process
 _STEPS_REMEMBERED = 32

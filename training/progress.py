@@ -1,12 +1,78 @@
-"""What a human sees while training: one whole line from rank 0 each ten seconds."""
+"""What a run shows while it trains: lines of the log, and live metrics.
+
+They are a fold over the events as the rank emits them: no second set of numbers, and no line in the training loop.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.events import COMMIT, COMMIT_FAILED, EVALUATION, PHASE, RESTORE, STEP, LedgerClass
+from ebbflow.infra.layout import parse_commit_key
+from ebbflow.infra.metrics import NODE_METRICS, MetricBoard, MetricsServer, Pusher, PushGroup, delete_group
 from ebbflow.infra.terms import Terms
+from ebbflow.training.launch.heartbeat import Heartbeat
+from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.launch.transport import on_loopback
+from ebbflow.training.limits import Limits
+from ebbflow.training.reporter import process_start_monotonic
+
+_SECONDS = 0.2
+_AGAIN_SECONDS = 0.05  # of a restart, which has a measurement already
+_SIZE = {"cpu": 1024, "cuda": 4096}
+
+
+def peak_flops_per_second(device: torch.device, dtype: torch.dtype, kept: Path | None = None) -> float:
+    """The best of all measurements in this place: a busy machine measures too little, and none measures too much.
+
+    kept: the file with the best measurement of earlier ranks of this place, so that a restart measures briefly.
+    """
+    known = {"dtype": str(dtype), "device": str(device)}
+    best = _kept_flops_per_second(kept, known)
+    measured = measure_flops_per_second(device, dtype, _AGAIN_SECONDS if best else _SECONDS)
+    if kept is not None and measured > best:
+        with contextlib.suppress(OSError):
+            kept.write_text(json.dumps({**known, "flops_per_second": measured}))
+    return max(best, measured)
+
+
+def _kept_flops_per_second(kept: Path | None, known: dict[str, str]) -> float:
+    """0 where there is no earlier measurement of the same device and type."""
+    if kept is not None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(kept.read_text())
+            if {key: record[key] for key in known} == known:
+                return float(record["flops_per_second"])
+    return 0.0
+
+
+def measure_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: float = _SECONDS) -> float:
+    """Floating point operations per second of a square matrix product with this rank's threads: the best round.
+
+    Ranks that share a machine should measure together, as they will work together.
+    """
+    size = _SIZE.get(device.type, 1024)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    torch.mm(left, right)
+    best, end = float("inf"), time.monotonic() + seconds
+    while time.monotonic() < end:
+        start = time.monotonic()
+        torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.monotonic() - start)
+    return 2.0 * size**3 / best
+
 
 _INTERVAL_SECONDS = 10.0
 
@@ -98,3 +164,176 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+Emit = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) -> Iterator[Emit]:
+    """An `emit` to use instead of `emit`: what passes through it is shown while the context lasts.
+
+    On local rank 0 when metrics.port or metrics.push_url is set; elsewhere it is `emit` itself. A port that cannot be
+    had, or a gateway that is away, is one line of warning and never an error.
+    """
+    config = RunConfig.model_validate(spec.config)
+    metrics = config.metrics
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0 or (metrics.port is None and metrics.push_url is None):
+        yield emit
+        return
+    node = NodeMetrics(spec, config, rank=rank, world_size=world_size)
+    with contextlib.ExitStack() as ends:
+        if metrics.port is not None:
+            _serve(node.board, metrics.port, _address(metrics.address), spec.node, ends)
+        if metrics.push_url is not None:
+            group = PushGroup(metrics.push_url, spec.job, spec.node)
+            pusher = Pusher(group, node.board.registry(), interval_seconds=metrics.interval_seconds, say=_say)
+            if spec.agent_pid is None:  # else the agent deletes the group: it lives longer, whatever ends this rank
+                ends.callback(delete_group, group, say=_say)
+            ends.callback(pusher.close)
+        yield node.watching(emit)
+
+
+class NodeMetrics:
+    """The board of one node, kept current by what its first rank emits."""
+
+    def __init__(self, spec: WorkerSpec, config: RunConfig, *, rank: int, world_size: int) -> None:
+        constant = {"job": spec.job, "node": str(spec.node)}
+        self.board = MetricBoard(NODE_METRICS, constant, before_page=self._look)
+        self._terms = Terms.from_json(spec.terms) if spec.terms else None
+        self._started = process_start_monotonic()
+        self._limits = Limits(
+            self._terms, world_size=world_size, elapsed_seconds=lambda: time.monotonic() - self._started
+        )
+        self._heartbeats = _heartbeats(spec, rank)
+        self._unshown: set[str] = set()
+        self._at_risk: tuple[float, float] | None = None  # US dollars, and the monotonic time at which it was so
+        self._handlers = {
+            STEP: self._on_step,
+            PHASE: self._on_phase,
+            EVALUATION: self._on_evaluation,
+            RESTORE: self._on_restore,
+            COMMIT: self._on_commit,
+            COMMIT_FAILED: lambda step, data: self.board.add("ebbflow_commit_failures_total", 1),
+        }
+        self._begin(spec, config, world_size)
+
+    def watching(self, emit: Emit) -> Emit:
+        """The same `emit`, looked at."""
+
+        def emit_and_show(name: str, *, step: int | None = None, **more: Any) -> Any:
+            event = emit(name, step=step, **more)
+            try:
+                self._show(name, step, more)
+            except (LookupError, TypeError, ValueError) as error:  # an event without what a metric is made from
+                if name not in self._unshown:
+                    _say(f"metrics: WARNING: {name} events are not shown: {type(error).__name__}: {error}")
+                self._unshown.add(name)
+            return event
+
+        return emit_and_show
+
+    def _show(self, name: str, step: int | None, data: dict[str, Any]) -> None:
+        handler = self._handlers.get(name)
+        if handler is not None:
+            handler(step, data)
+
+    def _begin(self, spec: WorkerSpec, config: RunConfig, world_size: int) -> None:
+        board, terms = self.board, self._terms
+        board.set("ebbflow_generation", spec.generation)
+        board.set("ebbflow_world_size", world_size)
+        board.set("ebbflow_start_time_seconds", _wall(self._started))
+        board.set("ebbflow_max_steps", config.training.max_steps)
+        for name in ("steps_total", "tokens_total", "commit_failures_total"):
+            board.add(f"ebbflow_{name}", 0)
+        if terms is not None:
+            board.set("ebbflow_budget_usd", terms.budget_usd)
+            board.set("ebbflow_deadline_timestamp_seconds", terms.deadline_utc)
+
+    def _on_step(self, step: int | None, data: dict[str, Any]) -> None:
+        board, seconds = self.board, data["seconds"]
+        busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
+        board.set("ebbflow_step", step)
+        board.set("ebbflow_loss", data["loss"])
+        board.set("ebbflow_gradient_norm", data["gradient_norm"])
+        board.set("ebbflow_learning_rate", data["learning_rate"])
+        board.set("ebbflow_tokens_per_second", data["tokens"] / busy if busy > 0 else None)
+        board.add("ebbflow_steps_total", 1)
+        board.add("ebbflow_tokens_total", data["tokens"])
+        board.observe("ebbflow_step_seconds", busy)
+        for ledger_class, spent in seconds.items():
+            board.add("ebbflow_phase_seconds_total", spent, str(ledger_class))
+        if "flops" in data:  # rank 0's events tell what concerns the whole gang
+            board.add("ebbflow_flops_total", data["flops"])
+            board.set("ebbflow_slowest_rank", data["slowest_rank"])
+            board.set("ebbflow_slowest_rank_ratio", data["slowest_ratio"])
+        if "at_risk_usd" in data:
+            self._at_risk = data["at_risk_usd"], time.monotonic()
+
+    def _on_phase(self, step: int | None, data: dict[str, Any]) -> None:
+        self.board.add("ebbflow_phase_seconds_total", data["seconds"], str(data["class"]))
+
+    def _on_evaluation(self, step: int | None, data: dict[str, Any]) -> None:
+        self.board.set("ebbflow_held_out_loss", data["metrics"].get("held_out_loss"))
+
+    def _on_restore(self, step: int | None, data: dict[str, Any]) -> None:
+        """What was restored is durable; when it became so is another generation's knowledge."""
+        self.board.set("ebbflow_step", step)
+        self.board.set("ebbflow_last_commit_step", parse_commit_key(data["key"])[0])
+
+    def _on_commit(self, step: int | None, data: dict[str, Any]) -> None:
+        self.board.set("ebbflow_last_commit_step", step)
+        self.board.set("ebbflow_last_commit_timestamp_seconds", time.time())
+        self.board.add("ebbflow_committed_bytes_total", data["bytes"])
+        self.board.observe("ebbflow_commit_seconds", data["seconds"])
+
+    def _look(self) -> None:
+        """For each page: money runs on between steps, and the other ranks tell their agent, not this one."""
+        if self._terms is not None:
+            self.board.set("ebbflow_spent_usd", self._limits.spent_usd, self._terms.price_kind)
+            if self._at_risk is not None:
+                usd, at = self._at_risk
+                since = (time.monotonic() - at) * self._limits.usd_per_second
+                self.board.set("ebbflow_at_risk_usd", usd + since, self._terms.price_kind)
+        for rank, heartbeat in self._heartbeats.items():
+            beat = heartbeat.read()
+            self.board.set("ebbflow_rank_step", beat.step, str(rank))
+            self.board.set("ebbflow_rank_heartbeat_timestamp_seconds", _wall(beat.t_mono), str(rank))
+
+
+def _address(configured: str | None) -> str:
+    """The IP address to listen on; "": all. A gang on a user's own machine serves that machine alone. In a container of
+    AWS Batch or Kubernetes even a single node is read from outside."""
+    if configured is not None:
+        return configured
+    contained = any(name in os.environ for name in ("AWS_BATCH_JOB_ID", "KUBERNETES_SERVICE_HOST"))
+    return "127.0.0.1" if not contained and on_loopback(os.environ.get("MASTER_ADDR", "localhost")) else ""
+
+
+def _serve(board: MetricBoard, port: int, address: str, node: int, ends: contextlib.ExitStack) -> None:
+    try:
+        server = MetricsServer(port, board.page, address=address)
+    except OSError as error:
+        _say(f"metrics: WARNING: node {node} serves none, training goes on: metrics.port {port}: {error}")
+        return
+    ends.callback(server.close)
+    taken = f" (metrics.port {port} is taken)" if server.port != port else ""
+    host = os.uname().nodename if address in ("", "0.0.0.0", "::") else f"[{address}]" if ":" in address else address
+    _say(f"metrics: node {node} at http://{host}:{server.port}/metrics{taken}")
+
+
+def _heartbeats(spec: WorkerSpec, first: int) -> dict[int, Heartbeat]:
+    """Of this node's ranks, this one the first; none where no agent watches."""
+    if spec.heartbeat_path is None:
+        return {}
+    folder, count = Path(spec.heartbeat_path).parent, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    paths = {rank: folder / f"rank-{rank}.heartbeat" for rank in range(first, first + count)}
+    return {rank: Heartbeat(path) for rank, path in paths.items() if path.exists()}
+
+
+def _wall(monotonic_seconds: float) -> float:
+    return time.time() - (time.monotonic() - monotonic_seconds)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,23 +1,136 @@
-"""Faults that users aim at their own job, to see it survive before paying for it.
+"""Faults that `--rehearse` injects into a run.
+
+Those that hang never return: the rank is killed, or dies with its agent.
 
     --rehearse KIND@WHEN[:node=N|:rank=N][:seconds=S]     node-loss@60%, sleep@step:120:rank=1, notice@50%:node=0
 
 A fault strikes after its step was computed and before that step is saved, so that work really is lost; with a notice,
 so that nothing is. It fires once per job: the event it leaves behind keeps it from firing again on resume. What happens
-inside a rank is done by the functions of `ebbflow.training.fault_hooks`, whose names a verdict shows.
+inside a rank is done by the functions of `ebbflow.training.rehearse`, whose names a verdict shows.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
 import os
 import re
+import resource
 import signal
+import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ebbflow.infra.errors import InfraError, Outcome
 from ebbflow.infra.notices import rehearse_notice
+
+_MIB = 2**20
+_BALLOON_MIB = 16
+
+
+def busy_loop() -> None:
+    while True:
+        pass
+
+
+def gil_held() -> None:
+    """In a C function that keeps the interpreter's lock, so that no other thread of this process runs either."""
+    libc = ctypes.PyDLL(None)
+    while True:
+        libc.sleep(600)
+
+
+def long_regex() -> None:
+    """Takes exponential time in C, with the interpreter's lock held."""
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def asleep() -> None:
+    while True:
+        time.sleep(600.0)
+
+
+def loader_stuck() -> None:
+    """Waits for a loader process that has nothing to give."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as loader:
+        assert loader.stdout is not None
+        loader.stdout.read()
+
+
+def raise_error(text: str) -> None:
+    raise RuntimeError(text)
+
+
+def extra_collective() -> None:
+    """What `if rank == 0: all_reduce(…)` does: the other ranks never call it."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(3))
+
+
+def uneven_steps() -> None:
+    """A rank that believes the epoch to be over waits for the others, who still have steps to take."""
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+def memory_limit(mebibytes: int) -> None:
+    """Asks for more memory than the process may have: MemoryError."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + mebibytes * _MIB, hard))
+    memory_balloon()
+
+
+def memory_balloon() -> None:
+    """Takes memory, and touches it, until somebody says no."""
+    held = []
+    while True:
+        held.append(bytearray(_BALLOON_MIB * _MIB))
+        time.sleep(0.002)
+
+
+def slow(seconds: float) -> None:
+    """One slow step. Nothing is broken."""
+    time.sleep(seconds)
+
+
+def collect_garbage(objects: int) -> None:
+    """A collector that has much to look at: the interpreter stands still for a second or two."""
+    cycles: list[list] = []
+    for _ in range(objects):
+        cycle: list = []
+        cycle.append(cycle)
+        cycles.append(cycle)
+    cycles.clear()
+    gc.collect()
+
+
+# Carried out before the batch of a step is read. `not_a_number` is done by the workload, which holds the loss.
+HOOKS: dict[str, Callable[..., None]] = {
+    hook.__name__: hook
+    for hook in (
+        busy_loop,
+        gil_held,
+        long_regex,
+        asleep,
+        loader_stuck,
+        raise_error,
+        extra_collective,
+        uneven_steps,
+        memory_limit,
+        memory_balloon,
+        slow,
+        collect_garbage,
+    )
+}
+NOT_A_NUMBER = "not_a_number"
+
 
 NOTICE = "notice"
 NON_FINITE = "non-finite"
@@ -40,7 +153,7 @@ KINDS = {
 }
 _OF_NODES = (_NODE_LOSS, NOTICE)
 _OF_GANGS = ("extra-collective", "uneven-steps")
-# By kind: the function of `ebbflow.training.fault_hooks` that does it.
+# By kind: the function of `ebbflow.training.rehearse` that does it.
 _HOOKS = {
     "exception": "raise_error",
     "sleep": "asleep",
@@ -143,8 +256,6 @@ class Fault:
         if self.kind == NON_FINITE:
             return
         if self.kind in _HOOKS:
-            from ebbflow.training.fault_hooks import HOOKS
-
             HOOKS[_HOOKS[self.kind]](**self._settings)
             return
         if self.kind == _NODE_LOSS and agent_pid is not None:

@@ -1,38 +1,226 @@
-"""One rank as a process: from its first moment to its exit code."""
+"""One rank: from its process to its result file."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import faulthandler
+import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
+from ebbflow.infra.config.load import load_config, values_with_sources
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.errors import InfraError, Outcome
+from ebbflow.infra.errors import InfraError, JobIsRunning, Outcome, StoreError
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import NOTICE, Origin
-from ebbflow.infra.layout import generation_name, job_prefix
+from ebbflow.infra.events import CONFIGURED, NOTICE, PREPARED, ROLLBACK, Origin, read_events
+from ebbflow.infra.launchers import Claim, claim_job
+from ebbflow.infra.layout import check_job_name, generation_name, job_prefix
 from ebbflow.infra.process import tie_forked_children
+from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.training.assembly import build_trainer, make_reporter, open_saver, restore
+from ebbflow.training.checkpoint.lineage import CANDIDATES, GenerationOpening, open_generation, reachable_commits
+from ebbflow.training.checkpoint.rollback import PERMITS, check_rollback, newest_generation_in_events, record_permits
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
-from ebbflow.training.clock import Clock
 from ebbflow.training.engine import train
-from ebbflow.training.errors import TrainingError, WorkloadError, describe_exception, describe_traceback
+from ebbflow.training.errors import (
+    RendezvousError,
+    TrainingError,
+    WorkloadError,
+    describe_exception,
+    describe_traceback,
+)
 from ebbflow.training.gang import Gang, connect, disconnect, leave
+from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch.heartbeat import Observed
 from ebbflow.training.launch.messages import WorkerSpec
-from ebbflow.training.metrics import live_metrics
-from ebbflow.training.position import Ending
-from ebbflow.training.standalone import Request, parse_arguments, release_job, share_spec
+from ebbflow.training.limits import Ending
+from ebbflow.training.progress import live_metrics
+from ebbflow.training.reporter import Clock
+from ebbflow.training.workloads.examine import PREPARE_SECONDS
+from ebbflow.training.workloads.loader import prepare_data, workload_context
+from ebbflow.training.workloads.trial import try_workload
+
+_LONGEST_RUN_ID = 80
+_NAME_KEY = "ebbflow/job"
+
+_claim: Claim | None = None  # rank 0's hold on the job
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for. sources: of every value of the configuration; path: its file. permits: what a
+    start may give up (`ebbflow.training.checkpoint.rollback`). take_over: the job from a launcher that runs it.
+    """
+
+    config: RunConfig
+    job: str
+    sources: dict[str, str]
+    path: str
+    permits: tuple[str, ...] = ()
+    take_over: bool = False
+
+
+def parse_arguments(arguments: list[str]) -> Request:
+    """CONFIG [--set KEY=VALUE ...] [--job NAME]. Raises ConfigError with every problem of the configuration."""
+    parser = argparse.ArgumentParser(
+        prog="torchrun -m training",
+        description="Train without the pipeline: no plan, no retry, commits and events.",
+        epilog="Also: ebbflow checkpoints (list, verify), examine (try a workload of your own: "
+        "docs/workloads.md), bench, soak; each has a --help of its own.",
+    )
+    parser.add_argument("config", help="YAML file, such as configs/laptop.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, model.num_heads=8")
+    parser.add_argument("--job", default="", help="a job's name; one that exists goes on from its last commit")
+    parser.add_argument("--from-scratch", action="store_true", help="begin anew if no commit of --job can be restored")
+    parser.add_argument(
+        "--accept-rollback", action="store_true", help="go on where the store has older commits than the job's events"
+    )
+    parser.add_argument(
+        "--take-over", action="store_true", help="end the launcher that runs the job now, and go on from its last save"
+    )
+    given = parser.parse_args(arguments)
+    loaded = load_config(given.config, given.set, project_root=PROJECT_ROOT)
+    job = check_job_name(given.job) if given.job else ""
+    permits = tuple(what for option, what in PERMITS.items() if getattr(given, option))
+    return Request(loaded.config, job, loaded.sources, path=given.config, permits=permits, take_over=given.take_over)
+
+
+def share_spec(request: Request, gang: Gang) -> WorkerSpec:
+    """Rank 0 claims the job, prepares the data and opens the generation; the others hear of it. Collective.
+
+    Where another launcher runs the job, rank 0 says so and every rank exits with 3.
+    """
+    if gang.alone:
+        return _spec_or_refusal(request) or leave(Outcome.PREFLIGHT.exit_code)
+    # The others wait for rank 0's data in a group of its own: the gang's has the deadline of a step.
+    waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARE_SECONDS))
+    made = _spec_or_refusal(request) if gang.rank == 0 else None
+    texts = ["" if made is None else made.to_json()]
+    dist.broadcast_object_list(texts, src=0, group=waiting)
+    dist.destroy_process_group(waiting)
+    if not texts[0]:
+        leave(Outcome.PREFLIGHT.exit_code)
+    spec = WorkerSpec.from_json(texts[0])
+    return replace(spec, node=gang.rank // spec.colocated_ranks)
+
+
+def release_job() -> None:
+    """Let the next launcher have the job at once. Does nothing in a process that holds none."""
+    if _claim is not None:
+        _claim.release()
+
+
+def _spec_or_refusal(request: Request) -> WorkerSpec | None:
+    """None where another launcher runs the job, which is said."""
+    try:
+        return _make_spec(request)
+    except JobIsRunning as error:
+        print(error, file=sys.stderr)
+        return None
+
+
+def _claim_job(job_store: Store, job: str, *, take_over: bool) -> None:
+    """Claim the job, and from then on leave like after SIGTERM when another launcher takes it over."""
+    global _claim
+
+    def leave_to_successor() -> None:
+        by = _claim.fenced_by if _claim is not None else None
+        print(f"job taken over by {by.describe() if by else 'another launcher'}: saving and leaving", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        _claim = claim_job(job_store, job, "torchrun", take_over=take_over, on_fenced=leave_to_successor)
+    except StoreError as error:
+        print(f"job {job} is not protected from a second launcher: {error}", file=sys.stderr)
+
+
+def _make_spec(request: Request) -> WorkerSpec:
+    config = request.config
+    job = request.job or default_job_name(os.environ, config.cluster.start_deadline_seconds)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    store = Store.open(config.store)
+    job_store = store.sub(job_prefix(job))
+    # A restart by torchrun repeats the words: a job that was taken over meanwhile is not taken back.
+    _claim_job(job_store, job, take_over=request.take_over and attempt == 0)
+    context = workload_context(config, Gang(), store=store)
+    prepared = prepare_data(config, context)
+    if config.workload is not None:  # one sample on the CPU first: what is wrong with it should not cost a gang
+        print(try_workload(config, replace(context, prepared=prepared)).text, flush=True)
+    settings = {"path": request.path, "config": config.model_dump(mode="json"), "sources": request.sources}
+    job_store.put("config.json", json.dumps(settings, indent=1, sort_keys=True).encode())
+    if attempt == 0:  # a restart by torchrun repeats the words, and no person has seen what was lost meanwhile
+        record_permits(job_store, *request.permits)
+    known = read_events(job_store)
+    rolled_back = check_rollback(job_store, known)
+    opening = GenerationOpening(number=newest_generation_in_events(known))
+    parent = rewind_parent(job_store)
+    generation = open_generation(job_store, run=job, attempt=attempt, parent=parent, opening=opening)
+    print(f"job {job} in {config.store}, generation {generation.name}", flush=True)
+    origin = Origin(job=job, run=job, attempt=attempt, generation=generation.number, process="prepare")
+    with EventLog(job_store, origin) as events:
+        events.emit(CONFIGURED, settings=values_with_sources(settings["config"], request.sources))
+        events.emit(PREPARED, **prepared)
+        if rolled_back is not None:
+            events.emit(ROLLBACK, step=rolled_back.known.step, **rolled_back.to_json())
+    return WorkerSpec(
+        job=job,
+        run=job,
+        attempt=attempt,
+        node=0,
+        generation=generation.number,
+        generation_id=generation.id,
+        candidates=[commit.key for commit in reachable_commits(job_store, limit=CANDIDATES)],
+        config=config.model_dump(mode="json"),
+        store_uri=store.uri,
+        prepared=prepared,
+        overrides=read_overrides(job_store).to_json(),
+        colocated_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
+
+
+def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
+    """The same name in every restart of the workers, so that a restart goes on where the last one ended.
+
+    torchrun's run id, where it was given or drawn one (--rdzv-id, --standalone). Without, a name by time, which the
+    first start leaves in the store of torchrun's agent for the later ones. seconds: for that store to answer. Raises
+    RendezvousError.
+    """
+    run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        return f"torchrun-{_plain(run_id)}"
+    name = time.strftime("torchrun-%Y%m%d-%H%M%S")
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return name  # nobody restarts these workers
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    try:
+        # Outside the prefix of a generation: this key is the one that all of them share.
+        agent = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+        return agent.compare_set(_NAME_KEY, "", name).decode()
+    except (dist.DistError, RuntimeError) as error:
+        raise RendezvousError(
+            f"rank 0: torchrun's agent did not answer at {host}:{port} within {seconds:g} s, so the job's name is not "
+            f"known ({' '.join(str(error).split())[:200]}); fix: give it one with --job"
+        ) from error
+
+
+def _plain(run_id: str) -> str:
+    """Run ids may hold anything, names of jobs may not; a hash keeps apart what would look alike."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "-", run_id)[:_LONGEST_RUN_ID]
+    return plain if plain == run_id else f"{plain}-{hashlib.sha256(run_id.encode()).hexdigest()[:8]}"
 
 
 def main(arguments: list[str]) -> NoReturn:

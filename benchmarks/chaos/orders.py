@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """hook: name of what is to be done (`ebbflow.training.fault_hooks`). settings: its keyword arguments."""
+    """hook: name of what is to be done (`ebbflow.training.rehearse`). settings: its keyword arguments."""
 
     hook: str
     number: int

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TOTAL_HOURS = 16_000.0
 _GRID_STEP = 1.03
 _GRID_SPAN = 10.0
-# Of the rule in use (training/cadence.py).
+# Of the rule in use (training/save_controller.py).
 _LONGEST_SECONDS = 3600.0
 
 

@@ -19,15 +19,15 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.assembly import build_trainer, make_reporter
-from ebbflow.training.clock import Clock
 from ebbflow.training.data import SampleOrder, open_tokens
 from ebbflow.training.engine import train
 from ebbflow.training.errors import TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import WorkerSpec
-from ebbflow.training.position import Position
-from ebbflow.training.saver import NoSaver
+from ebbflow.training.limits import Position
+from ebbflow.training.reporter import Clock
+from ebbflow.training.save_controller import NoSaver
 
 _UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
 

@@ -15,7 +15,7 @@ from benchmarks.training.parts import example_row, judged, measure_parts
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.heartbeat import Heartbeat
-from ebbflow.training.pulse import exchange
+from ebbflow.training.step_sync import exchange
 
 BARE, WATCHED, GLOO, GUARDED = "bare", "watched", "watched_gloo", "guarded"
 _GRADIENTS = 2**18  # float32 numbers that are reduced in each step: 1 MiB

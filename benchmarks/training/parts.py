@@ -19,8 +19,8 @@ from ebbflow.training.data import SampleOrder
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Guards
 from ebbflow.training.launch.heartbeat import Heartbeat
-from ebbflow.training.position import Position
-from ebbflow.training.pulse import Pulse, Row, exchange
+from ebbflow.training.limits import Position
+from ebbflow.training.step_sync import Pulse, Row, exchange
 
 _WINDOWS = 100_000
 _STEP_DATA = {

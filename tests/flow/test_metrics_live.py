@@ -17,7 +17,7 @@ from ebbflow.infra.metrics import NODE_METRICS, MetricBoard, Pusher, PushGroup, 
 from ebbflow.infra.terms import Terms
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import WorkerSpec
-from ebbflow.training.metrics import live_metrics
+from ebbflow.training.progress import live_metrics
 from tests.support.exposition import PROMTOOL, lint, parse, values
 from tests.support.flow import wait_until
 from tests.support.gangs import free_port

@@ -23,7 +23,7 @@ from benchmarks.training import main
 from benchmarks.training.survival.figures import survival_figures
 from benchmarks.training.survival.judge import judge
 from ebbflow.infra.events import FAULT_DETECTED, GENERATION_ENDED, STEP, Event
-from ebbflow.training.fault_hooks import HOOKS
+from ebbflow.training.rehearse import HOOKS
 
 SLEEPER = Aim(node=1, rank=1, number=0)
 
@@ -133,7 +133,7 @@ def story(culprit: str, **verdict: object) -> tuple[Trial, list[Event]]:
 
 
 def test_a_verdict_is_judged_by_rank_place_reason_and_time() -> None:
-    trial, events = story("rank 1: no progress", where="training/fault_hooks.py:9 in asleep", rank=1)
+    trial, events = story("rank 1: no progress", where="training/rehearse.py:9 in asleep", rank=1)
     [found] = judge(trial, events)
     assert (found.guilty, found.place, found.reason, found.in_time) == (True, True, True, True)
     assert (found.verdict_seconds, found.back_seconds) == (4.0, 6.0)
@@ -145,8 +145,8 @@ def test_a_verdict_is_judged_by_rank_place_reason_and_time() -> None:
     ("culprit", "verdict", "wrong"),
     [
         ("rank 0: no progress", {}, {"guilty", "place"}),
-        ("rank 1: no progress", {"where": "training/pulse.py:9 in exchange"}, {"place"}),
-        ("rank 1: no progress", {"where": "training/fault_hooks.py:9 in asleep", "reason": "rank_failed"}, {"reason"}),
+        ("rank 1: no progress", {"where": "training/step_sync.py:9 in exchange"}, {"place"}),
+        ("rank 1: no progress", {"where": "training/rehearse.py:9 in asleep", "reason": "rank_failed"}, {"reason"}),
     ],
 )
 def test_a_wrong_verdict_is_found_out(culprit: str, verdict: dict[str, str], wrong: set[str]) -> None:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from ebbflow.infra.events import LedgerClass
-from ebbflow.training.clock import Clock
 from ebbflow.training.launch.heartbeat import Beat, Deadlines, Heartbeat, PhaseLimits
-from ebbflow.training.parallel.compiling import tell_compilation
-from ebbflow.training.reporter import Reporter
+from ebbflow.training.parallel import tell_compilation
+from ebbflow.training.reporter import Clock, Reporter
 from tests.support.guard_jobs import Job
 
 DEADLINES = Deadlines(floor_seconds=3.0, start_seconds=120.0, store_seconds=130.0, longest_seconds=300.0)

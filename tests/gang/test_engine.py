@@ -22,12 +22,12 @@ from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import LedgerClass, read_events
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
-from ebbflow.training.clock import Clock, process_start_monotonic
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.errors import DivergenceError
 from ebbflow.training.limits import Limits, Stop
 from ebbflow.training.progress import Progress, Status
-from ebbflow.training.pulse import Pulse, Row
+from ebbflow.training.reporter import Clock, process_start_monotonic
+from ebbflow.training.step_sync import Pulse, Row
 from ebbflow.training.workload import Cursor
 from tests.support.gangs import run_ranks, train_gang
 
@@ -253,7 +253,9 @@ def test_the_clock_leaves_no_gap() -> None:
 def test_a_process_is_older_than_its_first_line_and_no_older_than_its_parent() -> None:
     born = process_start_monotonic()
     assert born < time.monotonic()
-    program = "from ebbflow.training.clock import *; import time; print(time.monotonic() - process_start_monotonic())"
+    program = (
+        "from ebbflow.training.reporter import *; import time; print(time.monotonic() - process_start_monotonic())"
+    )
     before = time.monotonic()
     age = float(run_ranks(1, ["-c", program])[0])
     assert 0.0 <= age <= time.monotonic() - before + 1.0 / os.sysconf("SC_CLK_TCK")
@@ -293,9 +295,9 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 def test_the_peak_of_a_place_is_the_best_of_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    import ebbflow.training.peak
+    import ebbflow.training.progress
 
     measured = iter([3e9, 1e9, 5e9])
-    monkeypatch.setattr(ebbflow.training.peak, "measure_flops_per_second", lambda *given: next(measured))
+    monkeypatch.setattr(ebbflow.training.progress, "measure_flops_per_second", lambda *given: next(measured))
     place = torch.device("cpu"), torch.float32, tmp_path / "peak.json"
-    assert [ebbflow.training.peak.peak_flops_per_second(*place) for _ in range(3)] == [3e9, 3e9, 5e9]
+    assert [ebbflow.training.progress.peak_flops_per_second(*place) for _ in range(3)] == [3e9, 3e9, 5e9]

@@ -21,12 +21,12 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.notices import rehearse_notice
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import reachable_commits
-from ebbflow.training.evaluation import Evaluation
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import GangSpec
 from ebbflow.training.limits import Limits
 from ebbflow.training.parallel import Spread
+from ebbflow.training.trainer import Evaluation
 from tests.support.alone import run_alone
 from tests.support.flow import wait_until
 from tests.support.long_evaluation import TOLD_AFTER

@@ -23,8 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ebbflow.cost.plan.throughput import memory_fit
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.footprint import causal_lm_shape, rank_bytes
+from ebbflow.training import parallel as spread
 from ebbflow.training.gang import Gang
-from ebbflow.training.parallel import spread
 from ebbflow.training.workloads.language_model import CausalLM
 
 _RANKS = 8

@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ebbflow.infra.config.schema import ModelConfig, RunConfig, SchedulerConfig, TrainingConfig
 from ebbflow.infra.footprint import causal_lm_shape
 from ebbflow.training.errors import WorkloadError
-from ebbflow.training.optimizer import make_optimizer, scale_and_clip
-from ebbflow.training.schedule import learning_rate
+from ebbflow.training.optimizer import learning_rate, make_optimizer, scale_and_clip
 from ebbflow.training.weights.load import initialise, weights_sha256
 from ebbflow.training.workloads.language_model import CausalLM
 from tests.support.gangs import run_ranks

@@ -20,8 +20,8 @@ from ebbflow.infra.store import Store
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.errors import ParallelError
 from ebbflow.training.gang import Gang
-from ebbflow.training.parallel import find_refusals, spread_model
-from ebbflow.training.parallel.refusals import Place
+from ebbflow.training.parallel import spread_model
+from ebbflow.training.parallel_refusals import Place, find_refusals
 from tests.support.checks import failed, passed
 from tests.support.curves import TEXT
 from tests.support.gangs import run_ranks, train_gang

@@ -24,17 +24,15 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import COMMIT, COMMIT_FAILED, COMMIT_SKIPPED, INTERVAL, LedgerClass
 from ebbflow.infra.reliability import GammaHazard
-from ebbflow.training.cadence import Cadence
-from ebbflow.training.clock import Clock
 from ebbflow.training.errors import CheckpointError
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Guards
 from ebbflow.training.launch.messages import CAUSES, Control, Order
-from ebbflow.training.limits import Limits, Stop
-from ebbflow.training.position import Position
-from ebbflow.training.pulse import Pulse, Row
+from ebbflow.training.limits import Limits, Position, Stop
 from ebbflow.training.rehearse import Fault
-from ebbflow.training.reporter import Reporter
+from ebbflow.training.reporter import Clock, Reporter
+from ebbflow.training.save_controller import Cadence
+from ebbflow.training.step_sync import Pulse, Row
 from ebbflow.training.trainer import Rehearsal, Trainer
 from tests.support.flow import wait_until
 from tests.support.timelines import GangLog, event, plan_event

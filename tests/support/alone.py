@@ -7,9 +7,8 @@ from pathlib import Path
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.training.gang import Gang
-from ebbflow.training.position import Ending
-from ebbflow.training.standalone import parse_arguments, release_job, share_spec
-from ebbflow.training.worker import run_rank
+from ebbflow.training.limits import Ending
+from ebbflow.training.worker import parse_arguments, release_job, run_rank, share_spec
 
 
 def run_alone(config: RunConfig, job: str) -> Ending:

@@ -18,12 +18,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ebbflow.training.assembly import build_trainer, open_saver, restore
-from ebbflow.training.clock import Clock
 from ebbflow.training.engine import train
 from ebbflow.training.gang import Gang, connect, disconnect, leave
 from ebbflow.training.launch.messages import WorkerSpec
-from ebbflow.training.reporter import Reporter
-from ebbflow.training.saver import NoSaver
+from ebbflow.training.reporter import Clock, Reporter
+from ebbflow.training.save_controller import NoSaver
 from ebbflow.training.trainer import Trainer
 from ebbflow.training.workload import Cursor
 

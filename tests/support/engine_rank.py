@@ -20,18 +20,15 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import StoreError
 from ebbflow.infra.footprint import SMALL_MODEL_BYTES
 from ebbflow.infra.store import Store
-from ebbflow.training.cadence import Cadence, believed_hazard
-from ebbflow.training.clock import Clock
 from ebbflow.training.engine import train
 from ebbflow.training.gang import Gang, connect, disconnect, leave
 from ebbflow.training.guards.guards import Guards
-from ebbflow.training.limits import Limits
+from ebbflow.training.limits import Limits, Position
 from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.parallel import spread_model
-from ebbflow.training.position import Position
 from ebbflow.training.rehearse import Fault
-from ebbflow.training.reporter import Reporter
-from ebbflow.training.saver import NoSaver
+from ebbflow.training.reporter import Clock, Reporter
+from ebbflow.training.save_controller import Cadence, NoSaver, believed_hazard
 from ebbflow.training.trainer import Rehearsal, Trainer
 from ebbflow.training.workload import Cursor, Loss
 from ebbflow.training.workloads.language_model import TextBatch, TextWorkload

@@ -15,7 +15,7 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import GangOutcome, GangSpec
-from ebbflow.training.position import Ending
+from ebbflow.training.limits import Ending
 from ebbflow.training.workload import Cursor, Loss
 from tests.support.alone import run_alone
 from tests.support.workload_cases import Points, Sound

@@ -14,8 +14,8 @@ from ebbflow.infra.config.schema import ParallelConfig, RunConfig
 from ebbflow.infra.store import Store
 from ebbflow.training.gang import connect, disconnect, leave
 from ebbflow.training.parallel import spread_model
-from ebbflow.training.standalone import parse_arguments, share_spec
 from ebbflow.training.weights.load import weights_sha256
+from ebbflow.training.worker import parse_arguments, share_spec
 from ebbflow.training.workload import Cursor
 from ebbflow.training.workloads.loader import make_workload, workload_context
 

@@ -88,7 +88,7 @@ def test_who_waits_in_a_collective_alone_is_no_further_than_who_has_come_to_the_
     history: str, late: list[int], where: str, step: int, guilty: int
 ) -> None:
     """A CPU's pulse is in no recorder, so that those who came to it have called less."""
-    pulse = "training/pulse.py:155 in exchange"
+    pulse = "training/step_sync.py:155 in exchange"
     evidence = [hung(0, where=where, step=step, phase="backward", calls=calls(*history, "u"))]
     evidence += [hung(rank, where=pulse, step=9, phase="backward", calls=calls(*history)) for rank in late]
     for order in (evidence, evidence[::-1]):

@@ -8,7 +8,7 @@ import pytest
 
 from ebbflow.infra.config.schema import CheckpointConfig
 from ebbflow.infra.reliability import GammaHazard, daly_interval_seconds
-from ebbflow.training.cadence import Cadence, believed_hazard
+from ebbflow.training.save_controller import Cadence, believed_hazard
 
 
 class Clock:

@@ -25,7 +25,7 @@ from ebbflow.training.checkpoint.verified_io import sha256_text
 from ebbflow.training.errors import BatchCannotBeSplit, CorruptCommit, NothingToRestore
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards import memory
-from ebbflow.training.guards.guards import odd_ranks, overridden, weights_sum
+from ebbflow.training.guards.guards import Action, NumberGuard, RobustWindow, odd_ranks, overridden, weights_sum
 from ebbflow.training.guards.memory import (
     GrowthWatch,
     fitting_accumulation,
@@ -34,9 +34,8 @@ from ebbflow.training.guards.memory import (
     more_micro_batches,
     resident_bytes,
 )
-from ebbflow.training.guards.numbers import Action, NumberGuard, RobustWindow
 from ebbflow.training.guards.overrides import Overrides, read_overrides, record_rewind, record_split, rewind_parent
-from ebbflow.training.guards.pace import STEPS_IN_A_ROW, PaceWatch
+from ebbflow.training.step_sync import STEPS_IN_A_ROW, PaceWatch
 
 
 def test_the_window_is_median_and_mad_of_the_last_values() -> None:

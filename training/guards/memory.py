@@ -143,7 +143,7 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *,
     one sample each.
 
     Raises BatchCannotBeSplit with the arithmetic when there is one sample in each already, and where the next start
-    would refuse more than one (`ebbflow.training.parallel.refusals`).
+    would refuse more than one (`ebbflow.training.parallel_refusals`).
     """
     ddp = config.ddp
     if config.parallel.mode == "ddp" and ddp.static_graph and ddp.gradient_compression != "none":

@@ -34,7 +34,7 @@ _STACK_SECONDS = 1.0
 _LAST_BYTES = 65536
 _MAIN = "MainThread"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)', re.MULTILINE)
-_WAITING_FILES = ("training/gang.py", "training/pulse.py", "training/wire.py")
+_WAITING_FILES = ("training/gang.py", "training/step_sync.py", "training/wire.py")
 _EXCHANGE_FILES = ("training/gang.py", "training/wire.py")
 # There, who called it is where a rank stands.
 _EXCHANGE = ("gather", "gather_numbers", "_tell", "_hear", "_read", "_lost")

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.chaos.orders import Orders
-from ebbflow.training.fault_hooks import HOOKS, NOT_A_NUMBER
+from ebbflow.training.rehearse import HOOKS, NOT_A_NUMBER
 
 _SAVE_STEPS = 10
 _STEP_SECONDS = 0.05

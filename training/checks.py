@@ -1,7 +1,9 @@
-"""Training's part of the preflight: text to learn from, and room for what the job writes. Imports no torch."""
+"""Preflight checks of training: data, disk, parallelism, and what a user brings. Imports no torch."""
 
 from __future__ import annotations
 
+import glob
+import math
 import os
 import shutil
 from collections import Counter
@@ -9,13 +11,14 @@ from pathlib import Path
 
 from ebbflow.infra.checks.store import nearest_existing, store_folder
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.infra.footprint import commit_bytes, local_gang, size_text
+from ebbflow.infra.footprint import causal_lm_shape, commit_bytes, local_gang, shard_ranks, size_text
 from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
-from ebbflow.training.checks.parallel import CHECKS as PARALLEL_CHECKS
-from ebbflow.training.checks.workload import CHECKS as WORKLOAD_CHECKS
 from ebbflow.training.data.build import SourceFile, check_head, find_files, split_files
-from ebbflow.training.data.tokenizer import BYTES
-from ebbflow.training.errors import DataError
+from ebbflow.training.data.tokenizer import BYTES, check_vocabulary, open_tokenizer
+from ebbflow.training.errors import DataError, WorkloadError
+from ebbflow.training.parallel_refusals import Place, find_refusals
+from ebbflow.training.weights.files import find_weights
+from ebbflow.training.workloads.examine import EXAMINE_SECONDS, examine
 
 _OTHERS_NAMED = 5
 _OTHERS_LOOKED_AT = 2000
@@ -139,6 +142,127 @@ def _bytes(files: list[SourceFile]) -> int:
     return sum(file.size for file in files)
 
 
+_GPU_DEVICES = "/dev/nvidia[0-9]*"
+
+
+def check_parallel(context: PreflightContext) -> CheckFinding:
+    """What ranks would refuse when they start, on this machine: sizes of shards, precision, DDP's options, compiler."""
+    config, place = context.config, _place(context.config)
+    found = find_refusals(config, place)
+    if found:
+        return CheckFinding.failed("; ".join(refusal.message for refusal in found), found[0].fix)
+    return CheckFinding.passed("; ".join([_arrangement(config, place), *_remarks(config)]))
+
+
+def _place(config: RunConfig) -> Place:
+    gang = local_gang(config)
+    # Where the plan is to choose the ranks, what depends on their number is left to it and to the ranks themselves.
+    ranks, ranks_per_node = (gang.ranks, gang.processes_per_node) if gang else (config.parallel.shard_size or 2, 1)
+    return Place(
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        gpu=bool(glob.glob(_GPU_DEVICES)),
+        parameters=causal_lm_shape(config.model).parameters if config.workload is None else None,
+    )
+
+
+def _arrangement(config: RunConfig, place: Place) -> str:
+    mode = config.parallel.mode
+    if local_gang(config) is None:
+        return f"{mode}, on as many ranks as the plan says"
+    shard = shard_ranks(config, place.ranks, place.ranks_per_node)
+    ranks, copies = _count(place.ranks, "rank", "ranks"), _count(place.ranks // shard, "copy", "copies")
+    return f"{mode}: {ranks} = {copies} of the model × {_count(shard, 'rank that holds', 'ranks that hold')} one"
+
+
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
+
+
+def _remarks(config: RunConfig) -> list[str]:
+    found = []
+    if config.parallel.recompute != "none":
+        found.append(f"recompute {config.parallel.recompute}")
+    if config.parallel.compile:
+        seconds = config.cluster.step_deadline_seconds
+        found.append(f"units are compiled in the first step, within cluster.step_deadline_seconds {seconds:g}")
+    if config.parallel.mode == "ddp" and config.ddp.gradient_compression == "powersgd":
+        found.append("powersgd is lossy, and begins anew behind every commit, so that a resumed run does the same")
+    if config.parallel.mode == "ddp" and config.ddp.static_graph:
+        found.append("from three ranks on static_graph resumes to rounding, not bit for bit")
+        accumulation = config.training.gradient_accumulation_steps
+        if accumulation > 1:
+            found.append(f"static_graph reduces gradients {accumulation} times per step, after each micro-batch")
+    return found
+
+
+WORKLOAD_CHECK = "workload"
+
+
+def check_workload(context: PreflightContext) -> CheckFinding:
+    """A workload of one's own can be loaded and built, and its loss is a sum: tried in a process of its own."""
+    config = context.config
+    if config.workload is None:
+        return CheckFinding.skipped("no workload of your own is configured")
+    try:
+        found = examine(config, prepare=False)
+    except WorkloadError as error:
+        message, _, fix = str(error).partition("; fix: ")
+        return CheckFinding.failed(message, fix or f"see docs/workloads.md, then: {_command(context)}")
+    return CheckFinding.passed(found.text)
+
+
+def check_tokenizer(context: PreflightContext) -> CheckFinding:
+    """The tokenizer can be read, and the model has a row for each of its tokens."""
+    config = context.config
+    if config.workload is not None:
+        return CheckFinding.skipped(f"{config.workload} brings data of its own")
+    try:
+        tokenizer = open_tokenizer(config.data, project_root=context.project_root)
+        check_vocabulary(config, tokenizer.vocab_size)
+    except DataError as error:
+        message, _, fix = str(error).partition("; fix: ")
+        return CheckFinding.failed(message, fix)
+    unused = config.model.vocab_size - tokenizer.vocab_size
+    rows = (
+        f"model.vocab_size {config.model.vocab_size} leaves {unused} rows unused"
+        if unused
+        else "as many as the model has"
+    )
+    if config.data.tokenizer == BYTES:
+        return CheckFinding.passed(f"bytes: {tokenizer.vocab_size} tokens, {rows}")
+    between = (
+        "nothing stands between two files"
+        if tokenizer.separator is None
+        else f"token {tokenizer.separator} between files"
+    )
+    return CheckFinding.passed(f"{config.data.tokenizer}: {tokenizer.vocab_size} tokens, {rows}; {between}")
+
+
+def check_initial_weights(context: PreflightContext) -> CheckFinding:
+    """The files are there and can be read; for the built-in model, as many numbers as it has."""
+    config = context.config
+    path = config.training.initial_weights
+    if path is None:
+        return CheckFinding.skipped("training.initial_weights is null: the job starts from its seed")
+    try:
+        found = find_weights(path)
+    except WorkloadError as error:
+        message, _, fix = str(error).partition("; fix: ")
+        return CheckFinding.failed(message, fix or "name a safetensors file, or a folder of them")
+    numbers, files = sum(math.prod(stored.shape) for stored in found.values()), len({s.file for s in found.values()})
+    arithmetic = f"{path}: {numbers:,} numbers in {len(found)} tensors, {files} files"
+    if config.workload is None and numbers != (wanted := causal_lm_shape(config.model).parameters):
+        return CheckFinding.failed(
+            f"{arithmetic}; the model has {wanted:,}", "the model section that these weights are of"
+        )
+    return CheckFinding.passed(arithmetic)
+
+
+def _command(context: PreflightContext) -> str:
+    return f"ebbflow examine {context.config_path or 'CONFIG'}"
+
+
 CHECKS: list[Check] = [
     Check(
         id="dataset",
@@ -158,6 +282,40 @@ CHECKS: list[Check] = [
         symptoms=("H10",),
         run=check_disk,
     ),
-    *PARALLEL_CHECKS,
-    *WORKLOAD_CHECKS,
+    Check(
+        id="parallel",
+        title="the model can be spread over the ranks",
+        severity="error",
+        tier="quick",
+        deadline_seconds=10.0,
+        symptoms=("A06", "F06"),
+        run=check_parallel,
+    ),
+    Check(
+        id=WORKLOAD_CHECK,
+        title="own workload can be trained",
+        severity="error",
+        tier="full",  # a process that imports torch
+        deadline_seconds=EXAMINE_SECONDS + 10,
+        symptoms=("A01", "D14"),
+        run=check_workload,
+    ),
+    Check(
+        id="initial-weights",
+        title="initial weights can be read",
+        severity="error",
+        tier="quick",
+        deadline_seconds=30.0,
+        symptoms=("H02", "H04"),
+        run=check_initial_weights,
+    ),
+    Check(
+        id="tokenizer",
+        title="tokenizer fits the model",
+        severity="error",
+        tier="quick",
+        deadline_seconds=30.0,
+        symptoms=("A18", "E09"),
+        run=check_tokenizer,
+    ),
 ]

@@ -1,7 +1,7 @@
 """Spread a model over the ranks: mesh, units, FSDP2 or HSDP sharding, DDP replication.
 
-A unit is changed by giving it a subclass of its own class. So no wrapper stands in the tree of modules, and the names
-of parameters, hence digests and commits, are those of the plain model. Equal units share one subclass and with it one
+A unit is changed by giving it a subclass of its own class. So no wrapper is in the tree of modules, and the names of
+parameters, hence digests and commits, are those of the plain model. Equal units share one subclass and with it one
 compiled code.
 
 The engine sees `Spread`: a model to call, the module that holds the parameters, and when gradients are reduced.
@@ -9,8 +9,10 @@ The engine sees `Spread`: a model to call, the module that holds the parameters,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,9 +33,34 @@ from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, RunConfig
 from ebbflow.infra.footprint import SMALL_MODEL_BYTES, shard_ranks
 from ebbflow.training.errors import ParallelError
 from ebbflow.training.gang import Gang
-from ebbflow.training.parallel.refusals import Place, find_refusals
+from ebbflow.training.parallel_refusals import Place, find_refusals
 from ebbflow.training.weights.load import initialise, materialise
 from ebbflow.training.workload import Workload
+
+
+def tell_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """From now on `begun` is called when torch begins to compile anything, and what it returns when that is done.
+
+    The hooks are private to torch, and found by trying: without them compilation is part of the phase that it happens
+    in. Where nothing has loaded the compiler there is nothing to tell. Returns what takes the hooks away.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return lambda: None
+    try:
+        from torch._dynamo.callback import callback_handler as handler
+
+        ends: list[Callable[[], None]] = []
+        start = handler.register_start_callback(lambda _: ends.append(begun()))
+        end = handler.register_end_callback(lambda _: ends.pop()() if ends else None)
+    except (ImportError, AttributeError):
+        return lambda: None
+
+    def stop() -> None:
+        with contextlib.suppress(AttributeError, ValueError):
+            handler.remove_start_callback(start)
+            handler.remove_end_callback(end)
+
+    return stop
 
 
 def make_mesh(gang: Gang, *, shard: int) -> DeviceMesh:

@@ -1,0 +1,368 @@
+"""When a rank saves, when it leaves a save out, and how often: every rank decides alike, from the step sync.
+
+Rank 0 asks; the others hear of it through the pulse, so that all save at the same step. With "auto" the time between
+two saves is Daly's, from what a save costs (the stall, and the steps that an upload slows down), and from the hazard:
+the plan's as a prior, corrected by the interruptions that the job has seen.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ebbflow.infra.config.schema import CheckpointConfig
+from ebbflow.infra.events import COMMIT_SKIPPED, INTERVAL, LedgerClass
+from ebbflow.infra.reliability import GammaHazard, PlannedHazard, daly_interval_seconds, expected_loss
+from ebbflow.training.limits import Limits, Position, Stop
+from ebbflow.training.parallel import Spread
+from ebbflow.training.reporter import Reporter
+from ebbflow.training.step_sync import Pulse
+
+# Without a plan's figure, and for capacity that is said never to be taken: machines fail all the same. An assumption.
+_HAZARD_PER_HOUR = 1.0 / (24 * 7)
+_LONGEST_SECONDS = 3600.0
+_FIRST_SECONDS = 60.0  # in "auto" the first save comes soon: nothing is known before it
+_REMEMBERED = 8  # saves whose median stands for the next
+_STEPS_REMEMBERED = 64
+_STEPS_TO_COMPARE = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The interval in use and where it comes from. predicted_loss: share of the time, for saves and redone work."""
+
+    seconds: float
+    stall_seconds: float
+    slow_down_seconds: float
+    upload_seconds: float
+    hazard_per_hour: float
+    predicted_loss: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Cadence:
+    """hazard: what is believed of interruptions when this generation begins. now: the monotonic clock."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        hazard: GammaHazard | PlannedHazard,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._hazard = hazard
+        self._now = now
+        self._began = self._saved_at = self._safe_at = now()
+        self._asked_at: dict[int, float] = {}  # by step, of the saves that are not durable yet
+        self._exposed_before = 0.0
+        self._saves = 0
+        self._stalls: deque[float] = deque(maxlen=_REMEMBERED)
+        self._uploads: deque[float] = deque(maxlen=_REMEMBERED)
+        self._quiet: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._busy: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._busy_steps = self._steps = 0
+        self._committed_step: int | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step`."""
+        if self._config.interval == "steps":
+            return step % self._config.interval_steps == 0
+        since = self._now() - self._saved_at
+        if self._config.interval == "seconds":
+            return since >= self._config.interval_seconds
+        if self._saves == 0:
+            return since >= _FIRST_SECONDS or self._steps + 1 >= self._config.interval_steps
+        return since >= self.choice().seconds
+
+    def stepped(self, seconds: float, *, busy: bool) -> None:
+        """A step took so long, without its save; `busy`: while an upload was under way."""
+        self._steps += 1
+        (self._busy if busy else self._quiet).append(seconds)
+        self._busy_steps += busy
+
+    def saved(self, step: int, stall_seconds: float) -> None:
+        """The save of `step` held training up for so long."""
+        self._saves += 1
+        self._saved_at = self._now()
+        self._asked_at[step] = self._saved_at - stall_seconds
+        self._stalls.append(stall_seconds)
+
+    def committed(self, step: int, seconds: float) -> None:
+        """The save of `step` was durable so long after it was asked for; hearing of it again changes nothing."""
+        if step != self._committed_step:
+            self._committed_step = step
+            self._uploads.append(seconds)
+            self._safe_at = self._asked_at.pop(step, self._safe_at)
+
+    def remember(self, exposed_seconds: float) -> None:
+        """What earlier generations of the job have lived through, as the commit that was restored says."""
+        self._hazard = self._hazard.seen(0, exposed_seconds / 3600.0)
+        self._exposed_before = exposed_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """In which interruptions were counted, over all generations: to be kept with the commit."""
+        return self._exposed_before + self._now() - self._began
+
+    @property
+    def seconds_at_risk(self) -> float:
+        """Since the state of the last commit."""
+        return self._now() - self._safe_at
+
+    def choice(self) -> Choice:
+        """What is best by what is known now; what is in use with "auto"."""
+        stall = statistics.median(self._stalls) if self._stalls else 0.0
+        upload = max(self._uploads, default=0.0)
+        slow_down = self._slow_down_seconds()
+        hazard = self._hazard.seen(0, (self._now() - self._began) / 3600.0).per_hour
+        best = daly_interval_seconds(stall + slow_down, hazard)
+        seconds = max(min(best, _LONGEST_SECONDS), upload)
+        return Choice(
+            seconds=seconds,
+            stall_seconds=stall,
+            slow_down_seconds=slow_down,
+            upload_seconds=upload,
+            hazard_per_hour=hazard,
+            predicted_loss=self._loss(stall + slow_down, upload, hazard, seconds),
+        )
+
+    def _loss(self, cost: float, upload: float, hazard: float, best: float) -> float:
+        """Of the interval that is really used: with a fixed one, the mean since the start."""
+        used = best
+        if self._config.interval != "auto" and self._saves:
+            used = max((self._saved_at - self._began) / self._saves, 1e-3)
+        return expected_loss(max(used, 1e-3), cost, hazard, exposed_seconds=upload)
+
+    def _slow_down_seconds(self) -> float:
+        """Per save: how much longer steps are under an upload than else, times those steps."""
+        if min(len(self._quiet), len(self._busy)) < _STEPS_TO_COMPARE or not self._saves:
+            return 0.0
+        longer = statistics.median(self._busy) - statistics.median(self._quiet)
+        return max(0.0, longer) * self._busy_steps / self._saves
+
+
+def believed_hazard(planned_per_hour: float | None, *, interruptions: int, seconds: float) -> PlannedHazard:
+    """The plan's hazard (None: there is no plan), and what the job has seen so far: interruptions in `seconds`."""
+    plan = PlannedHazard(max(planned_per_hour or 0.0, _HAZARD_PER_HOUR))
+    return plan.seen(interruptions, seconds / 3600.0)
+
+
+class Saver(Protocol):
+    """One rank's. Every rank calls `save` and `wait` for the same steps."""
+
+    @property
+    def last_commit(self) -> Any:
+        """The newest commit known here, with its `step`; None before there is one."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save of this rank is still under way."""
+        ...
+
+    @property
+    def expected_seconds(self) -> float | None:
+        """Until a save that began now would be durable; None while that is not known."""
+        ...
+
+    @property
+    def last_durable(self) -> tuple[int, float] | None:
+        """(step, seconds that it took) of the last save that became durable here."""
+        ...
+
+    @property
+    def failed_step(self) -> int | None:
+        """The step of the last save of this rank, where that failed; None where it did not."""
+        ...
+
+    def abandon(self, step: int) -> None:
+        """Another rank failed to save `step`: it becomes no commit."""
+        ...
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Make room for what will be saved, ahead of the first save."""
+        ...
+
+    def before_step(self) -> None:
+        """Returns when the optimizer may change the state."""
+        ...
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extra: dict,
+        *,
+        deadline_seconds: float | None = None,
+    ) -> float:
+        """Begin a save; how long training was held up, in seconds."""
+        ...
+
+    def hurry(self) -> None:
+        """Spare no bandwidth from now on."""
+        ...
+
+    def wait(self) -> Any:
+        """Until the newest save is a commit."""
+        ...
+
+
+class NoSaver:
+    """Saves nothing, and remembers the steps at which it was asked to: for what is not about commits."""
+
+    last_commit = last_durable = expected_seconds = failed_step = None
+    busy = False
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+    def abandon(self, step: int) -> None:
+        return None
+
+    def restore(self, candidates: list[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing was saved that could come back."""
+        return None
+
+    def before_step(self) -> None:
+        return None
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extra: dict,
+        *,
+        deadline_seconds: float | None = None,
+    ) -> float:
+        self.steps.append(step)
+        return 0.0
+
+    def hurry(self) -> None:
+        return None
+
+    def wait(self) -> None:
+        return None
+
+
+# What a step without its save is made of.
+_STEP_CLASSES = (str(LedgerClass.USEFUL_STEP), str(LedgerClass.DATA_WAIT))
+
+_LOOK_SECONDS = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saves:
+    """One rank's. extra, carried: what every commit carries besides step, cursor and money, fixed and as it is then.
+
+    cadence: rank 0 only.
+    """
+
+    config: CheckpointConfig
+    rank: int
+    spread: Spread
+    optimizer: torch.optim.Optimizer
+    saver: Saver
+    limits: Limits
+    reporter: Reporter
+    extra: dict[str, Any]
+    carried: Callable[[int], dict[str, Any]] = lambda step: {}
+    cadence: Cadence | None = None
+
+    def due(self, step: int) -> bool:
+        """What this rank has to say of it, rank 0's word counts. What the agent asks for waits for the save before it,
+        so that it is never left out for that."""
+        asked = not self.saver.busy and self.limits.save_wanted()
+        return asked or (self.cadence is not None and self.cadence.due(step))
+
+    def if_due(self, at: Position, pulse: Pulse, *, last: bool) -> None:
+        """What all ranks decide alike, from the pulse: save, leave it out, or save while there is time."""
+        if pulse.stop is Stop.INTERRUPTED:
+            self._in_time(at, pulse)
+        elif last or pulse.renew:
+            self.save(at)
+        elif pulse.save_due and pulse.saving and self.config.when_busy == "skip":
+            self._skip(at, f"the save before is still under way on rank {', '.join(map(str, pulse.saving[:5]))}")
+        elif pulse.save_due:
+            self.save(at)
+
+    def save(self, at: Position, *, deadline_seconds: float | None = None) -> None:
+        """Returns once the state is staged; it becomes durable behind training's back."""
+        self.reporter.enter("checkpoint", at.step)
+        extra = self.extra | self.carried(at.step)
+        extra |= {"step": at.step, "cursor": at.cursor, "spent_usd": self.limits.spent_usd}
+        if self.cadence is not None:
+            extra["exposed_seconds"] = self.cadence.exposed_seconds
+        module = self.spread.module
+        stall = self.saver.save(at.step, module, self.optimizer, extra, deadline_seconds=deadline_seconds)
+        self.spread.committed()
+        if self.cadence is not None:
+            self.cadence.saved(at.step, stall)
+            self.reporter.emit(INTERVAL, step=at.step, **self.cadence.choice().to_json())
+
+    def _in_time(self, at: Position, pulse: Pulse) -> None:
+        """The last save before the machine goes, if what is measured says that it fits; else the last commit stands."""
+        needed, left = pulse.last_save
+        self.saver.hurry()
+        if needed > left:
+            self._skip(at, f"a save takes {needed:.1f} s and {left:.1f} s are left; the last commit stands")
+        else:
+            limit = self.config.deadline_seconds
+            self.save(at, deadline_seconds=max(min(left, limit), 1.0))
+
+    def finish(self) -> None:
+        """Until the newest save is a commit, by the saver's own deadlines; hurried when this rank is told to leave."""
+        self.saver.before_step()
+        over = self.reporter.enter_for_a_while("store")
+        limit = time.monotonic() + self.config.deadline_seconds
+        while self.saver.busy and not self.limits.asked_to_leave and time.monotonic() < limit:
+            time.sleep(_LOOK_SECONDS)
+        over()
+        if self.limits.asked_to_leave:
+            self.saver.hurry()
+        self.saver.wait()
+
+    def left_behind(self, at: Position) -> str:
+        """What a later attempt finds, once nothing is under way any more."""
+        commit = self.saver.last_commit
+        if commit is None:
+            return "there is no commit to be resumed from"
+        if commit.step == at.step:
+            return "saved, to be resumed"
+        return f"step {at.step} is not saved, to be resumed from step {commit.step}"
+
+    def _skip(self, at: Position, reason: str) -> None:
+        if self.rank == 0:
+            self.reporter.emit(COMMIT_SKIPPED, step=at.step, reason=reason)
+            print(f"step {at.step}: not saved: {reason}", flush=True)
+
+    def note_step(self, seconds: dict[str, float], *, saving: bool) -> dict[str, float]:
+        """What a step tells of saves; returns what the step's event has of it."""
+        cadence = self.cadence
+        if cadence is None:
+            return {}
+        cadence.stepped(sum(seconds.get(name, 0.0) for name in _STEP_CLASSES), busy=saving)
+        if (durable := self.saver.last_durable) is not None:
+            cadence.committed(*durable)
+        return {"at_risk_usd": cadence.seconds_at_risk * self.limits.usd_per_second}
+
+    @property
+    def seconds_before_leaving(self) -> float:
+        """What the last save before leaving would take, as far as it is known. It will be spared no bandwidth, so that
+        what saves took under a cap says nothing of it; it is then tried, and ends at its deadline."""
+        capped = self.config.upload_mib_per_second is not None
+        return 0.0 if capped else self.saver.expected_seconds or 0.0
