@@ -1,4 +1,4 @@
-"""The trainer's door: save without waiting for the store, know what is committed, restore what verifies."""
+"""Save without waiting for the store, track commits, and restore the newest one that verifies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CLOSE_GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class _Queued:
-    """A save whose copy from the device is not finished: what the uploader is to be told then."""
+    """A save that is sent to the uploader once its copy from the device is complete."""
 
     flight: InflightSave
     staged: StagedState
@@ -38,16 +38,19 @@ class _Queued:
 
 
 class Checkpointer:
-    """Saves and restores one rank's part. Every rank calls `save`, `wait` and `restore` for the same steps.
+    """Saves and restores one rank's part of a checkpoint. All ranks call its methods for the same steps.
 
-    job_store_uri: the job's folder in the store (``<store>/jobs/<job>``). deadline_seconds: for one save to be
-    committed, from its staging on. retention: which commits are kept. upload_bytes_per_second: the cap of this
-    rank's upload, None: none. chunk_bytes: what one checksum covers; an upload has parts of two chunks, which Amazon
-    accepts from 5 MiB on. request_seconds: the longest that a request of a restore may take. emit: `EventLog.emit` or
-    None; rank 0 emits ``commit`` (key, bytes, seconds, stall_seconds), every rank ``staged`` (bytes) and
-    ``commit_failed`` (message).
+    Create it in the main thread: the uploader process ends with the thread that started it. Not thread-safe.
 
-    Make it in the main thread: the uploader process ends with the thread that started it. Not thread-safe.
+    Args:
+        job_store_uri: the job's folder in the store (`<store>/jobs/<job>`).
+        deadline_seconds: for one save to be committed, counted from the call of `save`.
+        retention: which commits are kept.
+        upload_bytes_per_second: cap of this rank's upload; None: no cap.
+        chunk_bytes: bytes per checksum. An upload part has two chunks; Amazon S3 accepts parts from 5 MiB.
+        request_seconds: limit for each request of a restore.
+        emit: `EventLog.emit`. Rank 0 emits `commit`; every rank `staged` and `commit_failed`.
+        waiting: called when a wait for the uploader begins; its result is called when the wait ends.
     """
 
     def __init__(
@@ -77,64 +80,64 @@ class Checkpointer:
         self._stage = StagingArea()
         self._planner = SavePlanner(rank, world_size)
         uploader = UploaderClient(self._store.uri, rank, self._stage.descriptors)
-        self._flights = SaveTracker(uploader, rank, self._emit, waiting or (lambda: lambda: None))
+        self._saves = SaveTracker(uploader, rank, self._emit, waiting or (lambda: lambda: None))
         self._queued: _Queued | None = None
         self._last_step: int | None = None
-        self._layout_of: tuple[int | None, int] = (None, 0)  # pid of the uploader, number of the layout it knows
+        self._layout_of: tuple[int | None, int] = (None, 0)  # pid of the uploader, layout number that it has
 
     @property
     def uploader_pid(self) -> int | None:
-        return self._flights.uploader.pid
+        return self._saves.uploader.pid
 
     @property
     def last_commit(self) -> CommitRef | None:
-        """The newest commit known here, without waiting. On ranks above 0 it may lag behind until `wait`."""
-        self._flights.drain()
-        return self._flights.last_commit
+        """The newest commit this rank knows of. On ranks above 0 it may lag behind until `wait`."""
+        self._saves.drain()
+        return self._saves.last_commit
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way; the next one would have to wait for it. Ranks differ in it."""
-        return self._queued is not None or self._flights.busy
+        """Whether a save is in flight, so that the next one would have to wait. Differs between ranks."""
+        return self._queued is not None or self._saves.busy
 
     @property
     def expected_seconds(self) -> float | None:
-        """How long a save would take now until it is durable, by what the last one took; None before that is known."""
-        self._flights.drain()
-        return self._flights.expected_seconds(self._planner.layout.length)
+        """Estimated seconds until a save would be durable; None before the first one."""
+        self._saves.drain()
+        return self._saves.expected_seconds(self._planner.layout.length)
 
     @property
     def last_durable(self) -> tuple[int, float] | None:
-        """(step, seconds from the call of `save` until it was durable here) of the last save that became so."""
-        self._flights.drain()
-        return self._flights.durable
+        """Step of the last durable save, and seconds from the call of `save` until it was durable."""
+        self._saves.drain()
+        return self._saves.durable
 
     @property
     def failed_step(self) -> int | None:
-        """The step that this rank was last asked to save, where that failed; for the other ranks, see `abandon`."""
-        self._flights.drain()
-        return self._flights.failed_step
+        """The step of this rank's last save if that failed; else None."""
+        self._saves.drain()
+        return self._saves.failed_step
 
     def abandon(self, step: int) -> None:
-        """Another rank failed to save `step`, so that it becomes no commit: do not await it until its deadline."""
-        self._flights.abandon(step)
+        """Stop waiting for the commit of `step`, since another rank failed to save it."""
+        self._saves.abandon(step)
 
     @property
     def upload_cost(self) -> UploadCost:
-        """Of this rank's uploads so far."""
-        return self._flights.cost
+        """Totals of this rank's uploads."""
+        return self._saves.cost
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Make room for saves in the background, so that the first is not slower than the others.
+        """Allocate staging buffers in the background, so that the first save is as fast as the others.
 
-        Call it once model and optimizer are there; before the optimizer's first step its state is estimated.
+        Before the optimizer's first step the size of its state is estimated.
         """
         self._stage.prepare(self._planner.expected_bytes(model, optimizer))
 
     def hurry(self) -> None:
-        """From now on no bandwidth is spared: training has ended, and little time is left."""
+        """Lift the bandwidth cap: training has ended and little time is left."""
         self._bytes_per_second = None
-        self._flights.uploader.tell({"command": "hurry"})
+        self._saves.uploader.tell({"command": "hurry"})
 
     def save(
         self,
@@ -145,12 +148,19 @@ class Checkpointer:
         *,
         deadline_seconds: float | None = None,
     ) -> float:
-        """Stage the state after `step` and leave the rest to the uploader. Returns the stall in seconds.
+        """Copy the state after `step` into a staging buffer, hand it to the uploader, and return the stall in seconds.
 
-        The stall is the copy, and the wait for the save before when it is still under way. extra: JSON without NaN;
-        rank 0's is kept. deadline_seconds: for this save alone. A step that this generation has already saved is not
-        saved twice (0.0 is returned). From a CUDA device the copy may still be under way: `before_step` awaits it.
-        Raises GenerationSuperseded, and CheckpointError when two saves in a row have failed.
+        The stall is the copy, plus the wait for an earlier save that is still in flight. Saving a step again does
+        nothing and
+        returns 0.0. A copy from a CUDA device may still be running on return; `before_step` waits for it.
+
+        Args:
+            extra: JSON without NaN; rank 0's is stored.
+            deadline_seconds: for this save only.
+
+        Raises:
+            GenerationSuperseded: a newer generation of the job is running.
+            CheckpointError: two saves in a row have failed.
         """
         began = time.monotonic()
         if self._last_step is not None and step <= self._last_step:
@@ -162,8 +172,8 @@ class Checkpointer:
         sources = self._planner.plan(model, optimizer, capture_rng(self._rank))
         staged = self._stage.stage(sources, self._planner.layout)
         self._emit(STAGED, step=step, bytes=staged.layout.length)
-        self._flights.settle()
-        self._flights.raise_if_hopeless()
+        self._saves.settle()
+        self._saves.raise_if_hopeless()
         self._last_step = step
         save = CheckpointId(job=self._job, generation=self._generation.name, step=step, world_size=self._world_size)
         flight = InflightSave(
@@ -179,16 +189,16 @@ class Checkpointer:
         return time.monotonic() - began
 
     def before_step(self) -> None:
-        """Call it before the optimizer changes the state: waits until a copy from the device is done."""
+        """Wait until a copy from the device is complete. Call it before the optimizer changes the state."""
         if self._queued is not None:
             if self._queued.staged.copied is not None:
                 self._queued.staged.copied.synchronize()
             self._send()
 
     def wait(self) -> CommitRef | None:
-        """Until the newest save is committed by all ranks. Raises CheckpointError at its deadline, naming the cause."""
+        """Wait until all ranks have committed the newest save. Raises CheckpointError at its deadline."""
         self.before_step()
-        flights = self._flights
+        flights = self._saves
         flights.settle()
         last = flights.last
         if last is None:
@@ -202,9 +212,19 @@ class Checkpointer:
         return flights.last_commit
 
     def restore(self, candidates: list[str], model: nn.Module, optimizer: Optimizer | None) -> RestoreResult | None:
-        """Fill model and optimizer from the first candidate that verifies on all ranks; None where there is no parent.
+        """Fill model and optimizer from the first candidate that all ranks can verify.
 
-        A damaged candidate is quarantined and reported. Raises CommitMismatch, and CheckpointError when none is left.
+        Damaged candidates are quarantined and reported.
+
+        Args:
+            candidates: commit keys, newest first.
+
+        Returns:
+            None without candidates.
+
+        Raises:
+            CommitMismatch: the commit belongs to another model.
+            CheckpointError: no candidate is left.
         """
         if self._generation.parent is not None and self._generation.parent not in candidates:
             raise CheckpointError(
@@ -216,15 +236,15 @@ class Checkpointer:
         )
         self._planner.forget()
         if restored is not None:
-            self._flights.last_commit = CommitRef.from_key(restored.key)
+            self._saves.last_commit = CommitRef.from_key(restored.key)
             if self._generation.parent not in (None, restored.key):
                 self._go_back_to(restored.key, restored.step)
         return restored
 
     def close(self) -> None:
-        """End the uploader; a save under way gets a few seconds. Call `wait` first to be sure of it."""
+        """End the uploader. An in-flight save gets 5 s; call `wait` first to be sure of it."""
         if self._stage.descriptors:
-            self._flights.uploader.close(_CLOSE_GRACE_SECONDS)
+            self._saves.uploader.close(_CLOSE_GRACE_SECONDS)
             self._planner.forget()
             self._stage.close()
 
@@ -235,10 +255,10 @@ class Checkpointer:
         self.close()
 
     def _go_back_to(self, key: str, step: int) -> None:
-        """This generation starts from an older commit than its record says: rank 0 says so in the record too."""
+        """Record that this generation starts from an older commit than its record says."""
         generation = replace(self._generation, parent=key, parent_step=step)
         if self._rank == 0:
-            what = f"amend the record of {generation.name}"  # else late commits between the two would count
+            what = f"amend the record of {generation.name}"  # otherwise late commits between the two would count
             deadline = Deadline(self._deadline_seconds)
             retry(what, lambda: amend_parent(self._store, self._generation, generation), deadline)
         self._generation = generation
@@ -253,17 +273,17 @@ class Checkpointer:
         return common
 
     def _send(self) -> None:
-        """Hand the queued save to the uploader; the layout only where that process does not know it yet."""
+        """Hand the queued save to the uploader, with the layout if that process does not have it yet."""
         assert self._queued is not None
         queued, self._queued = self._queued, None
         layout = queued.staged.layout
-        known = (self._flights.uploader.running(), layout.number)
+        known = (self._saves.uploader.running(), layout.number)
         items = None if known == self._layout_of else [item.to_json() for item in layout.items]
         self._layout_of = known
-        self._flights.submit(
+        self._saves.submit(
             queued.flight,
             command="save",
-            slab=queued.staged.slab,
+            buffer=queued.staged.buffer,
             length=layout.length,
             layout=layout.number,
             items=items,

@@ -1,4 +1,8 @@
-"""The one save in flight, and the trainer's client of its uploader process."""
+"""The in-flight save of a rank, and the trainer's client of its uploader process.
+
+At most one save is in flight. The trainer hands it to the uploader, reads the answers without blocking, and decides
+what a failure means.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +27,17 @@ from ebbflow.training.checkpoint.manifest import CheckpointId
 from ebbflow.training.checkpoint.verified_io import Deadline
 from ebbflow.training.errors import CheckpointError, GenerationSuperseded, NoRoom
 
-_KILLED_SECONDS = 2.0  # a process in the middle of a hanging write does not die before the write ends
+_KILLED_SECONDS = 2.0  # a process in a hanging write dies only when the write ends
 _LOOK_SECONDS = 5.0
 
 
 class UploaderClient:
-    """One uploader process, started again when it died or had to be given up."""
+    """A client of one uploader process, which is restarted after it died or was given up."""
 
-    def __init__(self, store_uri: str, rank: int, slabs: list[int]) -> None:
+    def __init__(self, store_uri: str, rank: int, buffers: list[int]) -> None:
         self._store_uri = store_uri
         self._rank = rank
-        self._slabs = slabs
+        self._buffers = buffers
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
@@ -44,50 +48,50 @@ class UploaderClient:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Must run in a thread that lives as long as the trainer: the kernel ends the uploader with it."""
+        """Start the process. Call it in a long-lived thread: the kernel ends the uploader with it."""
         path = python_path(os.environ.get("PYTHONPATH"))
         name = "ebbflow.training.checkpoint.uploader"
-        arguments = [str(os.getpid()), str(self._rank), self._store_uri, *map(str, self._slabs)]
+        arguments = [str(os.getpid()), str(self._rank), self._store_uri, *map(str, self._buffers)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", name, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            pass_fds=self._slabs,
+            pass_fds=self._buffers,
             env={**os.environ, "PYTHONPATH": path},
         )
-        # Lines wait in a queue, since a stopped process does not empty its pipe. Its own thread writes them.
+        # A thread of its own writes the lines: a stopped process does not empty its pipe.
         self._lines = queue.SimpleQueue()
         threading.Thread(target=_talk, args=(self._process, self._lines), name="commands", daemon=True).start()
-        # Each process has a queue of its own: a late answer of one that was given up reaches nobody.
+        # Each process has its own queue: late answers of a process that was given up are dropped.
         self._answers = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(self._process, self._answers), name="uploader", daemon=True).start()
 
     def running(self) -> int | None:
-        """Its process id; one that has died is started again."""
+        """Return the process id; restart the process if it has died."""
         if self._process is None or self._process.poll() is not None:
             self.start()
         return self.pid
 
     def tell(self, command: dict[str, Any]) -> None:
-        """Send a command that may as well be lost with the process."""
+        """Send a command that may be lost with the process."""
         if self._process is not None:
             self._write(command)
 
     def ask(self, command: dict[str, Any]) -> None:
-        """Send a command; a process that has died is first started again."""
+        """Send a command; restart the process first if it has died."""
         self.running()
         self._write(command)
 
     def answer(self, timeout_seconds: float) -> dict[str, Any] | None:
-        """The next answer, or None when none came in time (0: only look)."""
+        """Return the next answer, or None after the timeout. 0: do not wait."""
         try:
             return self._answers.get(timeout=timeout_seconds) if timeout_seconds > 0 else self._answers.get_nowait()
         except queue.Empty:
             return None
 
     def give_up(self) -> None:
-        """Kill the process; the next command starts another. One that the kernel does not let go is left to it."""
+        """Kill the process; the next command starts another one."""
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -95,7 +99,7 @@ class UploaderClient:
             self._process = None
 
     def close(self, grace_seconds: float) -> None:
-        """Let it finish what it was asked, but not longer than `grace_seconds`; then end it."""
+        """End the process; let it finish earlier commands for up to `grace_seconds`."""
         if self._process is None:
             return
         end = time.monotonic() + grace_seconds
@@ -111,7 +115,7 @@ class UploaderClient:
 
 
 def _talk(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
-    """Until the process has died; `_listen` tells of that."""
+    """Write queued lines until the process has died."""
     assert process.stdin is not None
     with contextlib.suppress(OSError, ValueError):
         while process.poll() is None:
@@ -128,14 +132,14 @@ def _listen(process: subprocess.Popen[str], answers: queue.SimpleQueue[dict[str,
     answers.put({"event": "ended", "exit_code": process.wait()})
 
 
-_ANSWER_MARGIN_SECONDS = 2.0  # the uploader keeps the deadline itself; past this margin it counts as stuck
-_FAILURES_IN_A_ROW = 2  # one failed save is reported and survived; the second in a row ends the gang
+_ANSWER_MARGIN_SECONDS = 2.0  # an uploader that is this late counts as stuck
+_FAILURES_IN_A_ROW = 2  # the first is only reported; the second in a row ends the gang
 
 _NO_ROOM_HINT = "free space or raise the quota, or use another store; then start again: the last commit stands"
 
 
 class UploadCost(NamedTuple):
-    """Of all uploads of a rank: bytes, the uploader's processor seconds, and seconds from a command to its index."""
+    """Totals of a rank's uploads. seconds: from the command until the index is durable."""
 
     bytes: int
     cpu_seconds: float
@@ -144,7 +148,10 @@ class UploadCost(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class InflightSave:
-    """A save that was handed to the uploader. began: time.monotonic() when it was asked for. size: of this rank."""
+    """A save that was handed to the uploader.
+
+    began: `time.monotonic()` at the request. size: bytes of this rank.
+    """
 
     save: CheckpointId
     began: float
@@ -154,7 +161,7 @@ class InflightSave:
 
 
 class SaveTracker:
-    """Hands saves to the uploader, at most one at a time, and keeps what is known of them."""
+    """Hands saves to the uploader, at most one at a time, and tracks their outcome."""
 
     def __init__(
         self,
@@ -163,12 +170,14 @@ class SaveTracker:
         emit: Callable[..., Any],
         waiting: Callable[[], Callable[[], None]],
     ) -> None:
-        """waiting: called when a wait for the uploader begins; what it returns is called when it is over."""
+        """Args:
+        waiting: called when a wait for the uploader begins; its result is called when the wait ends.
+        """
         self.uploader = uploader
         self._waiting = waiting
         self._rank = rank
         self._emit = emit
-        self._under_way: InflightSave | None = None
+        self._current: InflightSave | None = None
         self._seconds_per_byte: float | None = None
         self.durable: tuple[int, float] | None = None
         self._failures = 0
@@ -183,29 +192,29 @@ class SaveTracker:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is still under way."""
+        """Whether a save is still in flight."""
         self.drain()
-        return self._under_way is not None
+        return self._current is not None
 
     def expected_seconds(self, size: int) -> float | None:
-        """For `size` bytes to be durable, by what the last save took; with what is left of one that is under way."""
+        """Estimate the seconds until `size` bytes are durable from the last save; None before the first one."""
         if self._seconds_per_byte is None:
             return None
         left = 0.0
-        if self._under_way is not None:
-            usual = self._under_way.size * self._seconds_per_byte
-            left = max(usual - (time.monotonic() - self._under_way.began), 0.0)
+        if self._current is not None:
+            usual = self._current.size * self._seconds_per_byte
+            left = max(usual - (time.monotonic() - self._current.began), 0.0)
         return left + size * self._seconds_per_byte
 
     def submit(self, flight: InflightSave, *, command: str, **more: Any) -> None:
         seconds = max(flight.deadline.remaining_seconds, 1.0)
         self.uploader.ask({"command": command, "save": flight.save.__dict__, "seconds": seconds, **more})
-        self._under_way = self.last = flight
+        self._current = self.last = flight
 
     def settle(self) -> None:
-        """Wait for the save under way; at its deadline the uploader counts as stuck and is replaced."""
+        """Wait for the in-flight save; at its deadline replace the uploader, which counts as stuck."""
         self.drain()
-        if self._under_way is None:
+        if self._current is None:
             return
         over = self._waiting()
         try:
@@ -214,22 +223,22 @@ class SaveTracker:
             over()
 
     def _await_answers(self) -> None:
-        while self._under_way is not None:
-            remaining = max(self._under_way.deadline.remaining_seconds, 1.0) + _ANSWER_MARGIN_SECONDS
+        while self._current is not None:
+            remaining = max(self._current.deadline.remaining_seconds, 1.0) + _ANSWER_MARGIN_SECONDS
             if not self._take_answer(remaining):
                 self.uploader.give_up()
-                seconds = self._under_way.deadline.seconds
-                self._failed(f"rank {self._rank}: its uploader gave no answer within {seconds:g} s and was ended")
+                seconds = self._current.deadline.seconds
+                self._failed(f"rank {self._rank}: its uploader gave no answer within {seconds:g} s and was killed")
 
     def abandon(self, step: int) -> None:
-        """Another rank failed to save `step`: its commit is awaited 2 s longer, and not until the deadline."""
+        """Stop waiting for the commit of `step` in 2 s, since another rank failed to save it."""
         self.drain()
-        if self._under_way is not None and self._under_way.save.step == step != self._abandoned:
+        if self._current is not None and self._current.save.step == step != self._abandoned:
             self._abandoned = step
             self.uploader.tell({"command": "abandon", "step": step})
 
     def drain(self) -> None:
-        """Hear what was answered so far."""
+        """Process the answers that have arrived."""
         while self._take_answer(0):
             pass
 
@@ -241,7 +250,7 @@ class SaveTracker:
             raise CheckpointError(f"{self._failures} saves in a row have failed, the last: {self.last_failure}")
 
     def raise_if_lost(self) -> None:
-        """When the last save did not become a commit."""
+        """Raise if the last save did not become a commit."""
         if self._superseded is not None:
             raise GenerationSuperseded(self._superseded)
         self._raise_if_full()
@@ -249,7 +258,7 @@ class SaveTracker:
             raise CheckpointError(self.last_failure)
 
     def _raise_if_full(self) -> None:
-        """At once: what could be deleted was, so that the next save would fail in the same way."""
+        """Raise at the first failure: what could be deleted was, so the next save would fail too."""
         if self._no_room and self.last_failure is not None:
             raise NoRoom(f"{self.last_failure}; hint: {_NO_ROOM_HINT}")
 
@@ -269,7 +278,7 @@ class SaveTracker:
         return True
 
     def _on_uploaded(self, answer: dict[str, Any]) -> None:
-        """Durable, not yet committed. Rank 0's save stays under way until the commit is seen."""
+        """Record that this rank's part is durable. Rank 0's save stays in flight until the commit is seen."""
         added = (answer[name] for name in UploadCost._fields)
         self.cost = UploadCost(*map(operator.add, self.cost, added))
         self._measure(answer["step"], answer["bytes"])
@@ -288,7 +297,7 @@ class SaveTracker:
         self._done(ref.step)
 
     def _measure(self, step: int, size: int) -> None:
-        flight = self._under_way
+        flight = self._current
         if flight is not None and flight.save.step == step and size > 0:
             seconds = time.monotonic() - flight.began
             self._seconds_per_byte, self.durable = seconds / size, (step, seconds)
@@ -302,20 +311,20 @@ class SaveTracker:
         self._warn(answer["message"])
 
     def _on_ended(self, answer: dict[str, Any]) -> None:
-        if self._under_way is not None:
+        if self._current is not None:
             self._failed(f"rank {self._rank}: its uploader ended with exit code {answer['exit_code']}")
 
     def _done(self, step: int) -> None:
         self._failures, self.last_failure, self.failed_step, self._no_room = 0, None, None, False
-        if self._under_way is not None and self._under_way.save.step == step:
-            self._under_way = None
+        if self._current is not None and self._current.save.step == step:
+            self._current = None
 
     def _failed(self, message: str, step: int | None = None) -> None:
-        """A failed save; `step` None: the one under way."""
-        under_way = self._under_way.save.step if self._under_way is not None else None
+        """Record a failed save. step: None for the one in flight."""
+        under_way = self._current.save.step if self._current is not None else None
         step = under_way if step is None else step
-        if step == under_way:  # a late failure of an earlier save leaves the present one under way
-            self._under_way = None
+        if step == under_way:  # not for the late failure of an earlier save
+            self._current = None
         self._failures += 1
         self.last_failure, self.failed_step = message, step
         self._warn(message)

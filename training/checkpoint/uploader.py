@@ -4,7 +4,7 @@
 
 The process is started, not forked, imports no torch, and takes one JSON command per line:
 
-    {"command": "save",  "slab", "length", "layout", "items", "common", "save", "data_key", "seconds",
+    {"command": "save",  "buffer", "length", "layout", "items", "common", "save", "data_key", "seconds",
                          "retention", "upload": {"bytes_per_second", "deadline_seconds", "chunk_bytes"}}
     {"command": "await", "save", "seconds"}       wait until any rank has committed this checkpoint
     {"command": "abandon", "step"}                another rank failed to save this step: stop waiting for its commit
@@ -153,7 +153,7 @@ class Uploader:
                 part_bytes=_CHUNKS_PER_PART * chunk_bytes, chunk_bytes=chunk_bytes, sha256=signer() is not None
             )
             self._parts = PartUploader(open_sink(store.uri, self._throttle), settings, self._throttle)
-        view = self._buffers[command["slab"]].view(command["length"])
+        view = self._buffers[command["buffer"]].view(command["length"])
         try:
             return self._parts.upload(command["data_key"], view, Deadline(_DATA_SHARE * deadline.remaining_seconds))
         finally:

@@ -1,4 +1,8 @@
-"""Checksums, deadlines and read-back for objects of the store."""
+"""Checksums, retry until a deadline, and read-back for objects of the store.
+
+Data is covered by CRC64NVME per chunk: 8 GB/s per core, and the chunks' checksums combine to the object's without a
+second read.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +13,31 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from awscrt.checksums import combine_crc64nvme, crc64nvme
+from awscrt.checksums import combine_crc64nvme
+from awscrt.checksums import crc64nvme as _crc64nvme
 
 from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreForbidden, StoreFull, StoreMisconfigured
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import CheckpointError, CorruptCommit
 
+T = TypeVar("T")
 CHUNK_BYTES = 16 * 2**20
 Buffer = bytes | bytearray | memoryview
+_crc: Callable[..., int] = _crc64nvme  # its annotation asks for bytes; it takes any buffer
 
 
 def crc_text(data: Buffer) -> str:
-    return crc_digits(crc64nvme(data))
+    return crc_digits(_crc(data))
 
 
 def chunk_crcs(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
-    """(CRC64NVME, length) of each chunk; of nothing, one chunk of no bytes."""
+    """Return (CRC64NVME, length) of each chunk; one empty chunk for no data."""
     starts = range(0, max(len(data), 1), chunk_bytes)
-    return [(crc64nvme(data[start : start + chunk_bytes]), len(data[start : start + chunk_bytes])) for start in starts]
+    return [(_crc(data[start : start + chunk_bytes]), len(data[start : start + chunk_bytes])) for start in starts]
 
 
 def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
-    """The CRC64NVME of what lies back to back, from (sum, length) of each piece."""
+    """Return the CRC64NVME of concatenated pieces from (checksum, length) of each."""
     whole = 0
     for number, (value, length) in enumerate(sums):
         whole = combine_crc64nvme(whole, value, length) if number else value
@@ -38,19 +45,19 @@ def combine_crcs(sums: Sequence[tuple[int, int]]) -> int:
 
 
 def crc_of_pieces(pieces: Sequence[Buffer], value: int = 0) -> int:
-    """The CRC64NVME of pieces of memory as if they lay back to back, behind what has the sum `value`."""
+    """Return the CRC64NVME of concatenated pieces. value: checksum of the bytes before them."""
     for piece in pieces:
-        value = crc64nvme(piece, value)
+        value = _crc(piece, value)
     return value
 
 
 def canonical_json(document: dict[str, Any]) -> bytes:
-    """The one byte string for this content: sorted keys, no spaces, ASCII. NaN and infinity raise ValueError."""
+    """Serialise to JSON with sorted keys, without spaces, in ASCII. Raises ValueError for NaN and infinity."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def crc_digits(crc: int) -> str:
-    """16 hexadecimal digits, which JSON keeps exactly."""
+    """Format a checksum as 16 hexadecimal digits; JSON numbers would lose precision."""
     return f"{crc:016x}"
 
 
@@ -59,12 +66,12 @@ def sha256_text(data: Buffer) -> str:
 
 
 def seal(document: dict[str, Any]) -> bytes:
-    """Canonical JSON that carries the checksum of its own content, for objects whose key does not."""
+    """Serialise to canonical JSON that carries a checksum of its content, for keys that contain none."""
     return canonical_json({**document, "seal": crc_text(canonical_json(document))})
 
 
 def unseal(data: bytes, what: str) -> dict[str, Any]:
-    """The sealed document. Raises CorruptCommit naming `what` when any byte of it has changed."""
+    """Parse a sealed document. Raises CorruptCommit naming `what` if any byte has changed."""
     try:
         document = json.loads(data)
         stated = document.pop("seal")
@@ -73,21 +80,19 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
         entry = f'"seal":"{stated}"'.encode()
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CorruptCommit(f"{what}: not a sealed JSON document: {error!r}") from error
-    # The bytes too: JSON has many spellings of one content, and a changed byte is a changed byte.
+    # Compare bytes too: JSON has many spellings of one content.
     spelled = content in (data.replace(b"," + entry, b"", 1), data.replace(entry + b",", b"", 1))
     if stated != actual or not spelled:
         raise CorruptCommit(f"{what}: its seal says {stated}, its content is {actual}")
     return document
 
 
-T = TypeVar("T")
-
-# What waiting does not cure; who reads the message can.
+# Errors that waiting does not cure.
 NOT_RETRIED = (StoreForbidden, StoreFull, StoreMisconfigured)
 
 
 class Deadline:
-    """`seconds` from now, on the monotonic clock."""
+    """A point in time, `seconds` from now on the monotonic clock."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -99,7 +104,7 @@ class Deadline:
 
 
 def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iterator[float]:
-    """Doubling pauses with full jitter above the first, so that ranks that failed together do not return together."""
+    """Yield doubling pauses in seconds, with jitter so that ranks that failed together do not retry together."""
     pause = first_seconds
     while True:
         yield random.uniform(first_seconds, pause)
@@ -107,9 +112,10 @@ def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0)
 
 
 def retry(what: str, operation: Callable[[], T], deadline: Deadline) -> T:
-    """Repeat `operation` while it raises a StoreError that time may cure.
+    """Repeat `operation` while it raises a StoreError that waiting may cure.
 
-    Raises CheckpointError naming `what`, the tries and the cause.
+    Raises:
+        CheckpointError: names `what`, the number of tries and the cause.
     """
     for tries, pause in enumerate(backoff_pauses(), start=1):
         try:
@@ -122,22 +128,25 @@ def retry(what: str, operation: Callable[[], T], deadline: Deadline) -> T:
 
 
 def give_up_error(what: str, tries: int, deadline: Deadline, error: StoreError) -> CheckpointError:
-    """The one sentence for a store that did not do what was asked, whatever the reason."""
+    """Describe an operation that was given up."""
     tried = f"{tries} {'try' if tries == 1 else 'tries'} within {deadline.seconds:g} s"
     return CheckpointError(f"{what}: gave up after {tried}: {error}")
 
 
-T = TypeVar("T")
 _READINGS = 6
 
 
 def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None) -> T:
-    """`parse(bytes, what)` of an object that may be hurt where it lies, or on the way only.
+    """Fetch an object and return `parse(bytes, what)`.
 
-    Harm on the way is not the same twice: CorruptCommit is believed when two readings running are alike. A start that
-    passes over a commit for two unlucky readings would lose its work.
+    Bytes may be damaged in the store or only in transit. Transit damage differs between readings, so CorruptCommit is
+    raised only if two consecutive readings are equal.
 
-    what: the name that errors give it, else the key. Raises ObjectNotFound, StoreError, and what `parse` raises.
+    Args:
+        what: name of the object in errors; default: its key.
+
+    Raises:
+        ObjectNotFound, StoreError, and whatever `parse` raises.
     """
     before, readings = None, 0
     while True:
@@ -151,9 +160,10 @@ def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], wha
 
 
 def put_verified(store: Store, key: str, data: bytes) -> None:
-    """Put and read back: it is there, and it is these bytes. An error, even a refusal, is settled by what is read.
+    """Put an object and read it back. An error of the put is ignored if the object holds these bytes afterwards.
 
-    Raises the StoreError of the put when the bytes are not there, and StoreError when others are.
+    Raises:
+        StoreError: the put's own error if the object is missing, else that other bytes were read.
     """
     try:
         store.put(key, data)
@@ -165,4 +175,6 @@ def put_verified(store: Store, key: str, data: bytes) -> None:
     except ObjectNotFound as error:
         raise cause or error from error
     if found != data:
-        raise cause or StoreError(f"put {store.uri}/{key}: {len(found)} other bytes than the {len(data)} put are read")
+        raise cause or StoreError(
+            f"put {store.uri}/{key}: read back {len(found)} bytes that differ from the {len(data)} put"
+        )
