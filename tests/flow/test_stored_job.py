@@ -1,8 +1,8 @@
 """A job that an earlier version of the program stored, and whose machine was killed, goes on under this one.
 
-`stored_job.tar.gz` was written by commit 99596e7, the last before the package was renamed to `ebbflow`: a job of 16 steps
-on two nodes that was killed after the commit of step 8 (`runs/`), its text (`texts/`), and what the same program reached
-without an interruption (`weights.safetensors`, `expected.json`).
+`stored_job.tar.gz` was written by commit 99596e7, the last before the package was renamed to `ebbflow`: a job of 16
+steps on two nodes that was killed after the commit of step 8 (`runs/`), its text (`texts/`), and what the same program
+reached without an interruption (`weights.safetensors`, `expected.json`).
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def test_retention_keeps_k_whole_ones_and_never_the_torn_instead(job: Store) -> 
 
 
 def test_the_torch_free_parts_load_no_torch() -> None:
-    modules = ["lineage", "generations", "uploader", "commands", "retention", "verify", "commit"]
+    modules = ["lineage", "uploader", "commands", "retention", "reader", "commit", "rollback"]
     code = (
         f"import sys, {', '.join('ebbflow.training.checkpoint.' + m for m in modules)}; print('torch' in sys.modules)"
     )

@@ -1,10 +1,10 @@
-"""Making a commit without collectives and without locks: whoever sees the indexes of all ranks writes the manifest.
+"""Make a commit without collectives and without locks: any rank that sees the indexes of all ranks writes the manifest.
 
 Nothing depends on winning a race. The manifest is a pure function of the indexes and its key contains its hash, so
-racing writers write the same bytes; and losing any rank after its index is durable cannot block the commit.
+racing writers write the same bytes. Losing any rank after its index is durable cannot block the commit.
 
-Rank 0's uploader watches until the commit is there. The others look now and then, more of them the longer it takes,
-so that the requests grow with the ranks and not with their square: in a quiet save only ranks 1 to 3 ask at all.
+Rank 0's uploader watches until the commit exists. The other ranks look rarely, and more of them the longer it takes, so
+that the number of requests grows with the ranks and not with their square: usually only ranks 1 to 3 look at all.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from ebbflow.training.checkpoint.signing import signer
 from ebbflow.training.checkpoint.verified_io import Deadline, backoff_pauses, fetch_verified, put_verified, sha256_text
 from ebbflow.training.errors import CheckpointError, CorruptCommit, RefusedCommit
 
-_ASK_DIRECTLY = 8  # a listing may omit a fresh object for a while: ask for the last few by name
+_ASK_DIRECTLY = 8  # listings may lag: the last few missing indexes are looked up by name
 _READERS = 16  # indexes read at once
-_FOREIGN_COMMIT_EVERY = 4  # looks at the indexes for one at whether somebody else has committed
+_FOREIGN_COMMIT_EVERY = 4  # every fourth look asks whether another rank has committed
 _LONGEST_PAUSE_SECONDS = 0.5
-# Looks of ranks above 0 come after 1, 3, 7, … units; at the k-th one ranks below 4^k look. 63 units reach rank 4,095.
+# Ranks above 0 look after 1, 3, 7, … units; the k-th look is by ranks below 4^k. 63 units reach rank 4,095.
 _LONGEST_UNIT_SECONDS, _UNITS = 1.0, 64
 _WIDENING = 4
-_RANKS_PER_SECOND = 200  # whose indexes a slow machine reads and merges
+_RANKS_PER_SECOND = 200  # indexes that a slow machine reads and merges per second
 
 
 @dataclass(frozen=True)
 class CommitAttempt:
-    """What one look at the store brought: the commit, or the ranks whose index is not there yet."""
+    """Result of one look at the store: the commit, or the ranks whose index is missing."""
 
     commit: CommitRef | None
     size: int  # bytes of data
     missing_ranks: list[int]
-    cause: str = ""  # why a rank's index, which is there, does not count
+    cause: str = ""  # why an existing index is unusable
 
 
 class CommitWatch:
-    """Looks at one save; remembers the indexes it has read, which never change."""
+    """Watches one save. Indexes never change, so each is read once."""
 
     def __init__(self, store: Store, save: CheckpointId) -> None:
         self._store = store
@@ -53,11 +53,13 @@ class CommitWatch:
         self._indexes: dict[int, tuple[RankIndex, bytes]] = {}
 
     def all_there(self) -> bool:
-        """Whether every rank's index is there; none is read."""
+        """Whether the index of every rank exists; none is read."""
         return not self._missing()
 
     def look(self) -> CommitAttempt:
-        """Commit the save if all its indexes are there and sound. Raises StoreError, CheckpointError if they differ."""
+        """Commit the save if all its indexes exist and are sound. Raises StoreError, and CheckpointError if they
+        conflict.
+        """
         missing = self._missing()
         cause = self._read([rank for rank in range(self._save.world_size) if rank not in missing])
         missing = [rank for rank in range(self._save.world_size) if rank not in self._indexes]
@@ -67,7 +69,7 @@ class CommitWatch:
         raw = manifest.to_bytes()
         key = commit_key(self._save.step, self._save.generation_number, sha256_text(raw))
         if (signs := signer()) is not None:
-            signs.sign(self._store, key)  # first: a commit that readers see has its signature
+            signs.sign(self._store, key)  # first, so that every visible commit has its signature
         put_verified(self._store, key, raw)
         return CommitAttempt(CommitRef.from_key(key), manifest.size, [])
 
@@ -82,7 +84,7 @@ class CommitWatch:
         return set(missing)
 
     def _read(self, ranks: list[int]) -> str:
-        """Read what is new. Returns why an index cannot be used; it is read again at the next look."""
+        """Read new indexes. Returns why one is unusable; it is read again at the next look."""
         new = [rank for rank in ranks if rank not in self._indexes]
         if not new:
             return ""
@@ -101,19 +103,21 @@ class CommitWatch:
             raw = self._store.get(key)
             index = RankIndex.from_bytes(raw, f"{self._store.uri}/{key}")
             if (signs := signer()) is not None:
-                signs.check_index(self._store, key, index)  # else a writer of the store has the manifest signed
+                signs.check_index(
+                    self._store, key, index
+                )  # or any writer of the store could get a manifest signed
             return index, raw
         except CorruptCommit as error:
             return error
 
 
 def try_commit(store: Store, save: CheckpointId) -> CommitAttempt:
-    """Commit `save` if all its indexes are there. Raises StoreError, and CheckpointError when they do not fit."""
+    """Commit `save` if all its indexes exist. Raises StoreError, and CheckpointError if they conflict."""
     return CommitWatch(store, save).look()
 
 
 def find_commit(store: Store, save: CheckpointId) -> CommitAttempt | None:
-    """The commit of `save` that somebody already made, if any."""
+    """Return the commit of `save` that another rank has made, or None."""
     for meta in store.list(commit_prefix(save.step, save.generation_number)):
         try:
             manifest = fetch_verified(store, meta.key, Manifest.from_bytes)
@@ -134,11 +138,16 @@ def await_commit(
     foreign_first: bool = False,
     given_up: Callable[[], bool] = lambda: False,
 ) -> CommitAttempt:
-    """Look until `save` is committed, committing it when that falls to us, and until it is listed.
+    """Wait until `save` is committed and listed; commit it if all indexes exist.
 
-    Starts find commits by listing them: one that is told of before it is listed could be missed by the next start.
-    foreign_first: begin with whether somebody else has committed it. given_up: there is no use in waiting any longer.
-    Raises CheckpointError at the deadline, naming the ranks whose index is missing and the last error of the store.
+    A start finds commits by listing them, so a commit is announced only once it is listed.
+
+    Args:
+        foreign_first: ask first whether another rank has committed it.
+        given_up: returns true when waiting has become pointless.
+
+    Raises:
+        CheckpointError: the deadline has passed; names the ranks without an index and the store's last error.
     """
     watch = CommitWatch(store, save)
     attempt, cause = CommitAttempt(None, 0, []), ""
@@ -172,10 +181,12 @@ def await_commit(
 def commit_as_backup(
     store: Store, save: CheckpointId, rank: int, deadline: Deadline, interrupted: Callable[[float], bool]
 ) -> None:
-    """What a rank above 0 does once its index is durable: see to it that somebody commits, without haste.
+    """Make sure, as a rank above 0 with a durable index, that some rank commits the save.
 
-    interrupted: waits that many seconds, and says whether there is something better to do. Errors of the store are
-    left to the next look, and a save that never becomes whole to rank 0, which reports it.
+    Store errors are left to the next look. A save whose indexes stay incomplete is reported by rank 0.
+
+    Args:
+        interrupted: waits the given seconds and returns whether other work has arrived.
     """
     unit = min(_LONGEST_UNIT_SECONDS, deadline.seconds / _UNITS)
     watch = CommitWatch(store, save)
@@ -191,9 +202,9 @@ def commit_as_backup(
         try:
             if _is_committed(store, save):
                 return
-            if watch.all_there():  # then whoever watches closer is most likely at it
-                patience = unit * random.uniform(2.0, 4.0 + rank**0.5) + save.world_size / _RANKS_PER_SECOND
-                if interrupted(patience) or _is_committed(store, save):
+            if watch.all_there():  # then a lower rank is most likely committing it
+                wait_for_others = unit * random.uniform(2.0, 4.0 + rank**0.5) + save.world_size / _RANKS_PER_SECOND
+                if interrupted(wait_for_others) or _is_committed(store, save):
                     return
                 watch.look()
         except (StoreError, CheckpointError):

@@ -1,9 +1,9 @@
-"""What a commit is made of, as data: one index per rank, merged into one canonical manifest. Versioned JSON, no pickle.
+"""The objects of a commit: one index per rank, merged into one canonical manifest. Versioned JSON, no pickle.
 
-data object   the rank's pieces of tensors as little-endian bytes, back to back, each start aligned to 64 bytes
-index         the pieces in it and the checksum of each 16 MiB of it; sealed; rank 0's also carries `extra`
-manifest      all indexes merged: per tensor its pieces and where they lie; no host and no time in it, so that
-              whoever writes it writes the same bytes, under a key that contains their SHA-256
+data object   the rank's pieces of tensors as little-endian bytes, each start aligned to 64 bytes
+index         the pieces in it and a checksum per chunk (16 MiB by default); sealed; rank 0's also carries `extra`
+manifest      all indexes merged: the pieces of each tensor and their positions. It contains no host and no time, so
+              every rank writes the same bytes, under a key that contains their SHA-256
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointId:
-    """Which save: what all its objects agree on. `generation` is the generation's name, with its random id."""
+    """Identity of a checkpoint, which all its objects share. generation: name with its random id."""
 
     job: str
     generation: str
@@ -39,7 +39,7 @@ class CheckpointId:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexEntry:
-    """A box of one tensor: `sizes` elements from `offsets` in a tensor of `shape`, `length` bytes at `start`."""
+    """A box of one tensor in a rank's data object: `sizes` elements at `offsets`, `length` bytes from `start`."""
 
     name: str
     dtype: str  # as torch names it, without "torch."
@@ -61,9 +61,9 @@ class IndexEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class DataObject:
-    """One rank's bytes: key in the job's store, size in bytes, CRC64NVME of the whole and of each chunk.
+    """One rank's bytes, with a CRC64NVME of the whole and of each chunk.
 
-    sha256: of each chunk, where commits are signed: a CRC can be forged. Else empty, and not written.
+    sha256: of each chunk if commits are signed, since a CRC can be forged; otherwise empty and not stored.
     """
 
     key: str
@@ -87,9 +87,11 @@ class DataObject:
 
 @dataclass(frozen=True, kw_only=True)
 class RankIndex:
-    """What one rank saved. `common`: what is stored once, by rank 0: extra, optimizer settings, parent commit.
+    """What one rank saved.
 
-    hmac: of the rest and the index's key, where commits are signed (`signing.Signer`). Else empty, and not written.
+    Args:
+        common: stored once, by rank 0: extra, optimizer settings, key of the parent commit.
+        hmac: signature of the rest and of the index's key (`signing.Signer`); empty and not stored if unsigned.
     """
 
     save: CheckpointId
@@ -129,7 +131,7 @@ class RankIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPiece:
-    """Where a box of a tensor lies: in the data object of `rank`, `length` bytes at `start`."""
+    """Position of a tensor's box: `length` bytes from `start` in the data object of `rank`."""
 
     rank: int
     offsets: tuple[int, ...]
@@ -140,7 +142,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """A whole tensor: its pieces cover it exactly once."""
+    """A whole tensor, whose pieces cover it exactly once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -179,9 +181,11 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, key: str) -> Manifest:
-        """Raises CorruptCommit unless the bytes have the SHA-256 of the commit key, MisplacedCommit at another's.
+        """Parse a manifest.
 
-        A manifest that somebody wrote with its own hash may hold anything; what is not of this format is CorruptCommit.
+        Raises:
+            CorruptCommit: the bytes do not have the SHA-256 in the key, or are no manifest of this format.
+            MisplacedCommit: the manifest belongs to the key of another commit.
         """
         step, generation, stated = parse_commit_key(key)
         if (actual := sha256_text(data)) != stated:
@@ -211,7 +215,7 @@ class Manifest:
         return manifest
 
     def _inconsistencies(self) -> Iterator[str]:
-        """Numbers that contradict each other, so that no count or key may be derived from them."""
+        """Yield contradictory counts, from which no key may be derived."""
         world_size = self.save.world_size
         if not len(self.data) == len(self.indexes) == world_size:
             yield f"{len(self.data)} data objects, {len(self.indexes)} indexes, {world_size} ranks"
@@ -224,22 +228,25 @@ class Manifest:
                 yield f"{item.key}: {len(item.sha256)} SHA-256 for {len(item.chunks)} chunks"
 
     def problems(self) -> Iterator[str]:
-        """Pieces of tensors that do not fit the data objects or their own shape."""
+        """Yield pieces of tensors that do not fit the data objects or their own shape."""
         for name, entry in self.tensors.items():
             for piece in entry.pieces:
                 if not 0 <= piece.rank < len(self.data):
                     yield f"{name}: a piece lies in the object of rank {piece.rank}, of {len(self.data)}"
-                elif piece.start < 0 or piece.start + piece.length > (size := self.data[piece.rank].size):
-                    yield f"{name}: bytes {piece.start} to {piece.start + piece.length} of an object of {size}"
+                elif piece.start < 0 or piece.start + piece.length > self.data[piece.rank].size:
+                    end, size = piece.start + piece.length, self.data[piece.rank].size
+                    yield f"{name}: bytes {piece.start} to {end} of an object of {size}"
                 elif math.prod(piece.sizes) * dtype_bytes(entry.dtype) != piece.length:
                     yield f"{name}: a piece of {list(piece.sizes)} {entry.dtype} cannot have {piece.length} bytes"
 
 
 def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]) -> Manifest:
-    """The manifest of the indexes of all ranks, in the order of ranks.
+    """Merge the indexes of all ranks, in the order of ranks.
 
-    Raises CheckpointError when an index is of another save or names another data object than its rank's, or when the
-    pieces do not cover a tensor exactly once.
+    Raises:
+        CheckpointError: an index belongs to another save or names another rank's data object, or the pieces do not
+            cover a
+            tensor exactly once.
     """
     for rank, (index, _) in enumerate(indexes):
         if index.save != save or index.rank != rank:
@@ -266,7 +273,7 @@ def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element, by torch's name of the type: its first number is in bits, and `bool` has none."""
+    """Return bytes per element of a torch dtype name, whose first number is in bits; `bool` has none."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1
 

@@ -1,6 +1,6 @@
-"""Carries one object to the store in parts, several at once, each summed, tried again, and done by a deadline.
+"""Upload one object in parallel parts, each with a checksum and retries, until a deadline.
 
-A part is summed just before it is sent, so that the store, where it compares, compares with the bytes that were summed.
+A part's checksum is computed just before it is sent, so the store compares what it received with the bytes in memory.
 """
 
 from __future__ import annotations
@@ -30,16 +30,20 @@ from ebbflow.training.checkpoint.verified_io import (
 from ebbflow.training.errors import CheckpointError
 
 _ABORT_SECONDS = 5.0
-_LARGEST_COUNT = 10_000  # parts of one object, by S3
+_LARGEST_COUNT = 10_000  # parts of one object in Amazon S3
 _LONGEST_TRY_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartSettings:
-    """part_bytes: a multiple of chunk_bytes, which one sum of the index covers. parallel: parts under way at once.
+    """How an object is divided.
 
-    sha256: have the SHA-256 of each chunk in the index too.
+    Args:
+        part_bytes: bytes per part, a multiple of `chunk_bytes`.
+        chunk_bytes: bytes per checksum in the index.
+        parallel: parts uploaded at once.
+        sha256: also compute the SHA-256 of each chunk.
     """
 
     part_bytes: int = 2 * CHUNK_BYTES
@@ -63,7 +67,7 @@ class _Sent:
 
 
 class PartUploader:
-    """Keeps its threads, and with them their connections, from one object to the next."""
+    """Uploads objects. Its threads and their connections are reused for the next object."""
 
     def __init__(self, sink: UploadSink, settings: PartSettings, throttle: Throttle) -> None:
         self._sink = sink
@@ -72,7 +76,7 @@ class PartUploader:
         self._pool = ThreadPoolExecutor(settings.parallel, thread_name_prefix="part")
 
     def upload(self, key: str, view: memoryview, deadline: Deadline) -> DataObject:
-        """Until the store has the object. Raises CheckpointError naming the part, the tries and the cause."""
+        """Upload an object and verify its size. Raises CheckpointError naming the part, the tries and the cause."""
         pieces = self._pieces(view)
         what = f"put {key}"
         begun = retry(what, lambda: self._begin(key, len(view), len(pieces), deadline), deadline)
@@ -100,7 +104,7 @@ class PartUploader:
         return self._sink.sweep(prefix, older_than_seconds=older_than_seconds, seconds=seconds)
 
     def _try_seconds(self, deadline: Deadline, part_bytes: int) -> float:
-        """For one try of one part: several fit into the object's deadline, but a capped one is given its time."""
+        """Return the timeout of one try: several fit into the deadline, but a capped part gets the time it needs."""
         usual = min(_LONGEST_TRY_SECONDS, deadline.seconds / 3)
         if (rate := self._throttle.bytes_per_second) is not None:
             usual = max(usual, 2.0 * part_bytes * self._settings.parallel / rate)
@@ -117,7 +121,7 @@ class PartUploader:
         return self._sink.begin(key, size, parts=parts, seconds=self._try_seconds(deadline, 0))
 
     def _send(self, what: str, begun: Any, pieces: list[_Piece], deadline: Deadline) -> list[_Sent]:
-        """The first part that fails for good stops the others."""
+        """Send all parts. The first part that fails for good stops the others."""
         stop = threading.Event()
         total = len(pieces)
         futures: list[Future[_Sent]] = [
@@ -129,7 +133,7 @@ class PartUploader:
             stop.set()
             for future in rest:
                 future.cancel()
-            wait(rest)  # each ends within its try: the slab must not be read once this has returned
+            wait(rest)  # each ends within its try: after this returns, the buffer may be overwritten
         for future in [failed, *futures] if failed else futures:
             future.result()
         return [future.result() for future in futures]
@@ -140,7 +144,7 @@ class PartUploader:
         sha256 = sha256_of_chunks(piece.view, self._settings.chunk_bytes) if self._settings.sha256 else []
         for tries, pause in enumerate(backoff_pauses(longest_seconds=_LONGEST_PAUSE_SECONDS), start=1):
             if stop.is_set():
-                raise CheckpointError(f"{what}: part {piece.number} was stopped, since another failed")
+                raise CheckpointError(f"{what}: part {piece.number} was stopped, because another part failed")
             sums = chunk_crcs(piece.view, self._settings.chunk_bytes)
             crc = combine_crcs(sums)
             try:
@@ -162,7 +166,7 @@ class PartUploader:
     def _finish(
         self, what: str, key: str, begun: Any, sent: list[_Sent], whole: int, size: int, deadline: Deadline
     ) -> None:
-        """An answer that was lost is settled by a look: nobody else ever writes this key."""
+        """Complete the upload. After an error look at the object: no other process writes this key."""
         parts, crcs = [one.part for one in sent], [combine_crcs(one.sums) for one in sent]
         for tries, pause in enumerate(backoff_pauses(longest_seconds=_LONGEST_PAUSE_SECONDS), start=1):
             try:
@@ -186,7 +190,7 @@ class PartUploader:
         return found == size and stated in (None, whole)
 
     def _look(self, key: str, size: int, whole: int, deadline: Deadline) -> None:
-        """Whether all of it is there under its name."""
+        """Check that the whole object is stored under its key."""
         seconds = self._try_seconds(deadline, 0)
         found, stated = retry(f"head {key}", lambda: self._sink.size(key, seconds=seconds), deadline)
         if found != size:
@@ -194,7 +198,7 @@ class PartUploader:
         _compare(key, stated, whole)
 
     def _abort(self, begun: Any) -> None:
-        """What cannot be aborted now is swept later."""
+        """Abort the upload. If that fails, it is swept later."""
         with contextlib.suppress(StoreError):
             self._sink.abort(begun, seconds=_ABORT_SECONDS)
 
