@@ -1,4 +1,4 @@
-"""Commands"""
+"""`ebbflow checkpoints …`: inspect and change a job's commits by hand. Only export and import load torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,16 @@ from ebbflow.training.checkpoint.verified_io import crc_text, seal, sha256_text,
 from ebbflow.training.errors import CheckpointError, CorruptCommit, RefusedCommit, TrainingError
 
 _BAD_USAGE = 2
-# These act on what they read, so they never go without the key of a job that has one; the others say what is unchecked.
+# These act on what they read, so they require the key of a job that signs; the others report what is unchecked.
 _CHECKING = ("export", "pin", "prune", "sign")
 
 
 def main(argv: list[str]) -> int:
-    """Exit 0: done and sound; 1: something is bad, missing or could not be checked; 2: bad usage."""
-    parser = argparse.ArgumentParser(prog="ebbflow checkpoints", description="a job's commits")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_looking, _add_changing, _add_moving):
-        add(commands)
-    options = parser.parse_args(argv)
+    """Run one command and return its exit code: 0 done and sound, 1 damaged, missing or unchecked, 2 bad usage."""
+    options = _parser().parse_args(argv)
     try:
-        fresh = options.command == "import"  # the only one that may make a job
-        if not fresh and "://" not in options.uri and not Path(options.uri).is_dir():  # opening it would create it
+        fresh = options.command == "import"  # only import may create a job
+        if not fresh and "://" not in options.uri and not Path(options.uri).is_dir():  # opening would create it
             print(f"error: {options.uri}: no such folder; hint: it is STORE/jobs/JOB", file=sys.stderr)
             return _BAD_USAGE
         store = Store.open(options.uri if fresh else _place(options.uri))
@@ -49,28 +46,62 @@ def main(argv: list[str]) -> int:
 
 
 def _place(uri: str) -> str:
-    """Of a folder that has only the job's reports, the store in which the job lies."""
+    """Return the job's store; the folder may hold only its reports."""
     known = None if (Path(uri) / "commits").is_dir() else known_job(Path(uri))
     return uri if known is None else known.uri
 
 
-def add_uri(command: argparse.ArgumentParser, *, as_json: bool = True) -> None:
-    command.add_argument(
-        "uri", metavar="URI", help="STORE/jobs/JOB, s3://bucket/prefix/jobs/JOB, or runs/JOB on this machine"
-    )
-    command.add_argument(
-        "--signing-key-env",
-        metavar="NAME",
-        help="variable with the signing key; default: as the job is configured",
-    )
-    if as_json:
-        command.add_argument("--json", action="store_true", help="print JSON")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ebbflow checkpoints", description="a job's commits")
+    commands = parser.add_subparsers(dest="command", required=True)
+    by_hand = "a step, a key, or the start of its hash"
+
+    def add(name: str, run: Callable[..., int], text: str, *, commit: str = "", **more: Any) -> argparse.ArgumentParser:
+        """Add a command. commit: the default of its option --commit; "": it has none."""
+        command = commands.add_parser(name, help=text, **more)
+        if name == "import":
+            command.add_argument("source", type=Path, metavar="SOURCE", help="file or folder; its kind is recognised")
+        places = "STORE/jobs/JOB, s3://bucket/prefix/jobs/JOB, or runs/JOB on this machine"
+        command.add_argument("uri", metavar="URI", help=places)
+        key = "variable with the signing key; default: as the job is configured"
+        command.add_argument("--signing-key-env", metavar="NAME", help=key)
+        if commit:
+            command.add_argument("--commit", metavar="COMMIT", help=f"{by_hand}; default: {commit}")
+        if name in ("list", "show", "verify", "prune"):
+            command.add_argument("--json", action="store_true", help="print JSON")
+        command.set_defaults(run=run)
+        return command
+
+    add("list", _list, "all commits, and whether they count")
+    add("show", _show, "one commit: its tensors, where it can be loaded, its metadata", commit="the newest that counts")
+    add("verify", _verify, "read and check every byte", commit="all")
+    add("sign", _sign, "verify commits that count and are not signed, and sign them", commit="all")
+    pin = add("pin", _pin, "keep a commit whatever the policy says")
+    unpin = add("unpin", _unpin, "undo pin")
+    for command in (pin, unpin):
+        command.add_argument("commit", metavar="COMMIT", help=by_hand)
+    prune = add("prune", _prune, "delete what the policy does not keep, and objects that no commit needs")
+    prune.add_argument("--keep-last", type=int, default=3, metavar="K", help="default 3")
+    prune.add_argument("--keep-every-steps", type=int, metavar="N", help="also the first at or after each multiple")
+    prune.add_argument("--keep-best", type=int, default=0, metavar="N", help="also those of the lowest held_out_loss")
+    prune.add_argument("--max-total-gib", type=float, metavar="GIB", help="cap on the data of all kept commits")
+    prune.add_argument("--orphan-hours", type=float, default=24.0, help="age of objects that no commit needs (24)")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    text = "a commit as DCP folder, safetensors or one torch file"
+    export = add("export", _export, text, commit="the newest that counts")
+    export.add_argument("target", type=Path, metavar="TARGET", help="file, or folder for dcp; must not exist")
+    export.add_argument("--kind", choices=_KINDS, help="default: by the name: .safetensors; .pt, .pth, .bin; else dcp")
+    text = "a DCP folder, safetensors or torch state dict as the first commit of a new job"
+    warning = "A DCP folder's metadata is a pickle, which can run code: import only what you trust."
+    for command in (export, add("import", _import, text, description=warning)):
+        command.add_argument("--weights-only", action="store_true", help="without the optimizer")
+    return parser
 
 
 def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> None:
-    """Check signatures as `name` says, else as the environment or the job's own configuration does.
+    """Use the signing key of the variable `name`, of the environment, or of the job's configuration.
 
-    must_check: raise NoSigningKey where the configuration names a variable that is not set, instead of not checking.
+    must_check: raise NoSigningKey if the configured variable is not set, instead of not checking.
     """
     name = name or os.environ.get(NAME_VARIABLE)
     if name is None and (named := _configured_name(store)):
@@ -87,12 +118,8 @@ def _configured_name(store: Store) -> str | None:
     return name if isinstance(name, str) and NAME_PATTERN.fullmatch(name) else None
 
 
-def add_commit(command: argparse.ArgumentParser, *, default: str) -> None:
-    command.add_argument("--commit", metavar="COMMIT", help=f"a step, a key, or the start of its hash; {default}")
-
-
 def find(store: Store, wanted: str | None) -> TracedCommit:
-    """The one commit that `wanted` means, the newest that counts for None. Raises CheckpointError naming the others."""
+    """Return the commit named `wanted`; None: the newest that counts. Raises CheckpointError naming the candidates."""
     traced = trace_lineage(store)
     if wanted is None:
         found = [one for one in traced if one.unreachable_because is None][:1]
@@ -100,7 +127,7 @@ def find(store: Store, wanted: str | None) -> TracedCommit:
             raise CheckpointError(f"{store.uri}: no commit that counts; hint: `checkpoints list` says why not")
         return found[0]
     found = [one for one in traced if _means(one, wanted)]
-    if len(found) > 1:  # of several at one step, the one that counts
+    if len(found) > 1:  # of several commits of one step, the one that counts
         found = [one for one in found if one.unreachable_because is None] or found
     if len(found) != 1:
         among = found or traced
@@ -114,24 +141,6 @@ def _means(traced: TracedCommit, wanted: str) -> bool:
     if wanted.isdigit() and int(wanted) == ref.step:
         return True
     return wanted == ref.key or (len(wanted) >= 6 and ref.sha256.startswith(wanted))
-
-
-def _add_looking(commands: Any) -> None:
-    listing = commands.add_parser("list", help="what is there, and what counts")
-    add_uri(listing)
-    listing.set_defaults(run=_list)
-    show = commands.add_parser("show", help="one commit: what is in it, where it can be loaded, what it carries")
-    add_uri(show)
-    add_commit(show, default="default: the newest that counts")
-    show.set_defaults(run=_show)
-    verify = commands.add_parser("verify", help="read and check every byte")
-    add_uri(verify)
-    add_commit(verify, default="default: all")
-    verify.set_defaults(run=_verify)
-    sign = commands.add_parser("sign", help="verify commits that count and are not signed, and sign them")
-    add_uri(sign, as_json=False)
-    add_commit(sign, default="default: all")
-    sign.set_defaults(run=_sign)
 
 
 def _list(store: Store, options: argparse.Namespace) -> int:
@@ -152,7 +161,7 @@ def _list(store: Store, options: argparse.Namespace) -> int:
 
 
 def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
-    """state: verified (every byte was read, and when), whole (manifest and sizes are right), or torn."""
+    """Describe a commit. state: verified (every byte was read), whole (manifest and sizes match), or torn."""
     ref, reason = traced.ref, traced.unreachable_because
     row: dict[str, Any] = {
         "step": ref.step,
@@ -254,12 +263,12 @@ def _signature_standing(store: Store, key: str) -> str:
 
 
 def _sign(store: Store, options: argparse.Namespace) -> int:
-    """Sign commits that were saved without a signature, after every byte of them was read and found sound."""
+    """Sign unsigned commits after reading every byte of them."""
     name = os.environ.get(NAME_VARIABLE)
     if name is None:
         raise CheckpointError("sign: which key? name its variable with --signing-key-env")
     signs, bad = Signer(name), 0
-    use_signing_key(None)  # what is not signed yet is read here
+    use_signing_key(None)  # unsigned commits are read here
     signed = {meta.key for meta in store.list("signatures")}
     wanted = [find(store, options.commit)] if options.commit else trace_lineage(store)
     for ref in [one.ref for one in wanted if one.unreachable_because is None]:
@@ -275,7 +284,7 @@ def _sign(store: Store, options: argparse.Namespace) -> int:
 
 
 def _sha256_of_data(store: Store, manifest: Manifest) -> dict[str, list[str]]:
-    """SHA-256 of each chunk by data object, of bytes whose CRC was compared in the same memory."""
+    """Return the SHA-256 of each chunk by data object; the same bytes are compared with their CRC again."""
     found: dict[str, list[str]] = {}
     for data in manifest.data:
         rows = found[data.key] = []
@@ -289,16 +298,16 @@ def _sha256_of_data(store: Store, manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _uncommitted(step: int, prefix: str) -> dict[str, Any]:
-    """A row beside those of the commits. sound: None, since it is none."""
+    """Describe a save without a commit, as a row of `verify`."""
     problem = (
-        "all ranks have saved, and no manifest names it: it is being committed or deleted now, or that was cut off, or "
-        "its manifest is lost"
+        "all ranks have saved and no manifest names it: it is being committed or deleted, that was interrupted, or its "
+        "manifest is lost"
     )
     return {"step": step, "key": prefix, "sound": None, "problems": [problem]}
 
 
 def _mark(store: Store, traced: TracedCommit, *, sound: bool) -> None:
-    """What was read, for `list`; who may read but not write does without."""
+    """Record the result of `verify` for `list`. Without write permission this is skipped."""
     key = verified_key(traced.ref.sha256)
     try:
         if sound:
@@ -309,30 +318,13 @@ def _mark(store: Store, traced: TracedCommit, *, sound: bool) -> None:
         print(f"note: {key} was not written: {error}", file=sys.stderr)
 
 
-def _add_changing(commands: Any) -> None:
-    for name, run, text in (("pin", _pin, "keep a commit whatever the policy says"), ("unpin", _unpin, "no longer")):
-        command = commands.add_parser(name, help=text)
-        add_uri(command, as_json=False)
-        command.add_argument("commit", metavar="COMMIT", help="a step, a key, or the start of its hash")
-        command.set_defaults(run=run)
-    prune = commands.add_parser("prune", help="delete what need not be kept, and what no commit names")
-    add_uri(prune)
-    prune.add_argument("--keep-last", type=int, default=3, metavar="K", help="default 3")
-    prune.add_argument("--keep-every-steps", type=int, metavar="N", help="also the first at or after each multiple")
-    prune.add_argument("--keep-best", type=int, default=0, metavar="N", help="also those of the lowest held_out_loss")
-    prune.add_argument("--max-total-gib", type=float, metavar="GIB", help="of all that is kept")
-    prune.add_argument("--orphan-hours", type=float, default=24.0, help="age of what no commit names (default 24)")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    prune.set_defaults(run=_prune)
-
-
 def _pin(store: Store, options: argparse.Namespace) -> int:
-    """Pin first, look afterwards: who deletes does it the other way round, so that one of both sees the other."""
+    """Pin a commit: put the pin, then look for a tombstone. A deletion does the reverse, so one of them sees the other."""
     ref = find(store, options.commit).ref
     store.put(pin_key(ref.sha256), seal({"version": VERSION, "key": ref.key, "t_wall": time.time()}))
     if store.head(tombstone_key(ref.sha256)) is not None:
         store.delete(pin_key(ref.sha256))
-        raise CheckpointError(f"{store.uri}/{ref.key}: is just being deleted and cannot be pinned any more")
+        raise CheckpointError(f"{store.uri}/{ref.key}: is being deleted and can no longer be pinned")
     print(f"pinned: step {ref.step}  {ref.key}")
     return 0
 
@@ -379,25 +371,6 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
 
 
 _KINDS = ("dcp", "safetensors", "torch")
-
-
-def _add_moving(commands: Any) -> None:
-    export = commands.add_parser("export", help="a commit as DCP folder, safetensors or one torch file")
-    add_uri(export, as_json=False)
-    export.add_argument("target", type=Path, metavar="TARGET", help="file, or folder for dcp; must not exist")
-    export.add_argument("--kind", choices=_KINDS, help="default: by the name: .safetensors; .pt, .pth, .bin; else dcp")
-    add_commit(export, default="default: the newest that counts")
-    export.add_argument("--weights-only", action="store_true", help="without the optimizer")
-    export.set_defaults(run=_export)
-    imports = commands.add_parser(
-        "import",
-        help="a DCP folder, safetensors or torch state dict as the first commit of a new job",
-        description="A DCP folder's metadata is a pickle, which can run code: import only what you trust.",
-    )
-    imports.add_argument("source", type=Path, metavar="SOURCE", help="file or folder; its kind is recognised")
-    add_uri(imports, as_json=False)
-    imports.add_argument("--weights-only", action="store_true", help="without the optimizer")
-    imports.set_defaults(run=_import)
 
 
 def _export(store: Store, options: argparse.Namespace) -> int:

@@ -103,9 +103,7 @@ class CommitWatch:
             raw = self._store.get(key)
             index = RankIndex.from_bytes(raw, f"{self._store.uri}/{key}")
             if (signs := signer()) is not None:
-                signs.check_index(
-                    self._store, key, index
-                )  # or any writer of the store could get a manifest signed
+                signs.check_index(self._store, key, index)  # or any writer of the store could get a manifest signed
             return index, raw
         except CorruptCommit as error:
             return error

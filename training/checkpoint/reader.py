@@ -1,12 +1,12 @@
-"""Read a commit and verify every byte.
+"""Read a commit and verify every byte. Torch-free.
 
-A sum covers a whole chunk, so whole chunks are read, even where a rank needs a part only; several at once, each into
-the memory where its bytes belong, and summed there.
+A checksum covers a whole chunk, so whole chunks are read, even if a rank needs only a part; several at once, each
+straight into its destination, where it is checked.
 
     python -m ebbflow.training.checkpoint.reader PARENT_PID STORE_URI COMMIT_KEY [OBJECT_KEY [CHUNK]]
 
-reads again and prints {"problem": text}, empty where the bytes are as they were saved, or {"error": text} where the
-store cannot be read. Torch-free.
+reads again in a new process and prints {"problem": text}, empty if the bytes are as they were saved, or {"error": text}
+if the store cannot be read.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from ebbflow.training.checkpoint.verified_io import (
 )
 from ebbflow.training.errors import CheckpointError, CorruptCommit
 
-_MOST_PIECES = 512  # of one read; of more and smaller ones a copy is cheaper than the list of them
+_MOST_PIECES = 512  # per read; above this, one copy is cheaper than many buffers
 
 
 @dataclass(frozen=True)
 class WantedRange:
-    """`len(view)` bytes from `start` of data object number `object`, to be put into `view`, which can be written."""
+    """A request for `len(view)` bytes from `start` of data object number `object`, to be written into `view`."""
 
     object: int
     start: int
@@ -59,7 +59,7 @@ class WantedRange:
 
 @dataclass(frozen=True)
 class _Part:
-    """What of a chunk belongs where: `view` from `at`, counted from the chunk's beginning."""
+    """Bytes of a chunk, from `at` on, that belong into `view`."""
 
     at: int
     view: memoryview
@@ -67,7 +67,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class ChunkRead:
-    """Chunk `number` of data object `object`: `length` bytes from `start`; `parts` in the order of their places."""
+    """One chunk to read: `length` bytes from `start` of data object `object`; `parts` sorted by position."""
 
     object: int
     number: int
@@ -77,14 +77,14 @@ class ChunkRead:
 
     @property
     def disjoint(self) -> bool:
-        """Whether one read can put every byte where it belongs."""
+        """Whether one read can write every byte to its destination."""
         ends = [part.at + len(part.view) for part in self.parts]
         return len(ends) <= _MOST_PIECES and all(
             end <= part.at for end, part in zip(ends, self.parts[1:], strict=False)
         )
 
     def buffers(self, gap: memoryview) -> list[memoryview]:
-        """The memory that the chunk's bytes fill, in order; what nobody wants goes to `gap`, of the chunk's length."""
+        """List the memory that the chunk's bytes fill, in order. gap: receives unwanted bytes."""
         found, at = [], 0
         for part in self.parts:
             if part.at > at:
@@ -96,13 +96,13 @@ class ChunkRead:
         return found
 
     def place(self, data: memoryview) -> None:
-        """Copy the chunk's bytes to where they belong."""
+        """Copy the chunk's bytes to their destinations."""
         for part in self.parts:
             part.view[:] = data[part.at : part.at + len(part.view)]
 
 
 def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) -> list[ChunkRead]:
-    """Each chunk that is needed, once, in the order of the bytes. Raises CorruptCommit beyond an object's end."""
+    """List each needed chunk once, in the order of the bytes. Raises CorruptCommit beyond an object's end."""
     parts: dict[tuple[int, int], list[_Part]] = defaultdict(list)
     for want in wanted:
         data, end = objects[want.object], want.start + len(want.view)
@@ -122,17 +122,19 @@ def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) ->
     return chunks
 
 
-_PARALLEL_REMOTE = 8  # a request to a store mostly waits
+_PARALLEL_REMOTE = 8  # requests to a remote store mostly wait
 _PARALLEL_LOCAL = 2  # a read from the page cache is a copy
-_BLOCK_BYTES = 2**19  # summed while it is still in the processor's cache; smaller ones cost more calls than they save
+_BLOCK_BYTES = 2**19  # fits the processor's cache; smaller blocks cost more calls
 _TRIES = 4
-_PATIENCE_SECONDS = 120.0  # for one chunk, with its tries
+_CHUNK_SECONDS = 120.0  # for one chunk, with its retries
 
 
 def read_manifest(store: Store, key: str) -> Manifest:
-    """The manifest under a commit key. Raises CorruptCommit when it is gone or not the one that was written.
+    """Read the manifest under a commit key.
 
-    Where this process checks signatures: RefusedCommit for a commit without a right one.
+    Raises:
+        CorruptCommit: it is missing or damaged.
+        RefusedCommit: this process checks signatures, and the commit has no valid one.
     """
     signs = signer()
     try:
@@ -144,7 +146,7 @@ def read_manifest(store: Store, key: str) -> Manifest:
 
 @dataclass
 class ReadFigures:
-    """What reading took. Seconds are those of all threads together; `bytes` came from the store, repeats included."""
+    """Cost of reading. Seconds are totals over threads; `bytes` includes repeated reads."""
 
     bytes: int = 0
     download_seconds: float = 0.0
@@ -161,7 +163,7 @@ class ReadFigures:
 
 
 class VerifiedReader:
-    """Reads ranges of data objects. parallel: chunks under way at once; None: as suits the store."""
+    """Reads verified ranges of data objects. parallel: chunks read at once; default: by kind of store."""
 
     def __init__(self, store: Store, data: Sequence[DataObject], *, parallel: int | None = None) -> None:
         self._store = store
@@ -173,17 +175,18 @@ class VerifiedReader:
         self.figures = ReadFigures()
 
     def read(self, wanted: Iterable[WantedRange]) -> None:
-        """Fill what is wanted with verified bytes.
+        """Fill the wanted ranges with verified bytes. After an error their content is undefined.
 
-        Raises CorruptCommit; StoreError when the store cannot be read, which says nothing of the commit. What was
-        wanted is then not to be used.
+        Raises:
+            CorruptCommit: the commit is damaged.
+            StoreError: the store cannot be read, which says nothing about the commit.
         """
         for outcome in self._run(plan_chunks(wanted, self._data), stop_at_first=True):
             if outcome is not None:
                 raise outcome
 
     def problems(self) -> Iterator[CorruptCommit]:
-        """Every bad chunk of all objects; nothing is kept. Raises StoreError."""
+        """Yield an error for each damaged chunk of all objects. Raises StoreError."""
         chunks = [
             ChunkRead(number, place, base, min(data.chunk_bytes, data.size - base), ())
             for number, data in enumerate(self._data)
@@ -196,9 +199,11 @@ class VerifiedReader:
                 raise outcome
 
     def check(self, key: str, number: int | None) -> None:
-        """Read one chunk of the data object `key` from the disk itself, or look at its presence and size alone.
+        """Read one chunk of the data object `key` from the disk itself; number None: only check presence and size.
 
-        Raises CorruptCommit for an object or chunk that is damaged or not part of this commit, and StoreError.
+        Raises:
+            CorruptCommit: the object or chunk is damaged or not part of this commit.
+            StoreError: the store cannot be read.
         """
         place = next((place for place, data in enumerate(self._data) if data.key == key), None)
         if place is None:
@@ -233,7 +238,7 @@ class VerifiedReader:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _read_chunk(self, chunk: ChunkRead) -> None:
-        """A bad one is fetched once more: it may have been hurt on the way only."""
+        """Read a chunk; fetch a damaged one once more, since it may be damaged only in transit."""
         data = self._data[chunk.object]
         stated = " ".join([data.chunks[chunk.number], *data.sha256[chunk.number : chunk.number + 1]])
         for last_try in (False, True):
@@ -246,18 +251,18 @@ class VerifiedReader:
                 raise CorruptCommit(message, object_key=data.key, chunk=chunk.number)
 
     def _fetch(self, data: DataObject, chunk: ChunkRead) -> str:
-        """The bytes where they belong, and their sum, with the SHA-256 where the manifest has one.
+        """Fetch a chunk to its destination and return its checksum, with SHA-256 if the manifest has one.
 
-        A store in trouble is asked again for a while.
+        Store errors are retried for a while.
         """
-        deadline = Deadline(_PATIENCE_SECONDS)
+        deadline = Deadline(_CHUNK_SECONDS)
         for tries, pause in enumerate(backoff_pauses(first_seconds=0.05), start=1):
             try:
                 if not self._local:
                     return self._fetch_remote(data, chunk)
                 what = f"get {self._store.uri}/{data.key}"
                 return HANG_GUARD.run(lambda: self._fetch_local(data, chunk), self._store.request_seconds, what)
-            except StoreTimeout:  # the abandoned read may fill this memory at any time: another process tries again
+            except StoreTimeout:  # the abandoned read may still write here, so only another process may retry
                 raise
             except StoreError as error:
                 found = self._judged(data, error)
@@ -296,7 +301,7 @@ class VerifiedReader:
         return value
 
     def _judged(self, data: DataObject, error: StoreError) -> Exception:
-        """Missing or truncated is corruption; a store that does not answer is not."""
+        """Tell a missing or truncated object, which is corruption, from a store error."""
         try:
             meta = self._store.head(data.key)
         except StoreError:
@@ -309,7 +314,7 @@ class VerifiedReader:
         return error
 
     def _gap(self, length: int) -> memoryview:
-        """Memory of this thread's own for what nobody wants."""
+        """Return this thread's own buffer for unwanted bytes."""
         held: memoryview | None = getattr(self._scratch, "view", None)
         if held is None or len(held) < length:
             held = self._scratch.view = memoryview(bytearray(length))
@@ -321,7 +326,7 @@ def _sum_text(crc: int, sha256: hashlib._Hash | None) -> str:
 
 
 def _forget_cached(path: Path | None, start: int, length: int) -> None:
-    """Have a range of a local file read from the disk again: the page cache may be what is damaged."""
+    """Drop a range of a local file from the page cache, which may be what is damaged."""
     with contextlib.suppress(OSError, AttributeError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if path is not None else -1
         if descriptor >= 0:
@@ -335,10 +340,14 @@ _READ_SECONDS = 120.0
 
 
 def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """Describe what is wrong with a commit's manifest, and with one of its data objects where one is named.
+    """Describe what is wrong with a commit's manifest, and with one data object if named; "" if sound.
 
-    chunk: of that object; None: its presence and its size. Returns "" where all of it is sound. Raises StoreError when
-    the store cannot be read, and CheckpointError for a manifest of another version.
+    Args:
+        chunk: chunk of that object; None: only presence and size.
+
+    Raises:
+        StoreError: the store cannot be read.
+        CheckpointError: the manifest has another version.
     """
     try:
         manifest = read_manifest(store, key)
@@ -352,7 +361,7 @@ def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None
 
 
 def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """`find_problem`, by a process that shares no memory with this one. Raises StoreUnavailable when it fails."""
+    """Run `find_problem` in a process that shares no memory with this one. Raises StoreAway if it has no result."""
     path = python_path(os.environ.get("PYTHONPATH"))
     arguments = [str(os.getpid()), store_uri, key]
     if object_key:
@@ -387,11 +396,11 @@ def main(argv: list[str]) -> int:
 
 
 def verify_commit(store: Store, key: str) -> list[str]:
-    """What is wrong, one line per object; empty when all of it is sound.
+    """List what is wrong with a commit, one line per object; empty if it is sound.
 
-    Compared are: the manifest with its key, each index with the manifest's hash of it, each data object's size and
-    chunks with their sums, and the objects that lie there with those that should. Raises StoreError when the store
-    cannot be read, which says nothing of the commit.
+    Compared are the manifest with its key, each index with its hash in the manifest, each data object's size and chunks
+    with their checksums, and the objects that exist with those that should. Raises StoreError if the store cannot be
+    read.
     """
     try:
         manifest = read_manifest(store, key)
@@ -402,19 +411,20 @@ def verify_commit(store: Store, key: str) -> list[str]:
 
 
 def find_uncommitted(store: Store) -> Iterator[tuple[int, str]]:
-    """(step, index prefix) of saves that all ranks finished and no manifest names.
+    """Yield (step, index prefix) of saves that all ranks finished and no manifest names.
 
-    A manifest that is lost looks the same as a save that is just being committed or deleted, or whose processes were
-    all killed between its last index and its manifest; only a person can tell, so it is said.
+    Such a save may be being committed or deleted, its processes may all have been killed before the manifest was
+    written,
+    or its manifest is lost; only a person can tell these apart.
     """
     ranks: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for meta in store.list("index"):  # before the commits, so that one that comes meanwhile is seen
+    for meta in store.list("index"):  # before the commits, so that a commit made meanwhile is seen
         parts = meta.key.split("/")
         if len(parts) == 4:
             ranks[parts[1], parts[2]].add(meta.key)
     committed = set()
     for meta in store.list("commits"):
-        with contextlib.suppress(ValueError):  # not a key of ours
+        with contextlib.suppress(ValueError):  # not a commit key
             step, generation, _ = parse_commit_key(meta.key)
             committed.add((generation, step))
     for (generation, text), keys in ranks.items():
