@@ -319,7 +319,7 @@ def _mark(store: Store, traced: TracedCommit, *, sound: bool) -> None:
 
 
 def _pin(store: Store, options: argparse.Namespace) -> int:
-    """Pin a commit: put the pin, then look for a tombstone. A deletion does the reverse, so one of them sees the other."""
+    """Pin a commit, then look for a tombstone. A deletion does the reverse, so one of them sees the other."""
     ref = find(store, options.commit).ref
     store.put(pin_key(ref.sha256), seal({"version": VERSION, "key": ref.key, "t_wall": time.time()}))
     if store.head(tombstone_key(ref.sha256)) is not None:
