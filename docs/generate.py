@@ -38,6 +38,8 @@ def _table(prefix: str, nodes: dict[str, Any]) -> str:
 def _leaves(prefix: str, nodes: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     found = []
     for name, node in nodes.items():
+        if node.get("deprecated"):
+            continue
         if "properties" in node:
             found += _leaves(f"{prefix}{name}.", node["properties"])
         else:

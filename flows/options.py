@@ -112,10 +112,10 @@ def _loaded(known: argparse.Namespace, backend: str | None) -> LoadedConfig:
     """
     load = partial(load_config, known.config, project_root=PROJECT_ROOT, cwd=Path.cwd())
     loaded = load(known.overrides)
-    if backend is None or loaded.config.cluster.backend == backend:
+    if backend is None or loaded.config.cluster.plan_for == backend:
         return loaded
-    loaded = load([*known.overrides, f"cluster.backend={backend}"])
-    return replace(loaded, sources={**loaded.sources, "cluster.backend": f"--with {backend}"})
+    loaded = load([*known.overrides, f"cluster.plan_for={backend}"])
+    return replace(loaded, sources={**loaded.sources, "cluster.plan_for": f"--with {backend}"})
 
 
 def _check_rehearsal(text: str, config: RunConfig) -> None:

@@ -45,7 +45,7 @@ def measure(regions: int, zones: int) -> Timing:
     config = RunConfig.model_validate(
         {
             "training": {"max_steps": 100_000, "batch_size": 512},
-            "cluster": {"nodes": "auto", "processes_per_node": "auto", "backend": "kubernetes"},
+            "cluster": {"nodes": "auto", "processes_per_node": "auto", "plan_for": "kubernetes"},
             "cost": {"regions": names, "prices": "synthetic.json", "deadline_hours": 500.0},
         }
     )

@@ -28,7 +28,7 @@ _PROJECT_ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/laptop.yaml"
 # A language model that takes 3.6 h on one g5.xlarge (estimated, as the plan has it), on Batch.
 SETTINGS = (
-    *("cluster.backend=batch", "cluster.nodes=1", "cluster.instance_types=[g5.xlarge]", "store=s3://bucket/jobs"),
+    *("cluster.plan_for=batch", "cluster.nodes=1", "cluster.instance_types=[g5.xlarge]", "store=s3://bucket/jobs"),
     *("model.hidden_size=768", "model.num_heads=12", "model.num_layers=12", "training.max_steps=120000"),
     *("cost.budget_usd=100", "batch.runnable_minutes=20"),
 )

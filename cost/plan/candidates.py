@@ -422,7 +422,7 @@ def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any,
     mixed = config.fsdp.use_mixed_precision
     if cluster.market not in ("auto", pool.market):
         return "market excluded", f"cluster.market is {cluster.market}"
-    if cluster.backend == "batch" and pool.market == "spot" and pool.nodes > 1:
+    if cluster.plan_for == "batch" and pool.market == "spot" and pool.nodes > 1:
         return "backend cannot", "AWS Batch runs no multi-node job on Spot; one node, or backend kubernetes, can"
     if kind.gpu_count < pool.processes_per_node:
         return "too few GPUs", f"{kind.gpu_count} GPUs, cluster.processes_per_node is {pool.processes_per_node}"

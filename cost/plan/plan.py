@@ -179,7 +179,7 @@ def _places(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     cost = config.cost
     if cost.zones:
         yield "leave cost.zones empty", _changed(config, "cost", zones=[])
-    where_queues_are = config.cluster.backend == "batch" and config.batch.region is not None
+    where_queues_are = config.cluster.plan_for == "batch" and config.batch.region is not None
     if ON_DEMAND_REGION not in cost.regions and not where_queues_are:
         regions = [*cost.regions, ON_DEMAND_REGION]
         yield f"add {ON_DEMAND_REGION} to cost.regions", _changed(config, "cost", regions=regions, zones=[])
@@ -497,8 +497,8 @@ def make_plan(
     return Plan(
         made_utc=now_utc,
         started_utc=progress.started_utc or now_utc,
-        backend=config.cluster.backend,
-        simulated=simulated or config.cluster.backend == "local",
+        backend=config.cluster.plan_for,
+        simulated=simulated or config.cluster.plan_for == "local",
         steps=steps,
         done_steps=progress.done_steps,
         spent_usd=progress.spent_usd,

@@ -334,9 +334,9 @@ def _bucket(uri: str) -> str:
 
 
 def configuration_text(choice: AdoptedSetup, now_utc: float) -> str:
-    """YAML that the loader takes as it is: store, cluster.backend, cost.regions and the section batch."""
+    """YAML that the loader takes as it is: store, cluster.plan_for, cost.regions and the section batch."""
     document: dict[str, Any] = {} if choice.store is None else {"store": choice.store}
-    document |= {"cluster": {"backend": "batch", "nodes": "auto", "processes_per_node": "auto"}}
+    document |= {"cluster": {"plan_for": "batch", "nodes": "auto", "processes_per_node": "auto"}}
     document |= {"cost": {"regions": [choice.region]}}
     batch: dict[str, Any] = {"region": choice.region, "queues": [_queue(state, choice) for state in choice.queues]}
     optional = {"light_queue": choice.light_queue, "image": choice.image, "job_role": choice.job_role}

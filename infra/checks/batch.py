@@ -175,8 +175,8 @@ def skip_reason(context: PreflightContext) -> str:
     cluster = context.config.cluster
     if context.target not in (None, "batch"):
         return "the job does not go to AWS Batch"
-    if context.target is None and cluster.backend != "batch":
-        return f"cluster.backend is {cluster.backend}: the job does not go to AWS Batch"
+    if context.target is None and cluster.plan_for != "batch":
+        return f"cluster.plan_for is {cluster.plan_for}: the job does not go to AWS Batch"
     if context.target is None and not context.config.store.startswith("s3://"):
         return "the store is a folder, which containers cannot reach: the job stays on this machine"
     return ""

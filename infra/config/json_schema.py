@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from ebbflow.infra.config.keys import OPTION_NAME
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.config.schema import RENAMED_KEYS, RunConfig
 
 _DIALECT = "http://json-schema.org/draft-07/schema#"  # what language servers for YAML understand
 
@@ -18,6 +18,11 @@ def json_schema() -> dict[str, Any]:
     """One tree without references: in draft 7 what stands beside a reference would be ignored, descriptions too."""
     generated = RunConfig.model_json_schema()
     tree = _inlined(generated, generated.get("$defs", {}))
+    for old, new in RENAMED_KEYS.items():
+        section, _, name = new.rpartition(".")
+        keys = tree["properties"][section]["properties"]
+        described = {"deprecated": True, "description": f"old name of {new}; still accepted, with a warning"}
+        keys[old.rpartition(".")[2]] = {key: value for key, value in keys[name].items() if key != "default"} | described
     head = {"$schema": _DIALECT, "title": "Ebbflow configuration"}
     return head | {name: value for name, value in tree.items() if name != "$defs"}
 

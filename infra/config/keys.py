@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 from ebbflow.infra.config.problems import Problem, SourceSpan
-from ebbflow.infra.config.schema import RunConfig
+from ebbflow.infra.config.schema import RENAMED_KEYS, RunConfig
 from ebbflow.infra.config.yaml_values import SourceText, closest_match, describe_node, empty_node, is_empty, parse
 
 Origin = Literal["file", "environment", "set"]
@@ -23,9 +23,11 @@ OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class Entry:
-    """A leaf of the configuration as somebody gave it: the node of its value, where it stands, who says so.
+    """A value that the file, the environment or --set gives for a key.
 
-    key: dotted; of a free mapping, with the name that the user chose ("workload_options.width").
+    key: dotted; in a free mapping with the name that the user chose ("workload_options.width").
+    place: where the value is written; the key's place when there is no value.
+    given_key: the key as the user wrote it; differs from `key` where that was renamed.
     """
 
     key: str
@@ -33,6 +35,7 @@ class Entry:
     place: SourceSpan
     origin: Origin
     source: SourceText
+    given_key: str
 
     def place_of(self, part: Node | None) -> SourceSpan:
         """Where a part of the value stands, such as an item of a list."""
@@ -93,11 +96,12 @@ def collect_entries(
     first: dict[str, SourceSpan] = {}
     for key_node, value in node.value:
         key_place = source.span_of(key_node)
-        name = key_node.value if isinstance(key_node, ScalarNode) else None
-        key = f"{section}.{name}" if section else name
-        if name is None:
+        if not isinstance(key_node, ScalarNode):
             problems.append(Problem(message="a key must be a name", key=section, place=key_place))
             continue
+        given = f"{section}.{key_node.value}" if section else key_node.value
+        key = RENAMED_KEYS.get(given, given)
+        name = key.rpartition(".")[2] if key != given else key_node.value
         if name in first:
             problems.append(_duplicate(key, key_place, first[name]))
         first.setdefault(name, key_place)
@@ -108,7 +112,7 @@ def collect_entries(
         elif (key in leaf_fields() and "." not in name) or mapping_of(key) == section:
             empty = value.start_mark.index == value.end_mark.index
             place = key_place if empty else source.span_of(value)
-            entries[key] = Entry(key, value, place, origin, source)
+            entries[key] = Entry(key, value, place, origin, source, given)
         else:
             problems.append(unknown_key(key, key_place))
     return entries, problems
@@ -225,6 +229,7 @@ def _read(key: str, written: str, value: str, name: str, origin: Origin) -> tupl
         node, problems = parse(source)
         entries, found = collect_entries(node, key, source, origin)
         return entries, problems + found
+    given, key = key, RENAMED_KEYS.get(key, key)
     if key not in leaf_fields() and mapping_of(key) is None:
         return {}, [unknown_key(key, _place(name, written, f"{written}={value}"))]
     node, problems = parse(source)
@@ -232,7 +237,7 @@ def _read(key: str, written: str, value: str, name: str, origin: Origin) -> tupl
         return {}, [Problem(message=p.message, key=key, place=p.place, hint=p.hint) for p in problems]
     if node is None:
         node = empty_node()
-    return {key: Entry(key, node, source.span_of(node), origin, source)}, []
+    return {key: Entry(key, node, source.span_of(node), origin, source, given)}, []
 
 
 def _place(name: str, written: str, text: str) -> SourceSpan:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +204,16 @@ def load_config(
     problems += found
     if problems:
         raise ConfigError(_in_reading_order(problems, overrides))
+    for entry in entries.values():
+        if entry.given_key != entry.key:
+            _warn(f"warning: {entry.place}: {entry.given_key} has a new name: write {entry.key}")
     return LoadedConfig(config, sources_of(entries), file)
+
+
+@cache
+def _warn(line: str) -> None:
+    """Print a warning to stderr, once per process: launching loads a configuration more than once."""
+    print(line, file=sys.stderr)
 
 
 def _read_entries(

@@ -235,7 +235,7 @@ def _several_nodes_are_on_demand(config: RunConfig) -> Breach:
 
 def _a_queue_takes_the_nodes(config: RunConfig) -> Breach:
     nodes, queues = config.cluster.nodes, config.batch.queues
-    if config.cluster.backend != "batch" or nodes == "auto" or nodes == 1 or not queues:
+    if config.cluster.plan_for != "batch" or nodes == "auto" or nodes == 1 or not queues:
         return None
     if any(queue.multi_node for queue in queues):
         return None
@@ -245,7 +245,7 @@ def _a_queue_takes_the_nodes(config: RunConfig) -> Breach:
 
 def _a_queue_is_of_the_market(config: RunConfig) -> Breach:
     market, queues = config.cluster.market, config.batch.queues
-    if config.cluster.backend != "batch" or market == "auto" or not queues:
+    if config.cluster.plan_for != "batch" or market == "auto" or not queues:
         return None
     if any(queue.market == market for queue in queues):
         return None
@@ -317,8 +317,8 @@ BATCH_RULES = (
     Rule(("batch.queues",), _queues_have_names),
     Rule(("batch.queues",), _several_nodes_are_on_demand),
     Rule(("batch.queues",), _instance_types_are_types),
-    Rule(("cluster.nodes", "batch.queues", "cluster.backend"), _a_queue_takes_the_nodes),
-    Rule(("cluster.market", "batch.queues", "cluster.backend"), _a_queue_is_of_the_market),
+    Rule(("cluster.nodes", "batch.queues", "cluster.plan_for"), _a_queue_takes_the_nodes),
+    Rule(("cluster.market", "batch.queues", "cluster.plan_for"), _a_queue_is_of_the_market),
     Rule(("batch.light_queue",), _light_queue_has_a_name),
     Rule(("batch.region",), _region_is_a_region),
     Rule(("batch.image",), _image_is_a_word),

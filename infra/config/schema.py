@@ -6,9 +6,9 @@ Cross-field rules are in `ebbflow.infra.config.shape_rules` and `name_rules`; fi
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -16,6 +16,9 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
+
+# Old names of keys: configurations and stored jobs may still have them.
+RENAMED_KEYS = {"cluster.backend": "cluster.plan_for"}
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -163,8 +166,10 @@ class ClusterConfig(Section):
     )
     instance_types: list[str] = Field([], description="candidates by name or prefix (g5, p4d); empty: all")
     market: Literal["auto", "spot", "on_demand"] = Field("auto", description="which markets the plan may choose")
-    backend: Literal["local", "batch", "kubernetes"] = Field(
-        "batch", description="what the plan is made for: AWS Batch runs no several nodes on Spot, Kubernetes does"
+    plan_for: Literal["local", "batch", "kubernetes"] = Field(
+        "batch",
+        description="backend whose prices and limits the plan uses, wherever the run is; AWS Batch runs several nodes "
+        "on-demand only, Kubernetes on Spot too; local: simulated",
     )
     expected_start_seconds: float = Field(
         240.0,
@@ -173,6 +178,14 @@ class ClusterConfig(Section):
     )
     start_deadline_seconds: float = Field(120.0, gt=0, description="for all nodes and ranks to have joined")
     step_deadline_seconds: float = Field(300.0, gt=0, description="without progress of a rank")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_old_names(cls, data: Any) -> Any:
+        """Load configurations that jobs stored before a key was renamed."""
+        if not isinstance(data, dict):
+            return data
+        return {RENAMED_KEYS.get(f"cluster.{name}", name).rpartition(".")[2]: value for name, value in data.items()}
 
 
 class CheckpointConfig(Section):

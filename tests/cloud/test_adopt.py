@@ -44,7 +44,7 @@ def test_an_account_without_hints_is_read_by_its_names(aws: Account, tmp_path: P
     aws.push_image()
     aws.disable("gang-p4d")
     config, settings = adopted(tmp_path)
-    assert config.store == f"s3://{BUCKET}/ebbflow" and config.cluster.backend == "batch"
+    assert config.store == f"s3://{BUCKET}/ebbflow" and config.cluster.plan_for == "batch"
     assert [(queue.name, queue.market, queue.instance_types) for queue in config.batch.queues] == [
         ("spot-g5", "spot", ["g5"])
     ]

@@ -40,7 +40,7 @@ def test_an_account_is_asked_only_for_a_job_that_goes_there(monkeypatch: pytest.
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")  # where an answer would be a refusal
     for name in ("aws-queues", "aws-role", "aws-bucket", "aws-image", "aws-clock", "aws-capacity", "aws-quota"):
         assert "the store is a folder" in skipped(name).detail
-        assert "cluster.backend is kubernetes" in skipped(name, store=STORE, cluster={"backend": "kubernetes"}).detail
+        assert "cluster.plan_for is kubernetes" in skipped(name, store=STORE, cluster={"plan_for": "kubernetes"}).detail
     results = run_all_checks(RunConfig(), "laptop.yaml", quick_only=True)
     assert results and not [result.id for result in results if result.id.startswith("aws-")]
 

@@ -107,7 +107,7 @@ def test_prices_of_more_regions_are_taken_in_and_old_ones_keep_their_day(tmp_pat
 
 def test_a_region_without_prices_is_said_to_have_none_and_a_refresh_brings_them(tmp_path: Path):
     cost = {"regions": ["us-west-2"], "deadline_hours": None}
-    wanted = {"cluster": {"instance_types": ["g5.xlarge"], "backend": "kubernetes"}, "cost": cost}
+    wanted = {"cluster": {"instance_types": ["g5.xlarge"], "plan_for": "kubernetes"}, "cost": cost}
     config = RunConfig.model_validate(wanted)
     before = make_plan(config, now_utc=1_790_000_000.0)
     assert before.refusal.outcome == "no_capacity" and not before.ranked

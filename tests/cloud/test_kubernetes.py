@@ -110,7 +110,7 @@ def test_tasks_reach_the_metadata_service_that_the_supervisor_names() -> None:
     for policy in policies:
         assert [rule for rule in policy["spec"]["egress"] if namespace in rule["to"] and ports in rule["ports"]]
     command = container["command"]
-    assert command[command.index("--set") + 1] == "cluster.backend=kubernetes", "the file names another"
+    assert command[command.index("--set") + 1] == "cluster.plan_for=kubernetes", "the file names another"
 
 
 def test_the_supervisor_has_no_rights_on_its_node_and_nothing_reaches_it() -> None:
@@ -146,7 +146,7 @@ def test_the_zone_is_selected_by_its_id_or_by_its_name_and_only_where_it_is_know
 
 
 def test_a_cluster_takes_several_nodes_on_spot_which_batch_does_not() -> None:
-    config = batch_config("cluster.nodes=2", "cluster.backend=kubernetes", "training.max_steps=20000")
+    config = batch_config("cluster.nodes=2", "cluster.plan_for=kubernetes", "training.max_steps=20000")
     found = placed_now(config, JobLog(), 0.0, where=pod_markets())
     assert (found.market, found.nodes, found.queue) == ("spot", 2, "spot")
     assert placed_now(config, JobLog(), 0.0).market == "on_demand", "in AWS Batch"

@@ -128,7 +128,7 @@ def test_a_request_that_was_throttled_is_made_again_after_growing_pauses(catalog
 
 
 def configuration(**cost: Any) -> RunConfig:
-    cluster = {"nodes": 1, "backend": "kubernetes", "instance_types": TYPES}
+    cluster = {"nodes": 1, "plan_for": "kubernetes", "instance_types": TYPES}
     return RunConfig.model_validate({"cluster": cluster, "cost": {"prices": "live", **cost}})
 
 

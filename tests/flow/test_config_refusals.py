@@ -193,7 +193,7 @@ def test_a_plan_is_made_for_where_with_sends_the_run(
     """Not for the backend that the file names, which can do what the other one cannot."""
     queue = "{name: jobs, market: on_demand, instance_types: [g5]}"
     path = tmp_path / "job.yaml"
-    path.write_text(f"cluster: {{backend: kubernetes, market: spot}}\nbatch: {{queues: [{queue}]}}\n")
+    path.write_text(f"cluster: {{plan_for: kubernetes, market: spot}}\nbatch: {{queues: [{queue}]}}\n")
     words = ["--with", "batch", "--config", str(path), "--set", "store=s3://bucket/jobs"]
     monkeypatch.setattr(sys, "argv", ["train_flow.py", "run", *words])
     with pytest.raises(SystemExit) as left:

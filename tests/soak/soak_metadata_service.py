@@ -27,7 +27,7 @@ def context(service: MetadataService, monkeypatch: pytest.MonkeyPatch) -> Prefli
     """Of a run that goes to AWS Batch and has this service."""
     for name, value in service.environment().items():
         monkeypatch.setenv(name, value)
-    config = RunConfig.model_validate({"store": "s3://bucket/x", "cluster": {"backend": "batch"}})
+    config = RunConfig.model_validate({"store": "s3://bucket/x", "cluster": {"plan_for": "batch"}})
     return PreflightContext(config=config, project_root=ROOT, target="batch")
 
 

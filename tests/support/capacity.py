@@ -17,7 +17,7 @@ assert BEGAN_UTC == WALL, "events of both are put together"
 
 def batch_config(*overrides: str) -> RunConfig:
     """A job of some hours on one g5.xlarge, planned for Batch."""
-    job = ["cluster.backend=batch", "cluster.nodes=1", "cluster.instance_types=[g5.xlarge]", "store=s3://b/p"]
+    job = ["cluster.plan_for=batch", "cluster.nodes=1", "cluster.instance_types=[g5.xlarge]", "store=s3://b/p"]
     work = ["model.hidden_size=768", "model.num_heads=12", "model.num_layers=12", "training.max_steps=120000"]
     limits = ["cost.deadline_hours=20", "cost.budget_usd=100"]
     chosen = [*job, *work, *limits, *overrides]

@@ -125,7 +125,7 @@ def test_on_demand_that_never_starts_is_left_for_another_queue() -> None:
 
 
 def test_several_nodes_are_on_demand_and_need_a_queue_that_takes_them() -> None:
-    config = batch_config("cluster.nodes=2", "cluster.backend=kubernetes", "training.max_steps=20000")
+    config = batch_config("cluster.nodes=2", "cluster.plan_for=kubernetes", "training.max_steps=20000")
     plan = planned(config, WALL)
     assert any(one.market == "spot" for one in plan.ranked), "what Kubernetes can run, Batch cannot"
     found = placed_now(config, JobLog(), 0.0)

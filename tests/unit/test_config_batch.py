@@ -90,7 +90,7 @@ def test_a_bad_value_gets_its_fix(tmp_path: Path, section: str, says: str) -> No
 def test_queues_must_be_able_to_take_the_gang(tmp_path: Path) -> None:
     text = "batch: {queues: [{name: a, market: spot}]}\ncluster: {nodes: 2}\n"
     assert "cluster.nodes 2: none of batch.queues (a: spot) is multi_node" in refused(tmp_path, text)
-    load(tmp_path, text, "cluster.backend=kubernetes")
+    load(tmp_path, text, "cluster.plan_for=kubernetes")
     load(tmp_path, text, "cluster.nodes=auto")
     assert "none of batch.queues (a: spot) is on_demand" in refused(
         tmp_path, text, "cluster.nodes=1", "cluster.market=on_demand"

@@ -79,6 +79,8 @@ def test_the_schema_is_current_and_describes_every_key() -> None:
         ("batch: {queues: [a]}", False),
         ("batch: {queues: [null]}", False),
         ("batch: {tags: {team: 3}}", False),
+        ("cluster: {backend: kubernetes}", True),
+        ("cluster: {backend: k8s}", False),
     ],
 )
 def test_the_schema_and_the_loader_agree_on_keys_types_and_ranges(tmp_path: Path, text: str, good: bool) -> None:

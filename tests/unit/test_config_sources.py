@@ -140,3 +140,27 @@ def test_a_password_in_an_address_is_not_repeated(tmp_path: Path) -> None:
         load(tmp_path, "", "metrics.push_url=http://me:s3cret@host")
     assert "must not hold a user or password" in str(caught.value)
     assert "s3cret" not in str(caught.value)
+
+
+def test_an_old_key_is_accepted_with_one_warning_that_names_the_new_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for _ in range(2):
+        loaded = load(tmp_path, "cluster:\n  backend: local")
+    assert (loaded.config.cluster.plan_for, loaded.sources["cluster.plan_for"]) == ("local", "job.yaml:2")
+    warning = "job.yaml:2:12: cluster.backend has a new name: write cluster.plan_for"
+    assert capsys.readouterr().err == f"warning: {warning}\n"
+    assert load(tmp_path, "", "cluster.backend=local").config.cluster.plan_for == "local"
+    assert load(tmp_path, "", EBBFLOW__CLUSTER__BACKEND="local").config.cluster.plan_for == "local"
+    assert capsys.readouterr().err.count("write cluster.plan_for") == 2
+    with pytest.raises(ConfigError, match="cluster.plan_for is given twice; the first is at job.yaml:2:3"):
+        load(tmp_path, "cluster:\n  backend: local\n  plan_for: batch")
+
+
+def test_a_job_stored_with_the_old_key_loads() -> None:
+    stored = RunConfig().model_dump(mode="json")
+    del stored["cluster"]["plan_for"]
+    stored["cluster"]["backend"] = "kubernetes"
+    loaded = [RunConfig.model_validate_json(json.dumps(stored)), RunConfig.model_validate(stored)]
+    assert [config.cluster.plan_for for config in loaded] == ["kubernetes"] * 2
+    assert "backend" not in loaded[0].model_dump()["cluster"]

@@ -42,7 +42,8 @@ def by_kind(one: Plan) -> dict[str, int]:
 
 @pytest.mark.parametrize(("said", "start"), [({}, 240.0), ({"expected_start_seconds": 30.0}, 30.0)])
 def test_expected_hours_and_dollars_by_hand(said: dict, start: float):
-    one = plan(cluster={"backend": "kubernetes", "instance_types": ["g5.xlarge"], "market": "spot", "nodes": 2, **said})
+    cluster = {"plan_for": "kubernetes", "instance_types": ["g5.xlarge"], "market": "spot", "nodes": 2, **said}
+    one = plan(cluster=cluster)
     (best,) = one.ranked
     step, carry = best.step_seconds, best.case.fixed_lost_hours * 3600 / 2 - (start + DETECT_SECONDS) / 2
     assert 0 < carry < 1, "to bring a commit of 0.4 million parameters to the store takes no time to speak of"
@@ -59,7 +60,7 @@ def test_expected_hours_and_dollars_by_hand(said: dict, start: float):
 
 
 def test_every_pool_is_ranked_or_rejected_once_with_a_reason():
-    one = plan(cluster={"nodes": "auto", "processes_per_node": "auto", "backend": "kubernetes"})
+    one = plan(cluster={"nodes": "auto", "processes_per_node": "auto", "plan_for": "kubernetes"})
     assert len(one.ranked) + len(one.rejected) == len(load_catalogue().types) * 4 * 2
     assert all(rejection.reason for rejection in one.rejected)
     costs = [(c.expected_usd, c.nodes, c.instance_type) for c in one.ranked]
@@ -69,21 +70,21 @@ def test_every_pool_is_ranked_or_rejected_once_with_a_reason():
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, {1}), (2, {1, 2}), (3, {1, 2}), (None, {1, 2, 4, 8})])
 def test_auto_tries_no_more_nodes_than_are_allowed(most: int | None, sizes: set[int]):
-    one = plan(cluster={"nodes": "auto", "max_nodes": most, "processes_per_node": "auto", "backend": "kubernetes"})
+    one = plan(cluster={"nodes": "auto", "max_nodes": most, "processes_per_node": "auto", "plan_for": "kubernetes"})
     assert {pool.nodes for pool in [*one.ranked, *one.rejected]} == sizes
 
 
 def test_it_offers_only_what_the_backend_can_run():
     two = {"nodes": 2, "processes_per_node": 1}
-    batch = plan(cluster={**two, "backend": "batch"})
+    batch = plan(cluster={**two, "plan_for": "batch"})
     assert not pools(batch, "spot") and pools(batch, "on_demand")
     assert "AWS Batch runs no multi-node job on Spot" in next(
         rejection.reason for rejection in batch.rejected if rejection.kind == "backend cannot"
     )
-    assert pools(plan(cluster={**two, "nodes": 1, "backend": "batch"}), "spot")
+    assert pools(plan(cluster={**two, "nodes": 1, "plan_for": "batch"}), "spot")
     for backend in ("kubernetes", "local"):
-        assert pools(plan(cluster={**two, "backend": backend}), "spot")
-    only = plan(cluster={**two, "backend": "kubernetes", "market": "on_demand"})
+        assert pools(plan(cluster={**two, "plan_for": backend}), "spot")
+    only = plan(cluster={**two, "plan_for": "kubernetes", "market": "on_demand"})
     assert {c.market for c in only.ranked} == {"on_demand"} and by_kind(only)["market excluded"] == 63
 
 
@@ -101,7 +102,7 @@ def test_terms_carry_limits_reserve_and_hazard():
     assert terms.reserve_usd == pytest.approx(one.chosen.gang_usd_per_hour / 60)
     assert terms.hazard_per_hour == one.chosen.hazard_per_hour > 0
     assert (terms.price_kind, one.as_simulated().terms().price_kind) == ("recorded", "simulated")
-    assert plan(cluster={"backend": "local"}).simulated
+    assert plan(cluster={"plan_for": "local"}).simulated
 
 
 def test_a_budget_below_the_cheapest_pool_is_refused_with_the_arithmetic():
@@ -120,7 +121,7 @@ def test_a_budget_below_the_cheapest_pool_is_refused_with_the_arithmetic():
 
 def test_the_budget_is_judged_over_all_pools_and_the_choice_keeps_it():
     """The pool with the fewest expected dollars may be a dear gang, whose last save needs too much in reserve."""
-    cluster = {"nodes": "auto", "processes_per_node": "auto", "backend": "kubernetes"}
+    cluster = {"nodes": "auto", "processes_per_node": "auto", "plan_for": "kubernetes"}
     given = {"cluster": cluster, "checkpoint": {"deadline_seconds": 7200}}
     given["training"] = {"max_steps": 400_000, "batch_size": 256}
 
@@ -145,7 +146,7 @@ def test_the_budget_is_judged_over_all_pools_and_the_choice_keeps_it():
 
 
 def test_a_deadline_that_no_pool_meets_is_refused_and_slow_pools_are_rejected():
-    cluster = {"nodes": 1, "backend": "kubernetes"}
+    cluster = {"nodes": 1, "plan_for": "kubernetes"}
     free = plan(cluster=cluster)
     fastest = min(c.expected_hours for c in free.ranked)
     refused = plan(cluster=cluster, cost={"deadline_hours": fastest * 0.9})
@@ -182,7 +183,7 @@ def test_a_deadline_and_a_budget_that_bind_together_are_told_together():
 
 
 def test_queues_in_a_region_without_a_price_need_a_price_and_no_other_model():
-    sections = {"cluster": {"backend": "batch", "instance_types": ["g5.xlarge"]}, "batch": {"region": "eu-west-1"}}
+    sections = {"cluster": {"plan_for": "batch", "instance_types": ["g5.xlarge"]}, "batch": {"region": "eu-west-1"}}
     hint = plan(store="s3://bucket/x", cost={"regions": ["eu-west-1"]}, **sections).refusal.hint
     assert hint == "run ebbflow catalogue refresh --regions eu-west-1"
 
@@ -227,7 +228,7 @@ def test_it_plans_over_the_catalogue_that_it_is_given():
 @pytest.mark.parametrize(
     "sections",
     [
-        {"cluster": {"backend": "local"}, "cost": {"budget_usd": 5.0, "deadline_hours": 500.0}},
+        {"cluster": {"plan_for": "local"}, "cost": {"budget_usd": 5.0, "deadline_hours": 500.0}},
         {"cluster": {"nodes": "auto", "processes_per_node": "auto"}, "training": {"batch_size": 512}},
         {"cost": {"budget_usd": 0.0001}},
         {"cost": {"deadline_hours": 0.001}},

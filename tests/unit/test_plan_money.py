@@ -35,7 +35,7 @@ from ebbflow.infra.store import Store
 from tests.support.timelines import WALL, GangLog, event
 
 STEPS = 100_000
-CLUSTER = {"nodes": 1, "backend": "kubernetes", "instance_types": ["g5.xlarge"]}
+CLUSTER = {"nodes": 1, "plan_for": "kubernetes", "instance_types": ["g5.xlarge"]}
 
 
 def config(**sections: dict) -> RunConfig:
@@ -203,7 +203,7 @@ def test_a_local_run_teaches_nothing_of_any_pool_and_a_users_stop_is_no_reclaim(
 
 
 def test_the_event_is_small_and_says_how_many_pools_there_were():
-    cluster = {"nodes": "auto", "processes_per_node": "auto", "backend": "kubernetes"}
+    cluster = {"nodes": "auto", "processes_per_node": "auto", "plan_for": "kubernetes"}
     whole = plan(cluster=cluster, training={"batch_size": 512}, cost={"regions": ["us-east-1", "us-east-2"]})
     brief = Plan.from_json(json.loads(json.dumps(whole.brief().to_json())))
     assert len(json.dumps(brief.to_json())) < 64 * 1024 < len(json.dumps(whole.to_json()))

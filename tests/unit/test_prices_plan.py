@@ -30,7 +30,7 @@ def catalogue() -> Catalogue:
 
 
 def configuration(cost: dict | None = None, **sections: dict) -> RunConfig:
-    cluster = {"nodes": 2, "backend": "kubernetes", "instance_types": ["g5.xlarge", "g6.xlarge"]}
+    cluster = {"nodes": 2, "plan_for": "kubernetes", "instance_types": ["g5.xlarge", "g6.xlarge"]}
     cost = {"prices": str(SYNTHETIC), "regions": REGIONS, **(cost or {})}
     sections = {"training": {"max_steps": 100_000}, **sections}
     return RunConfig.model_validate({**sections, "cluster": {**cluster, **sections.get("cluster", {})}, "cost": cost})

@@ -171,7 +171,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, **cost: Any) -> dict[str, CheckResu
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.setenv(name, "/dev/null")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    cluster = {"nodes": 1, "backend": "kubernetes", "instance_types": ["g5.xlarge"]}
+    cluster = {"nodes": 1, "plan_for": "kubernetes", "instance_types": ["g5.xlarge"]}
     config = RunConfig.model_validate({"cluster": cluster, "cost": cost})
     results = run_checks(CHECKS, PreflightContext(config=config, project_root=ROOT))
     return {result.id: result for result in results}
