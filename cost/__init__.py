@@ -1,1 +1,1 @@
-"""Money, as pure functions over events, prices and traces: what a job should cost, what it did, and what if."""
+"""Cost of training jobs: plans, prices, the ledger of what was paid, reports and simulations."""

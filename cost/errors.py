@@ -1,4 +1,4 @@
-"""The exceptions of the money. Each maps to an outcome of the public contract."""
+"""The exceptions of the cost package. Each has the outcome, and with it the exit code, of a job that fails with it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from ebbflow.infra.errors import Outcome
 
 
 class CostError(Exception):
-    """Anything `cost` could not do. `outcome` says how a job that dies of it ends."""
+    """Base class of all errors of the cost package. `outcome` is the outcome of a job that fails with the error."""
 
     outcome = Outcome.FAILED
 
 
 class CatalogueError(CostError):
-    """A line of a price or GPU table that cannot be right. Names file:line:column, the value and what is expected."""
+    """A price or GPU table has an invalid line. The message has file:line:column, the value and the expected form."""
 
     outcome = Outcome.CONFIG
 
 
 class PlanError(CostError):
-    """A plan was asked for something it does not have, such as the terms of a refused plan."""
+    """A plan lacks the requested part, such as the terms of a refused plan."""
 
 
 class PlacementError(CostError):
-    """The next attempt has no place: budget or deadline no longer bear the rest, or no queue can run it."""
+    """The next attempt cannot be placed: budget or deadline would be exceeded, or no queue can run it."""
 
     def __init__(self, outcome: Outcome, message: str) -> None:
         super().__init__(message)
@@ -30,40 +30,40 @@ class PlacementError(CostError):
 
 
 class LedgerError(CostError):
-    """The events contradict each other, so that no honest ledger can be made. Names the rank and the classes."""
+    """The events contradict each other, so that no ledger can be made. The message has the rank and the classes."""
 
 
 class ReportError(CostError):
-    """There is nothing to report on, or not where it was looked for. Names the places."""
+    """There is no job to report on. The message lists the places that were searched."""
 
     outcome = Outcome.CONFIG
 
 
 class PriceError(CostError):
-    """A file of recorded prices that cannot be read or holds what cannot be a price. Names file:line or record."""
+    """A file of recorded prices is unreadable or has an invalid price. The message has file:line or the record."""
 
     outcome = Outcome.CONFIG
 
 
 class TraceError(CostError):
-    """A trace of availability or prices that cannot be read, or in two ways. Names the file and the key."""
+    """A trace of availability or prices is unreadable or ambiguous. The message has the file and the key."""
 
     outcome = Outcome.CONFIG
 
 
 class SimulationError(CostError):
-    """A simulation was asked for what is not there: an unknown policy or zone, a job longer than its trace."""
+    """A simulation names an unknown policy or zone, or its job is longer than its trace."""
 
     outcome = Outcome.CONFIG
 
 
 class BillError(CostError):
-    """A Cost and Usage Report that cannot be read, or not be joined with a job. Names file:line and column."""
+    """A Cost and Usage Report is unreadable or inconsistent. The message has file:line and the column."""
 
     outcome = Outcome.CONFIG
 
 
 class ReplayError(CostError):
-    """A finished run cannot be replayed as asked: a pool without a recorded price, or a run that took no step."""
+    """A run cannot be replayed: the pool has no recorded price, or the run completed no step."""
 
     outcome = Outcome.CONFIG

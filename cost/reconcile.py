@@ -12,7 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from ebbflow.cost.amounts import format_percent, format_usd, plain
+from ebbflow.cost.amounts import format_percent, format_usd
 from ebbflow.cost.bill import BillLine, RepeatFilter, normalise_tag, read_bill
 from ebbflow.cost.jobs import read_job
 from ebbflow.cost.ledger.bills import NodeBill, covered_seconds
@@ -20,6 +20,7 @@ from ebbflow.cost.ledger.instances import LONGEST_IDLE_SECONDS, MINIMUM_SECONDS,
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.ledger.pricing import SIMULATED
 from ebbflow.infra.events import PLAN, Event
+from ebbflow.infra.foreign_text import one_line
 
 JOB_TAG = "ebbflow-job"
 _HOUR = 3600.0
@@ -436,7 +437,7 @@ def _text_lines(found: Reconciliation) -> Iterator[str]:
     account = found.account
     bill = "synthetic bill" if account.synthetic else "bill"
     decimals = 2 if max(found.billed_usd, account.metered_usd) >= 10 else 4
-    yield f"reconciliation of job {plain(account.job)} with the {bill}"
+    yield f"reconciliation of job {one_line(account.job)} with the {bill}"
     yield f"  forecast  {format_usd(account.forecast_usd, decimals)}  (estimated by the plan)"
     simulated = ", SIMULATED: the job was priced as if, and no provider billed it" if account.simulated else ""
     yield f"  metered   {format_usd(account.metered_usd, decimals)}  (from the job's events{simulated})"
@@ -459,7 +460,7 @@ def _text_lines(found: Reconciliation) -> Iterator[str]:
         yield f"  · {part.instance_id}: {part.cause} {format_usd(part.usd, decimals)}: {part.words}"
     for finding in found.findings:
         amount = format_usd(finding.usd, decimals)
-        yield f"  ! {finding.kind}: {plain(finding.resource)} ({amount}): {plain(finding.words)}"
+        yield f"  ! {finding.kind}: {one_line(finding.resource)} ({amount}): {one_line(finding.words)}"
     for instance_id, billed in sorted(account.billed.items()):
         if billed.elsewhere_usd:
             yield f"  · {instance_id}: {format_usd(billed.elsewhere_usd, decimals)} more at other times, not this job's"

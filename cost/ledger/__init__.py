@@ -1,1 +1,1 @@
-"""What a job did cost: paid time from events, in classes and causes, at the price of each moment."""
+"""The ledger of a job: paid time from its events, by class and by cause, at the price of each moment."""

@@ -1,4 +1,7 @@
-"""The generations of a job as its events tell them: how each ended, and which of its steps are in the final weights."""
+"""Read the generations of a job from its events: how each ended, and which of its steps are in the final weights.
+
+A generation is one start of the gang of ranks. It begins at a parent commit and ends with the gang.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,25 @@ from ebbflow.infra.events import (
 )
 from ebbflow.infra.layout import parse_commit_key
 
-# Ends that were meant: the job was done, or stopped itself. Anything else cut the generation short.
+# The job was done or stopped itself. Any other end is an interruption.
 PLANNED_ENDS = frozenset({Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE, Outcome.NO_CAPACITY})
-# What a run is refused with before it does anything: the job is then as it was.
+# Outcomes of runs that were refused before they changed the job.
 _REFUSED = frozenset({Outcome.PREFLIGHT, Outcome.CONFIG})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedGeneration:
-    """One start of the gang.
+    """One start of the gang, as its events record it.
 
-    reason: how it ended, None while nothing says so. kept: the steps (after, up to) that are part of the final
-    weights; the rest of its steps was thrown away. started_wall, ended_wall: Unix time.
+    Attributes:
+        parent_step: The step of the commit that the generation started from.
+        started_wall: Unix time of the first event.
+        ended_wall: Unix time of the last event.
+        reason: How the generation ended; None if no event records it.
+        user_code: Whether an error in the user's program ended it.
+        planned: Whether it ended as intended (completed, budget, deadline, …).
+        running: Whether it is still running.
+        kept: The steps (after, up to) that are part of the final weights. All its other steps were discarded.
     """
 
     number: int
@@ -52,21 +62,23 @@ class RecordedGeneration:
         return not self.planned and not self.running
 
     def keeps(self, step: int) -> bool:
+        """Whether the step, as this generation executed it, is part of the final weights."""
         return self.kept[0] < step <= self.kept[1]
 
 
 def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[int, RecordedGeneration]:
-    """All generations by number, oldest first.
+    """Read all generations by number, oldest first.
 
-    running: the job is still going on, so that a newest generation without an end is no interruption and its steps
-    after the last commit are not lost yet.
+    Args:
+        running: Whether the job is still running. The newest generation is then not an interruption if it has no
+            recorded end, and its steps after the last commit count as kept.
     """
     by_number: dict[int, list[Event]] = {}
     for event in events:
         if proves_generation(event):
             by_number.setdefault(event.generation, []).append(event)
     numbers = sorted(by_number)
-    kept = _kept_steps(by_number, running)
+    kept = _find_kept_steps(by_number, running)
     return {
         number: _generation(number, by_number[number], running and number == numbers[-1], kept.get(number, (0.0, 0.0)))
         for number in numbers
@@ -74,31 +86,34 @@ def read_generations(events: Sequence[Event], *, running: bool = False) -> dict[
 
 
 def find_final_outcome(events: Sequence[Event]) -> Event | None:
-    """The last `outcome` event that concerns the newest generation: its own, or one that the flow wrote after it.
+    """Find the last `outcome` event of the newest generation, or a later one that the flow wrote.
 
     A completed job stays completed if preflight refuses a later run of it (`find_later_refusal`).
     """
-    concerning = _concerning(events)
-    acted = [event for event in concerning if event.data.get("outcome") not in _REFUSED]
-    stays = bool(acted) and acted[-1].data.get("outcome") == Outcome.COMPLETED
-    return acted[-1] if stays else (concerning or [None])[-1]
+    outcomes = _final_outcomes(events)
+    acted = [event for event in outcomes if event.data.get("outcome") not in _REFUSED]
+    if acted and acted[-1].data.get("outcome") == Outcome.COMPLETED:
+        return acted[-1]
+    return outcomes[-1] if outcomes else None
 
 
 def find_later_refusal(events: Sequence[Event]) -> Event | None:
-    """The last `outcome` event, where a completed job's later run was refused by its checks; None: it was not."""
-    last = (_concerning(events) or [None])[-1]
+    """Find the last `outcome` event if it refused a run of an already completed job; None otherwise."""
+    last = (_final_outcomes(events) or [None])[-1]
     return last if last is not find_final_outcome(events) else None
 
 
-def _concerning(events: Sequence[Event]) -> list[Event]:
+def _final_outcomes(events: Sequence[Event]) -> list[Event]:
+    """The `outcome` events of the newest generation, and those of the flow since it started."""
     started = [event for event in events if event.name == GENERATION_STARTED]
     newest = max((event.generation for event in started), default=None)
     since = max((event.t_wall for event in started if event.generation == newest), default=-math.inf)
-
-    def concerns(event: Event) -> bool:
-        return newest is None or event.generation == newest or (event.rank < 0 and event.t_wall >= since)
-
-    return [event for event in events if event.name == OUTCOME and concerns(event)]
+    return [
+        event
+        for event in events
+        if event.name == OUTCOME
+        and (newest is None or event.generation == newest or (event.rank < 0 and event.t_wall >= since))
+    ]
 
 
 def _generation(number: int, events: list[Event], running: bool, kept: tuple[float, float]) -> RecordedGeneration:
@@ -107,15 +122,15 @@ def _generation(number: int, events: list[Event], running: bool, kept: tuple[flo
     data: dict[str, Any] = {} if ended is None else ended.data
     reason = data.get("reason")
     if ended is None and outcome is not None and outcome.data.get("outcome") in PLANNED_ENDS:
-        reason = outcome.data["outcome"]  # the gang was done; only its agent did not live to say so
+        reason = outcome.data["outcome"]  # the gang had finished; its agent died before it recorded the end
     return RecordedGeneration(
         number=number,
-        parent_step=_parent_step(events),
+        parent_step=_find_parent_step(events),
         started_wall=min(event.t_wall for event in events),
         ended_wall=max(event.t_wall for event in events),
         reason=reason,
         culprit=str(data.get("culprit") or ""),
-        # Only what a rank or an agent raised can be the program's fault; a superseded gang, for one, came too late.
+        # Other reasons are never the program's fault, such as a gang that a newer launcher superseded.
         user_code=reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED) and bool(data.get("user_code")),
         planned=reason in PLANNED_ENDS,
         running=running and reason is None,
@@ -123,23 +138,23 @@ def _generation(number: int, events: list[Event], running: bool, kept: tuple[flo
     )
 
 
-def _kept_steps(by_number: dict[int, list[Event]], running: bool) -> dict[int, tuple[float, float]]:
-    """Walk from the newest generation to its parent commit's generation, and so on: what lies on the way is kept."""
+def _find_kept_steps(by_number: dict[int, list[Event]], running: bool) -> dict[int, tuple[float, float]]:
+    """Walk from the newest generation to the generation of its parent commit, and so on, collecting the kept steps."""
     kept: dict[int, tuple[float, float]] = {}
     if not by_number:
         return kept
     number: int | None = max(by_number)
-    high = _newest_kept(by_number[number], running)
+    high = _find_last_kept_step(by_number[number], running)
     while number is not None:
-        low = _parent_step(by_number[number])
-        kept[number] = (float(low), high)
-        high = float(low)
-        number = _parent_generation(by_number, number) if low > 0 else None
+        low = float(_find_parent_step(by_number[number]))
+        kept[number] = (low, high)
+        high = low
+        number = _find_parent_generation(by_number, number) if low > 0 else None
     return kept
 
 
-def _newest_kept(events: list[Event], running: bool) -> float:
-    """The newest generation's last kept step: its last commit, unless it completed or is still going on."""
+def _find_last_kept_step(events: list[Event], running: bool) -> float:
+    """The step of the newest generation's last commit; infinity if the generation completed or is running."""
     outcome = _last(events, OUTCOME)
     ended = _last(events, GENERATION_ENDED)
     completed = outcome is not None and outcome.data.get("outcome") == Outcome.COMPLETED
@@ -147,11 +162,11 @@ def _newest_kept(events: list[Event], running: bool) -> float:
     if completed or running:
         return math.inf
     commits = [event.step for event in events if event.name == COMMIT and event.step is not None]
-    return float(max(commits, default=_parent_step(events)))
+    return float(max(commits, default=_find_parent_step(events)))
 
 
-def _parent_step(events: list[Event]) -> int:
-    """Where the generation went on from: what it restored, which is older than planned when a commit was corrupt."""
+def _find_parent_step(events: list[Event]) -> int:
+    """The step that the generation restored, which may be older than planned if a commit was corrupt."""
     restored = _last(events, RESTORE)
     if restored is not None and restored.step is not None:
         return restored.step
@@ -159,14 +174,14 @@ def _parent_step(events: list[Event]) -> int:
     if started is not None:
         return int(started.data.get("parent_step") or 0)
     steps = [event.step for event in events if event.name == STEP and event.step is not None]
-    return min(steps, default=1) - 1  # its start was not recorded: it began before its first step
+    return min(steps, default=1) - 1  # no start was recorded: assume that it began before its first step
 
 
-def _parent_generation(by_number: dict[int, list[Event]], number: int) -> int | None:
-    """The generation that wrote the parent commit: from its key, else the newest earlier one that got that far."""
+def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> int | None:
+    """The generation that wrote the parent commit: from the commit's key, else the newest one with that step."""
     events = by_number[number]
-    told = _last(events, RESTORE) or _last(events, GENERATION_STARTED)
-    key = None if told is None else told.data.get("key" if told.name == RESTORE else "parent")
+    source = _last(events, RESTORE) or _last(events, GENERATION_STARTED)
+    key = None if source is None else source.data.get("key" if source.name == RESTORE else "parent")
     older = [other for other in by_number if other < number]
     if key:
         try:
@@ -175,7 +190,7 @@ def _parent_generation(by_number: dict[int, list[Event]], number: int) -> int | 
             parent = None
         if parent in older:
             return parent
-    step = _parent_step(by_number[number])
+    step = _find_parent_step(events)
     reached = [other for other in older if any(e.name == STEP and e.step == step for e in by_number[other])]
     return max(reached, default=None)
 
@@ -185,7 +200,7 @@ def _last(events: list[Event], name: str) -> Event | None:
 
 
 def proves_generation(event: Event) -> bool:
-    """Whether the event alone shows that its generation existed: an agent's heartbeats and end do not."""
+    """Whether the event alone proves that its generation started. Heartbeats and ends of agents do not."""
     return event.rank >= 0 or event.name in (GENERATION_STARTED, GENERATION_ENDED, NODE_STARTED)
 
 

@@ -1,7 +1,7 @@
-"""From events to paid time: which node was paid for how long, and what each of its ranks did with it.
+"""Compute paid time from events: how long each node was paid for, and what each of its ranks did with that time.
 
-Within a node all times come from its monotonic clock, so that a corrected wall clock shifts nothing. Seconds become
-whole microseconds at once: from here on every sum is exact.
+All times within a node come from its monotonic clock, so that corrections of the wall clock do not matter. Seconds are
+converted to whole microseconds at once, so that every later sum is exact.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, PHASE, EndReason, Event, LedgerClass
 
 MICRO = 1_000_000
-_INSTANCE_KEYS = ("instance_id", "instance_type", "zone", "zone_id", "region", "market", "uptime_seconds")
-MACHINE_KEYS = (*_INSTANCE_KEYS, "host", "batch_job_id")
-# How far a rank's intervals may exceed its paid time before the events count as contradictory: clocks are read one
-# after the other, and a process start is known to a hundredth of a second.
+MACHINE_KEYS = (
+    "instance_id", "instance_type", "zone", "zone_id", "region", "market", "uptime_seconds", "host", "batch_job_id",
+)  # fmt: skip
+# A rank's intervals may exceed its paid time by this much: clocks are read one after the other, and the start of a
+# process is known to a hundredth of a second. Beyond it the events contradict each other.
 TOLERANCE_SHARE = 0.005
 TOLERANCE_SECONDS = 0.05
-_TOGETHER_SECONDS = 0.5  # between the phases that a rank emits at once, on a machine that is loaded
+_SAME_MOMENT_SECONDS = 0.5  # longest gap between phases that a rank emits together, on a loaded machine
 
-# The time of a step that was thrown away, skipped or never completed. Its checkpoint stall keeps its class.
+# If a step was discarded, skipped or never completed, these classes of its time are waste. Checkpoint stall is not.
 _WASTED = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION)
 
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of a rank's time, microseconds since its node started, and what it was spent on."""
+    """An interval of a rank's time, in microseconds since its node started, with its microseconds by class."""
 
     start: int
     end: int
@@ -39,9 +40,13 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTime:
-    """One rank's paid time in one generation, microseconds by class; `estimated`: the classes inferred, not seen.
+    """One rank's paid time in one generation.
 
-    spans: when what was spent, for prices that change; `classes` is their sum, balanced to the paid time.
+    Attributes:
+        paid: Microseconds.
+        classes: Microseconds by class; they sum to `paid`.
+        estimated: The classes that were inferred and not measured.
+        spans: The same time as intervals, for prices that change over time.
     """
 
     rank: int
@@ -53,9 +58,14 @@ class RankTime:
 
 @dataclass(kw_only=True)
 class NodeTime:
-    """One paid node in one generation. start, end: monotonic seconds; measured: its end was recorded.
+    """One paid node in one generation.
 
-    machine: what the agent knew of its machine (`infra.instance`), such as instance_id and zone; empty: nothing.
+    Attributes:
+        started_wall: Unix time of the start.
+        start, end: Monotonic seconds of the node.
+        measured: Whether the end was recorded.
+        events: The events of each rank.
+        machine: Facts about the machine such as instance_id and zone (`infra.instance`), as far as known.
     """
 
     generation: int
@@ -78,7 +88,7 @@ class NodeTime:
 
     @property
     def ended_wall(self) -> float:
-        """Unix time, by the clock that stood when the node started."""
+        """Unix time of the end, by the wall clock at the node's start."""
         return self.started_wall + self.paid_seconds
 
     @property
@@ -87,11 +97,11 @@ class NodeTime:
 
 
 def read_paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
-    """Every node that was paid for, with the events of its ranks.
+    """Read every node that was paid for, with the events of its ranks.
 
-    A node's end is its `node_ended`. Without one it is billed to its last heartbeat or its ranks' last event,
-    whichever is later. Ranks without any agent are billed from their process start to their last event. A node whose
-    `node_started` is lost began where its agent's other events put it, else where its first rank did.
+    A node ends with its `node_ended` event. If that is missing, it is billed to its last heartbeat or the last event of
+    its ranks, whichever is later. Ranks without an agent are billed from the start of their process to their last
+    event. If `node_started` is missing, the start follows from the agent's other events, else from the first rank.
     """
     grouped: dict[tuple[str, int, int, int], list[Event]] = {}
     numbers = {event.generation for event in events if proves_generation(event)}
@@ -110,7 +120,11 @@ def read_paid_nodes(events: Sequence[Event]) -> list[NodeTime]:
 
 
 def compute_rank_times(node: NodeTime, generation: RecordedGeneration) -> list[RankTime]:
-    """What each rank of the node did. Raises LedgerError when a rank's intervals cannot all be true."""
+    """Divide the paid time of each rank of a node into classes.
+
+    Raises:
+        LedgerError: The intervals of a rank contradict each other.
+    """
     return [_rank_time(node, rank, generation) for rank in node.ranks]
 
 
@@ -121,16 +135,16 @@ def _node(events: list[Event]) -> NodeTime | None:
             by_rank.setdefault(event.rank, []).append(event)
     started = next((event for event in events if event.name == NODE_STARTED), None)
     ended = next((event for event in reversed(events) if event.name == NODE_ENDED), None)
-    beginning = _beginning(events, by_rank) if started is None else (started.t_mono, started.t_wall)
-    if beginning is None:
+    start_times = _infer_start(events, by_rank) if started is None else (started.t_mono, started.t_wall)
+    if start_times is None:
         return None
-    start, started_wall = beginning
-    signs_of_life = [event.t_mono for group in by_rank.values() for event in group]
-    beats = [start + float(event.data.get("seconds", 0.0)) for event in events if event.name == NODE_HEARTBEAT]
+    start, started_wall = start_times
     if ended is not None:
         end = start + float(ended.data.get("seconds", ended.t_mono - start))
     else:
-        end = max([start, *signs_of_life, *beats])
+        rank_events = [event.t_mono for group in by_rank.values() for event in group]
+        heartbeats = [start + float(event.data.get("seconds", 0.0)) for event in events if event.name == NODE_HEARTBEAT]
+        end = max([start, *rank_events, *heartbeats])
     listed = [int(rank) for rank in (started.data.get("ranks") or [])] if started is not None else []
     return NodeTime(
         generation=events[0].generation,
@@ -145,56 +159,56 @@ def _node(events: list[Event]) -> NodeTime | None:
     )
 
 
-def _beginning(events: Sequence[Event], by_rank: Mapping[int, list[Event]]) -> tuple[float, float] | None:
-    """When a node without `node_started` began, monotonic and Unix seconds; None: no event says.
+def _infer_start(events: Sequence[Event], by_rank: Mapping[int, list[Event]]) -> tuple[float, float] | None:
+    """Infer the start of a node without `node_started`, as monotonic and Unix seconds; None if no event tells it.
 
-    Its agent's heartbeats and its `node_ended` count seconds since then; without them it is when its first rank began.
+    Heartbeats and `node_ended` count seconds since the start. Without them the node started with its first rank.
     """
-    told = [event for event in events if event.name in (NODE_HEARTBEAT, NODE_ENDED) and "seconds" in event.data]
-    starts = [(event.t_mono - float(event.data["seconds"]), event) for event in told]
+    counting = [event for event in events if event.name in (NODE_HEARTBEAT, NODE_ENDED) and "seconds" in event.data]
+    starts = [(event.t_mono - float(event.data["seconds"]), event) for event in counting]
     if not starts:
         clocks = ([event for event in group if accounts_for_time(event)] for group in by_rank.values())
-        starts = [(_clock_start(mine), mine[0]) for mine in clocks if mine]
+        starts = [(_find_first_start(mine), mine[0]) for mine in clocks if mine]
     if not starts:
         return None
     start, event = min(starts, key=lambda pair: pair[0])
     return start, event.t_wall - (event.t_mono - start)
 
 
-def _clock_start(clocks: Sequence[Event]) -> float:
-    """When a rank's first clock event that is left began, monotonic seconds.
+def _find_first_start(clocks: Sequence[Event]) -> float:
+    """The start of the first recorded interval of a rank, in monotonic seconds.
 
-    A rank emits the phases of one stretch of time one right after the other, so that the seconds of all of them come
-    off its end, and not only those of the first.
+    A rank emits all phases of one interval one right after the other. The interval therefore starts at their common
+    end less the seconds of all of them, and not only of the first.
     """
-    start, before = clocks[0].t_mono - _total(clocks[0]), clocks[0]
+    start, before = clocks[0].t_mono - sum(_seconds(clocks[0]).values()), clocks[0]
     for event in clocks[1:]:
-        if before.name != PHASE or event.name != PHASE or event.t_mono - before.t_mono > _TOGETHER_SECONDS:
+        if before.name != PHASE or event.name != PHASE or event.t_mono - before.t_mono > _SAME_MOMENT_SECONDS:
             break
-        start, before = start - _total(event), event
+        start, before = start - sum(_seconds(event).values()), event
     return start
 
 
 def _rank_time(node: NodeTime, rank: int, generation: RecordedGeneration) -> RankTime:
     clocks = [event for event in node.events.get(rank, []) if accounts_for_time(event)]
     paid = _micros(node.paid_seconds)
-    classes: dict[LedgerClass, int] = {}
-    tail_class = _tail_class(clocks, generation)
+    tail_class = _classify_tail(clocks, generation)
     if not any(node.events.values()) and (generation.running or generation.reason == Outcome.BUDGET):
-        tail_class = LedgerClass.STARTUP  # its ranks are still to come, or were not started for want of money
+        tail_class = LedgerClass.STARTUP  # the ranks are about to start, or the budget did not allow them to
     if not clocks:
         estimated = frozenset() if node.measured else frozenset({tail_class})
         whole = {tail_class: paid}
         return RankTime(rank=rank, paid=paid, classes=whole, estimated=estimated, spans=(Span(0, paid, whole),))
     spans = []
     for event in clocks:
-        seconds = {kind: _micros(value) for kind, value in _clipped(event, node, generation).items()}
+        seconds = {kind: _micros(value) for kind, value in _clip_seconds(event, node, generation).items()}
         end = min(_micros(event.t_mono - node.start), paid)
         spans.append(Span(max(0, end - sum(seconds.values())), end, seconds))
-    before = _clock_start(clocks) - node.start
+    before = max(0, _micros(_find_first_start(clocks) - node.start))
     after = node.end - clocks[-1].t_mono
-    spans.insert(0, Span(0, max(0, _micros(before)), {LedgerClass.STARTUP: max(0, _micros(before))}))
+    spans.insert(0, Span(0, before, {LedgerClass.STARTUP: before}))
     spans.append(Span(min(paid, paid - _micros(after)), paid, {tail_class: max(0, _micros(after))}))
+    classes: dict[LedgerClass, int] = {}
     for span in spans:
         for kind, spent in span.classes.items():
             classes[kind] = classes.get(kind, 0) + spent
@@ -203,8 +217,8 @@ def _rank_time(node: NodeTime, rank: int, generation: RecordedGeneration) -> Ran
     return RankTime(rank=rank, paid=paid, classes=classes, estimated=estimated, spans=tuple(spans))
 
 
-def _tail_class(clocks: list[Event], generation: RecordedGeneration) -> LedgerClass:
-    """What a rank's time after its last event is."""
+def _classify_tail(clocks: list[Event], generation: RecordedGeneration) -> LedgerClass:
+    """The class of a rank's time after its last event."""
     if generation.reason == EndReason.HANG:
         return LedgerClass.HANG
     if generation.unplanned:
@@ -214,24 +228,21 @@ def _tail_class(clocks: list[Event], generation: RecordedGeneration) -> LedgerCl
 
 
 def _seconds(event: Event) -> dict[LedgerClass, float]:
-    """The seconds that a clock event accounts for, by class."""
+    """The seconds by class that an event accounts for."""
     data = event.data
     try:
         seconds = {data["class"]: data["seconds"]} if event.name == PHASE else data["seconds"]
         return {LedgerClass(kind): max(0.0, float(value)) for kind, value in seconds.items()}
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        who = f"generation {event.generation}, node {event.node}, rank {event.rank}"
-        raise LedgerError(f"{who}: a {event.name} event without classes and seconds: {data}") from error
+        where = f"generation {event.generation}, node {event.node}, rank {event.rank}"
+        raise LedgerError(f"{where}: a {event.name} event without classes and seconds: {data}") from error
 
 
-def _total(event: Event) -> float:
-    return sum(_seconds(event).values())
+def _clip_seconds(event: Event, node: NodeTime, generation: RecordedGeneration) -> Mapping[LedgerClass, float]:
+    """The event's seconds by class within the node's paid time; time outside it costs nothing.
 
-
-def _clipped(event: Event, node: NodeTime, generation: RecordedGeneration) -> Mapping[LedgerClass, float]:
-    """The event's seconds within the node's paid time; time outside it costs nothing.
-
-    Only a completed step that is in the final weights is useful: all other step time is given the class of its waste.
+    Step time counts as useful only if the step completed and is in the final weights. Otherwise it is moved to the
+    class of its waste.
     """
     seconds = _seconds(event)
     outside = max(0.0, node.start - (event.t_mono - sum(seconds.values()))) + max(0.0, event.t_mono - node.end)
@@ -240,33 +251,33 @@ def _clipped(event: Event, node: NodeTime, generation: RecordedGeneration) -> Ma
         seconds[kind] -= taken
         outside -= taken
     if event.name == PHASE:
-        turned = _incomplete_class(generation)
-        # After a planned end, evaluation and waiting are what the rank says: no step was cut off in them.
-        wasted_kinds = (LedgerClass.USEFUL_STEP,) if turned is LedgerClass.SHUTDOWN else _WASTED
+        waste = _classify_incomplete_step(generation)
+        # A planned end cuts off no step, so that evaluation and waiting for data keep the classes that the rank gave.
+        wasted_kinds = (LedgerClass.USEFUL_STEP,) if waste is LedgerClass.SHUTDOWN else _WASTED
     elif event.step is None or not generation.keeps(event.step):
-        turned, wasted_kinds = LedgerClass.REDONE_STEP, _WASTED
+        waste, wasted_kinds = LedgerClass.REDONE_STEP, _WASTED
     elif event.data.get("skipped"):
-        turned, wasted_kinds = LedgerClass.SKIPPED_STEP, _WASTED
+        waste, wasted_kinds = LedgerClass.SKIPPED_STEP, _WASTED
     else:
         return seconds
     wasted = sum(seconds.pop(kind, 0.0) for kind in wasted_kinds)
     if wasted:
-        seconds[turned] = seconds.get(turned, 0.0) + wasted
+        seconds[waste] = seconds.get(waste, 0.0) + wasted
     return seconds
 
 
-def _incomplete_class(generation: RecordedGeneration) -> LedgerClass:
-    """The class of step time that a rank reports at its end: the step that it belongs to was never completed."""
+def _classify_incomplete_step(generation: RecordedGeneration) -> LedgerClass:
+    """The class of step time that a rank reports at its end, in a step that never completed."""
     if generation.reason == EndReason.HANG:
         return LedgerClass.HANG
     if generation.unplanned:
         return LedgerClass.INTERRUPTION
     if generation.reason in (None, Outcome.COMPLETED):  # running, or between the last step and the exit
         return LedgerClass.SHUTDOWN
-    return LedgerClass.REDONE_STEP  # such as the step that gave a non-finite loss
+    return LedgerClass.REDONE_STEP  # such as the step with a non-finite loss
 
 
-def _balance(classes: dict[LedgerClass, int], paid: int, who: str) -> None:
+def _balance(classes: dict[LedgerClass, int], paid: int, where: str) -> None:
     """Make the classes sum to the paid time: a gap is unattributed, a small overlap comes off the largest class."""
     rest = paid - sum(classes.values())
     if rest >= 0:
@@ -274,9 +285,8 @@ def _balance(classes: dict[LedgerClass, int], paid: int, who: str) -> None:
         return
     if -rest > max(TOLERANCE_SECONDS * MICRO, TOLERANCE_SHARE * paid):
         listed = " + ".join(f"{kind} {micros / MICRO:.3f}" for kind, micros in classes.items() if micros)
-        raise LedgerError(
-            f"{who}: its intervals exceed its paid time by {-rest / MICRO:.3f} s: {listed} > paid {paid / MICRO:.3f} s"
-        )
+        excess = f"its intervals exceed its paid time by {-rest / MICRO:.3f} s"
+        raise LedgerError(f"{where}: {excess}: {listed} > paid {paid / MICRO:.3f} s")
     classes[max(classes, key=classes.__getitem__)] += rest
 
 

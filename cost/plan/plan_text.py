@@ -12,12 +12,13 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
-from ebbflow.cost.amounts import format_count, format_duration, format_number, format_percent, format_usd, plain
+from ebbflow.cost.amounts import format_count, format_duration, format_number, format_percent, format_usd
 from ebbflow.cost.catalogue import advisor_recorded
 from ebbflow.cost.plan.candidates import Candidate, Rejection
 from ebbflow.cost.plan.plan import RANKED, Plan
 from ebbflow.cost.plan.throughput import gib_text
 from ebbflow.cost.prices.quote import short_age_text
+from ebbflow.infra.foreign_text import one_line
 
 WIDTH = 100
 BAR = "│"
@@ -33,8 +34,8 @@ def render_plan(plan: Plan) -> str:
         sections.append(_rejected(plan))
     sections.append(_kinds(plan))
     if plan.refusal is not None:
-        sections.append(_wrapped(plain(f"✗ refused ({plan.refusal.outcome}): {plan.refusal.message}")))
-        sections.append(_wrapped(plain(f"hint: {plan.refusal.hint}")))
+        sections.append(_wrapped(one_line(f"✗ refused ({plan.refusal.outcome}): {plan.refusal.message}")))
+        sections.append(_wrapped(one_line(f"hint: {plan.refusal.hint}")))
     lines = ["┌─ capacity plan ".ljust(WIDTH - 1, "─")]
     for index, section in enumerate(sections):
         lines += [BAR] if index else []
@@ -44,7 +45,7 @@ def render_plan(plan: Plan) -> str:
 
 def _header(plan: Plan) -> list[str]:
     made = datetime.fromtimestamp(plan.made_utc, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    work = f"{plan.steps:,} steps, {plan.tokens:,.0f} {plain(plan.weight_unit)}"
+    work = f"{plan.steps:,} steps, {plan.tokens:,.0f} {one_line(plan.weight_unit)}"
     budget = "no budget" if plan.budget_usd is None else f"budget {format_usd(plan.budget_usd, 2)}"
     deadline = "no deadline" if plan.deadline_hours is None else f"deadline {format_number(plan.deadline_hours, 2)} h"
     lines = [f"{work} · {budget} · {deadline}", f"made {made} for backend {plan.backend}"]
@@ -68,26 +69,26 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
     ranks = format_count(best.ranks, "rank")
     gpus = f"{size} × {best.processes_per_node} {best.gpu} = {ranks}, micro-batch {best.micro_batch}"
     speed = (
-        f"{format_number(best.tokens_per_second, 0)} {plain(plan.weight_unit)}/s, bound by {best.bound}, "
+        f"{format_number(best.tokens_per_second, 0)} {one_line(plan.weight_unit)}/s, bound by {best.bound}, "
         f"MFU {format_percent(best.mfu)}, {best.step_seconds:.4g} s per step"
     )
     items = [
         ("price", f"{price} ({_price_mark(best)})"),
-        ("known", plain(best.price_kind)),
+        ("known", one_line(best.price_kind)),
         ("gang", "; ".join(filter(None, [gpus, used]))),
         ("memory", f"{best.fit.render()} of {gib_text(best.gpu_memory_bytes)} per GPU (e)"),
-        ("speed", f"{speed} ({plain(best.speed_kind)})"),
+        ("speed", f"{speed} ({one_line(best.speed_kind)})"),
         ("hours", _hours(best)),
         ("dollars", _dollars(plan, best)),
         (
             "interruptions",
-            f"{best.interruptions:.2g} expected at {best.hazard_per_hour:.2g} per hour ({plain(best.hazard_kind)})",
+            f"{best.interruptions:.2g} expected at {best.hazard_per_hour:.2g} per hour ({one_line(best.hazard_kind)})",
         ),
         ("commits", f"{plan.interval}; Daly's interval at this hazard: {best.daly_interval_steps:,} steps"),
         *_limits(plan, best),
     ]
     width = max(len(name) for name, _ in items)
-    lines = _wrapped(plain(f"+ {best}: the cheapest pool that can run this job"))
+    lines = _wrapped(one_line(f"+ {best}: the cheapest pool that can run this job"))
     for name, value in items:
         lines += _wrapped(f"+ {name:<{width}}  {value}", indent=width + 4)
     return lines
@@ -135,7 +136,7 @@ _SPARE = ("GPUs", "tokens/s", "age")
 
 def _ranked(plan: Plan) -> list[str]:
     groups = _same_but_for_the_zone(plan.ranked)
-    speed = f"{plain(plan.weight_unit)}/s"
+    speed = f"{one_line(plan.weight_unit)}/s"
     rows = [tuple(speed if column == "tokens/s" else column for column in _COLUMNS)]
     for number_of_row, group in enumerate(groups[:_LISTED], start=1):
         one, others = group[0], len(group) - 1
@@ -143,7 +144,7 @@ def _ranked(plan: Plan) -> list[str]:
             (
                 f"{number_of_row}",
                 f"{one.nodes} × {one.instance_type} {one.market.replace('_', '-')}",
-                plain(one.place) + (f" +{others}" if others else ""),
+                one_line(one.place) + (f" +{others}" if others else ""),
                 f"{one.ranks} {one.gpu}",
                 f"{format_usd(one.gang_usd_per_hour, 4)} {_price_mark(one)}",
                 short_age_text(one.price_age_hours * 3600),
@@ -201,7 +202,7 @@ def _rejected(plan: Plan) -> list[str]:
 
 def _kinds(plan: Plan) -> list[str]:
     """What the prices are, and what the marks mean."""
-    said = [line for text in (*plan.prices, *plan.notes) for line in _wrapped(plain(text))]
+    said = [line for text in (*plan.prices, *plan.notes) for line in _wrapped(one_line(text))]
     stale = " !: older than cost.max_price_age_hours." if any(one.price_stale for one in plan.ranked) else ""
     marks = f"l: live. r: recorded. e: estimated. s: simulated. Hazards: spot advisor of {advisor_recorded()}.{stale}"
     return [*said, *_wrapped(marks)]

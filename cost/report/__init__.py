@@ -1,1 +1,1 @@
-"""One report from a job's events, and its renderings: terminal, page, rows, frames."""
+"""The report of a job: its figures, computed from events, and their text and HTML renderings."""

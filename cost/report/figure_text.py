@@ -20,7 +20,6 @@ from ebbflow.cost.amounts import (
     format_seconds,
     format_share,
     format_usd,
-    plain,
     usd_decimals,
 )
 from ebbflow.cost.capacity.placement import UNKNOWN
@@ -28,6 +27,7 @@ from ebbflow.cost.ledger.ledger import MEASURED, SIMULATED, UNPRICED
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.config.load import DEFAULT, value_text
 from ebbflow.infra.events import LedgerClass
+from ebbflow.infra.foreign_text import one_line
 
 _DAMAGE_SHOWN = 10
 LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")
@@ -70,7 +70,7 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
     """The headline figures by name. Every rendering holds each of them, letter by letter. Unknown ones are left out."""
     actual = report.actual
     figures = {
-        "job": plain(report.job),
+        "job": one_line(report.job),
         "outcome": format_outcome(report),
         "total": format_usd(report.total_usd),
         "savings": format_usd(report.savings_usd, usd_decimals(report.total_usd)),
@@ -105,14 +105,14 @@ def _is_unknown(figure: str) -> bool:
 def format_mfu(report: RunReport) -> str:
     """Such as "41.0 % of measured peak", or why it is withheld."""
     withheld = report.actual.get("mfu_withheld")
-    return f"withheld: {plain(withheld)}" if withheld else format_share(report.actual.get("mfu"), "measured peak")
+    return f"withheld: {one_line(withheld)}" if withheld else format_share(report.actual.get("mfu"), "measured peak")
 
 
 def format_outcome(report: RunReport) -> str:
     """The outcome with its exit code, or since when and where the job is running."""
     if report.running is None:
         return f"{report.outcome} (exit code {report.exit_code})"
-    running = {name: plain(str(value)) for name, value in report.running.items()}
+    running = {name: one_line(str(value)) for name, value in report.running.items()}
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(report.running["since_utc"]))
     by = f"`{running['command']}` of {running['user']}, pid {running['pid']}"
     return f"running since {since} on host {running['host']} ({by}); all figures are so far"
@@ -120,7 +120,7 @@ def format_outcome(report: RunReport) -> str:
 
 def get_weight_unit(report: RunReport) -> str:
     """What the weight of a batch counts, and with it speeds and losses: tokens for text."""
-    return plain(report.actual.get("weight_unit") or "tokens")
+    return one_line(report.actual.get("weight_unit") or "tokens")
 
 
 def get_loss_unit(report: RunReport) -> str:
@@ -138,7 +138,7 @@ def _quality(report: RunReport) -> dict[str, str]:
             "loss / entropy": format_number(actual.get("held_out_ratio"), 3),
         }
     return {
-        plain(name).replace("_", " "): format_number(value) for name, value in (actual.get("metrics") or {}).items()
+        one_line(name).replace("_", " "): format_number(value) for name, value in (actual.get("metrics") or {}).items()
     }
 
 
@@ -164,12 +164,12 @@ def _saves(found: dict[str, Any]) -> str:
 
 def describe_prices(report: RunReport) -> str:
     """How the dollars are to be read."""
-    kind = plain(report.actual.get("price_kind", UNPRICED))
+    kind = one_line(report.actual.get("price_kind", UNPRICED))
     if kind == SIMULATED:
-        return f"simulated: priced as if on {plain(format_pool(report.plan))}"
+        return f"simulated: priced as if on {one_line(format_pool(report.plan))}"
     if _nothing_paid(report):
         chosen = (report.plan or {}).get("chosen")
-        planned = f"it was to run on {plain(format_pool(report.plan))}" if chosen else "it has no plan"
+        planned = f"it was to run on {one_line(format_pool(report.plan))}" if chosen else "it has no plan"
         return f"none: nothing of the job has started, so that nothing was paid for; {planned}"
     if kind == UNPRICED:
         return "unpriced: the events hold no plan"
@@ -245,8 +245,8 @@ def format_generation_rows(report: RunReport) -> list[tuple[str, str, str, str, 
             f"{line['from_step']:,}",
             NONE if line["last_step"] is None else f"{line['last_step']:,}",
             f"{paid_seconds:,}",
-            plain(line["ended"] or "not recorded").replace("_", " "),
-            plain(line["culprit"] or ""),
+            one_line(line["ended"] or "not recorded").replace("_", " "),
+            one_line(line["culprit"] or ""),
         )
         for line, paid_seconds in zip(lines, paid, strict=True)
     ]
@@ -255,7 +255,7 @@ def format_generation_rows(report: RunReport) -> list[tuple[str, str, str, str, 
 def format_configuration_rows(report: RunReport, *, defaults: bool) -> list[tuple[str, str, str]]:
     """(key, value, source) of what was set, or of what was left at its default."""
     return [
-        (plain(row["key"]), plain(value_text(row["value"])), plain(row["source"]))
+        (one_line(row["key"]), one_line(value_text(row["value"])), one_line(row["source"]))
         for row in report.configuration
         if (row["source"] == DEFAULT) is defaults
     ]
@@ -289,7 +289,7 @@ def explain_figures(report: RunReport) -> list[str]:
     if rules:
         lines.append(f"estimated: {', '.join(rules)}: by the provider's rules, for an instance that is known by its id")
     lines += format_node_prices(report)
-    lines += [plain(line) for line in (report.plan or {}).get("prices", [])]
+    lines += [one_line(line) for line in (report.plan or {}).get("prices", [])]
     if (report.plan or {}).get("chosen"):
         lines.append("estimated: the plan's hours, dollars, speed and interruptions")
     share = report.actual.get("unattributed_share") or 0.0
@@ -317,7 +317,7 @@ def describe_damage(report: RunReport) -> list[str]:
     lines = [f"DAMAGED: the event log is damaged in {places}; time, dollars and losses are folded from what is left"]
     for one in damage[:_DAMAGE_SHOWN]:
         line = f" line {one['line']}" if one.get("line") else ""
-        lines.append(f"damaged: {plain(one['segment'])}{line}: {plain(one['what'])}")
+        lines.append(f"damaged: {one_line(one['segment'])}{line}: {one_line(one['what'])}")
     if len(damage) > _DAMAGE_SHOWN:
         lines.append(f"damaged: {len(damage) - _DAMAGE_SHOWN:,} more places are in report.json (events.damage)")
     return lines
@@ -330,15 +330,15 @@ def _price_in_full(report: RunReport) -> str:
     # The quote is of the planned pool: of other machines the lines on prices say more.
     if not quoted or report.actual.get("price_kind") not in (SIMULATED, chosen.get("price_kind")):
         return text
-    known = f" ({plain(chosen.get('price_kind', NONE))})" if report.actual.get("price_kind") == SIMULATED else ""
-    return f"{text}, ${plain(quoted)}/h per node{known}"
+    known = f" ({one_line(chosen.get('price_kind', NONE))})" if report.actual.get("price_kind") == SIMULATED else ""
+    return f"{text}, ${one_line(quoted)}/h per node{known}"
 
 
 def format_failures(report: RunReport) -> list[str]:
     """The failures, first one first."""
     return [
-        f"{format_duration(failure['seconds'])}: {plain(failure['what'])}"
-        + (f" ({plain(failure['culprit'])})" if failure.get("culprit") else "")
+        f"{format_duration(failure['seconds'])}: {one_line(failure['what'])}"
+        + (f" ({one_line(failure['culprit'])})" if failure.get("culprit") else "")
         for failure in report.events.get("failures", [])
     ]
 
@@ -362,7 +362,7 @@ def format_cause_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
     total = float(report.total_usd)
     rows = [
         (
-            _short(plain(line["cause"])),
+            _short(one_line(line["cause"])),
             f"{shown_seconds:,}",
             format_percent(line["usd"] / total if total else None),
             format_usd(shown_usd, decimals),
@@ -396,7 +396,7 @@ def format_budget(report: RunReport) -> str:
 
 def format_owner(report: RunReport) -> str:
     """Owner and project of the configuration; n/a where nobody set them."""
-    owner, project = (plain(report.money.get(name) or NONE) for name in ("owner", "project"))
+    owner, project = (one_line(report.money.get(name) or NONE) for name in ("owner", "project"))
     return NONE if owner == project == NONE else f"{owner}, project {project}"
 
 
@@ -407,8 +407,8 @@ def format_node_prices(report: RunReport) -> list[str]:
     if len(found) < 2:
         return []
     return [
-        f"prices: {line['nodes']} of {nodes} nodes on {plain(line['pool'] or NONE)}, "
-        f"{format_usd(line['usd'], decimals)}: {plain(line['kind'])}"
+        f"prices: {line['nodes']} of {nodes} nodes on {one_line(line['pool'] or NONE)}, "
+        f"{format_usd(line['usd'], decimals)}: {one_line(line['kind'])}"
         for line in found
     ]
 
@@ -441,7 +441,7 @@ def format_attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str
 
 def format_placement_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """`PLACE_HEADER` of each."""
-    return [(str(one["number"]), plain(one["where"]), plain(one["why"])) for one in attempts]
+    return [(str(one["number"]), one_line(one["where"]), one_line(one["why"])) for one in attempts]
 
 
 def format_placements(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -450,5 +450,5 @@ def format_placements(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _ended(one: Mapping[str, Any]) -> str:
-    cause = plain(one["ended"] or "")
+    cause = one_line(one["ended"] or "")
     return _NOTHING_TOLD if cause in ("", UNKNOWN) else cause.replace("_", " ")

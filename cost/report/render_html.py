@@ -10,7 +10,7 @@ import html
 import math
 from collections.abc import Callable, Sequence
 
-from ebbflow.cost.amounts import format_number, plain
+from ebbflow.cost.amounts import format_number
 from ebbflow.cost.report.figure_text import (
     ATTEMPT_HEADER,
     CAUSE_HEADER,
@@ -33,6 +33,7 @@ from ebbflow.cost.report.figure_text import (
 from ebbflow.cost.report.render_text import PYTHON, suggest_next_step
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.events import LedgerClass
+from ebbflow.infra.foreign_text import one_line
 
 # One hue per class of time: work green, its overheads blue, what interruptions cost warm, the unknown grey.
 COLOURS = {
@@ -274,7 +275,7 @@ def _definitions(figures: dict[str, str]) -> str:
 
 def _message(report: RunReport) -> str:
     message = report.events.get("message")
-    return f'<p class="message">{escape(plain(message))}</p>' if message else ""
+    return f'<p class="message">{escape(one_line(message))}</p>' if message else ""
 
 
 def _generations(report: RunReport) -> str:

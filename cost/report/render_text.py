@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from decimal import ROUND_CEILING, Decimal
 from typing import Any, NamedTuple
 
-from ebbflow.cost.amounts import format_number, format_percent, format_usd, plain, usd_decimals
+from ebbflow.cost.amounts import format_number, format_percent, format_usd, usd_decimals
 from ebbflow.cost.report.figure_text import (
     ATTEMPT_HEADER,
     CAUSE_HEADER,
@@ -29,6 +29,7 @@ from ebbflow.cost.report.figure_text import (
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import LedgerClass
+from ebbflow.infra.foreign_text import one_line
 
 PYTHON = ".venv/bin/python"
 _FLOW = "flows/train_flow.py"
@@ -59,11 +60,11 @@ def suggest_next_step(report: RunReport, *, python: str = PYTHON) -> NextStep | 
     words, settings = _advice(report)
     if settings is None and _was_sent_away(report):
         words, settings = f"{words} {_SENT_AS_BEFORE}", []
-    interpreter = shlex.quote(plain(python))
-    run = plain(report.events.get("run") or "")
+    interpreter = shlex.quote(one_line(python))
+    run = one_line(report.events.get("run") or "")
     if settings is None and run:
         return NextStep(words, f"{interpreter} {_FLOW} resume train --origin-run-id {shlex.quote(run)}")
-    command = f"{interpreter} {_FLOW} run --job {shlex.quote(plain(report.job))}"
+    command = f"{interpreter} {_FLOW} run --job {shlex.quote(one_line(report.job))}"
     permits = [_PERMITS[report.outcome]] if report.outcome in _PERMITS else []
     return NextStep(words, " ".join([command, *permits, *(f"--set {setting}" for setting in settings or [])]))
 
@@ -91,7 +92,7 @@ def _advice(report: RunReport) -> tuple[str, list[str] | None]:
         return f"bring back a sound commit and go on, or give up all steps and begin anew {_AS_BEFORE}", []
     if outcome is Outcome.ROLLED_BACK:
         return f"bring the newer commits back and go on, or go on from the older one {_AS_BEFORE}", []
-    hint = plain(_refusal(report).get("hint") or "")
+    hint = one_line(_refusal(report).get("hint") or "")
     return f"fix what went wrong{f' ({hint})' if hint else ''} and run again {_AS_BEFORE}", []
 
 
@@ -160,7 +161,7 @@ def render(report: RunReport, *, python: str = PYTHON) -> str:
         listed = found[:_LISTED_FAILURES] + ([f"… and {more} more"] if more > 0 else [])
         sections.append(["what went wrong, first failure first:", *_wrapped(listed)])
     if message := report.events.get("message"):
-        sections.append(_wrapped([f"message: {plain(message)}"]))
+        sections.append(_wrapped([f"message: {one_line(message)}"]))
     sections.append(["how far to trust this:", *_wrapped(explain_figures(report))])
     if following := suggest_next_step(report, python=python):
         sections.append([*_wrapped([f"{following.words}:"]), f"  {following.command}"])
@@ -232,12 +233,12 @@ def build_job_row(report: RunReport) -> dict[str, Any]:
     money, actual = report.money, report.actual
     forecast, found = money.get("forecast") or {}, money.get("hindsight") or {}
     known = {
-        "job": plain(report.job),
-        "owner": plain(money.get("owner") or ""),
-        "project": plain(money.get("project") or ""),
+        "job": one_line(report.job),
+        "owner": one_line(money.get("owner") or ""),
+        "project": one_line(money.get("project") or ""),
         "outcome": report.state,
-        "pool": plain(format_pool(report.plan)),
-        "price_kind": plain(actual.get("price_kind") or ""),
+        "pool": one_line(format_pool(report.plan)),
+        "price_kind": one_line(actual.get("price_kind") or ""),
         "forecast_usd": forecast.get("compute_usd", forecast.get("usd")),  # what is paid for below is compute alone
         "total_usd": report.total_usd,
         "savings_usd": report.savings_usd,
@@ -285,7 +286,7 @@ def render_table(reports: Sequence[RunReport]) -> str:
 
 def _damaged(reports: Sequence[RunReport]) -> list[str]:
     """Jobs whose figures are folded from a damaged event log."""
-    places = [(plain(report.job), len(report.events.get("damage") or [])) for report in reports]
+    places = [(one_line(report.job), len(report.events.get("damage") or [])) for report in reports]
     return [
         f"{job}: the event log is damaged in {found} places: ebbflow report {job}" for job, found in places if found
     ]
@@ -293,7 +294,7 @@ def _damaged(reports: Sequence[RunReport]) -> list[str]:
 
 def describe_price_kinds(reports: Sequence[RunReport]) -> str:
     """How the dollars of the table are to be read."""
-    kinds = sorted({plain(report.actual.get("price_kind") or "unpriced") for report in reports})
+    kinds = sorted({one_line(report.actual.get("price_kind") or "unpriced") for report in reports})
     estimated = "forecast (compute alone, as what is paid), savings, regret: estimated"
     return f"paid: measured time at prices that are {'; '.join(kinds)}. {estimated}"
 
