@@ -205,7 +205,7 @@ def _boot_seconds(machine: dict[str, Any]) -> float:
 
 def _shared(bills: Sequence[NodeBill]) -> list[str]:
     """Instances on which nodes of the job ran at once and divided its price."""
-    of = {bill.node.instance_id for bill in bills if any(number > 1 for _, number in bill.parts)}
+    of = {bill.node.instance_id for bill in bills if any(number > 1 for _, number in bill.sharers)}
     return sorted(instance_id for instance_id in of if instance_id)
 
 

@@ -197,7 +197,7 @@ class _Run:
     def pay(self, begin: float, seconds: float) -> float:
         """Returns the end."""
         start = round(begin * MICRO)
-        self.usd += self.ask.curve.usd(start, start + round(seconds * MICRO)) * self.facts.nodes
+        self.usd += self.ask.curve.cost(start, start + round(seconds * MICRO)) * self.facts.nodes
         self.paid += seconds
         return begin + seconds
 

@@ -1,7 +1,7 @@
-"""Compute the cost of each node: its paid time at the price of each moment, shared by the nodes of one instance.
+"""Compute the cost of each node: its paid time at the price of each moment.
 
-Kubernetes packs pods onto one machine, and two nodes of a gang may be such pods. At each moment the price is divided by
-the nodes of the job that are alive on the instance. What other jobs run there is not known to these events.
+Nodes of one gang may share an instance, such as pods that Kubernetes packs onto one machine. At each moment the price
+is then divided by the number of the job's nodes on the instance. Other jobs on it do not appear in these events.
 """
 
 from __future__ import annotations
@@ -25,53 +25,171 @@ from ebbflow.cost.ledger.pricing import SIMULATED, NodePrice, PriceCurve, Pricin
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime, RankTime, Span, read_paid_nodes
 from ebbflow.infra.events import Event, LedgerClass
 
+# (Unix microseconds, number of nodes that share the price from then on), ordered by time.
+SharerCounts = tuple[tuple[int, int], ...]
 
-def compute_node_usd(node: NodeTime, curve: PriceCurve) -> Decimal:
-    """What the node cost: its paid time at the price of each moment."""
-    start = start_micros(node)
-    return curve.usd(start, start + node.paid_micros)
+
+@dataclass(frozen=True, kw_only=True)
+class NodeBill:
+    """The cost of one node of one generation.
+
+    Attributes:
+        sharers: How many nodes shared the instance over time; empty if the node was always alone.
+        extras: Paid time of its instance beyond the node's own (`cost.ledger.instances`).
+        usd: Exact dollars, extras included.
+        job: The Batch job that the node was part of, if Batch reported it.
+    """
+
+    node: NodeTime
+    price: NodePrice
+    sharers: SharerCounts
+    extras: tuple[ExtraTime, ...]
+    job: BatchJob | None = None
+
+    @property
+    def usd(self) -> Decimal:
+        start = start_micros(self.node)
+        own = self.curve.cost(start, start + self.node.paid_micros)
+        return sum((self.extra_usd(extra) for extra in self.extras), own)
+
+    @property
+    def curve(self) -> PriceCurve:
+        """What the node pays per hour: its part of the price of its instance."""
+        return divide_price(self.price.curve, self.sharers)
+
+    @property
+    def on_demand_curve(self) -> PriceCurve | None:
+        """The node's part of the on-demand price of its instance; None if that price is unknown."""
+        usd = self.price.on_demand_usd_per_hour
+        return None if usd is None else divide_price(PriceCurve(usd), self.sharers)
+
+    @property
+    def rank_microseconds(self) -> int:
+        return (self.node.paid_micros + sum(extra.micros for extra in self.extras)) * len(self.node.ranks)
+
+    def extra_usd(self, extra: ExtraTime) -> Decimal:
+        start = round(extra.start * MICRO)
+        return self.price.curve.cost(start, start + extra.micros)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnreportedBill:
+    """The cost of a node of a Batch job that recorded no event. All of its time counts as start-up."""
+
+    job: BatchJob
+    node: int
+    price: NodePrice
+
+    @property
+    def usd(self) -> Decimal:
+        stay = self.job.stay(self.node)
+        start = round(stay.started * MICRO)
+        return self.price.curve.cost(start, start + stay.micros)
+
+    @property
+    def rank_microseconds(self) -> int:
+        return self.job.stay(self.node).micros * self.job.ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bills:
+    """The costs of a job: `nodes` by generation and node, `unreported` by Batch job and node."""
+
+    nodes: tuple[NodeBill, ...]
+    unreported: tuple[UnreportedBill, ...]
+
+
+def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGeneration]) -> Bills:
+    """Compute the cost of every node and Batch job in the events, which are ordered by time."""
+    nodes = read_paid_nodes(events)
+    jobs = read_batch_jobs(events)
+    reported = group_nodes_by_job(nodes, jobs)
+    job_of = {id(node): jobs[job_id] for job_id, mine in reported.items() for node in mine}
+    # "Multi-node parallel job nodes are single-tenant", whatever instance id their metadata service reports:
+    # https://docs.aws.amazon.com/batch/latest/userguide/multi-node-parallel-jobs.html
+    sharers = count_sharers([node for node in nodes if id(node) not in job_of or job_of[id(node)].nodes == 1])
+    pricing = Pricing.of(events)
+    stays = {id(node): job_of[id(node)].stay(node.node) for node in nodes if id(node) in job_of}
+    extras = [*find_batch_extras(reported, jobs, generations), *find_instance_extras(nodes, stays)]
+
+    def make_bill(node: NodeTime) -> NodeBill:
+        job = job_of.get(id(node))
+        price = pricing.price_node(node, job)
+        # A simulated run is priced as if each node had a machine of its own, of the planned type.
+        if price.kind == SIMULATED:
+            return NodeBill(node=node, price=price, sharers=(), extras=(), job=job)
+        mine = tuple(extra for extra in extras if extra.node is node)
+        return NodeBill(node=node, price=price, sharers=sharers.get(id(node), ()), extras=mine, job=job)
+
+    return Bills(
+        nodes=tuple(make_bill(node) for node in nodes),
+        unreported=tuple(
+            UnreportedBill(job=job, node=node, price=pricing.price_job(job))
+            for job, node in find_unreported_nodes(reported, jobs)
+        ),
+    )
+
+
+def merge_batch_status(
+    generations: Mapping[int, RecordedGeneration], bills: Sequence[NodeBill]
+) -> dict[int, RecordedGeneration]:
+    """Give each generation without a recorded end the reason that Batch reported, if that ended it."""
+    causes = {bill.node.generation: bill.job.cause for bill in bills if bill.job is not None}
+    return {
+        number: replace(one, reason=causes[number])
+        if one.reason is None and causes.get(number) in ("reclaimed", "terminated")
+        else one
+        for number, one in generations.items()
+    }
+
+
+def count_machines(bills: Sequence[NodeBill]) -> int:
+    """Count the machines paid for the nodes of one generation. Nodes that share an instance count once."""
+    return len({bill.node.instance_id if bill.sharers else id(bill) for bill in bills})
 
 
 def compute_rank_charges(node: NodeTime, rank: RankTime, curve: PriceCurve) -> dict[LedgerClass, Decimal]:
-    """Dollars of one rank by class; they sum to the rank's share of `compute_node_usd`.
+    """Divide one rank's share of its node's cost by class.
 
-    With one price they are in proportion to the seconds. When the price changed, each span of the rank's time is
-    charged at the mean price while it lasted, and what no span covers at that of the gaps.
+    With a constant price the dollars are proportional to the seconds. If the price changed, each span of the rank's
+    time is charged at its mean price, and time in no span at the mean price of the gaps.
     """
     start = start_micros(node)
-    share = curve.usd(start, start + rank.paid) / len(node.ranks)
+    share = curve.cost(start, start + rank.paid) / len(node.ranks)
     if rank.paid <= 0:
         return {}
-    if curve.constant(start, start + rank.paid):
+    if curve.is_constant(start, start + rank.paid):
         return {kind: share * spent / rank.paid for kind, spent in rank.classes.items()}
-    weights = _weights(rank, curve, start)
+    weights = _weigh_classes(rank, curve, start)
     whole = sum(weights.values())
-    if not whole:  # every moment was free
+    if not whole:  # the price was zero all the time
         return dict.fromkeys(rank.classes, Decimal(0))
     return {kind: share * weight / whole for kind, weight in weights.items()}
 
 
 def start_micros(node: NodeTime) -> int:
+    """Unix microseconds of the node's start."""
     return round(node.started_wall * MICRO)
 
 
-def _weights(rank: RankTime, curve: PriceCurve, start: int) -> dict[LedgerClass, Decimal]:
+def _weigh_classes(rank: RankTime, curve: PriceCurve, start: int) -> dict[LedgerClass, Decimal]:
+    """Weights by class: microseconds times the mean price while they passed."""
     spent: dict[LedgerClass, Decimal] = {}
-    seconds: dict[LedgerClass, int] = {}
-    for span in [*rank.spans, *_gaps(rank)]:
-        price = _mean(curve, start + span.start, start + span.end)
-        for kind, micros in span.classes.items():
-            spent[kind] = spent.get(kind, Decimal(0)) + price * micros
-            seconds[kind] = seconds.get(kind, 0) + micros
-    whole = _mean(curve, start, start + rank.paid)
+    micros: dict[LedgerClass, int] = {}
+    for span in [*rank.spans, *_find_gaps(rank)]:
+        price = _mean_price(curve, start + span.start, start + span.end)
+        for kind, duration in span.classes.items():
+            spent[kind] = spent.get(kind, Decimal(0)) + price * duration
+            micros[kind] = micros.get(kind, 0) + duration
+    mean = _mean_price(curve, start, start + rank.paid)
     return {
-        kind: spent[kind] / seconds[kind] * micros if seconds.get(kind) else whole * micros
-        for kind, micros in rank.classes.items()
+        kind: spent[kind] / micros[kind] * duration if micros.get(kind) else mean * duration
+        for kind, duration in rank.classes.items()
     }
 
 
-def _gaps(rank: RankTime) -> Iterator[Span]:
-    """Where no span lies."""
+def _find_gaps(rank: RankTime) -> Iterator[Span]:
+    """Yield the time that no span covers, as unattributed spans."""
     reached = 0
     for span in sorted(rank.spans, key=lambda span: span.start):
         if span.start > reached:
@@ -81,37 +199,33 @@ def _gaps(rank: RankTime) -> Iterator[Span]:
         yield Span(reached, rank.paid, {LedgerClass.UNATTRIBUTED: rank.paid - reached})
 
 
-def _mean(curve: PriceCurve, start: int, end: int) -> Decimal:
-    """Per hour; of a moment, the price at it."""
+def _mean_price(curve: PriceCurve, start: int, end: int) -> Decimal:
+    """The mean price per hour from `start` to `end`, Unix microseconds."""
     if end <= start:
-        return curve.at(start / MICRO)
-    return curve.usd(start, end) * 3600 * MICRO / (end - start)
-
-
-# (Unix microseconds since when, how many nodes pay), in the order of time.
-SharerCounts = tuple[tuple[int, int], ...]
+        return curve.price_at(start / MICRO)
+    return curve.cost(start, end) * 3600 * MICRO / (end - start)
 
 
 def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
-    """By the node's `id`, of nodes that were not alone on their instance all the time: how many paid since when."""
+    """Count the nodes on each instance over time, for every node (by its `id()`) that was not always alone."""
     found: dict[int, SharerCounts] = {}
-    for lived in group_by_instance(nodes).values():
-        lives = [(start_micros(node), start_micros(node) + node.paid_micros) for node in lived]
-        moments = sorted({moment for life in lives for moment in life})
-        alive = [(at, sum(start <= at < end for start, end in lives)) for at in moments]
-        for node, (start, end) in zip(lived, lives, strict=True):
-            mine = tuple((at, number) for at, number in alive if start <= at < end)
-            if any(number > 1 for _, number in mine):
-                found[id(node)] = mine
+    for mine in group_by_instance(nodes).values():
+        intervals = _paid_intervals(mine)
+        moments = sorted({moment for interval in intervals for moment in interval})
+        alive = [(at, sum(start <= at < end for start, end in intervals)) for at in moments]
+        for node, (start, end) in zip(mine, intervals, strict=True):
+            counts = tuple((at, number) for at, number in alive if start <= at < end)
+            if any(number > 1 for _, number in counts):
+                found[id(node)] = counts
     return found
 
 
-def divide_price(curve: PriceCurve, parts: SharerCounts) -> PriceCurve:
-    """The curve with each moment's price over the number that pays it; before the first of `parts`, as it is."""
-    if not parts:
+def divide_price(curve: PriceCurve, sharers: SharerCounts) -> PriceCurve:
+    """Divide the price by the number of sharers at each moment. Before the first of `sharers` it stays as it is."""
+    if not sharers:
         return curve
-    moments = sorted({at for at, _ in curve.changes} | {at for at, _ in parts})
-    changes, price, number, numbers, prices = [], curve.first, 1, dict(parts), dict(curve.changes)
+    moments = sorted({at for at, _ in curve.changes} | {at for at, _ in sharers})
+    changes, price, number, numbers, prices = [], curve.first, 1, dict(sharers), dict(curve.changes)
     for at in moments:
         price, number = prices.get(at, price), numbers.get(at, number)
         changes.append((at, price / number))
@@ -119,133 +233,13 @@ def divide_price(curve: PriceCurve, parts: SharerCounts) -> PriceCurve:
 
 
 def covered_seconds(nodes: Sequence[NodeTime]) -> float:
-    """Seconds in which at least one of the nodes was alive."""
+    """Seconds in which at least one of the nodes was paid for."""
     total, reached = 0, 0
-    for start, end in sorted((start_micros(node), start_micros(node) + node.paid_micros) for node in nodes):
+    for start, end in sorted(_paid_intervals(nodes)):
         total += max(0, end - max(start, reached))
         reached = max(reached, end)
-    return total / 1_000_000
+    return total / MICRO
 
 
-_ENDS_THAT_BATCH_TELLS = ("reclaimed", "terminated")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeBill:
-    """One node of one generation: its paid time, its price and what it cost, to full precision.
-
-    parts: how many nodes paid for its instance since when, where it was not alone there (`cost.ledger.bills`).
-    extras: what its instance cost beyond that (`cost.ledger.instances`, `cost.ledger.instances`); usd includes it.
-    job: of AWS Batch that it was part of, as far as Batch has told of it.
-    """
-
-    node: NodeTime
-    price: NodePrice
-    parts: SharerCounts
-    extras: tuple[ExtraTime, ...]
-    usd: Decimal
-    job: BatchJob | None = None
-
-    @property
-    def curve(self) -> PriceCurve:
-        """What the node pays per hour: its part of the price of its instance."""
-        return divide_price(self.price.curve, self.parts)
-
-    @property
-    def on_demand_curve(self) -> PriceCurve | None:
-        """The same at the on-demand price; None: not on record."""
-        usd = self.price.on_demand_usd_per_hour
-        return None if usd is None else divide_price(PriceCurve(usd), self.parts)
-
-    @property
-    def rank_microseconds(self) -> int:
-        return (self.node.paid_micros + sum(extra.micros for extra in self.extras)) * len(self.node.ranks)
-
-    def extra_usd(self, extra: ExtraTime) -> Decimal:
-        start = round(extra.start * MICRO)
-        return self.price.curve.usd(start, start + extra.micros)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnreportedBill:
-    """A node of a Batch job that never said a word: paid from its start to its stop, all of it start-up."""
-
-    job: BatchJob
-    node: int
-    price: NodePrice
-    usd: Decimal
-
-    @property
-    def rank_microseconds(self) -> int:
-        return self.job.stay(self.node).micros * self.job.ranks
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bills:
-    """nodes: by generation and node. silent: by job and node."""
-
-    nodes: tuple[NodeBill, ...]
-    silent: tuple[UnreportedBill, ...]
-
-    @property
-    def usd(self) -> Decimal:
-        return sum((bill.usd for bill in (*self.nodes, *self.silent)), Decimal(0))
-
-
-def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGeneration]) -> Bills:
-    """Of all that was paid for. events: by time."""
-    nodes = read_paid_nodes(events)
-    jobs = read_batch_jobs(events)
-    heard = group_nodes_by_job(nodes, jobs)
-    job_of = {id(node): jobs[job_id] for job_id, mine in heard.items() for node in mine}
-    # "Multi-node parallel job nodes are single-tenant", whatever their metadata service calls their instances:
-    # https://docs.aws.amazon.com/batch/latest/userguide/multi-node-parallel-jobs.html
-    shared = count_sharers([node for node in nodes if id(node) not in job_of or job_of[id(node)].nodes == 1])
-    pricing = Pricing.of(events)
-    stays = {id(node): job_of[id(node)].stay(node.node) for node in nodes if id(node) in job_of}
-    beyond = [*find_batch_extras(heard, jobs, generations), *find_instance_extras(nodes, stays)]
-    return Bills(
-        nodes=tuple(_node_bill(node, pricing, shared, beyond, job_of.get(id(node))) for node in nodes),
-        silent=tuple(_silent_bill(job, node, pricing) for job, node in find_unreported_nodes(heard, jobs)),
-    )
-
-
-def merge_batch_status(
-    generations: Mapping[int, RecordedGeneration], bills: Sequence[NodeBill]
-) -> dict[int, RecordedGeneration]:
-    """The generations, those that ended without a word with what Batch told of the end of their job."""
-    told = {bill.node.generation: bill.job.cause for bill in bills if bill.job is not None}
-    return {
-        number: replace(one, reason=told[number])
-        if one.reason is None and told.get(number) in _ENDS_THAT_BATCH_TELLS
-        else one
-        for number, one in generations.items()
-    }
-
-
-def count_machines(bills: Sequence[NodeBill]) -> int:
-    """How many machines are paid for the nodes of one generation: of those that share an instance, one."""
-    return len({bill.node.instance_id if bill.parts else id(bill) for bill in bills})
-
-
-def _node_bill(
-    node: NodeTime,
-    pricing: Pricing,
-    shared: Mapping[int, SharerCounts],
-    beyond: Sequence[ExtraTime],
-    job: BatchJob | None,
-) -> NodeBill:
-    price = pricing.node(node, job)
-    # A simulated run is priced as if each of its nodes had a machine of the plan's, whatever this one is.
-    real = price.kind != SIMULATED
-    parts = shared.get(id(node), ()) if real else ()
-    mine = tuple(extra for extra in beyond if extra.node is node and real)
-    bill = NodeBill(node=node, price=price, parts=parts, extras=mine, usd=Decimal(0), job=job)
-    usd = sum((bill.extra_usd(extra) for extra in mine), compute_node_usd(node, bill.curve))
-    return NodeBill(node=node, price=price, parts=parts, extras=mine, usd=usd, job=job)
-
-
-def _silent_bill(job: BatchJob, node: int, pricing: Pricing) -> UnreportedBill:
-    price, stay = pricing.job(job), job.stay(node)
-    start = round(stay.started * MICRO)
-    return UnreportedBill(job=job, node=node, price=price, usd=price.curve.usd(start, start + stay.micros))
+def _paid_intervals(nodes: Sequence[NodeTime]) -> list[tuple[int, int]]:
+    return [(start_micros(node), start_micros(node) + node.paid_micros) for node in nodes]

@@ -1,12 +1,14 @@
-"""Where every paid rank-second went, and what it cost: `fold` turns a job's events into a `Ledger`.
+"""The ledger of a job: where every paid rank-second went, and what it cost.
 
-The identity: paid time is what the agents say their nodes lived, and what AWS Batch says beyond that of its jobs, times
-the node's ranks. The ranks' own intervals
-divide it into classes; a rank's time before its process began is start-up, after its last sign of life it is an
-interruption (or shutdown, when the generation ended as meant), and what no interval covers is `unattributed`.
-Dollars are the node's price at each moment (`cost.ledger.pricing`), shared by its ranks: exact at those prices, and
-no invoice.
-The ledger is append-only as the events are: a later event adds to it, and only ever turns steps into redone ones.
+Paid time is the time that agents recorded for their nodes, plus the time that AWS Batch reports beyond that, times the
+ranks of each node. The intervals that ranks recorded divide it into classes. Time before a rank's process started is
+start-up. Time after its last event is an interruption, or shutdown if the generation ended as planned. Time in no
+interval is `unattributed`. Dollars are the price of the node at each moment (`cost.ledger.pricing`), shared by its
+ranks: exact at those prices, but not an invoice.
+
+The same seconds and dollars are also summed by cause, so that an interruption carries everything that it cost.
+
+Like the events, the ledger is append-only: later events add to it, and can only turn completed steps into redone ones.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from decimal import Decimal
 
 from ebbflow.cost.amounts import apportion, round_amount
 from ebbflow.cost.ledger.bills import (
-    Bills,
     NodeBill,
     UnreportedBill,
     compute_bills,
@@ -25,18 +26,29 @@ from ebbflow.cost.ledger.bills import (
     merge_batch_status,
 )
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
-from ebbflow.cost.ledger.pricing import SIMULATED as SIMULATED
 from ebbflow.cost.ledger.pricing import UNPRICED
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
 from ebbflow.infra.events import BUDGET, CONFIGURED, STEP, Event, LedgerClass
 
 MEASURED = "measured"
 ESTIMATED = "estimated"
+WORK = "useful work"
+_CAUSES = {
+    LedgerClass.USEFUL_STEP: WORK,
+    LedgerClass.DATA_WAIT: "waiting for data",
+    LedgerClass.EVALUATION: "evaluation",
+    LedgerClass.CHECKPOINT_STALL: "saves",
+    LedgerClass.SHUTDOWN: "start and end",
+    LedgerClass.UNATTRIBUTED: "unattributed",
+    LedgerClass.MINIMUM_CHARGE: "minimum charge",
+    LedgerClass.HANG: "interruption: hang",
+    LedgerClass.SKIPPED_STEP: "steps left out",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerLine:
-    """One class. kind: whether its seconds were measured or are partly estimated."""
+    """The paid time and dollars of one class. `kind` is "measured", or "estimated" if part of the time was inferred."""
 
     ledger_class: LedgerClass
     rank_microseconds: int
@@ -49,14 +61,26 @@ class LedgerLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ledger:
-    """All classes with any time, in the order of `LedgerClass`. Their seconds and dollars sum to the totals exactly.
+class CauseLine:
+    """The paid time and dollars of one cause."""
 
-    price_kind: "recorded …", "estimated …", "simulated" (a local run, priced as if) or "unpriced" (no plan is known).
-    useful_on_demand_usd: the useful work alone at the on-demand price of the same nodes, see `fold`; None: no price.
-    causes: the same seconds and dollars by what they were paid for (`ebbflow.cost.ledger.ledger`).
-    nodes: what each node of each generation cost; silent: the nodes of Batch jobs that never spoke.
-    owner, project: who pays, as configured; empty: nobody said.
+    cause: str
+    rank_microseconds: int
+    usd: Decimal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """The ledger of a job. The seconds and dollars of its lines sum to the totals exactly.
+
+    Attributes:
+        lines: Every class with any time, in the order of `LedgerClass`.
+        price_kind: "recorded …", "estimated …", "simulated" (a local run with assumed prices) or "unpriced" (no plan).
+        useful_on_demand_usd: The useful step time at the on-demand price of the same nodes; None if unknown.
+        causes: The same seconds and dollars by cause.
+        nodes: The cost of each node of each generation.
+        unreported: The cost of nodes of Batch jobs that recorded no event.
+        owner, project: As configured; empty if not set.
     """
 
     lines: tuple[LedgerLine, ...]
@@ -67,7 +91,7 @@ class Ledger:
     redone_steps: int
     causes: tuple[CauseLine, ...] = ()
     nodes: tuple[NodeBill, ...] = field(default=(), compare=False)
-    silent: tuple[UnreportedBill, ...] = field(default=(), compare=False)
+    unreported: tuple[UnreportedBill, ...] = field(default=(), compare=False)
     owner: str = ""
     project: str = ""
 
@@ -77,19 +101,22 @@ class Ledger:
 
     @property
     def unattributed_share(self) -> float:
-        """Of the paid rank-seconds, 0 to 1."""
+        """Share of the paid rank-seconds, 0 to 1."""
         found = sum(line.rank_microseconds for line in self.lines if line.ledger_class == LedgerClass.UNATTRIBUTED)
         return found / self.paid_microseconds if self.paid_microseconds else 0.0
 
 
 def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
-    """The ledger of a job from its events, in any order. Works for any part of a log that begins at its beginning.
+    """Fold a job's events, in any order, into its ledger. The events may be any prefix of the log.
 
-    `useful_on_demand_usd` is the useful step time alone at the on-demand price of the same nodes. Start-up, saves,
-    evaluation and waiting for data are left out, so that savings are understated and never overstated.
+    `useful_on_demand_usd` leaves out start-up, saves, evaluation and waiting for data, so that savings are never
+    overstated.
 
-    running: the job is still going on (see `read_generations`). Raises LedgerError when a rank's intervals overlap by
-    more than 0.5 % of its paid time and 50 ms.
+    Args:
+        running: Whether the job is still running (see `read_generations`).
+
+    Raises:
+        LedgerError: The intervals of a rank overlap by more than 0.5 % of its paid time and 50 ms.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered, running=running)
@@ -97,34 +124,39 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
     sums = _Sums(merge_batch_status(generations, bills.nodes))
     for bill in bills.nodes:
         sums.add(bill)
-    for silent in bills.silent:
-        sums.add_silent(silent)
+    for bill in bills.unreported:
+        sums.add_unreported(bill)
     total_usd = round_amount(sum(sums.usd.values(), Decimal(0)))
+    all_bills = [*bills.unreported, *bills.nodes]
     return Ledger(
-        lines=_lines(sums, total_usd),
+        lines=_make_lines(sums, total_usd),
         paid_microseconds=sum(sums.micros.values()),
         total_usd=total_usd,
-        price_kind=_price_kind(bills),
+        price_kind=all_bills[-1].price.kind if all_bills else UNPRICED,
         useful_on_demand_usd=None if sums.useful is None else round_amount(sums.useful),
-        redone_steps=_redone_steps(ordered, generations),
-        causes=build_cause_lines(sums.cause_micros, sums.cause_usd, total_usd),
+        redone_steps=_count_redone_steps(ordered, generations),
+        causes=_make_cause_lines(sums, total_usd),
         nodes=bills.nodes,
-        silent=bills.silent,
-        owner=read_setting(ordered, "cost.owner"),
-        project=read_setting(ordered, "cost.project"),
+        unreported=bills.unreported,
+        owner=_read_setting(ordered, "cost.owner"),
+        project=_read_setting(ordered, "cost.project"),
     )
 
 
-def read_setting(events: Sequence[Event], key: str) -> str:
-    """A value of the newest recorded configuration, as text; empty when it was not set or nobody recorded it."""
-    configured = next((event for event in reversed(events) if event.name == CONFIGURED), None)
-    rows = [] if configured is None else configured.data.get("settings", [])
-    return next((str(row["value"]) for row in rows if row["key"] == key and row["value"] is not None), "")
+def compute_spent_usd(events: Sequence[Event]) -> float:
+    """Dollars that the job has cost so far, for the terms of its next attempt.
+
+    Only the paid time of nodes counts, so that contradictory intervals of a rank cannot hide what was spent.
+    """
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    bills = compute_bills(ordered, read_generations(ordered))
+    return float(round_amount(sum((bill.usd for bill in (*bills.nodes, *bills.unreported)), Decimal(0))))
 
 
-def _price_kind(bills: Bills) -> str:
-    known = [*bills.silent, *bills.nodes]
-    return known[-1].price.kind if known else UNPRICED
+def last_notified_threshold(events: Sequence[Event], budget_usd: float | None) -> float:
+    """The highest share of this budget that a `budget` event already reported; 0 if the budget was changed since."""
+    reported = [event.data for event in events if event.name == BUDGET]
+    return max((data["threshold"] for data in reported if data.get("budget_usd") == budget_usd), default=0.0)
 
 
 class _Sums:
@@ -132,33 +164,37 @@ class _Sums:
 
     def __init__(self, generations: dict[int, RecordedGeneration]) -> None:
         self._generations = generations
-        self._started_by = find_start_causes(generations)
+        self._start_causes = _find_start_causes(generations)
         self.cause_micros: dict[str, int] = {}
         self.cause_usd: dict[str, Decimal] = {}
         self.micros: dict[LedgerClass, int] = {}
         self.usd: dict[LedgerClass, Decimal] = {}
         self.estimated: set[LedgerClass] = set()
-        self.useful: Decimal | None = Decimal(0)
+        self.useful: Decimal | None = Decimal(0)  # useful steps at the on-demand price; None once a price is unknown
 
     def add(self, bill: NodeBill) -> None:
         node, curve, on_demand = bill.node, bill.curve, bill.on_demand_curve
         generation = self._generations[node.generation]
+        start_cause = self._start_causes[generation.number]
         for rank in compute_rank_times(node, generation):
             self.estimated |= rank.estimated
             for kind, usd in compute_rank_charges(node, rank, curve).items():
-                self._spend(generation, kind, rank.classes[kind], usd)
-            usual = None if on_demand is None else compute_rank_charges(node, rank, on_demand)
-            self.useful = _useful(self.useful, usual)
+                self._add(kind, _find_cause(kind, generation, start_cause), rank.classes[kind], usd)
+            if on_demand is None:
+                self.useful = None
+            elif self.useful is not None:
+                charges = compute_rank_charges(node, rank, on_demand)
+                self.useful += charges.get(LedgerClass.USEFUL_STEP, Decimal(0))
         for extra in bill.extras:
-            self.estimated.add(extra.ledger_class)
-            spent = extra.micros * len(node.ranks)
-            self._spend(generation, extra.ledger_class, spent, bill.extra_usd(extra))
+            kind = extra.ledger_class
+            self.estimated.add(kind)
+            cause = _find_cause(kind, generation, start_cause)
+            self._add(kind, cause, extra.micros * len(node.ranks), bill.extra_usd(extra))
 
-    def add_silent(self, bill: UnreportedBill) -> None:
-        self._add(LedgerClass.STARTUP, find_batch_cause(bill.job.cause), bill.rank_microseconds, bill.usd)
-
-    def _spend(self, generation: RecordedGeneration, kind: LedgerClass, micros: int, usd: Decimal) -> None:
-        self._add(kind, find_cause(kind, generation, self._started_by[generation.number]), micros, usd)
+    def add_unreported(self, bill: UnreportedBill) -> None:
+        ended = bill.job.cause.replace("_", " ")
+        cause = "start and end" if ended == "ended" else f"interruption: {ended} before the first event"
+        self._add(LedgerClass.STARTUP, cause, bill.rank_microseconds, bill.usd)
 
     def _add(self, kind: LedgerClass, cause: str, micros: int, usd: Decimal) -> None:
         self.cause_micros[cause] = self.cause_micros.get(cause, 0) + micros
@@ -167,7 +203,35 @@ class _Sums:
         self.usd[kind] = self.usd.get(kind, Decimal(0)) + usd
 
 
-def _lines(sums: _Sums, total_usd: Decimal) -> tuple[LedgerLine, ...]:
+def _find_start_causes(generations: Mapping[int, RecordedGeneration]) -> dict[int, str]:
+    """For each generation, the interruption that made it necessary; empty if the one before ended as planned."""
+    found, before = {}, ""
+    for number in sorted(generations):
+        found[number] = before
+        before = _describe_interruption(generations[number]) if generations[number].unplanned else ""
+    return found
+
+
+def _describe_interruption(generation: RecordedGeneration) -> str:
+    return f"interruption: {str(generation.reason or 'no end recorded').replace('_', ' ')}"
+
+
+def _find_cause(kind: LedgerClass, generation: RecordedGeneration, start_cause: str) -> str:
+    """The cause of time of a class in a generation.
+
+    Redone steps and cut-off time are charged to the end of their own generation, start-up and restore to the
+    interruption before it (`start_cause`).
+    """
+    if kind in (LedgerClass.REDONE_STEP, LedgerClass.INTERRUPTION):
+        return _describe_interruption(generation)
+    if kind is LedgerClass.IDLE:
+        return _describe_interruption(generation) if generation.unplanned else "idle"
+    if kind in (LedgerClass.STARTUP, LedgerClass.RESTORE):
+        return start_cause or "start and end"
+    return _CAUSES[kind]
+
+
+def _make_lines(sums: _Sums, total_usd: Decimal) -> tuple[LedgerLine, ...]:
     kinds = [kind for kind in LedgerClass if sums.micros.get(kind)]
     amounts = apportion([sums.usd[kind] for kind in kinds], total=total_usd)
     return tuple(
@@ -181,98 +245,25 @@ def _lines(sums: _Sums, total_usd: Decimal) -> tuple[LedgerLine, ...]:
     )
 
 
-def _useful(so_far: Decimal | None, usual: dict[LedgerClass, Decimal] | None) -> Decimal | None:
-    """usual: dollars of one rank by class at the on-demand price; None: not on record."""
-    if so_far is None or usual is None:
-        return None
-    return so_far + usual.get(LedgerClass.USEFUL_STEP, Decimal(0))
+def _make_cause_lines(sums: _Sums, total_usd: Decimal) -> tuple[CauseLine, ...]:
+    """Useful work first, then the other causes by dollars, highest first; they sum to the rounded total."""
+    names = sorted(sums.cause_micros, key=lambda name: (name != WORK, -sums.cause_usd[name], name))
+    amounts = apportion([sums.cause_usd[name] for name in names], total=total_usd)
+    return tuple(
+        CauseLine(cause=name, rank_microseconds=sums.cause_micros[name], usd=amount)
+        for name, amount in zip(names, amounts, strict=True)
+        if sums.cause_micros[name]
+    )
 
 
-def _redone_steps(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> int:
-    """Step executions that were thrown away. All ranks execute a step together, so each (generation, step) is one."""
+def _count_redone_steps(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> int:
+    """Count the discarded step executions. All ranks execute a step together: each (generation, step) is one."""
     executed = {(event.generation, event.step) for event in events if event.name == STEP and event.step is not None}
     return sum(not generations[generation].keeps(step) for generation, step in executed)
 
 
-def compute_spent_usd(events: Sequence[Event]) -> float:
-    """What the job has cost so far, in dollars: the `compute_spent_usd` of the next attempt's terms.
-
-    From the nodes' paid time alone, so that a rank's contradictory intervals cannot hide what was spent.
-    """
-    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    return float(round_amount(compute_bills(ordered, read_generations(ordered)).usd))
-
-
-def last_notified_threshold(events: Sequence[Event], budget_usd: float | None) -> float:
-    """The highest share of this very budget that was already told of as reached; another budget begins anew."""
-    told = [event.data for event in events if event.name == BUDGET]
-    return max((data["threshold"] for data in told if data.get("budget_usd") == budget_usd), default=0.0)
-
-
-WORK = "useful work"
-_OWN = {
-    LedgerClass.USEFUL_STEP: WORK,
-    LedgerClass.DATA_WAIT: "waiting for data",
-    LedgerClass.EVALUATION: "evaluation",
-    LedgerClass.CHECKPOINT_STALL: "saves",
-    LedgerClass.SHUTDOWN: "start and end",
-    LedgerClass.UNATTRIBUTED: "unattributed",
-    LedgerClass.MINIMUM_CHARGE: "minimum charge",
-    LedgerClass.HANG: "interruption: hang",
-    LedgerClass.SKIPPED_STEP: "steps left out",
-}
-# What only a generation's end has made necessary: its own end for the first two, the end before it for the others.
-_OF_ITS_END = (LedgerClass.REDONE_STEP, LedgerClass.INTERRUPTION)
-_OF_THE_END_BEFORE = (LedgerClass.STARTUP, LedgerClass.RESTORE, LedgerClass.IDLE)
-_NOT_RECORDED = "lost without a word"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CauseLine:
-    """One cause with its paid time and dollars, as the ledger's lines have them by class."""
-
-    cause: str
-    rank_microseconds: int
-    usd: Decimal
-
-
-def find_start_causes(generations: Mapping[int, RecordedGeneration]) -> dict[int, str]:
-    """For each generation, the cause of its having to start: the unplanned end before it, or none."""
-    found, before = {}, ""
-    for number in sorted(generations):
-        found[number] = before
-        before = describe_interruption(generations[number]) if generations[number].unplanned else ""
-    return found
-
-
-def describe_interruption(generation: RecordedGeneration) -> str:
-    return f"interruption: {str(generation.reason or _NOT_RECORDED).replace('_', ' ')}"
-
-
-def find_cause(kind: LedgerClass, generation: RecordedGeneration, started_by: str) -> str:
-    """started_by: as `find_start_causes` has it. A step redone after a planned end (a budget) was lost to that end."""
-    if kind in _OF_ITS_END:
-        return describe_interruption(generation)
-    if kind is LedgerClass.IDLE:
-        return describe_interruption(generation) if generation.unplanned else "idle"
-    if kind in _OF_THE_END_BEFORE:
-        return started_by or "start and end"
-    return _OWN[kind]
-
-
-def find_batch_cause(cause: str) -> str:
-    """Of a Batch job that ended, as Batch tells it, before its agents said a word."""
-    return "start and end" if cause == "ended" else f"interruption: {cause.replace('_', ' ')} before the first word"
-
-
-def build_cause_lines(
-    micros: Mapping[str, int], usd: Mapping[str, Decimal], total_usd: Decimal
-) -> tuple[CauseLine, ...]:
-    """Work first, then the dearest; their dollars sum to the rounded total."""
-    names = sorted(micros, key=lambda name: (name != WORK, -usd[name], name))
-    amounts = apportion([usd[name] for name in names], total=total_usd)
-    return tuple(
-        CauseLine(cause=name, rank_microseconds=micros[name], usd=amount)
-        for name, amount in zip(names, amounts, strict=True)
-        if micros[name]
-    )
+def _read_setting(events: Sequence[Event], key: str) -> str:
+    """A value of the newest recorded configuration, as text; empty if it was not set or not recorded."""
+    configured = next((event for event in reversed(events) if event.name == CONFIGURED), None)
+    rows = [] if configured is None else configured.data.get("settings", [])
+    return next((str(row["value"]) for row in rows if row["key"] == key and row["value"] is not None), "")

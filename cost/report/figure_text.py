@@ -23,7 +23,8 @@ from ebbflow.cost.amounts import (
     usd_decimals,
 )
 from ebbflow.cost.capacity.placement import UNKNOWN
-from ebbflow.cost.ledger.ledger import MEASURED, SIMULATED, UNPRICED
+from ebbflow.cost.ledger.ledger import MEASURED
+from ebbflow.cost.ledger.pricing import SIMULATED, UNPRICED
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.config.load import DEFAULT, value_text
 from ebbflow.infra.events import LedgerClass

@@ -269,7 +269,7 @@ def _price_changes(ledger: Ledger) -> int:
 def _prices(ledger: Ledger) -> list[dict[str, Any]]:
     """Dollars sum to the total."""
     grouped: dict[tuple[str, str], list[NodeBill | UnreportedBill]] = {}
-    for bill in (*ledger.nodes, *ledger.silent):
+    for bill in (*ledger.nodes, *ledger.unreported):
         pool = "" if bill.price.pool is None else str(bill.price.pool)
         grouped.setdefault((pool, bill.price.kind), []).append(bill)
     spent = [sum((bill.usd for bill in bills), Decimal(0)) for bills in grouped.values()]
@@ -333,7 +333,7 @@ def _actual(attempt: PastAttempt, spent: Decimal | None) -> dict[str, Any]:
 def _paid(ledger: Ledger) -> dict[str, Decimal]:
     """Dollars by Batch job."""
     found: dict[str, Decimal] = {}
-    for bill in (*ledger.nodes, *ledger.silent):
+    for bill in (*ledger.nodes, *ledger.unreported):
         if bill.job is not None:
             found[bill.job.job_id] = found.get(bill.job.job_id, Decimal(0)) + bill.usd
     return found
@@ -387,8 +387,8 @@ def compute_hindsight(
         since = plan.get("started_utc") or plan.get("made_utc") or begin
         end = max(end, float(since) + plan["deadline_hours"] * 3600)
     nodes = count_machines(gang)
-    if all(curve.constant(round(begin * MICRO), round(end * MICRO)) for curve in curves.values()):
-        usd = min(float(curve.at(begin)) for curve in curves.values()) * nodes * (work + start)
+    if all(curve.is_constant(round(begin * MICRO), round(end * MICRO)) for curve in curves.values()):
+        usd = min(float(curve.price_at(begin)) for curve in curves.values()) * nodes * (work + start)
     else:
         usd = _optimum(curves, begin, end, nodes, work, start)
     if usd == math.inf:
@@ -464,7 +464,7 @@ def _optimum(
     edges = [round((begin + tick * 3600 * number) * MICRO) for number in range(_TICKS + 1)]
     # Each tick at the mean price while it lasts.
     prices = [
-        [float(curve.usd(left, right)) * nodes / tick for left, right in pairwise(edges)] for curve in curves.values()
+        [float(curve.cost(left, right)) * nodes / tick for left, right in pairwise(edges)] for curve in curves.values()
     ]
     # Within one region a move costs the start alone; what a move between regions costs is not recorded.
     world = World(

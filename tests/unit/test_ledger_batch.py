@@ -54,7 +54,7 @@ def assert_adds_up(ledger: Ledger) -> None:
         assert sum((line.usd for line in lines), Decimal(0)) == ledger.total_usd
         assert sum(line.rank_microseconds for line in lines) == ledger.paid_microseconds
         assert all(line.rank_microseconds >= 0 and line.usd >= 0 for line in lines)
-    bills = (*ledger.nodes, *ledger.silent)
+    bills = (*ledger.nodes, *ledger.unreported)
     assert sum(bill.rank_microseconds for bill in bills) == ledger.paid_microseconds
 
 
@@ -78,7 +78,7 @@ def test_a_node_that_never_spoke_was_starting() -> None:
     one = told("silent", 0.0, 50.0, nodes=2)
     ledger = fold([plan_event(3.6), one])
     assert seconds_of(ledger) == {"startup": 2 * 2 * 50.0} and ledger.total_usd == Decimal("0.1")
-    assert [line.cause for line in ledger.causes] == ["interruption: reclaimed before the first word"]
+    assert [line.cause for line in ledger.causes] == ["interruption: reclaimed before the first event"]
     assert_adds_up(ledger)
     both = fold([plan_event(3.6), *gang("silent").events, one])
     assert both.total_usd == Decimal("0.1"), "node 0 spoke, node 1 did not: each is paid for 50 s"
@@ -90,10 +90,10 @@ def test_each_node_of_a_gang_is_paid_by_its_own_times() -> None:
     times = [[WALL - 10.0, WALL + 60.0], [WALL + 0.0, WALL + 50.0], [None, None]]
     job = told("j", -10.0, 60.0, nodes=3, processes_per_node=1, node_times=times)
     ledger = fold([plan_event(3.6), job])
-    assert [bill.rank_microseconds / MICRO for bill in ledger.silent] == [70.0, 50.0, 70.0]
+    assert [bill.rank_microseconds / MICRO for bill in ledger.unreported] == [70.0, 50.0, 70.0]
     assert ledger.total_usd == Decimal("0.19")
     half = told("j", -10.0, 60.0, nodes=2, processes_per_node=1, node_times=[[None, WALL + 40.0], [WALL, None]])
-    assert [bill.rank_microseconds / MICRO for bill in fold([plan_event(3.6), half]).silent] == [50.0, 60.0]
+    assert [bill.rank_microseconds / MICRO for bill in fold([plan_event(3.6), half]).unreported] == [50.0, 60.0]
     log = GangLog(1, 0.0, [[0], [1]], machines=[{"batch_job_id": "j"}] * 2)
     for node in (0, 1):
         log.heartbeat(node, 40.0)

@@ -174,6 +174,8 @@ def test_instances_are_billed_a_minute_and_for_their_pauses(timeline, changes, d
 def test_a_curves_integrals_add_up(changes, start: float, one: float, two: float):
     curve = PriceCurve.of(Decimal("1.5"), [(WALL + at, Decimal(str(usd))) for at, usd in changes])
     a, b, c = (round((WALL + at) * 1e6) for at in (start, start + one, start + one + two))
-    assert curve.usd(a, b) + curve.usd(b, c) == pytest.approx(curve.usd(a, c), abs=Decimal("1e-20"))
-    if curve.constant(a, c):
-        assert curve.usd(a, c) == pytest.approx(curve.at(a / 1e6) * (c - a) / 3_600_000_000, abs=Decimal("1e-20"))
+    assert curve.cost(a, b) + curve.cost(b, c) == pytest.approx(curve.cost(a, c), abs=Decimal("1e-20"))
+    if curve.is_constant(a, c):
+        assert curve.cost(a, c) == pytest.approx(
+            curve.price_at(a / 1e6) * (c - a) / 3_600_000_000, abs=Decimal("1e-20")
+        )
