@@ -20,7 +20,7 @@ from ebbflow.cost.ledger.instances import LONGEST_IDLE_SECONDS, MINIMUM_SECONDS,
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.ledger.pricing import SIMULATED
 from ebbflow.infra.events import PLAN, Event
-from ebbflow.infra.foreign_text import one_line
+from ebbflow.infra.untrusted_text import one_line
 
 JOB_TAG = "ebbflow-job"
 _HOUR = 3600.0

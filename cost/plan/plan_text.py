@@ -18,7 +18,7 @@ from ebbflow.cost.plan.candidates import Candidate, Rejection
 from ebbflow.cost.plan.plan import RANKED, Plan
 from ebbflow.cost.plan.throughput import gib_text
 from ebbflow.cost.prices.quote import short_age_text
-from ebbflow.infra.foreign_text import one_line
+from ebbflow.infra.untrusted_text import one_line
 
 WIDTH = 100
 BAR = "│"

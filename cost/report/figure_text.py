@@ -28,7 +28,7 @@ from ebbflow.cost.ledger.pricing import SIMULATED, UNPRICED
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.config.load import DEFAULT, value_text
 from ebbflow.infra.events import LedgerClass
-from ebbflow.infra.foreign_text import one_line
+from ebbflow.infra.untrusted_text import one_line
 
 _DAMAGE_SHOWN = 10
 LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")

@@ -33,7 +33,7 @@ from ebbflow.cost.report.figure_text import (
 from ebbflow.cost.report.render_text import PYTHON, suggest_next_step
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.events import LedgerClass
-from ebbflow.infra.foreign_text import one_line
+from ebbflow.infra.untrusted_text import one_line
 
 # One hue per class of time: work green, its overheads blue, what interruptions cost warm, the unknown grey.
 COLOURS = {

@@ -29,7 +29,7 @@ from ebbflow.cost.report.figure_text import (
 from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import LedgerClass
-from ebbflow.infra.foreign_text import one_line
+from ebbflow.infra.untrusted_text import one_line
 
 PYTHON = ".venv/bin/python"
 _FLOW = "flows/train_flow.py"
