@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from ebbflow.cost.catalogue import (
@@ -30,8 +29,9 @@ from ebbflow.cost.catalogue import (
     load_catalogue,
 )
 from ebbflow.cost.errors import PriceError
-from ebbflow.cost.prices.ec2_prices import Patience, Unavailable, answered, aws_clients
+from ebbflow.infra.aws.calls import Patience, aws_client, pages
 from ebbflow.infra.config.schema import CostConfig
+from ebbflow.infra.errors import CloudError
 
 # The Price List's own region; its answers are of all regions.
 PRICE_LIST_REGION = "us-east-1"
@@ -62,16 +62,11 @@ class Hardware:
     efa: bool
 
 
-def gpu_hardware(ec2: Any, region: str, patience: Patience) -> list[Hardware]:
+def gpu_hardware(ec2: Any, patience: Patience) -> list[Hardware]:
     """All types with NVIDIA GPUs that the region has, by name. Raises Unavailable."""
-    found, token = [], ""
-    while True:
-        request = {"NextToken": token} if token else {}
-        page = answered(ec2.describe_instance_types, "ec2:DescribeInstanceTypes", region, patience, **request)
-        found += [hardware for entry in page.get("InstanceTypes", []) if (hardware := _hardware(entry)) is not None]
-        token = page.get("NextToken") or ""
-        if not token:
-            return sorted(found, key=lambda hardware: hardware.name)
+    entries = pages(ec2, "describe_instance_types", "InstanceTypes", patience, token="NextToken")
+    found = [hardware for entry in entries if (hardware := _hardware(entry)) is not None]
+    return sorted(found, key=lambda hardware: hardware.name)
 
 
 def on_demand_prices(pricing: Any, region: str, patience: Patience) -> dict[str, Decimal]:
@@ -79,20 +74,15 @@ def on_demand_prices(pricing: Any, region: str, patience: Patience) -> dict[str,
     wanted = [*_LISTED.items(), ("regionCode", region)]
     filters = [{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted]
     prices: dict[str, Decimal] = {}
-    token = ""
-    while True:
-        request = {"ServiceCode": "AmazonEC2", "Filters": filters, **({"NextToken": token} if token else {})}
-        page = answered(pricing.get_products, "pricing:GetProducts", PRICE_LIST_REGION, patience, **request)
-        for text in page.get("PriceList", []):
-            product = json.loads(text) if isinstance(text, str) else text
-            name, usd = product["product"]["attributes"]["instanceType"], _usd_per_hour(product)
-            if usd is None:
-                continue
-            if prices.setdefault(name, usd) != usd:
-                raise PriceError(f"price list of {region}: {name} costs {prices[name]} and {usd}: which is not known")
-        token = page.get("NextToken") or ""
-        if not token:
-            return prices
+    listed = pages(
+        pricing, "get_products", "PriceList", patience, token="NextToken", ServiceCode="AmazonEC2", Filters=filters
+    )
+    for text in listed:
+        product = json.loads(text) if isinstance(text, str) else text
+        name, usd = product["product"]["attributes"]["instanceType"], _usd_per_hour(product)
+        if usd is not None and prices.setdefault(name, usd) != usd:
+            raise PriceError(f"price list of {region}: {name} costs {prices[name]} and {usd}, which is ambiguous")
+    return prices
 
 
 def advisor_bands(read: Callable[[], bytes] | None = None) -> dict[tuple[str, str], tuple[int, int]]:
@@ -287,14 +277,14 @@ def refresh_catalogue(
 
     client: makes a client of (service, region); None: boto3's, by the usual chain of credentials.
     """
-    make, patience = client or aws_clients(), Patience(deadline=monotonic() + _SECONDS)
+    make, patience = client or aws_client, Patience.of(_SECONDS)
     try:
         pricing = make("pricing", PRICE_LIST_REGION)
         listed = {region: on_demand_prices(pricing, region, patience) for region in arguments.regions}
         hardware = {
-            one.name: one for region in arguments.regions for one in gpu_hardware(make("ec2", region), region, patience)
+            one.name: one for region in arguments.regions for one in gpu_hardware(make("ec2", region), patience)
         }
-    except Unavailable as error:
+    except CloudError as error:
         raise PriceError(f"nothing was written, because {error}") from error
     empty = [region for region, prices in listed.items() if not prices]
     if empty:

@@ -10,7 +10,7 @@ from typing import Any
 from ebbflow.cost.errors import CostError, PriceError
 from ebbflow.cost.job_history import save_job_record
 from ebbflow.cost.jobs import list_known_jobs, load_report
-from ebbflow.cost.prices.source import observed_pools
+from ebbflow.cost.prices.source import read_price_changes
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.job import RUNS, Job, write_atomically
@@ -27,7 +27,7 @@ def record_prices(job: Job) -> None:
     pools: list[dict[str, Any]] = []
     for kind, plan in _paid_types(read_events(job.store)).items():
         try:
-            pools += observed_pools(job.config.cost, plan, kind, now_utc=time.time(), project_root=PROJECT_ROOT)
+            pools += read_price_changes(job.config.cost, plan, kind, now_utc=time.time(), project_root=PROJECT_ROOT)
         except PriceError as error:
             print(f"prices of {kind} since the plan are not known, so its own stand: {error}", flush=True)
     if pools:

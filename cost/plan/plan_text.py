@@ -17,7 +17,7 @@ from ebbflow.cost.catalogue import advisor_recorded
 from ebbflow.cost.plan.candidates import Candidate, Rejection
 from ebbflow.cost.plan.plan import RANKED, Plan
 from ebbflow.cost.plan.throughput import gib_text
-from ebbflow.cost.prices.quote import short_age_text
+from ebbflow.cost.prices.quote import format_short_age
 from ebbflow.infra.untrusted_text import one_line
 
 WIDTH = 100
@@ -147,7 +147,7 @@ def _ranked(plan: Plan) -> list[str]:
                 one_line(one.place) + (f" +{others}" if others else ""),
                 f"{one.ranks} {one.gpu}",
                 f"{format_usd(one.gang_usd_per_hour, 4)} {_price_mark(one)}",
-                short_age_text(one.price_age_hours * 3600),
+                format_short_age(one.price_age_hours * 3600),
                 format_number(one.tokens_per_second, 0),
                 format_number(one.expected_hours, 3),
                 format_usd(one.expected_usd, 4),

@@ -1,4 +1,4 @@
-"""One price of one pool, the interface of price sources, and the shipped price table."""
+"""A quote: the price of one pool. Also the interface of price sources, and the shipped static table."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ _REGION_NAME = re.compile(r"[a-z]{2,}(?:-[a-z]+)+-\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Quote:
-    """What one instance costs for an hour in one place.
+    """The hourly price of one instance in one place.
 
-    region: of AWS. zone: its id (use1-az1), the same zone for every account; where only the name (us-east-1a) is
-    known, which each account has its own of, that; None: any zone of the region. usd_per_hour: exactly as quoted.
-    at: Unix time since which it holds (the last change), None where that is not known. observed: Unix time when it was
-    last known to hold; its age counts from there, since a price may hold for weeks. kind: live; recorded on a date;
-    estimated. source: what it stands on, in words.
+    Attributes:
+        zone: Zone id (use1-az1), the same zone in every account. The account's own zone name (us-east-1a) if the id
+            is unknown. None: any zone of the region.
+        usd_per_hour: Exactly as quoted.
+        at: Unix time of the last change; None if unknown.
+        observed: Unix time at which the price was last known to hold. The age counts from here, because a price may
+            hold for weeks.
+        kind: live, recorded (on a date) or estimated.
+        source: Where the price comes from, in words.
     """
 
     instance_type: str
@@ -44,59 +48,67 @@ class Quote:
         return max(0.0, now_utc - self.observed) / 3600
 
     def is_stale(self, now_utc: float, max_age_hours: float) -> bool:
-        """A quoted price older than the limit. An estimate was never a price of some moment: its words say its age."""
+        """Whether a quoted price is older than the limit. Estimates are never stale: their text gives their age."""
         return self.kind != "estimated" and self.age_hours(now_utc) > max_age_hours
 
     def describe(self, now_utc: float, max_age_hours: float) -> str:
-        """How the price is known, such as "recorded 2021-05-31 00:20 UTC, 5.5 years old: stale". Begins with kind."""
-        age = f"{age_text(now_utc - self.observed)} old"
+        """Describe how the price is known, such as "recorded 2021-05-31 00:20 UTC, 5.5 years old: stale".
+
+        The text begins with `kind`.
+        """
+        age = f"{format_age(now_utc - self.observed)} old"
         if self.kind == "estimated":
             return f"estimated from {self.source}, {age}"
         if self.at is None:
             return f"{self.kind} {self.source}, {age}"
         if self.kind == "live" and not self.is_stale(now_utc, max_age_hours):
-            return f"live {time_text(self.observed)}, unchanged since {time_text(self.at)}"
+            return f"live {format_time(self.observed)}, unchanged since {format_time(self.at)}"
         stale = ": stale" if self.is_stale(now_utc, max_age_hours) else ""
-        return f"{self.kind} {time_text(self.observed)}, {age}{stale}"
+        return f"{self.kind} {format_time(self.observed)}, {age}{stale}"
 
 
 class PriceSource(Protocol):
-    """Prices as they were known at one moment. Asking it costs nothing: whatever had to be read or asked has been."""
+    """Prices as known at one moment. All files are read and all requests are done when a source is made."""
 
     def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
-        """One quote for each zone that has a price, or a single one without a zone; empty: no price is known."""
+        """Return one quote per zone with a price, or one quote without a zone; empty if no price is known."""
+        ...
 
     def on_demand(self, kind: InstanceType, region: str) -> Quote | None:
-        """The region's on-demand price; None: not on record."""
+        """Return the region's on-demand price; None if it is not on record."""
+        ...
 
     def zones(self, region: str) -> Sequence[str]:
-        """The zones of the region as far as they are known, with a price or without."""
+        """Return the known zones of the region, with or without a price."""
+        ...
 
     def why_missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
-        """Why it has no spot price there: the words after "no spot price of X in Y". zone: None: in none at all."""
+        """Explain a missing spot price: the text after "no spot price of X in Y". zone None: missing everywhere."""
+        ...
 
     def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
-        """Lines on what the prices are and how old, for the plan and the report."""
+        """Return lines on the origin and the age of the prices, for the plan and the report."""
+        ...
 
 
 def region_of(zone: str) -> str | None:
-    """The region of a zone's *name* (us-east-1a, us-west-2-lax-1a); None for anything else, such as a zone id."""
+    """Return the region of a zone name (us-east-1a, us-west-2-lax-1a); None for anything else, such as a zone id."""
     found = _REGION_NAME.match(zone)
     return found.group() if found and found.end() < len(zone) else None
 
 
 def is_zone_of(zone_id: str, region: str) -> bool:
-    """Whether a zone id (use1-az4) is of the region."""
+    """Whether a zone id (use1-az4) belongs to the region."""
     prefix = zone_prefix(region)
     return prefix is not None and zone_id.startswith(f"{prefix}-")
 
 
-def time_text(unix_time: float) -> str:
+def format_time(unix_time: float) -> str:
     return datetime.fromtimestamp(unix_time, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def age_text(seconds: float) -> str:
-    """An age as people say it: 12 min, 3.2 h, 5 days, 4 months, 5.5 years."""
+def format_age(seconds: float) -> str:
+    """Format an age in one unit: 12 min, 3.2 h, 5 days, 4 months, 5.5 years."""
     seconds = max(0.0, seconds)
     days = seconds / _SECONDS_PER_DAY
     if seconds < 3600:
@@ -110,21 +122,23 @@ def age_text(seconds: float) -> str:
     return f"{days / 365.25:.1f} years"
 
 
-def short_age_text(seconds: float) -> str:
-    """The same for a narrow column: 12min, 3h, 5d, 4mo, 5.5y."""
-    return age_text(seconds).replace(" years", "y").replace(" months", "mo").replace(" days", "d").replace(" ", "")
+def format_short_age(seconds: float) -> str:
+    """Format an age for a narrow column: 12min, 3h, 5d, 4mo, 5.5y."""
+    return format_age(seconds).replace(" years", "y").replace(" months", "mo").replace(" days", "d").replace(" ", "")
 
 
-# Estimates are rounded where spot prices are quoted: a ten-thousandth of a cent.
+# Spot prices are quoted to a ten-thousandth of a cent; estimates are rounded to the same digit.
 _QUANTUM = Decimal("0.000001")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaticPrices:
-    """On-demand prices of the regions on record, and what the spot advisor's savings make of them.
+    """The shipped table: recorded on-demand prices, and spot prices estimated from the spot advisor's savings.
 
-    because: why the table stands in for live prices; empty when it was asked for. It knows no zones: a spot price is
-    a typical one of the region, and what any pool costs right now may differ.
+    The table has no zones. A spot price is typical of its region; the present price of a pool may differ.
+
+    Attributes:
+        because: Why the table replaces live prices; empty if the configuration names the table.
     """
 
     because: str = ""
@@ -174,27 +188,27 @@ class StaticPrices:
 
     def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
         why = f", because {self.because}" if self.because else ""
-        spot = f"spot prices: {table_text(now_utc)}{why}"
-        return (spot, *([on_demand_text(now_utc, regions)] if {*regions} - {*on_demand_recorded()} else []))
+        spot = f"spot prices: {describe_static_table(now_utc)}{why}"
+        return (spot, *([describe_on_demand(now_utc, regions)] if {*regions} - {*on_demand_recorded()} else []))
 
 
-def table_text(now_utc: float) -> str:
-    """What the table's spot prices are, with both ages: of the oldest on-demand price, and of the savings."""
+def describe_static_table(now_utc: float) -> str:
+    """Describe the table's spot prices with the ages of the oldest on-demand price and of the savings."""
     regions, advisor = on_demand_recorded(), advisor_recorded()
     oldest = min(regions.values())
-    savings = f"savings of {advisor}, {age_text(now_utc - _unix(advisor))} old"
-    prices = f"on-demand prices of {oldest}, {age_text(now_utc - _unix(oldest))} old"
+    savings = f"savings of {advisor}, {format_age(now_utc - _unix(advisor))} old"
+    prices = f"on-demand prices of {oldest}, {format_age(now_utc - _unix(oldest))} old"
     return f"static table of {', '.join(regions)} ({prices}; {savings})"
 
 
-def on_demand_text(now_utc: float, regions: Sequence[str]) -> str:
-    """How old the on-demand prices are, and which of the regions have none on record."""
+def describe_on_demand(now_utc: float, regions: Sequence[str]) -> str:
+    """Describe the age of the on-demand prices, and name the regions that have none on record."""
     recorded = on_demand_recorded()
     others = [region for region in regions if region not in recorded]
     lacking = f"; none on record for {', '.join(others)} ({refresh_command(others)} brings them)" if others else ""
     known = {region: recorded[region] for region in regions if region in recorded} or recorded
     oldest = min(known.values())
-    age = age_text(now_utc - _unix(oldest))
+    age = format_age(now_utc - _unix(oldest))
     return f"on-demand prices: static table of {', '.join(known)}, {oldest}, {age} old{lacking}"
 
 
@@ -203,6 +217,6 @@ def refresh_command(regions: Sequence[str]) -> str:
 
 
 def _unix(date: str) -> float:
-    """The first moment of a day (2026-07-20) or month (2025-07), UTC."""
+    """Return the first moment of a day (2026-07-20) or a month (2025-07), UTC."""
     form = "%Y-%m-%d" if date.count("-") == 2 else "%Y-%m"
     return datetime.strptime(date, form).replace(tzinfo=UTC).timestamp()

@@ -1,13 +1,12 @@
-"""Recorded
+"""Spot price changes, as EC2 returns them or as a file holds them, and the prices in force at one moment.
 
-An event holds until the next one of the same type and zone, however old it is: the last one at or before the moment is
-the price then (carry-forward). Prices stay the decimals that they are written as.
+A change is in force until the next one of the same type and zone, however old it is (carry-forward). Prices stay the
+decimals of the text. A file may be gzipped, and has one of two formats:
 
-- JSON, as `aws ec2 describe-spot-price-history` prints it: {"SpotPriceHistory": [record, …]}. Files of several regions
-  are joined by putting all records into one list. What `ebbflow prices record` writes has two keys more:
-  "RecordedAt", when was asked, and "AvailabilityZones", {region: {zone name: zone id}}, with the zones without a price.
-- CSV with the columns Timestamp, InstanceType, AvailabilityZone and SpotPrice in any order, and any others.
-Either may be gzipped.
+- JSON, as `aws ec2 describe-spot-price-history` prints it: {"SpotPriceHistory": [record, …]}. To join the files of
+  several regions, put all records into one list. `ebbflow prices record` adds two keys: "RecordedAt", the time of the
+  request, and "AvailabilityZones", {region: {zone name: zone id}}, which includes zones without a price.
+- CSV with the columns Timestamp, InstanceType, AvailabilityZone and SpotPrice in any order; other columns are ignored.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from ebbflow.cost.prices.quote import (
     Quote,
     QuoteKind,
     StaticPrices,
-    age_text,
+    describe_on_demand,
+    format_age,
+    format_time,
     is_zone_of,
-    on_demand_text,
     region_of,
-    time_text,
 )
 
-# Of the products that share a pool, the one without a licence in its price. The second name is EC2-Classic's successor.
+# The product whose price contains no licence; both names of it.
 LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
-# No instance has cost as much; what is above is no price in dollars per hour.
+# Above any instance's price: a larger number is not dollars per hour.
 _HIGHEST_USD_PER_HOUR = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpotRecord:
-    """One change of a spot price. at: Unix time since when it holds. zone_id: empty when the record has none."""
+    """One change of a spot price, in force since the Unix time `at`. zone_id is empty if unknown."""
 
     instance_type: str
     region: str
@@ -59,10 +58,14 @@ class SpotRecord:
 
 
 def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
-    """A record in the shape of DescribeSpotPriceHistory; None for another operating system's price.
+    """Parse one record of DescribeSpotPriceHistory. Return None for the price of another operating system.
 
-    where: place of the record, for messages. Timestamp: ISO 8601, UTC where it names no zone, or a datetime. Raises
-    PriceError for what cannot be a price.
+    Args:
+        record: Its Timestamp is a datetime or ISO 8601 text, in UTC unless it names a time zone.
+        where: Place of the record, for messages.
+
+    Raises:
+        PriceError: A field is missing or is not a price.
     """
     if record.get("ProductDescription") not in (None, "", *LINUX):
         return None
@@ -76,12 +79,12 @@ def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
         zone_name=zone_name,
         zone_id=str(record.get("AvailabilityZoneId") or ""),
         usd_per_hour=_usd(_text(record, "SpotPrice", where), where),
-        at=_time(record.get("Timestamp"), where),
+        at=_parse_time(record.get("Timestamp"), f"{where}: Timestamp"),
     )
 
 
 def with_zone_ids(records: Iterable[SpotRecord], ids: Mapping[str, str]) -> list[SpotRecord]:
-    """The records with the ids of their zones, as far as `ids` (by zone name) or other records tell them."""
+    """Fill in zone ids from `ids` (by zone name) and from other records of the same zone."""
     listed = list(records)
     known = {record.zone_name: record.zone_id for record in listed if record.zone_id} | dict(ids)
     return [record if record.zone_id else replace(record, zone_id=known.get(record.zone_name, "")) for record in listed]
@@ -90,14 +93,18 @@ def with_zone_ids(records: Iterable[SpotRecord], ids: Mapping[str, str]) -> list
 def prices_at(
     records: Iterable[SpotRecord], *, now_utc: float, observed: Mapping[str, float], kind: QuoteKind, source: str
 ) -> dict[tuple[str, str], tuple[Quote, ...]]:
-    """The quotes that hold at `now_utc`, by type and region, zones in order. observed: Unix time by region."""
+    """Return the quotes in force at `now_utc` by (type, region), zones in order.
+
+    Args:
+        observed: Unix time of the observation, by region.
+    """
     latest: dict[tuple[str, str, str], SpotRecord] = {}
     for record in records:
         place = (record.instance_type, record.region, record.zone)
         if record.at > now_utc:
             continue
         known = latest.get(place)
-        # Of two prices of the same moment the higher one: a plan may turn out cheaper, not dearer.
+        # Take the higher of two prices of the same moment: the job may cost less than planned, not more.
         if known is None or (known.at, known.usd_per_hour) < (record.at, record.usd_per_hour):
             latest[place] = record
     quotes: dict[tuple[str, str], list[Quote]] = {}
@@ -120,7 +127,7 @@ def prices_at(
 
 @dataclass(frozen=True, kw_only=True)
 class ZonePrices:
-    """What recorded and live prices share: quotes by (type, region), zones by region; on-demand is the table's."""
+    """Base of recorded and live prices: quotes by (type, region), zones by region; on-demand from the static table."""
 
     quotes: Mapping[tuple[str, str], tuple[Quote, ...]]
     known_zones: Mapping[str, tuple[str, ...]]
@@ -135,21 +142,21 @@ class ZonePrices:
         return self.known_zones.get(region, ())
 
     def zones_by_name(self, kind: InstanceType, region: str, zone: str | None) -> Sequence[str]:
-        """Names of zones that have a price of the type and no known id: `zone`, an id, may be any of them."""
+        """Return names of zones that have a price but no known id: each of them may be `zone`, an unknown id."""
         if zone is None or zone in self.zones(region):
             return ()
         return [quote.zone for quote in self.spot(kind, region) if quote.zone and quote.zone == quote.zone_name]
 
     def observed(self, region: str) -> float | None:
-        """When the region's prices were last known to hold; None when it has none."""
+        """Return the Unix time at which the region's prices were last known to hold; None if it has none."""
         return max(
             (quote.observed for place, found in self.quotes.items() if place[1] == region for quote in found),
             default=None,
         )
 
 
-def by_name_text(reason: str) -> str:
-    """Why a zone of the configuration has no price where zones have no ids, and what to do."""
+def explain_zone_names(reason: str) -> str:
+    """Explain why a zone of the configuration has no price when zone ids are unknown, with the fix."""
     return f"zones are known by name only, because {reason}; leave cost.zones empty"
 
 
@@ -172,26 +179,25 @@ def _usd(text: str, where: str) -> Decimal:
     return usd
 
 
-def _time(value: Any, where: str) -> float:
+def _parse_time(value: Any, where: str) -> float:
     try:
         moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     except (TypeError, ValueError, OverflowError) as error:
         expected = "a time such as 2026-11-20T10:00:00Z"
-        raise PriceError(f"{where}: Timestamp: {value!r} is not {expected}") from error
+        raise PriceError(f"{where}: {value!r} is not {expected}") from error
 
 
 _COLUMNS = ("Timestamp", "InstanceType", "AvailabilityZone", "SpotPrice")
 _GZIP_MAGIC = b"\x1f\x8b"
-# How far the clock that wrote RecordedAt may be behind EC2's.
+# The clock that wrote RecordedAt may be behind EC2's by this much.
 _CLOCK_SECONDS = 600.0
-# Of recorded times, one for all regions is written; it is read back to the second.
 _ISO_SECONDS = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A file's content. recorded_at: Unix time, None where the file does not say. zone_ids: by region and zone name."""
+    """Content of a price file. recorded_at: Unix time, None if unknown. zone_ids: by region and zone name."""
 
     records: Sequence[SpotRecord]
     recorded_at: float | None
@@ -200,23 +206,22 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedPrices(ZonePrices):
-    """The prices of a file as they stood at one moment."""
+    """The prices of a file that were in force at one moment."""
 
     path: Path
 
     @classmethod
     def read(cls, path: Path, now_utc: float) -> RecordedPrices:
-        """What held at `now_utc` by the file; later records are not looked at. Raises PriceError for a bad file.
+        """Read the prices in force at `now_utc`; later records are ignored. Raises PriceError for a bad file.
 
-        A price is as old as the recording. Where the file does not say when that was, the region's newest record
-        tells: somebody has seen the prices then, at the earliest.
+        A price is as old as the recording. Without a recording time, it is as old as the region's newest record.
         """
         recording = read_recording(path)
         records = [record for record in recording.records if record.at <= now_utc]
         if recording.records and not records:
-            first = time_text(min(record.at for record in recording.records))
+            first = format_time(min(record.at for record in recording.records))
             raise PriceError(
-                f"{path}: its first record is of {first}, after the time to plan for, {time_text(now_utc)}"
+                f"{path}: its first record is of {first}, after the time to plan for, {format_time(now_utc)}"
             )
         observed: dict[str, float] = {}
         for record in records:
@@ -236,7 +241,7 @@ class RecordedPrices(ZonePrices):
             return f"in {self.path.name}: it has no record of the region"
         if names := self.zones_by_name(kind, region, zone):
             reason = f"the file has no ids of {', '.join(names)}"
-            return f"in {self.path.name}: {by_name_text(reason)}"
+            return f"in {self.path.name}: {explain_zone_names(reason)}"
         return f"in {self.path.name}"
 
     def describe(self, *, now_utc: float, regions: Sequence[str], max_age_hours: float) -> tuple[str, ...]:
@@ -244,7 +249,7 @@ class RecordedPrices(ZonePrices):
         for region in regions:
             times.setdefault(self.observed(region), []).append(region)
         parts = [
-            f"{', '.join(found)} {f'{time_text(at)}, {age_text(now_utc - at)} old' if at is not None else 'none'}"
+            f"{', '.join(found)} {f'{format_time(at)}, {format_age(now_utc - at)} old' if at is not None else 'none'}"
             for at, found in times.items()
         ]
         stale = any(at is not None and now_utc - at > max_age_hours * 3600 for at in times)
@@ -254,11 +259,11 @@ class RecordedPrices(ZonePrices):
         spot = f"spot prices: recorded in {self.path.name} ({'; '.join(parts)}){older}"
         nameless = [region for region in regions if any(not is_zone_of(zone, region) for zone in self.zones(region))]
         names = f"zones of {', '.join(nameless)}: by the names of the account that recorded them, since ids are missing"
-        return (spot, *([names] if nameless else []), on_demand_text(now_utc, regions))
+        return (spot, *([names] if nameless else []), describe_on_demand(now_utc, regions))
 
 
 def read_recording(path: Path) -> Recording:
-    """The records of a JSON or CSV file, gzipped or not. Raises PriceError naming file:line or file and record."""
+    """Read a JSON or CSV file, gzipped or not. Raises PriceError with file:line or file and record."""
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content).decode("utf-8")
@@ -273,8 +278,8 @@ def read_recording(path: Path) -> Recording:
 
 
 def write_recording(path: Path, recording: Recording) -> None:
-    """Write what `read_recording` reads, oldest record first; gzipped if the name ends with .gz."""
-    assert recording.recorded_at is not None  # a recording that is made has a time
+    """Write a file for `read_recording`, oldest record first; gzipped if the name ends with .gz."""
+    assert recording.recorded_at is not None
     data = {
         "RecordedAt": datetime.fromtimestamp(recording.recorded_at, UTC).strftime(_ISO_SECONDS),
         "AvailabilityZones": {region: dict(sorted(ids.items())) for region, ids in sorted(recording.zone_ids.items())},
@@ -309,7 +314,8 @@ def _read_json(text: str, path: Path) -> Recording:
     if not isinstance(listed, list):
         raise PriceError(f'{path}: no list "SpotPriceHistory", as describe-spot-price-history prints it')
     zone_ids = _zone_ids(data.get("AvailabilityZones", {}), path)
-    recorded_at = _recorded_at(data.get("RecordedAt"), path)
+    recorded_at = data.get("RecordedAt")
+    recorded_at = None if recorded_at is None else _parse_time(recorded_at, f"{path}: RecordedAt")
     records = []
     for number, entry in enumerate(listed, start=1):
         where = f"{path}: record {number}"
@@ -334,16 +340,6 @@ def _read_csv(text: str, path: Path) -> Recording:
     records = [read_record(line, f"{path}:{lines.line_num}") for line in lines]
     found = with_zone_ids([record for record in records if record is not None], {})
     return Recording(records=found, recorded_at=None, zone_ids={})
-
-
-def _recorded_at(value: Any, path: Path) -> float | None:
-    if value is None:
-        return None
-    try:
-        moment = datetime.fromisoformat(value)
-    except (TypeError, ValueError) as error:
-        raise PriceError(f"{path}: RecordedAt: {value!r} is not a time such as 2026-11-20T10:00:00Z") from error
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _zone_ids(value: Any, path: Path) -> dict[str, dict[str, str]]:

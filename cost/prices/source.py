@@ -1,4 +1,4 @@
-"""Source"""
+"""Open the prices that `cost.prices` names (static table, file or EC2); commands `ebbflow prices record` and `show`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ebbflow.cost.catalogue import InstanceType, load_catalogue
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.prices.ec2_prices import LivePrices, PriceAnswers, query_spot_prices
-from ebbflow.cost.prices.quote import PriceSource, Quote, StaticPrices, is_zone_of, short_age_text
+from ebbflow.cost.prices.quote import PriceSource, Quote, StaticPrices, format_short_age, is_zone_of
 from ebbflow.cost.prices.recorded import RecordedPrices, Recording, SpotRecord, read_recording, write_recording
 from ebbflow.infra.config.load import load_config
 from ebbflow.infra.config.problems import ConfigError
@@ -32,12 +32,18 @@ def open_prices(
     network: bool = True,
     client: Callable[[str], Any] | None = None,
 ) -> PriceSource:
-    """The prices that `cost.prices` names, as they stand at `now_utc` (Unix time).
+    """Return the prices that `cost.prices` names, in force at `now_utc` (Unix time).
 
-    A relative file counts from `project_root`. network: False asks nobody, and the static table stands in for live
-    prices. client: what makes an EC2 client of a region; None: boto3, by the usual chain of credentials. Live prices
-    that cannot be had are the table's, which says why; so this raises only PriceError, for a bad file, and
-    CatalogueError.
+    If live prices are unavailable, return the static table, which gives the reason.
+
+    Args:
+        project_root: Folder of a relative price file.
+        network: False makes no request; the static table then replaces live prices.
+        client: Makes the EC2 client of a region. None: botocore's, with the usual chain of credentials.
+
+    Raises:
+        PriceError: The file is bad.
+        CatalogueError: A shipped table is bad.
     """
     cost = config.cost
     if cost.prices == "static":
@@ -53,7 +59,7 @@ def open_prices(
     return LivePrices.of(answers)
 
 
-def observed_pools(
+def read_price_changes(
     cost: CostConfig,
     plan: dict[str, Any],
     instance_type: str | None = None,
@@ -62,11 +68,16 @@ def observed_pools(
     project_root: Path = Path(),
     client: Callable[[str], Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """The spot price changes since the plan was made, of a type in each zone of the regions that may be used.
+    """Return the spot price changes since the plan was made, for one type in each zone of `cost.regions`.
 
-    instance_type: None: the one that the plan chose. plan: as in the `plan` event. Empty for the static table, which
-    knows of no change, and for a plan without a pool. Asks AWS, within the deadline of live prices, where `cost.prices`
-    is live. Raises PriceError for a bad file, and where the region of the plan's pool does not answer.
+    Empty for the static table, which has no changes, and for a plan without a pool. With live prices, asks AWS.
+
+    Args:
+        plan: Data of the `plan` event.
+        instance_type: None: the type that the plan chose.
+
+    Raises:
+        PriceError: The file is bad, or the region of the plan's pool does not answer.
     """
     chosen = plan.get("chosen")
     if not chosen or cost.prices == "static":
@@ -74,18 +85,18 @@ def observed_pools(
     since, kind = float(plan["made_utc"]), instance_type or chosen["instance_type"]
     if cost.prices != "live":
         records: Iterable[SpotRecord] = read_recording(project_root / cost.prices).records
-        return _pools(records, kind, since, now_utc, "recorded")
+        return _changes_by_zone(records, kind, since, now_utc, "recorded")
     answers = query_spot_prices(cost.regions, [kind], now_utc=now_utc, since_utc=since, client=client)
     if not answers.answered or chosen.get("region") in answers.failed:
         raise PriceError("; ".join(dict.fromkeys(answers.failed.values())))
     found = [record for answer in answers.answered.values() for record in answer.records]
-    return _pools(found, kind, since, now_utc, "live")
+    return _changes_by_zone(found, kind, since, now_utc, "live")
 
 
-def _pools(
+def _changes_by_zone(
     records: Iterable[SpotRecord], instance_type: str, since: float, until: float, kind: str
 ) -> list[dict[str, Any]]:
-    """Each zone with its changes, and before them the price that held at `since`."""
+    """Return each zone's changes, preceded by the price in force at `since`."""
     by_zone: dict[tuple[str, str], list[SpotRecord]] = {}
     for record in records:
         if record.instance_type == instance_type and record.at <= until:
@@ -101,7 +112,7 @@ def _pools(
     return pools
 
 
-# A history of some weeks has many pages, and nobody waits for a plan.
+# A history of some weeks has many pages.
 _RECORD_SECONDS = 300.0
 _LONGEST_HISTORY_HOURS = 90 * 24.0
 
@@ -110,18 +121,18 @@ def add_commands(commands: Any, project_root: Path) -> None:
     """Add `prices` with its two commands to argparse's subparsers."""
     prices = commands.add_parser("prices", help="record live spot prices, or show those that a plan would use")
     ways = prices.add_subparsers(required=True, metavar="COMMAND")
-    record = ways.add_parser("record", help="write what EC2 says now to a file that cost.prices can name")
-    regions = CostConfig().regions
+    record = ways.add_parser("record", help="write EC2's present prices to a file that cost.prices can name")
+    regions = CostConfig.model_validate({}).regions
     record.add_argument("--regions", nargs="+", default=regions, metavar="REGION", help=f"default: {' '.join(regions)}")
     record.add_argument(
         "--instance-types", nargs="*", default=[], metavar="PREFIX", help="such as g5 p4d; default: all"
     )
     record.add_argument(
-        "--hours", type=_hours, default=0.0, help="also the changes of so many hours before; default: 0"
+        "--hours", type=_hours, default=0.0, help="also record the changes of this many past hours; default: 0"
     )
     record.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON; gzipped if it ends with .gz")
     record.set_defaults(run=record_prices)
-    show = ways.add_parser("show", help="the quotes that a plan of a configuration would use")
+    show = ways.add_parser("show", help="show the quotes that a plan would use")
     show.add_argument(
         "config", type=Path, nargs="?", metavar="CONFIG", help="a YAML file; default: configs/laptop.yaml"
     )
@@ -130,7 +141,7 @@ def add_commands(commands: Any, project_root: Path) -> None:
 
 
 def record_prices(arguments: argparse.Namespace, *, client: Callable[[str], Any] | None = None) -> int:
-    """Write the file, and say what is in it. Raises PriceError when a region does not answer: half a file misleads."""
+    """Write the file and print a summary. Raises PriceError, with nothing written, if a region does not answer."""
     now = time.time()
     kinds = load_catalogue().matching(arguments.instance_types)
     if not kinds:
@@ -158,7 +169,7 @@ def record_prices(arguments: argparse.Namespace, *, client: Callable[[str], Any]
 
 
 def show_prices(arguments: argparse.Namespace, project_root: Path) -> int:
-    """Print a line for each quote of the configuration's types, regions and zones, cheapest first."""
+    """Print one line per quote of the configuration's types, regions and zones, cheapest first."""
     path = arguments.config or DEFAULT_CONFIG
     try:
         config = load_config(path, arguments.set, project_root=project_root).config
@@ -195,7 +206,7 @@ def _quotes(prices: PriceSource, config: RunConfig, kinds: tuple[InstanceType, .
 def _line(market: str, quote: Quote, now: float, cost: CostConfig) -> str:
     place = quote.zone or quote.region
     name = f" ({quote.zone_name})" if quote.zone_name and quote.zone_name != quote.zone else ""
-    age = short_age_text(now - quote.observed)
+    age = format_short_age(now - quote.observed)
     known = quote.describe(now, cost.max_price_age_hours)
     price = f"${quote.usd_per_hour:f}/h"
     return one_line(f"{quote.instance_type:<17} {market:<9} {place + name:<24} {price:>13} {age:>6}  {known}")

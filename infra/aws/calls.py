@@ -38,7 +38,7 @@ _CONNECT_SECONDS, _READ_SECONDS = 4.0, 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.3, 5.0
 # Nobody there is seldom cured by asking again within seconds; a limit of requests is.
 _TRIES_TO_REACH = 3
-_MOST_PAGES = 200
+_MOST_PAGES = 2000
 _AMAZONS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 
 

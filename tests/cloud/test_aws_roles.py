@@ -30,8 +30,8 @@ BUCKET = {
     "s3:ListBucketMultipartUploads": ("infra/multipart/sinks.py", 'query = {"uploads": "", "prefix": prefix'),
 }
 STEP = BUCKET | {
-    "ec2:DescribeSpotPriceHistory": ("cost/prices/ec2_prices.py", "client.describe_spot_price_history"),
-    "ec2:DescribeAvailabilityZones": ("cost/prices/ec2_prices.py", "client.describe_availability_zones"),
+    "ec2:DescribeSpotPriceHistory": ("cost/prices/ec2_prices.py", '"describe_spot_price_history"'),
+    "ec2:DescribeAvailabilityZones": ("cost/prices/ec2_prices.py", '"describe_availability_zones"'),
     "batch:DescribeJobs": ("infra/batch/jobs.py", "describe_jobs"),
     "batch:TerminateJob": ("infra/batch/jobs.py", "terminate_job"),
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import boto3
 import pytest
-from botocore.exceptions import EndpointConnectionError, NoCredentialsError
+from botocore.exceptions import NoCredentialsError
 from botocore.stub import Stubber
 
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
@@ -23,6 +23,7 @@ from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.cost.prices.ec2_prices import LivePrices, PriceAnswers, query_spot_prices
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.cost.prices.source import open_prices, record_prices
+from ebbflow.infra.aws.calls import Patience
 from ebbflow.infra.config.schema import RunConfig
 
 NOW = 1_790_000_000.0
@@ -63,8 +64,9 @@ class Region:
         )
 
     def refuse(self, code: str, times: int = 1, operation: str = "describe_spot_price_history") -> None:
+        status = 503 if code in ("RequestLimitExceeded", "InternalError") else 400
         for _ in range(times):
-            self.stub.add_client_error(operation, code, f"{code}: no.", http_status_code=503)
+            self.stub.add_client_error(operation, code, f"{code}: no.", http_status_code=status)
 
 
 class Clock:
@@ -90,8 +92,11 @@ def record(zone: str, price: str, hours_ago: float, kind: str = "g5.xlarge", **m
 def asked(*regions: Region, clock: Clock | None = None, **options: Any) -> PriceAnswers:
     clients = {region.name: region.client for region in regions}
     clock = clock or Clock()
-    times = {"monotonic": clock.monotonic, "sleep": clock.sleep}
-    return query_spot_prices(list(clients), TYPES, now_utc=NOW, client=clients.__getitem__, **times, **options)
+    until = clock.time + options.get("deadline_seconds", 30.0)
+    patience = Patience(until, clock.monotonic, clock.sleep)
+    return query_spot_prices(
+        list(clients), TYPES, now_utc=NOW, client=clients.__getitem__, patience=patience, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +128,8 @@ def test_a_request_that_was_throttled_is_made_again_after_growing_pauses(catalog
     region.page([record("us-east-1a", "0.4", 1.0)])
     answers = asked(region, clock=clock)
     assert not answers.failed and len(answers.answered["us-east-1"].records) == 1
-    assert len(clock.pauses) == 3 and all(0.25 <= pause <= 2.0 for pause in clock.pauses)
-    assert clock.pauses[2] >= 2 * 0.5 and clock.pauses[0] <= 0.5, "pauses grow"
+    assert len(clock.pauses) == 3 and all(0.15 <= pause <= 1.2 for pause in clock.pauses)
+    assert clock.pauses[2] >= 2 * 0.3 and clock.pauses[0] <= 0.3, "pauses grow"
 
 
 def configuration(**cost: Any) -> RunConfig:
@@ -141,7 +146,8 @@ def test_throttling_for_ever_falls_back_to_the_table_and_says_so():
     prices = LivePrices.of(answers)
     plan = make_plan(configuration(), now_utc=NOW, prices=prices)
     assert plan.chosen.price_kind.startswith("estimated from on-demand recorded 2026-07-20")
-    assert "because us-east-1 throttled the request (RequestLimitExceeded) (asked 5 times)" in plan.prices[0]
+    asked_again = "because ec2:DescribeAvailabilityZones in us-east-1: throttled (RequestLimitExceeded) (asked "
+    assert asked_again in plan.prices[0]
     assert "2 months old" in plan.prices[0]
 
     impatient = Clock()
@@ -153,9 +159,9 @@ def test_throttling_for_ever_falls_back_to_the_table_and_says_so():
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("UnauthorizedOperation", "lack the right ec2:DescribeSpotPriceHistory"),
-        ("AuthFailure", "does not accept the credentials (AuthFailure), or the account has not enabled the region"),
-        ("InvalidParameterValue", "refused it: "),
+        ("UnauthorizedOperation", "denied (UnauthorizedOperation); fix: allow ec2:DescribeSpotPriceHistory to"),
+        ("AuthFailure", "the credentials are not accepted (AuthFailure); fix: renew them"),
+        ("InvalidParameterValue", "ec2:DescribeSpotPriceHistory in us-east-1: refused: InvalidParameterValue"),
     ],
 )
 def test_a_refusal_is_not_repeated_and_names_what_is_missing(code: str, words: str):
@@ -176,9 +182,7 @@ def test_without_the_right_to_see_zones_their_names_must_do(catalogue: Catalogue
     assert "zones of us-east-1: by this account's names, because" in said and "DescribeAvailabilityZones" in said
     plan = make_plan(configuration(zones=["use1-az4"]), now_utc=NOW, prices=prices)
     reasons = {r.instance_type: r.reason for r in plan.rejected if r.kind == "no spot price"}
-    said = (
-        "no spot price of g5.xlarge in use1-az4 now by EC2: zones are known by name only, because us-east-1 denied it"
-    )
+    said = "no spot price of g5.xlarge in use1-az4 now by EC2: zones are known by name only, because ec2:Describe"
     assert reasons["g5.xlarge"].startswith(said) and reasons["g5.xlarge"].endswith("; leave cost.zones empty")
     assert reasons["g6.xlarge"].endswith("in us-east-1 now by EC2: not offered there as Spot")
 
@@ -216,11 +220,10 @@ def test_one_region_that_fails_takes_the_table_and_the_others_stay_live():
     assert any(line.startswith("spot prices of us-east-1: static table") for line in plan.prices)
 
 
-class Unreachable:
+def unreachable(region: str) -> Any:
     """A client without a network."""
-
-    def describe_availability_zones(self, **_: Any) -> None:
-        raise EndpointConnectionError(endpoint_url="https://ec2.example")
+    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+    return session().client("ec2", region_name=region, endpoint_url="http://127.0.0.1:9", **keys)
 
 
 def without_credentials(region: str) -> Any:
@@ -231,7 +234,7 @@ def without_credentials(region: str) -> Any:
     ("client", "words"),
     [
         (without_credentials, "Unable to locate credentials"),
-        (lambda region: Unreachable(), "us-east-1 cannot be reached: "),
+        (unreachable, "ec2:DescribeAvailabilityZones in us-east-1: cannot be reached: "),
     ],
 )
 def test_without_credentials_or_network_the_source_is_the_table(client: Callable[[str], Any], words: str):
@@ -271,5 +274,7 @@ def test_what_live_sees_can_be_recorded_and_planned_with(tmp_path: Path, capsys:
 
     region.refuse("UnauthorizedOperation", operation="describe_availability_zones")
     region.refuse("UnauthorizedOperation")
-    with pytest.raises(PriceError, match="nothing was written, because us-east-1 denied it"):
+    with pytest.raises(
+        PriceError, match="nothing was written, because ec2:DescribeSpotPriceHistory in us-east-1: denied"
+    ):
         record_prices(arguments, client=lambda name: region.client)

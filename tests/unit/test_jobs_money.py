@@ -18,8 +18,7 @@ import pytest
 from ebbflow.cost.errors import PriceError, ReportError
 from ebbflow.cost.jobs import list_known_jobs, load_report
 from ebbflow.cost.ledger.ledger import fold
-from ebbflow.cost.prices.ec2_prices import Unavailable
-from ebbflow.cost.prices.source import observed_pools
+from ebbflow.cost.prices.source import read_price_changes
 from ebbflow.cost.report.figure_text import CAUSE_HEADER, format_cause_rows, format_comparison_rows, format_key_figures
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
@@ -28,6 +27,7 @@ from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.job import Job
 from ebbflow.flows.reporting import record_prices
 from ebbflow.infra.config.schema import CostConfig, RunConfig
+from ebbflow.infra.errors import CloudRefused
 from ebbflow.infra.event_log import EventLog
 from ebbflow.infra.events import BUDGET, CONFIGURED, NODE_STARTED, PLAN, PRICES, Event, Origin, read_events
 from ebbflow.infra.layout import KnownJob, event_key
@@ -192,16 +192,16 @@ def test_changes_of_price_since_the_plan_are_taken_from_the_recording(tmp_path: 
     other = {**plain, "InstanceType": "p3.2xlarge", "Timestamp": times[1], "SpotPrice": "1.0"}
     path.write_text(json.dumps({"SpotPriceHistory": [*records, other]}))
     plan = {"made_utc": WALL, "chosen": {"instance_type": "g5.xlarge"}}  # 08:00 UTC of that day
-    [pool] = observed_pools(CostConfig(prices=str(path)), plan, now_utc=WALL + 600)
+    [pool] = read_price_changes(CostConfig(prices=str(path)), plan, now_utc=WALL + 600)
     assert pool["changes"] == [[WALL - 60.0, "0.2"], [WALL + 30.0, "0.3"]]
     assert (pool["zone"], pool["market"], pool["kind"]) == ("use1-az4", "spot", "recorded")
-    assert observed_pools(CostConfig(), plan, now_utc=WALL + 600) == []
+    assert read_price_changes(CostConfig(), plan, now_utc=WALL + 600) == []
 
     def refused(region: str) -> None:
-        raise Unavailable(f"{region} refused it")
+        raise CloudRefused(f"{region} refused it")
 
     with pytest.raises(PriceError, match="us-east-1 refused it"):
-        observed_pools(CostConfig(prices="live"), plan, now_utc=WALL + 600, client=refused)
+        read_price_changes(CostConfig(prices="live"), plan, now_utc=WALL + 600, client=refused)
 
 
 def test_changes_are_recorded_of_every_type_that_a_plan_chose(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.checks import CHECKS
 from ebbflow.cost.errors import PriceError
-from ebbflow.cost.prices.quote import Quote, age_text, is_zone_of
+from ebbflow.cost.prices.quote import Quote, format_age, is_zone_of
 from ebbflow.cost.prices.recorded import (
     RecordedPrices,
     Recording,
@@ -164,7 +164,7 @@ def test_zones_by_name_are_said_to_be_an_accounts_own(tmp_path: Path):
     assert is_zone_of("use1-az4", "us-east-1") and is_zone_of("apse2-az1", "ap-southeast-2")
     assert not is_zone_of("use1-az4", "us-east-2") and not is_zone_of("use1-az4", "use1")
     ages = {90: "2 min", 4000: "1.1 h", 5 * 86400: "5 days", 120 * 86400: "4 months", 2000 * 86400: "5.5 years"}
-    assert {seconds: age_text(seconds) for seconds in ages} == ages
+    assert {seconds: format_age(seconds) for seconds in ages} == ages
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, **cost: Any) -> dict[str, CheckResult]:
@@ -201,7 +201,8 @@ def test_checks_of_live_prices_ask_nobody_in_the_quick_tier(monkeypatch: pytest.
     # The table knows no price of eu-west-1; that must not stop a job whose prices EC2 may tell.
     assert live["planned-memory"].status == "skipped" and "no spot price" in live["planned-memory"].detail
     assert live["live-prices"].status == "warning"
-    assert "the static table stands in, because Unable to locate credentials" in live["live-prices"].detail
+    words = live["live-prices"].detail
+    assert "the static table stands in, because ec2:Describe" in words and "no AWS credentials" in words
     poor = checked(monkeypatch, prices="live", budget_usd=0.0001)
     assert poor["budget-deadline"].status == "skipped" and "cost.budget_usd" in poor["budget-deadline"].detail
     assert checked(monkeypatch, budget_usd=0.0001)["budget-deadline"].status == "failed"
