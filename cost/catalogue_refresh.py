@@ -29,7 +29,7 @@ from ebbflow.cost.catalogue import (
     load_catalogue,
 )
 from ebbflow.cost.errors import PriceError
-from ebbflow.infra.aws.calls import Patience, aws_client, pages
+from ebbflow.infra.aws.calls import RequestDeadline, aws_client, paginate
 from ebbflow.infra.config.schema import CostConfig
 from ebbflow.infra.errors import CloudError
 
@@ -62,20 +62,20 @@ class Hardware:
     efa: bool
 
 
-def gpu_hardware(ec2: Any, patience: Patience) -> list[Hardware]:
+def gpu_hardware(ec2: Any, deadline: RequestDeadline) -> list[Hardware]:
     """All types with NVIDIA GPUs that the region has, by name. Raises Unavailable."""
-    entries = pages(ec2, "describe_instance_types", "InstanceTypes", patience, token="NextToken")
+    entries = paginate(ec2, "describe_instance_types", "InstanceTypes", deadline, token="NextToken")
     found = [hardware for entry in entries if (hardware := _hardware(entry)) is not None]
     return sorted(found, key=lambda hardware: hardware.name)
 
 
-def on_demand_prices(pricing: Any, region: str, patience: Patience) -> dict[str, Decimal]:
+def on_demand_prices(pricing: Any, region: str, deadline: RequestDeadline) -> dict[str, Decimal]:
     """Dollars per hour of each GPU type that is listed for the region. Raises Unavailable, PriceError."""
     wanted = [*_LISTED.items(), ("regionCode", region)]
     filters = [{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted]
     prices: dict[str, Decimal] = {}
-    listed = pages(
-        pricing, "get_products", "PriceList", patience, token="NextToken", ServiceCode="AmazonEC2", Filters=filters
+    listed = paginate(
+        pricing, "get_products", "PriceList", deadline, token="NextToken", ServiceCode="AmazonEC2", Filters=filters
     )
     for text in listed:
         product = json.loads(text) if isinstance(text, str) else text
@@ -277,12 +277,12 @@ def refresh_catalogue(
 
     client: makes a client of (service, region); None: boto3's, by the usual chain of credentials.
     """
-    make, patience = client or aws_client, Patience.of(_SECONDS)
+    make, deadline = client or aws_client, RequestDeadline.after(_SECONDS)
     try:
         pricing = make("pricing", PRICE_LIST_REGION)
-        listed = {region: on_demand_prices(pricing, region, patience) for region in arguments.regions}
+        listed = {region: on_demand_prices(pricing, region, deadline) for region in arguments.regions}
         hardware = {
-            one.name: one for region in arguments.regions for one in gpu_hardware(make("ec2", region), patience)
+            one.name: one for region in arguments.regions for one in gpu_hardware(make("ec2", region), deadline)
         }
     except CloudError as error:
         raise PriceError(f"nothing was written, because {error}") from error

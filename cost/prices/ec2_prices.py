@@ -25,7 +25,7 @@ from ebbflow.cost.prices.recorded import (
     read_record,
     with_zone_ids,
 )
-from ebbflow.infra.aws.calls import Patience, ask, aws_client, pages
+from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, paginate
 from ebbflow.infra.errors import CloudError, CloudForbidden
 
 # Deadline for all regions together; the static table stands in for a region that needs longer.
@@ -127,7 +127,7 @@ def query_spot_prices(
     since_utc: float | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     client: Callable[[str], Any] | None = None,
-    patience: Patience | None = None,
+    deadline: RequestDeadline | None = None,
 ) -> PriceAnswers:
     """Ask all regions side by side. Return at the deadline at the latest, even if a request still hangs.
 
@@ -136,16 +136,16 @@ def query_spot_prices(
     Args:
         since_utc: Also return the changes since then, at most 90 days back. None: only the present prices.
         client: Makes the EC2 client of a region. None: botocore's, with the usual chain of credentials.
-        patience: The deadline of the requests. None: `deadline_seconds` from now.
+        deadline: The deadline of the requests. None: `deadline_seconds` from now.
     """
     make = client or (lambda region: aws_client("ec2", region))
-    patience = patience or Patience.of(deadline_seconds)
+    deadline = deadline or RequestDeadline.after(deadline_seconds)
     answered: dict[str, RegionPrices] = {}
     failed: dict[str, str] = {}
 
     def ask_one(region: str) -> None:
         try:
-            answered[region] = _ask_region(make(region), region, instance_types, since_utc or now_utc, patience)
+            answered[region] = _ask_region(make(region), region, instance_types, since_utc or now_utc, deadline)
         except (CloudError, PriceError) as error:
             failed[region] = str(error)
         except Exception as error:  # `client` cannot make a client: a broken profile, an unknown region
@@ -167,13 +167,13 @@ def query_spot_prices(
 
 
 def _ask_region(
-    client: Any, region: str, instance_types: Sequence[str], since_utc: float, patience: Patience
+    client: Any, region: str, instance_types: Sequence[str], since_utc: float, deadline: RequestDeadline
 ) -> RegionPrices:
     """Ask for zones and prices. Without the right to list zones, prices come under this account's zone names."""
     zones = [{"Name": "zone-type", "Values": ["availability-zone"]}, {"Name": "region-name", "Values": [region]}]
     ids, names_only = {}, ""
     try:
-        answer = ask(client, "describe_availability_zones", patience, Filters=zones)
+        answer = call_aws(client, "describe_availability_zones", deadline, Filters=zones)
         ids = {zone["ZoneName"]: zone["ZoneId"] for zone in answer.get("AvailabilityZones", [])}
     except CloudForbidden as error:
         names_only = str(error)
@@ -182,11 +182,11 @@ def _ask_region(
         # A filter ignores unknown types; the parameter for types would refuse the whole request.
         wanted = {"Name": "instance-type", "Values": list(instance_types[start : start + _FILTER_VALUES])}
         # With a start time EC2 also returns, for each type and zone, the change that was in force then.
-        entries = pages(
+        entries = paginate(
             client,
             "describe_spot_price_history",
             "SpotPriceHistory",
-            patience,
+            deadline,
             token="NextToken",
             Filters=[wanted],
             ProductDescriptions=list(LINUX),

@@ -23,7 +23,7 @@ from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.cost.prices.ec2_prices import LivePrices, PriceAnswers, query_spot_prices
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.cost.prices.source import open_prices, record_prices
-from ebbflow.infra.aws.calls import Patience
+from ebbflow.infra.aws.calls import RequestDeadline
 from ebbflow.infra.config.schema import RunConfig
 
 NOW = 1_790_000_000.0
@@ -93,9 +93,9 @@ def asked(*regions: Region, clock: Clock | None = None, **options: Any) -> Price
     clients = {region.name: region.client for region in regions}
     clock = clock or Clock()
     until = clock.time + options.get("deadline_seconds", 30.0)
-    patience = Patience(until, clock.monotonic, clock.sleep)
+    deadline = RequestDeadline(until, clock.monotonic, clock.sleep)
     return query_spot_prices(
-        list(clients), TYPES, now_utc=NOW, client=clients.__getitem__, patience=patience, **options
+        list(clients), TYPES, now_utc=NOW, client=clients.__getitem__, deadline=deadline, **options
     )
 
 
