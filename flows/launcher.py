@@ -443,7 +443,7 @@ def _this_python() -> str:
 def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
     """Print the report, which is rebuilt from the event log when the run died before writing it.
 
-    asked: the run was asked to leave, which is what its exit code says, whatever an earlier run left on record.
+    asked: the run was asked to leave, which its exit code says, unless the job completed in this run after all.
     """
     from ebbflow.cost.errors import CostError, ReportError
     from ebbflow.cost.report.render_text import render
@@ -473,12 +473,21 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
     report = RunReport.from_json(json.loads(path.read_text()))
     print(render(report, python=_this_python()))
     print(f"\nreport: {RUNS / job.name / 'report.html'}")
-    if asked:
+    if asked and not _completed_since(job, started):
         return code
     refused = report.events.get("refused") or {}
     if refused.get("run") == job.run:  # a completed job stays so, and this run did nothing
         return Outcome(refused["outcome"]).exit_code
     return report.exit_code or code
+
+
+def _completed_since(job: Job, started: float) -> bool:
+    """Whether the job's last outcome is that it completed, at `started` (Unix time) or later."""
+    from ebbflow.cost.ledger.generations import find_final_outcome
+    from ebbflow.infra.events import read_events
+
+    outcome = find_final_outcome(read_events(job.store))
+    return outcome is not None and outcome.t_wall >= started and outcome.data["outcome"] == Outcome.COMPLETED
 
 
 def _is_new(path: Path, started: float) -> bool:

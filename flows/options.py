@@ -141,8 +141,15 @@ def _check_continuation(job: str, config: RunConfig) -> None:
     store = Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job))
     if store.head("config.json") is None:
         return
-    document = json.loads(store.get("config.json"))
-    before = _with_defaults(document.get("config", document))
+    try:
+        document = json.loads(store.get("config.json"))
+        before = _with_defaults(document.get("config", document))
+    except (ValueError, AttributeError) as error:
+        _refuse(
+            f"--job {job}: {store.uri}/config.json is no JSON object ({error}); the job's commits are not affected\n"
+            "  hint: delete that file; the next run writes it from its own configuration",
+            Outcome.CONFIG,
+        )
     now = config.model_dump(mode="json")
     changed = [
         f"  {path}: {json.dumps(_at(before, path))} before, {json.dumps(_at(now, path))} now"
@@ -228,11 +235,24 @@ def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
         if job is None:
             _say(f"{RUNS} knows no job of {f'run {run}' if run else 'an earlier run'}")
             return None
+        _refuse_moved(job)
         document = json.loads(_store(job).get("config.json"))
         return job.name, document["path"], RunConfig.model_validate_json(json.dumps(document["config"]))
     except (InfraError, ValueError, KeyError) as error:
         _say(f"the settings of the job cannot be read: {error}")
         return None
+
+
+def _refuse_moved(job: KnownJob) -> None:
+    """Exit with 2 where the folder of the job is gone, for example since the project was moved."""
+    folder = Path(job.uri.removeprefix("file://"))
+    if "://" not in job.uri.removeprefix("file://") and not folder.is_dir():
+        print(
+            f"resume: job {job.name} was in {folder}, which does not exist\n"
+            f"  hint: if the project was moved, delete {RUNS / job.name} and continue with: run --job {job.name}",
+            file=sys.stderr,
+        )
+        sys.exit(Outcome.CONFIG.exit_code)
 
 
 def _find_job_of_run(run: str) -> KnownJob | None:

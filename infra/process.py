@@ -270,12 +270,14 @@ def survive_lost_readers() -> None:
 
 
 class _LastingOutput(io.FileIO):
-    """A descriptor that becomes /dev/null once its reader is gone."""
+    """A descriptor that becomes /dev/null once its reader is gone, and drops what a full disk does not take."""
 
     def write(self, data: Any) -> int | None:
         try:
             return super().write(data)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # there may be room again later
+                return len(data)
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             nothing = os.open(os.devnull, os.O_WRONLY)

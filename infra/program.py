@@ -39,6 +39,7 @@ def begin_program() -> None:
     Exits with 3 and one line on a Python that is too old. A package that is missing, now or later, ends the program
     with 3 and one line instead of a traceback.
     """
+    _open_missing_streams()
     print_on_any_terminal()
     if INSTALLED:
         os.environ.setdefault(_PROJECT_VARIABLE, str(PROJECT_ROOT))  # for child processes with another directory
@@ -46,6 +47,16 @@ def begin_program() -> None:
         version = ".".join(str(part) for part in sys.version_info[:3])
         sys.exit(_refuse(f"Python 3.11 or newer is needed, {sys.executable} is {version}; fix: {_right_command()}"))
     sys.excepthook = _explain_missing_package
+
+
+def _open_missing_streams() -> None:
+    """A program started with a closed descriptor 0, 1 or 2 (`>&-`) gets /dev/null there, before a file takes it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - open for as long as the process
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def python_path(given):  # type: ignore[no-untyped-def]

@@ -46,6 +46,13 @@ class CorruptCommit(CheckpointError):
         self.object_key, self.chunk = object_key, chunk
 
 
+class CorruptOverride(CorruptCommit):
+    """A record of what a guard ordered cannot be read, so that a start would train on other samples than before."""
+
+    curable = False
+    end_reason = EndReason.STORE
+
+
 class UnreliableReader(CheckpointError):
     """This process reads a commit wrongly that a second process or node reads as it was saved. Names node and rank."""
 

@@ -238,8 +238,9 @@ def test_an_order_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     record_split(store, generation=1, rank=0, accumulation=4)
     [meta] = store.list("overrides")
     store.put(meta.key, store.get(meta.key)[:20])
-    with pytest.raises(CorruptCommit, match=r"overrides/.*split.*: is no record .*fix: "):
+    with pytest.raises(CorruptCommit, match=r"overrides/.*split.*: is no record .*fix: ") as raised:
         read_overrides(store)
+    assert not raised.value.curable, "asking again does not mend it, and a node that waits is paid for"
 
 
 def test_a_rewind_passes_over_commits_that_nobody_can_read(tmp_path: Path) -> None:

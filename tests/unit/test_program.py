@@ -123,3 +123,20 @@ def test_records_of_a_read_only_project_are_the_users_own(tmp_path: Path) -> Non
     closed = run(*command, drop_privileges=True, **state)
     assert closed.stdout.split() == [str(tmp_path / "state/ebbflow/runs"), str(tmp_path / "state/ebbflow")]
     assert run(*command, drop_privileges=True, EBBFLOW_RUNS="/mine").stdout.startswith("/mine\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_a_program_starts_with_closed_streams(closed: str, tmp_path: Path) -> None:
+    program = "import ebbflow.infra.program as p; p.begin_program(); print(1); open('written', 'w').write('whole')"
+    command = ["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, program]
+    done = run(*command, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "written").read_text() == "whole", "the file took no descriptor that is printed to"
+
+
+def test_a_log_on_a_full_disk_costs_the_output_alone(tmp_path: Path) -> None:
+    program = "from ebbflow.infra.process import survive_lost_readers; survive_lost_readers()\n"
+    program += "for number in range(10_000): print(number, flush=True)\nopen('written', 'w').write('whole')"
+    done = run("sh", "-c", '"$0" -c "$1" >/dev/full', sys.executable, program, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "written").exists()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from ebbflow.flows.job import Job
+from ebbflow.flows.launcher import _completed_since
 from ebbflow.flows.supervising.options import read_options
 from ebbflow.flows.supervising.record import (
     JobRecord,
@@ -22,7 +25,7 @@ from ebbflow.flows.supervising.record import (
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.event_log import EventLog
-from ebbflow.infra.events import BATCH_ATTEMPT, GENERATION_ENDED, GENERATION_STARTED, SUPERVISED, Origin
+from ebbflow.infra.events import BATCH_ATTEMPT, GENERATION_ENDED, GENERATION_STARTED, OUTCOME, SUPERVISED, Origin
 from ebbflow.infra.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,3 +180,13 @@ def test_words_that_make_no_sense_are_refused_with_2(words: list[str], capsys: p
     with pytest.raises(SystemExit) as refused:
         read_options(words, project_root=ROOT)
     assert refused.value.code == 2 and "supervise.py: error:" in capsys.readouterr().err
+
+
+def test_a_run_asked_to_leave_after_its_last_step_has_completed(tmp_path: Path) -> None:
+    job = Job(name="j", run="7", config=RunConfig(store=str(tmp_path)))
+    before = time.time()
+    assert not _completed_since(job, before)
+    with EventLog(job.store, Origin(job="j", run="7", process="test")) as log:
+        log.emit(OUTCOME, outcome="completed", step=10, message="")
+    assert _completed_since(job, before)
+    assert not _completed_since(job, time.time() + 1), "an earlier run's end is not this run's"

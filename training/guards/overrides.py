@@ -21,7 +21,7 @@ from ebbflow.training.checkpoint.lineage import (
     reachable_commits,
 )
 from ebbflow.training.checkpoint.verified_io import fetch_verified
-from ebbflow.training.errors import CorruptCommit
+from ebbflow.training.errors import CorruptOverride
 
 _EVERY_RECORD = {"action", "generation"}
 
@@ -63,7 +63,7 @@ def record_rewind(job_store: Store, *, generation: int, rank: int, limit: int, f
 
 
 def read_overrides(job_store: Store) -> Overrides:
-    """Of the job's next start. Raises StoreError, CorruptCommit."""
+    """Of the job's next start. Raises StoreError, CorruptOverride."""
     records = _records(job_store)
     splits = [record["accumulation"] for record in records if record["action"] == GuardAction.SPLIT]
     rewinds = [record for record in records if record["action"] == GuardAction.REWIND]
@@ -100,7 +100,7 @@ def _put(job_store: Store, action: GuardAction, generation: int, rank: int, **or
 
 
 def _records(job_store: Store) -> list[dict[str, Any]]:
-    """Raises StoreError, and CorruptCommit for one that cannot be read: without it a start would go on otherwise."""
+    """Raises StoreError, and CorruptOverride for one that cannot be read: without it a start would go on otherwise."""
 
     def parse(data: bytes, what: str) -> dict[str, Any]:
         try:
@@ -109,7 +109,7 @@ def _records(job_store: Store) -> list[dict[str, Any]]:
             record = None
         if not isinstance(record, dict) or _EVERY_RECORD - record.keys():
             fix = "put it back as it was, or delete it, and what it ordered is not done"
-            raise CorruptCommit(f"{what}: is no record of what a guard ordered ({len(data)} bytes); fix: {fix}")
+            raise CorruptOverride(f"{what}: is no record of what a guard ordered ({len(data)} bytes); fix: {fix}")
         return record
 
     keys = [meta.key for meta in job_store.list("overrides")]

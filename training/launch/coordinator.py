@@ -235,7 +235,8 @@ class Leading:
             user_code=ended.user_code,
             fingerprint=ended.fingerprint,
         )
-        if last.failed_as in _TOLD_BY_THE_LEAD:
+        incurable = last.outcome is None and not last.curable and last.failed_as == Outcome.FAILED
+        if incurable or last.failed_as in _TOLD_BY_THE_LEAD:
             say(last.culprit)
             self._log.emit(OUTCOME, outcome=last.failed_as, message=last.culprit)
 
