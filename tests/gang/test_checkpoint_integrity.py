@@ -211,7 +211,7 @@ def test_an_unreadable_store_is_no_reason_for_quarantine(
 
     with monkeypatch.context() as patch:
         patch.setattr("ebbflow.training.checkpoint.reader.read_blocks", time_out)
-        with pytest.raises(CheckpointError, match=r"says nothing of the commit itself: .*timed out"):
+        with pytest.raises(CheckpointError, match=r"says nothing about the commit itself: .*timed out"):
             restore(checkpointer, job)
     assert restore(checkpointer, job) == (2, 2.0, [])
 

@@ -174,7 +174,7 @@ def test_a_full_disk_is_called_so(job: Store) -> None:
 
 def test_nothing_is_overwritten_and_no_started_job_is_imported_into(job: Store, tmp_path: Path) -> None:
     (tmp_path / "here.pt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         write_file(read_commit(job, reachable_commits(job)[0].key), tmp_path / "here.pt", "torch")
     assert (tmp_path / "here.pt").read_text() == "mine"
     assert checkpoints(["export", job.uri, str(tmp_path / "a.pt")]) == 0

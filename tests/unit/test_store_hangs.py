@@ -240,5 +240,5 @@ def test_an_import_does_not_wait_for_a_fifo(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
-    with pytest.raises(CheckpointError, match="is no regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         read_file(path.parent if path.parent != tmp_path else path)

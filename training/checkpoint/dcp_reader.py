@@ -1,4 +1,4 @@
-"""Our commits as a storage of torch's DCP: its planner finds out which pieces a rank needs, at any world size."""
+"""Commits as storage for torch's DCP, whose planner finds the pieces that a rank needs at any world size."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ebbflow.infra.store import Store
@@ -23,13 +24,13 @@ from ebbflow.training.checkpoint.manifest import Manifest, TensorEntry, TensorPi
 from ebbflow.training.checkpoint.reader import ReadFigures, VerifiedReader, WantedRange, read_manifest
 from ebbflow.training.errors import CorruptCommit
 
-_Finish = Callable[[], None]
+_Finish = Callable[[], object]
 
 
 class CommitReader(StorageReader):
-    """Reads the commit `key` of a job's store; every byte is verified. Also usable with `dcp.load`.
+    """Reads and verifies the commit `key` of a job's store; also usable with `dcp.load`.
 
-    parallel: chunks read at once; None: as suits the store.
+    parallel: chunks read at once; default: by kind of store.
     """
 
     def __init__(self, job_store: Store, key: str, *, parallel: int | None = None) -> None:
@@ -61,10 +62,10 @@ class CommitReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # a store and a key are needed, one path says too little
+        return False  # a commit is identified by a store and a key, not by one path
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Each chunk that this rank needs is read once; its bytes go where they belong, where that memory is plain."""
+        """Read each chunk that this rank needs once, straight into the tensors if their memory is contiguous."""
         wanted: list[WantedRange] = []
         finishes: list[_Finish] = []
         targets = []
@@ -83,7 +84,7 @@ class CommitReader(StorageReader):
         return future
 
     def read_whole(self, *names: str) -> dict[str, torch.Tensor]:
-        """Tensors in full, on the CPU."""
+        """Read whole tensors into new CPU memory."""
         found: dict[str, torch.Tensor] = {}
         for name in names:
             entry = self.manifest.tensors[name]
@@ -92,7 +93,7 @@ class CommitReader(StorageReader):
         return found
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Fill whole tensors, by name, of the commit's shapes and dtypes."""
+        """Fill whole tensors, given by name with the commit's shapes and dtypes."""
         wanted: list[WantedRange] = []
         finishes: list[_Finish] = []
         for name, target in targets.items():
@@ -108,7 +109,7 @@ class CommitReader(StorageReader):
 
     def _piece(self, item: ReadItem) -> TensorPiece:
         entry = self.manifest.tensors[item.storage_index.fqn]
-        offsets = tuple(item.storage_index.offset)
+        offsets = tuple(item.storage_index.offset or ())
         return next(piece for piece in entry.pieces if piece.offsets == offsets)
 
     def _want(
@@ -120,9 +121,9 @@ class CommitReader(StorageReader):
         wanted: list[WantedRange],
         finishes: list[_Finish],
     ) -> None:
-        """The rows of a piece that `item` asks for (None: all of it), straight into `target` or through a copy."""
+        """Request the rows of a piece that `item` asks for (None: all), directly into `target` or through a copy."""
         dtype = getattr(torch, entry.dtype)
-        sizes = piece.sizes or (1,)  # a number is a row of one
+        sizes = piece.sizes or (1,)  # a scalar is a row of one element
         if math.prod(sizes) * dtype.itemsize != piece.length:
             raise CorruptCommit(f"a piece of {list(piece.sizes)} {entry.dtype} cannot have {piece.length} bytes")
         offsets, lengths = ((0,) * len(sizes), sizes) if item is None else (item.storage_offsets, item.lengths)
@@ -144,10 +145,10 @@ class CommitReader(StorageReader):
 
 
 def _memory(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview | None:
-    """The tensor's own bytes, where they lie in this process's memory as they lie in the object."""
+    """Return the tensor's bytes if they are laid out in this process's memory as in the data object."""
     if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
         return None
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _storage(entry: TensorEntry) -> TensorStorageMetadata:

@@ -1,10 +1,11 @@
-"""Files
+"""Read and write checkpoint files of other programs: DCP folders, safetensors and torch files. Imports torch.
 
-First everything but the tensors' bytes, whose places `torch.serialization.skip_data` leaves free; then these bytes, at
-the places that the file's own directory gives them. The file is a zip archive of stored entries; the CRC-32 of what
-is filled in is written too, so that unzip and Python's zipfile read it as well as torch does.
+All three are written without holding all tensors in memory. A torch file is written in two passes: first everything
+except the tensors' bytes, for which `torch.serialization.skip_data` leaves room, then these bytes. The file is a zip
+archive of uncompressed entries, whose CRC-32 is filled in too, so that unzip and Python's zipfile can read it.
 
-NAME.optimizer.safetensors has `<parameter>.<state>`; step, settings and extra are JSON in the metadata of the first.
+Safetensors hold weights; the optimizer's tensors go to NAME.optimizer.safetensors as `<parameter>.<state>`, and step,
+settings and extra are JSON in the metadata of the first file.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ebbflow.training.checkpoint.portable_state import (
     PortableState,
@@ -42,29 +45,34 @@ KINDS = ("dcp", "safetensors", "torch")
 
 
 def read_file(path: Path, *, weights_only: bool = False) -> PortableState:
-    """What is at `path`, whatever its kind. Raises CheckpointError."""
-    _refuse_what_is_no_file(path)
+    """Read a file or folder of any of the three kinds. Raises CheckpointError."""
+    _refuse_special_files(path)
     kind = _kind_of(path)
     try:
         return {"dcp": read_dcp, "safetensors": read_safetensors, "torch": read_torch}[kind](path, weights_only)
     except CheckpointError:
         raise
-    except Exception as error:  # each library has exceptions of its own for what it cannot read
+    except Exception as error:  # each library raises its own exceptions
         cause = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{path}: cannot be read as {kind}: {type(error).__name__}: {cause}") from error
 
 
-def _refuse_what_is_no_file(path: Path) -> None:
-    """A FIFO would be waited for without end. Raises CheckpointError."""
+def _refuse_special_files(path: Path) -> None:
+    """Refuse FIFOs and the like, which would block for ever. Raises CheckpointError."""
     for one in [path, *(path.iterdir() if path.is_dir() else ())]:
         if one.exists() and not (one.is_file() or one.is_dir()):
-            raise CheckpointError(f"{one}: is no regular file")
+            raise CheckpointError(f"{one}: is not a regular file")
 
 
 def write_file(content: PortableState, path: Path, kind: str) -> None:
-    """Raises CheckpointError when something is there already, NoRoom when the disk is full; then nothing is left."""
+    """Write a file or folder of the given kind; after an error nothing is left.
+
+    Raises:
+        CheckpointError: the path exists.
+        NoRoom: the disk is full.
+    """
     if os.path.lexists(path) and not _is_device(path):
-        raise CheckpointError(f"{path}: is there already; hint: give another name")
+        raise CheckpointError(f"{path}: exists already; hint: choose another name")
     try:
         {"dcp": write_dcp, "safetensors": write_safetensors, "torch": write_torch}[kind](content, path)
     except Exception as error:
@@ -76,8 +84,10 @@ def write_file(content: PortableState, path: Path, kind: str) -> None:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether a full disk or a used-up quota is behind an error. torch's file writer says only that it is not where it
-    should be ("unexpected pos 704 vs 662"): it takes a short write for its own mistake."""
+    """Whether an error was caused by a full disk or an exhausted quota.
+
+    torch's file writer reports a short write as a wrong position ("unexpected pos 704 vs 662").
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
@@ -118,7 +128,7 @@ def read_dcp(path: Path, weights_only: bool) -> PortableState:
     for key, entry in metadata.state_dict_metadata.items():
         tensor = isinstance(entry, TensorStorageMetadata)
         flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if tensor else None
-    dcp.load(flat, storage_reader=FileSystemReader(path), no_dist=True)
+    dcp_load(flat, storage_reader=FileSystemReader(path), no_dist=True)
     paths = metadata.planner_data or {}
     document: Any = {}
     for key, value in flat.items():
@@ -130,21 +140,21 @@ def read_dcp(path: Path, weights_only: bool) -> PortableState:
 
 
 def write_dcp(content: PortableState, path: Path) -> None:
-    """As `get_state_dict` names it, so that `dcp.load` and `set_state_dict` take it."""
+    """Write a DCP folder with the names of `get_state_dict`, for `dcp.load` and `set_state_dict`."""
     document: dict[str, Any] = {"model": content.weights, "step": content.step, "extra": json.dumps(content.extra)}
     if content.settings is not None:
         document["optimizer"] = named_optimizer(content)
-    # Copying ahead, which it does where there is CUDA, would ask for a tensor before the one before it is written.
+    # With CUDA the writer would otherwise request a tensor before the previous one is written.
     writer = FileSystemWriter(path, single_file_per_rank=True, per_thread_copy_ahead=0)
     try:
-        dcp.save(document, storage_writer=writer, planner=_Planner(content), no_dist=True)
-    except CheckpointException as error:  # a BaseException, around what happened
+        dcp_save(document, storage_writer=writer, planner=_Planner(content), no_dist=True)
+    except CheckpointException as error:  # a BaseException around the cause
         cause, _ = next(iter(error.failures.values()))
         raise cause from None
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans with shapes alone, and takes each tensor's values from the content when it is written."""
+    """Plans with shapes only, and takes each tensor's values from the content when it is written."""
 
     def __init__(self, content: PortableState) -> None:
         super().__init__()
@@ -161,9 +171,9 @@ class _Planner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             return super().resolve_data(write_item)
-        name, value = next(self._values)  # the one before it is written: the writer keeps it, but reads it no more
+        name, value = next(self._values)  # the previous tensor has been written and is not read again
         if name != self._name(write_item):
-            raise CheckpointError(f"torch's writer asks for {self._name(write_item)}, and {name} is planned to be next")
+            raise CheckpointError(f"torch's writer requests {self._name(write_item)}, but {name} is next in the plan")
         return value
 
     def _name(self, item: WriteItem) -> str:
@@ -177,7 +187,7 @@ def _put(document: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _listed(document: Any) -> Any:
-    """Where all keys are whole numbers from 0 on, a list was taken apart; keys of mappings are text."""
+    """Turn mappings whose keys are all integers back into lists."""
     if not isinstance(document, dict):
         return document
     inner = {key: _listed(value) for key, value in document.items()}
@@ -186,18 +196,18 @@ def _listed(document: Any) -> Any:
     return inner
 
 
-# APPNOTE.TXT of PKWARE, 4.3.7, 4.3.9, 4.3.12: of a local header, a data descriptor, and an entry of the directory
+# PKWARE APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12: local header, data descriptor, directory entry
 _LOCAL_BYTES, _LOCAL_LENGTHS = 30, 26
 _DESCRIPTOR, _DESCRIPTOR_CRC = b"PK\x07\x08", 4
 _ENTRY, _ENTRY_BYTES, _ENTRY_CRC, _ENTRY_LENGTHS = b"PK\x01\x02", 46, 16, 28
 
 
 def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str]:
-    """Save `document`, whose tensors have no values, with room for them. names: of each tensor, by its `id`.
+    """Save `document`, whose tensors have no values, with room for the values.
 
-    Returns the names in the order of the storages in the file, each of which belongs to one tensor.
+    names: each tensor's name by its `id`. Returns the names in the order of the storages in the file.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # a second, and only here
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
     order: list[str] = []
     with FakeTensorMode():  # torch.save refuses tensors on the device "meta"
@@ -208,14 +218,14 @@ def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str
 
 
 def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Put the values of the tensors, given in the order of the storages, where room was left for them."""
+    """Fill in the values of the tensors, given in the order of the storages."""
     with path.open("r+b") as file:
         with zipfile.ZipFile(file) as archive:
             entries = [info for info in archive.infolist() if info.filename.split("/")[1:-1] == ["data"]]
             directory = archive.start_dir
         sums: dict[str, int] = {}
         for number, (name, tensor) in enumerate(tensors):
-            raw = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
             info = entries[number] if number < len(entries) else None
             if info is None or (info.filename.rsplit("/", 1)[-1], info.file_size) != (str(number), len(raw)):
                 raise CheckpointError(f"{path}: no room was left for {name}, {len(raw)} bytes; there is {info}")
@@ -225,7 +235,7 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _faked(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
-    """The same in the order in which pickle walks through it, with tensors that have a storage in name only."""
+    """Copy `document` in pickle's order, with tensors that have a storage in name only."""
     if isinstance(value, Tensor):
         order.append(names[id(value)])
         return torch.empty(value.shape, dtype=value.dtype)
@@ -265,7 +275,7 @@ _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_di
 
 
 def read_torch(path: Path, weights_only: bool) -> PortableState:
-    """Without running code from it (`weights_only`)."""
+    """Read a torch file without executing code from it."""
     return parse_document(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path), weights_only)
 
 
@@ -281,9 +291,9 @@ def write_torch(content: PortableState, path: Path) -> None:
 
 
 def parse_document(document: Any, what: str, weights_only: bool) -> PortableState:
-    """A state dict, or a mapping that has one under a usual name."""
+    """Interpret a state dict, or a mapping that contains one under a usual name."""
     if not isinstance(document, Mapping):
-        raise CheckpointError(f"{what}: is a {type(document).__name__}, no state dict")
+        raise CheckpointError(f"{what}: is a {type(document).__name__}, not a state dict")
     if all(isinstance(value, Tensor) for value in document.values()):
         return PortableState(weights=unwrap_weights(document, what))
     key = next((key for key in _MODEL_KEYS if isinstance(document.get(key), Mapping)), None)
@@ -291,7 +301,7 @@ def parse_document(document: Any, what: str, weights_only: bool) -> PortableStat
         found = ", ".join(map(str, list(document)[:8]))
         raise CheckpointError(f"{what}: no weights under any of {', '.join(_MODEL_KEYS)}; it has {found}")
     content = PortableState(weights=unwrap_weights(document[key], what))
-    if isinstance(document.get("extra"), Mapping):  # one of ours, which goes on where it was; another's begins anew
+    if isinstance(document.get("extra"), Mapping):  # written by us: training continues at its step
         content.step, content.extra = int(document["step"]), dict(document["extra"])
     for key in () if weights_only else _OPTIMIZER_KEYS:
         found = document.get(key)
@@ -326,7 +336,7 @@ _DTYPES = {
 
 
 def read_safetensors(path: Path, weights_only: bool) -> PortableState:
-    """One file, or a folder whose files together hold the weights."""
+    """Read one file, or a folder whose files together hold the weights."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.glob("*.safetensors") if not file.name.endswith(_OPTIMIZER))
@@ -351,7 +361,7 @@ def read_safetensors(path: Path, weights_only: bool) -> PortableState:
 
 
 def write_safetensors(content: PortableState, path: Path) -> None:
-    """One tensor after the other, which the library's own writer does not do: it wants all of them in memory."""
+    """Write one tensor after the other; the library's own writer needs all of them in memory."""
     about = {"step": content.step, "extra": content.extra, "settings": content.settings}
     metadata = {"format": "pt", _OURS: json.dumps(about)}
     _write(content, _WEIGHTS, path, metadata)
@@ -360,11 +370,11 @@ def write_safetensors(content: PortableState, path: Path) -> None:
 
 
 def _write(content: PortableState, prefix: str, path: Path, metadata: dict[str, str]) -> None:
-    """The tensors of `PortableState.named` that begin with `prefix`, under their names without it.
+    """Write the tensors of `PortableState.named` that begin with `prefix`, under their names without it.
 
-    The format (https://github.com/huggingface/safetensors, "Format"): eight bytes with the length of the header, the
-    header as JSON, and the bytes of the tensors without gaps. As the library does, larger elements come first, so that
-    each tensor is aligned to its own.
+    Format (https://github.com/huggingface/safetensors, "Format"): the length of the header in eight bytes, the header
+    as
+    JSON, and the tensors' bytes without gaps. Tensors with larger elements come first, so that each is aligned.
     """
     named = {name: tensor for name, tensor in content.named().items() if name.startswith(prefix)}
     order = sorted(named, key=lambda name: -named[name].element_size())
@@ -379,7 +389,7 @@ def _write(content: PortableState, prefix: str, path: Path, metadata: dict[str, 
     with path.open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for _, tensor in content.stream(order):
-            file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _dtype(tensor: Tensor, name: str) -> str:

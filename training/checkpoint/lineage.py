@@ -1,12 +1,11 @@
-"""Which commits a new generation may start from.
+"""Decide which commits a new generation may start from. Torch-free.
 
-A record names the commit that its generation started from. Walked from the newest generation back they make a chain:
-of an ancestor only the commits up to the step that its child started from count.
+A generation is one start of the gang. Its record names the commit it started from, so the records form a chain from the
+newest generation back; of an ancestor only the commits up to the step that its child started from count.
 
-A commit counts when it is part of the newest generation's history (`LineageChain`): a zombie's late commit and steps
-abandoned by a rewind are never restored, although their step is higher. A generation saves only steps after the one
-it starts from. So of those that count, the newest is the one with the highest step; and as commits are listed with the
-highest step first, the first that counts is found on the first page, unless 1,000 that do not count are in its way.
+Hence the newest commit is decided by lineage, not by step: late commits of a zombie and the steps abandoned by a rewind
+never count, although their step is higher. A generation saves only steps after its start, so among the commits that
+count the newest has the highest step. Commits are listed highest step first: the newest is usually on the first page.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ from ebbflow.training.errors import (
 )
 
 LISTING_SECONDS = 10.0
-_BEFORE = 500  # numbers before the one asked for that are listed along with it: a page holds 1,000
+_BEFORE = 500  # listings begin this many numbers before the wanted one; a page holds 1,000
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One start of the gang. parent: the commit key it starts from, None: afresh; parent_step: that commit's step."""
+    """One start of the gang. parent: key of the commit it starts from; None: from scratch."""
 
     number: int
     id: str
@@ -63,7 +62,7 @@ class Generation:
 
 
 def read_generation(job_store: Store, number: int, generation_id: str) -> Generation:
-    """A generation as it is on record, with its parent. Raises DamagedLineage, and ObjectNotFound without a record."""
+    """Read a generation's record. Raises DamagedLineage, and ObjectNotFound without a record."""
     key = generation_key(number, generation_id)
     try:
         record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
@@ -75,10 +74,10 @@ def read_generation(job_store: Store, number: int, generation_id: str) -> Genera
 
 
 def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> None:
-    """Amend the record of a generation: the parent it was opened with cannot be restored, `actual` names an older one.
+    """Record that `opened` really starts from the older commit that `actual` names, since its parent is unusable.
 
-    Until then the steps of its ancestors between the two would count, though this generation has left them. To be
-    called by one process, before the generation's first save. Raises StoreError, CorruptCommit.
+    Until then the abandoned steps between the two commits would count. One process calls this, before the generation's
+    first save. Raises StoreError, CorruptCommit.
     """
     key = generation_key(opened.number, opened.id)
     record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
@@ -87,16 +86,16 @@ def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> No
 
 
 def newest_generation_number(job_store: Store, *, near: int = 0) -> int:
-    """The highest generation number on record, 0 when there is none. near: see `GenerationRecords`."""
+    """Return the highest generation number on record, 0 without any. near: as in `GenerationRecords`."""
     return GenerationRecords(job_store, near=near).newest
 
 
 def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
-    """Ids on record under the number of `generation`, as soon as its own is listed.
+    """Wait until the record of `generation` is listed, and return all ids under its number.
 
-    A listing may lag behind the puts. Who waits to see itself also sees the rivals that saw themselves before; and a
-    generation that goes on has been listed, so that the next launcher does not give its number again.
-    Raises StoreUnavailable.
+    Listings may lag behind puts. A launcher that waits to see itself also sees the rivals that saw themselves before,
+    and
+    the next launcher does not reuse a listed number. Raises StoreAway.
     """
     limit = time.monotonic() + LISTING_SECONDS
     for pause in backoff_pauses(longest_seconds=0.5):
@@ -108,15 +107,16 @@ def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
         time.sleep(pause)
     raise StoreUnavailable(
         f"list {job_store.uri}/generations: {generation.name}.json was put and is not listed within "
-        f"{LISTING_SECONDS:g} s; fix: the listings of this store lag too far behind; ask who runs it"
+        f"{LISTING_SECONDS:g} s; fix: the store's listings lag too far behind; ask its operator"
     )
 
 
 class GenerationRecords:
-    """Ids by generation number, from the names of the records alone, a page around the numbers that are asked for.
+    """Ids by generation number, from a listing of the records.
 
-    near: a number not above the newest, as far as is known. The listing begins a little before it, and takes one
-    request for each 1,000 records from there on; where nothing is listed from there on, all of it is.
+    near: a number that is known not to be above the newest. The listing begins shortly before it and takes one request
+    per
+    1,000 records; if nothing is found there, everything is listed.
     """
 
     def __init__(self, job_store: Store, *, near: int = 0) -> None:
@@ -129,13 +129,13 @@ class GenerationRecords:
         self.newest = max(self._ids, default=0)
 
     def ids(self, number: int) -> list[str]:
-        """Ids on record under `number`: one, or none, or two where two launchers worked at once."""
+        """Return the ids under `number`: none, one, or two if two launchers worked at once."""
         if number not in self._ids:
             self._list(max(0, number - _BEFORE), number)
         return self._ids.get(number, [])
 
     def _list(self, first: int, last: int | None) -> None:
-        """Take the records of the numbers `first` to `last`, or to the end."""
+        """List the records of the numbers `first` to `last`; None: to the end."""
         found: dict[int, list[str]] = defaultdict(list)
         for page in self._store.pages("generations", after=f"generations/{first:06d}"):
             for meta in page:
@@ -148,16 +148,18 @@ class GenerationRecords:
 
 
 class LineageChain:
-    """What the newest generation inherits. Reads the records one by one, back to the one that a question is about.
+    """The ancestors of the newest generation. Records are read one by one, only as far back as a question needs.
 
-    Raises DamagedLineage for a record that is missing or wrong, TwoLaunchers for a number with two of them.
+    Raises:
+        DamagedLineage: a record is missing or wrong.
+        TwoLaunchers: a number has two records.
     """
 
     def __init__(self, job_store: Store, *, near: int = 0) -> None:
         self._store = job_store
         self._records = GenerationRecords(job_store, near=near)
         self.newest = self._records.newest
-        if self.newest < near:  # a commit was seen of it: to go on without it would be to start anew, silently
+        if self.newest < near:  # going on without it would silently start from scratch
             raise DamagedLineage(
                 f"{self._store.uri}: there are commits of generation {near}, its record is missing from generations/ "
                 f"and the newest there is {self.newest}; fix: put the record back, or export a commit into a new job"
@@ -170,14 +172,14 @@ class LineageChain:
     def counts(self, number: int, step: int) -> bool:
         """Whether a commit of generation `number` at `step` is part of the newest generation's history.
 
-        Limits never grow on the way back, so that a step above the next limit settles the question without the rest.
+        Limits never grow on the way back, so a step above the next limit needs no further records.
         """
         while self._ahead is not None and number <= self._ahead[0] and step <= self._ahead[1]:
             self._follow(*self._ahead)
         return number in self.limits and step <= self.limits[number]
 
     def back_to(self, oldest: int) -> dict[int, float]:
-        """The last step that counts, by number, of all ancestors from the newest back to `oldest`."""
+        """Return the last step that counts, by number, of all ancestors back to `oldest`."""
         while self._ahead is not None and self._ahead[0] >= oldest:
             self._follow(*self._ahead)
         return self.limits
@@ -204,15 +206,15 @@ class LineageChain:
             self._ahead = parent_number, min(limit, generation.parent_step)
 
 
-# What a start is given to restore. When none of so many verifies they are quarantined, and the next start gets others.
+# Commits that a start may restore. If none verifies, all are quarantined and the next start gets older ones.
 CANDIDATES = 16
 FROM_SCRATCH = "from-scratch"  # a permit: see ebbflow.training.checkpoint.rollback
-NO_PARENT = ""  # instead of a parent: from nothing, though there are commits
+NO_PARENT = ""  # instead of a parent: start from scratch although there are commits
 
 
 @dataclass(frozen=True)
 class CommitRef:
-    """A commit by its key: step, number of its generation, SHA-256 of its manifest."""
+    """A commit's key, and its parts: step, generation number, SHA-256 of the manifest."""
 
     key: str
     step: int
@@ -221,15 +223,18 @@ class CommitRef:
 
     @classmethod
     def from_key(cls, key: str) -> CommitRef:
-        """Raises ValueError for what is not a commit key."""
+        """Parse a commit key. Raises ValueError for other keys."""
         return cls(key, *parse_commit_key(key))
 
 
 @dataclass(frozen=True)
 class TracedCommit:
-    """A commit and its standing. unreachable_because: None when it counts. modified: Unix time of its manifest.
+    """A commit and whether it counts.
 
-    refused: it would count, were it signed. That says nothing of damage, so it is not deleted for it.
+    Args:
+        unreachable_because: None if it counts.
+        modified: Unix time of its manifest.
+        refused: it would count if it were signed. It may be sound, so retention does not delete it.
     """
 
     ref: CommitRef
@@ -240,11 +245,13 @@ class TracedCommit:
 
 @dataclass
 class GenerationOpening:
-    """All tries at one start of the gang. number: the highest that one of them has put a record under, 0: none.
+    """All tries at one start of the gang. number: the highest number that a try has put a record under; 0: none.
 
-    A put that was given up may yet arrive. Under a number and id that are tried again it would undo what was recorded
-    since (its parent, `amend_parent`). So no try takes a number that one before it took: what arrives late is a start
-    that never was, and that no start descends from. It is a rival only where another attempt took that number before.
+    A put that timed out may still arrive. If its number and id were tried again, it could overwrite a newer record. So
+    each
+    try takes a new number: a late arrival is then a start without descendants, and a rival only of another attempt that
+    took
+    that number before.
     """
 
     id: str = field(default_factory=lambda: secrets.token_hex(4))
@@ -259,12 +266,17 @@ def open_generation(
     parent: str | None = None,
     opening: GenerationOpening | None = None,
 ) -> Generation:
-    """Number, name and record the next start of the gang; its parent is the newest reachable commit that reads well.
+    """Record the next generation, whose parent is the newest readable commit that counts. One process per start calls
+    this.
 
-    parent: start from this commit instead (a rewind: what came after it no longer counts), or `NO_PARENT`. opening: the
-    same for each try at one start. To be called by one process per start. Raises NothingToRestore where none of the
-    job's commits can be restored and no permit allows to begin anew, UnreliableReader where this process reads a
-    manifest wrongly, and TwoLaunchers when another opened the same number meanwhile, after withdrawing its own.
+    Args:
+        parent: start from this commit instead (a rewind: later commits no longer count), or `NO_PARENT`.
+        opening: the same object for each try at one start.
+
+    Raises:
+        NothingToRestore: the job has commits, none can be restored, and no permit allows to start from scratch.
+        UnreliableReader: this process reads a sound manifest wrongly.
+        TwoLaunchers: another launcher opened the same number; this record has been withdrawn.
     """
     opening = opening or GenerationOpening()
     seen = _seen_number(job_store)
@@ -297,15 +309,15 @@ def open_generation(
     opening.number = number
     job_store.put(key, seal(record))
     others = [i for i in await_listed_ids(job_store, generation) if i != generation.id]
-    if others:  # whoever sees the other withdraws: then at most one goes on, whatever the order
+    if others:  # each that sees the other withdraws, so at most one goes on
         job_store.delete(key)
         rivals = ", ".join(generation_key(number, i) for i in others)
         raise TwoLaunchers(
             f"{job_store.uri}: generation {number} was opened twice at once: {key} (this one, withdrawn) and {rivals}; "
             "hint: two launchers work on one job; stop one of them, then start again"
         )
-    if chosen is not None and _going(job_store, chosen):
-        job_store.delete(key)  # who deletes it looks for newer generations after its tombstone: one of both gives way
+    if chosen is not None and _is_being_deleted(job_store, chosen):
+        job_store.delete(key)  # a deletion looks for new generations after its tombstone: one of the two gives way
         raise CheckpointError(
             f"{job_store.uri}/{chosen.key}: is being deleted, or was; hint: start again, from another commit"
         )
@@ -313,7 +325,7 @@ def open_generation(
 
 
 def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
-    """The end of a start that would lose every commit of the job."""
+    """Describe a start that would lose every commit of the job."""
     return NothingToRestore(
         f"{job_store.uri}: {cause}; nothing was started; hint: where `ebbflow checkpoints verify "
         f"{job_store.uri}` on another machine finds a commit sound, delete its record in quarantine/ and start again; "
@@ -322,28 +334,26 @@ def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
 
 
 def permitted_generation(job_store: Store, what: str) -> int:
-    """The newest generation whose commits a person has permitted to give up, 0 without a permit."""
+    """Return the newest generation whose commits a person has permitted to give up; 0 without a permit."""
     names = (meta.key.rsplit("/", 1)[-1].removesuffix(".json") for meta in job_store.list(permit_prefix(what)))
     return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0)
 
 
-def _going(job_store: Store, ref: CommitRef) -> bool:
-    """Being deleted, or gone: the manifest goes after its tombstone has come, and before that falls."""
+def _is_being_deleted(job_store: Store, ref: CommitRef) -> bool:
+    """Whether a commit is deleted or being deleted: its manifest goes after its tombstone has come."""
     return job_store.head(tombstone_key(ref.sha256)) is not None or job_store.head(ref.key) is None
 
 
 def newest_commits(job_store: Store) -> Iterator[CommitRef]:
-    """The commits that may be restored, newest first. Of commits and generations no more is asked for than it takes.
+    """Yield the commits that may be restored, newest first, listing no more than needed.
 
-    Where this process checks signatures, those without a right one are left out.
-
-    Raises DamagedLineage or TwoLaunchers for the generations from the newest back to that of the commit given.
+    If this process checks signatures, commits without a valid one are left out. Raises DamagedLineage or TwoLaunchers.
     """
     return (ref for ref, refused in _newest_with_refusals(job_store) if not refused)
 
 
 def _newest_with_refusals(job_store: Store) -> Iterator[tuple[CommitRef, str]]:
-    """The commits that count, newest first, each with why it is refused, "" where it is not."""
+    """Yield the commits that count, newest first, each with why its signature is refused, or ""."""
     chain, out, signs = None, set(), signer()
     for page in _commit_pages(job_store):
         if chain is None:
@@ -364,7 +374,7 @@ def _refusal(signs: Signer | None, job_store: Store, ref: CommitRef) -> str:
 
 
 def _report_refused(job_store: Store, chosen: CommitRef | None) -> str:
-    """Print each commit newer than `chosen` that is refused; returns why the newest of them is, "" without one."""
+    """Warn of each refused commit newer than `chosen`; return the newest one's reason, or ""."""
     first = ""
     for ref, refused in _newest_with_refusals(job_store) if signer() is not None else ():
         if ref == chosen:
@@ -376,12 +386,12 @@ def _report_refused(job_store: Store, chosen: CommitRef | None) -> str:
 
 
 def reachable_commits(job_store: Store, *, limit: int | None = None) -> list[CommitRef]:
-    """The newest `limit` commits that may be restored, or all of them, newest first. Raises as `newest_commits`."""
+    """Return the newest `limit` (default: all) commits that may be restored. Raises as `newest_commits`."""
     return list(islice(newest_commits(job_store), limit))
 
 
 def trace_lineage(job_store: Store) -> list[TracedCommit]:
-    """All commits: the reachable ones first, then the others, each with its reason; both with the newest first."""
+    """List all commits: those that count, then the others with their reasons; each newest first."""
     found = [commit for page in _commit_pages(job_store) for commit in page]
     if not found:
         return []
@@ -407,20 +417,20 @@ def trace_lineage(job_store: Store) -> list[TracedCommit]:
 
 
 def _commit_pages(job_store: Store) -> Iterator[list[tuple[CommitRef, float]]]:
-    """A page at a time, highest step first, each commit with the time of its manifest; none of the pages is empty."""
+    """Yield non-empty pages of commits, highest step first, each with the Unix time of its manifest."""
     for page in job_store.pages("commits"):
         found = []
         for meta in page:
             try:
                 found.append((CommitRef.from_key(meta.key), meta.modified))
             except ValueError:
-                continue  # not a key of ours
+                continue  # not a commit key
         if found:
             yield found
 
 
 def _seen_number(job_store: Store) -> int:
-    """The highest generation of the commits with the highest steps: the newest is not below it."""
+    """Return the highest generation on the first page of commits, which the newest one is not below."""
     page = next(_commit_pages(job_store), [])
     return max((ref.generation for ref, _ in page), default=0)
 
@@ -430,9 +440,9 @@ def _names(job_store: Store, prefix: str) -> set[str]:
 
 
 def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
-    """Whether a generation can be opened from this commit; says so where it cannot.
+    """Whether a commit's manifest reads well, so that a generation can start from it; warns if not.
 
-    A manifest that reads badly here is read again by a new process. Raises UnreliableReader when that finds it sound.
+    A manifest that reads badly is read again by a new process. Raises UnreliableReader if that finds it sound.
     """
     try:
         fetch_verified(job_store, ref.key, Manifest.from_bytes)
@@ -452,7 +462,7 @@ def _sound_parent(job_store: Store) -> CommitRef | None:
 
 
 def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
-    """What would count if all of it could be read: quarantined commits too, but none that is being deleted."""
+    """List what would count if every commit were readable: also quarantined ones, not those being deleted."""
     found = [ref for page in _commit_pages(job_store) for ref, _ in page]
     if not found:
         return []

@@ -1,4 +1,4 @@
-"""Whole commits in other formats."""
+"""Whole commits in one process, to export them to other formats or to import from those. Imports torch."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ from ebbflow.training.errors import CheckpointError
 
 _PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # states that torch's optimizers give the parameter's shape
+_SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # states with the parameter's shape
 
 Source = Callable[[Sequence[str]], Iterator[tuple[str, Tensor]]]
 
 
 @dataclass(kw_only=True)
 class PortableState:
-    """moments: state tensors by parameter and state. settings: as `optimizer_settings` makes them, None without an
-    optimizer. extra: what our own commits carry besides, JSON.
+    """The state of a commit, independent of ranks.
 
-    source: where the values of the tensors are, None: in them. Otherwise they have a shape and a dtype alone (device
-    "meta"), and their values are to be asked for by `stream`.
+    Args:
+        weights: tensors by name.
+        moments: optimizer state tensors by parameter and state.
+        settings: as from `optimizer_settings`; None without an optimizer.
+        extra: JSON that our own commits carry.
+        source: reads the tensors' values, which are on device "meta" then; None: the tensors have their values.
     """
 
     weights: dict[str, Tensor]
@@ -47,15 +50,15 @@ class PortableState:
     source: Source | None = None
 
     def stream(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """These tensors of `named` with their values, in this order, each until the next is asked for.
+        """Yield the named tensors with their values, in this order. A value is valid until the next is requested.
 
-        There need not be memory for all of them, and what one had may be used again for another.
+        Memory is reused, so the tensors need not fit together.
         """
         named = self.named()
         yield from ((name, named[name]) for name in names) if self.source is None else self.source(list(names))
 
     def named(self) -> dict[str, Tensor]:
-        """The tensors as a commit names them."""
+        """Return the tensors under their names in a commit."""
         named = {f"model.{name}": tensor for name, tensor in self.weights.items()}
         for name, states in self.moments.items():
             named |= {f"optimizer.{name}.{key}": tensor for key, tensor in states.items()}
@@ -66,7 +69,7 @@ class PortableState:
 
 
 def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
-    """A state dict without what wrappers put before its names, and each tied tensor once, under its first name."""
+    """Return a state dict without wrapper prefixes, each tied tensor once under its first name."""
     weights: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in state.items():
@@ -86,7 +89,7 @@ def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
 
 
 def unwrap_name(name: str) -> str:
-    """`module.` is a wrapper's only in front; compilation and recomputation wrap inner modules too."""
+    """Strip wrapper prefixes from a name: `module.` only in front, the others anywhere."""
     name = name.removeprefix(_PREFIXES[0])
     for prefix in _PREFIXES[1:]:
         name = name.replace(prefix, "")
@@ -94,9 +97,10 @@ def unwrap_name(name: str) -> str:
 
 
 def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str) -> None:
-    """Take in an optimizer's state dict, whose parameters are numbers (torch's own) or names (DCP's).
+    """Add an optimizer's state dict, whose parameters are numbers (torch) or names (DCP).
 
-    Raises CheckpointError where it cannot be told which number is which parameter.
+    Raises:
+        CheckpointError: it is unclear which number is which parameter.
     """
     groups, states = document["param_groups"], document["state"]
     names = _names(content, groups, states, what)
@@ -119,7 +123,7 @@ def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str
 
 
 def torch_optimizer(content: PortableState) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes: parameters are numbers, in the order of the groups."""
+    """Return the optimizer as `Optimizer.load_state_dict` takes it: parameters are numbers in the order of groups."""
     assert content.settings is not None
     groups, states, number = [], {}, 0
     for group in content.settings["param_groups"]:
@@ -136,7 +140,7 @@ def torch_optimizer(content: PortableState) -> dict[str, Any]:
 
 
 def named_optimizer(content: PortableState) -> dict[str, Any]:
-    """What torch's `set_state_dict` takes: parameters are names."""
+    """Return the optimizer as torch's `set_state_dict` takes it: parameters are names."""
     assert content.settings is not None
     scalars = content.settings["scalars"]
     names = [name for group in content.settings["param_groups"] for name in group["params"]]
@@ -151,7 +155,7 @@ def named_optimizer(content: PortableState) -> dict[str, Any]:
 def _names(
     content: PortableState, groups: Iterable[Mapping[str, Any]], states: Mapping[Any, Any], what: str
 ) -> dict[str, str]:
-    """Name of each parameter as the optimizer calls it."""
+    """Map the optimizer's parameter numbers or names to names of weights."""
     called = [str(number) for group in groups for number in group["params"]]
     given = [name for group in groups for name in group.get("param_names") or []]
     if not all(name.isdigit() for name in called):
@@ -166,7 +170,7 @@ def _names(
     if len(names) != len(called) or unknown:
         why = f"no weights named {unknown[:3]}" if unknown else f"{len(called)} parameters without names"
         raise CheckpointError(
-            f"{what}: whose the optimizer's state is cannot be told: {why}, {len(content.weights)} weights; "
+            f"{what}: the optimizer's state cannot be assigned to parameters: {why}, {len(content.weights)} weights; "
             "hint: --weights-only, or save it with an optimizer made from model.named_parameters()"
         )
     return dict(zip(called, names, strict=True))
@@ -179,12 +183,12 @@ def _plain(value: Any) -> Any:
     return plain
 
 
-_WINDOW_BYTES = 128 * 2**20  # read at once by an export
-_OBJECT_BYTES = 2 * 2**30  # of one data object: memory that an import needs besides what it reads
+_WINDOW_BYTES = 128 * 2**20  # an export reads this much at once
+_OBJECT_BYTES = 2 * 2**30  # per data object: memory that an import needs in addition to its input
 
 
 def read_commit(store: Store, key: str) -> PortableState:
-    """Its tensors are read and verified when they are asked for; the random states of the ranks are left out."""
+    """Open a commit. Tensors are read and verified when requested; the ranks' random states are left out."""
     reader = CommitReader(store, key)
     manifest = reader.manifest
     content = PortableState(weights={}, step=manifest.save.step, extra=manifest.common.get("extra") or {})
@@ -205,20 +209,21 @@ def read_commit(store: Store, key: str) -> PortableState:
 
 
 def _place(manifest: Manifest, name: str) -> tuple[int, str]:
-    """Tensors in the order in which they lie in the objects share chunks with their neighbours."""
+    """Sort key: tensors in the order of their positions share chunks with their neighbours."""
     return min((piece.start for piece in manifest.tensors[name].pieces), default=0), name
 
 
 def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """A window of them at a time: whole chunks are read and verified, which are mostly larger than a tensor.
+    """Read a window of tensors at a time, since whole chunks are verified and are mostly larger than a tensor.
 
-    At the edges of a window a chunk of each object may be read twice: a window is at least as large as two of each.
-    All windows use the same memory: what comes and goes in pieces leaves a heap with holes that grows all the same.
+    A window is at least two chunks of each object, because a chunk at its edge may be read twice. All windows share the
+    same
+    memory: allocating and freeing pieces would fragment the heap.
     """
     manifest = reader.manifest
     most_bytes = max([_WINDOW_BYTES, *(2 * len(manifest.data) * data.chunk_bytes for data in manifest.data)])
     windows = [_laid_out(window) for window in _windows({n: _bytes(manifest.tensors[n]) for n in names}, most_bytes)]
-    memory = memoryview(torch.empty(max(end for _, end in windows), dtype=torch.uint8).numpy())
+    memory = torch.empty(max(end for _, end in windows), dtype=torch.uint8).numpy().data
     for starts, _ in windows:
         targets = {name: _tensor_in(memory, start, manifest.tensors[name]) for name, start in starts.items()}
         reader.read_into(targets)
@@ -226,7 +231,7 @@ def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, T
 
 
 def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
-    """With a storage of its own, of its own size: writers of whole storages would write all the memory else."""
+    """Return a tensor with its own storage of its own size, since some writers write whole storages."""
     dtype, length = getattr(torch, entry.dtype), _bytes(entry)
     if not length:
         return torch.empty(entry.shape, dtype=dtype)
@@ -234,9 +239,14 @@ def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
 
 
 def commit_portable_state(store: Store, content: PortableState, *, source: str, seconds: float = 3600.0) -> CommitRef:
-    """Make `content` the first commit of a job that has none: a start from it goes on with what is there.
+    """Write `content` as the first commit of a new job, from which a start continues.
 
-    seconds: for all of it. Raises CheckpointError, also when the job has been started before.
+    Args:
+        source: name of the imported file, for the record.
+        seconds: limit for everything.
+
+    Raises:
+        CheckpointError: also if the job has been started before.
     """
     if newest_generation_number(store):
         raise CheckpointError(f"{store.uri}: the job has been started already; hint: import into a new job's name")
@@ -266,7 +276,7 @@ def _job(store: Store) -> str:
 
 
 def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]:
-    """Sizes in bytes by name, in their order, as many as fit; a larger one is alone. At least one, maybe empty."""
+    """Group tensor sizes into windows of at most `most_bytes`; a larger tensor is alone. Yields at least one window."""
     found: dict[str, int] = {}
     size = 0
     for name, length in sizes.items():
@@ -279,7 +289,7 @@ def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]
 
 
 def _laid_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Where each begins when they lie behind each other, aligned, and where the last ends."""
+    """Return each tensor's aligned start, and the end of the last."""
     starts: dict[str, int] = {}
     end = 0
     for name, length in sizes.items():
@@ -305,4 +315,4 @@ def _packed(tensors: dict[str, Tensor]) -> tuple[tuple[IndexEntry, ...], memoryv
         items.append(IndexEntry(name=name, dtype=dtype, start=start, length=length, **boxes))
         if length:
             whole[start : start + length].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return tuple(items), memoryview(whole.numpy())
+    return tuple(items), whole.numpy().data

@@ -1,8 +1,8 @@
-"""Restoring: the newest candidate that verifies on every rank; the others are quarantined and loudly reported.
+"""Restore the newest commit that verifies on every rank; quarantine and report damaged ones.
 
-No commit is given up on one reader's word. What one rank finds damaged is read again by a rank of another node, or by a
-new process where there is one node only. If that reads it as it was saved, the commit is sound and the first reader is
-the one that fails (`UnreliableReader`).
+A commit is never given up because one reader found it damaged. Its finding is repeated by a rank of another node, or by
+a new process if there is only one node. If the second reading is sound, so is the commit, and the first reader fails
+(`UnreliableReader`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.optim import Optimizer
 
 from ebbflow.infra.errors import InfraError, StoreError, StoreTimeout, StoreUnavailable
@@ -44,24 +44,24 @@ _VERDICT_BYTES = 4096
 _REASON_CHARACTERS = 250
 _HOST_CHARACTERS = 64
 _MOST_NAMED = 5  # ranks in one message
-_MOST_SECOND_READINGS = 4  # of one commit, each for another node: one confirmed suffices, and rows are small
-_SUSPECT_FIRST_SECONDS = 20.0  # the reader that fails ends first, so that its agent names it and nobody else
+_MOST_SECOND_READINGS = 4  # per commit, each for another node
+_SUSPECT_FIRST_SECONDS = 20.0  # the failing reader exits first, so that its agent blames it alone
 _SOUND, _CORRUPT, _MISPLACED, _MISMATCH, _ERROR = "sound", "corrupt", "misplaced", "mismatch", "error"
 _REFUSED = "refused"  # its signature is missing or wrong
-_AWAY = "away"  # the store, for one rank at least
-_UNRELIABLE = "unreliable"  # a reader, and not the commit
-# (commit key, data object or "", chunk or None) → the problem that another process finds there, "" for none.
+_AWAY = "away"  # the store is unreachable for at least one rank
+_UNRELIABLE = "unreliable"  # the reader fails, not the commit
+# (commit key, data object or "", chunk or None) → the problem that another process finds, "" for none
 ReadAgain = Callable[[str, str, int | None], str]
-# Before a commit is read again that the store would not give to all. A generation is not lost for it: three of them for
-# the same reason would look like a crash loop.
+# Pauses before a commit is read again after a store error. Failing at once would waste a generation, and three failures
+# for the same reason would look like a crash loop.
 _AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RejectedCommit:
-    """A commit that was passed over since it is damaged, or refused for its signature.
+    """A commit that was skipped because it is damaged or its signature was refused.
 
-    extra: what it carried, None when nobody can read it.
+    extra: its stored `extra`; None if unreadable.
     """
 
     key: str
@@ -75,11 +75,16 @@ class RejectedCommit:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreSeconds:
-    """Where the time of one rank's restore went. They add up to `RestoreResult.seconds`.
+    """Seconds of one rank's restore by activity; they add up to `RestoreResult.seconds`.
 
-    list: manifests, and what was tried in vain. download, verify, load: of the bytes, from the store, against their
-    sums, into the memory of model and optimizer; these go on at once in several threads, and the time by the clock is
-    divided in the proportion of the threads' seconds. agree: waiting for the other ranks' verdict.
+    Args:
+        list: reading manifests, and failed attempts.
+        download: reading bytes from the store. Threads do download, verify and load at once; wall-clock time is divided
+            in
+            proportion to the threads' seconds.
+        verify: comparing checksums.
+        load: copying into model and optimizer.
+        agree: waiting for the other ranks' verdicts.
     """
 
     list: float
@@ -91,10 +96,11 @@ class RestoreSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult:
-    """What was restored. The fields are the same on all ranks, but for bytes_read, seconds and split (this rank's).
+    """What was restored. All ranks have equal values, except for bytes_read, seconds and split.
 
-    rng: "restored" bit for bit, or "reseeded from the commit" when it has none for this world size. rejected: newest
-    first.
+    Args:
+        rng: "restored" bit for bit, or "reseeded from the commit" if it has no random states for this world size.
+        rejected: skipped commits, newest first.
     """
 
     step: int
@@ -119,17 +125,23 @@ def restore_newest(
     node: int = 0,
     read_again: ReadAgain | None = None,
 ) -> RestoreResult | None:
-    """Try the candidates in order until all ranks have verified one; None when there are no candidates.
+    """Try the candidates in order until all ranks have verified one; return None without candidates.
 
-    Model and optimizer are filled in place; when an exception leaves this function they are not to be used. node: of
-    this rank. read_again: by default a new process. Raises UnreliableReader on all ranks, on those whose reads disagree
-    first, and NothingToRestore when no commit of the job is left.
+    Model and optimizer are filled in place; after an exception their content is undefined.
+
+    Args:
+        node: this rank's node.
+        read_again: a second reading by another process; default: a new process on this machine.
+
+    Raises:
+        UnreliableReader: on all ranks, first on those whose readings disagree with a second reader's.
+        NothingToRestore: no commit of the job is left.
     """
     began = time.monotonic()
     rejected: list[RejectedCommit] = []
     reader = _Reader(rank, world_size, node, read_again or functools.partial(find_problem_in_new_process, store.uri))
     for key in candidates:
-        attempted, loaded, verdict, agree = _patient_attempt(store, key, model, optimizer, reader)
+        attempted, loaded, verdict, agree = _attempt_with_retries(store, key, model, optimizer, reader)
         kind, reason = verdict.kind, verdict.reason
         if kind == _UNRELIABLE:
             if rank not in verdict.suspects:
@@ -143,7 +155,7 @@ def restore_newest(
         if kind == _MISMATCH:
             raise CommitMismatch(f"{key}: {reason}")
         if kind in (_ERROR, _AWAY) or loaded is None:
-            raise CheckpointError(f"{key} could not be read, which says nothing of the commit itself: {reason}")
+            raise CheckpointError(f"{key} could not be read, which says nothing about the commit itself: {reason}")
         rng = _finish(loaded, key, model, optimizer, rank)
         if rejected and rank == 0:
             _report_loss(rejected, key)
@@ -178,7 +190,7 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class _Reader:
-    """This rank, and how something is read by a process other than this one."""
+    """This rank, and its way to have something read again by another process."""
 
     rank: int
     world_size: int
@@ -188,9 +200,9 @@ class _Reader:
 
 @dataclass(frozen=True, kw_only=True)
 class _Verdict:
-    """One rank's word on a commit, or that of all of them. object_key, chunk: see CorruptCommit.
+    """One rank's verdict on a commit, or that of all ranks. object_key, chunk: as in CorruptCommit.
 
-    host: of the rank. suspects: ranks whose reads disagree with a second reader's.
+    suspects: ranks whose readings disagree with a second reader's.
     """
 
     kind: str
@@ -206,25 +218,30 @@ class _Verdict:
         return self.kind in (_CORRUPT, _MISPLACED)
 
 
-def _patient_attempt(
+def _attempt_with_retries(
     store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, reader: _Reader
 ) -> tuple[float, _Loaded | None, _Verdict, float]:
-    """(time.monotonic() at which the last try began, what it loaded, the verdict of all ranks, seconds that took)."""
-    for pause in (*_AGAIN_SECONDS, None):
+    """Attempt a restore, again after store errors.
+
+    Returns:
+        Start of the last try (`time.monotonic()`), what it loaded, the verdict of all ranks, and seconds spent
+        agreeing.
+    """
+    pauses = iter(_AGAIN_SECONDS)
+    while True:
         attempted = time.monotonic()
         loaded, own = _attempt(store, key, model, optimizer, reader)
         judged = time.monotonic()
         verdict = _agree(own, key, reader)
-        if verdict.kind != _AWAY or pause is None:
-            break
-        time.sleep(pause)  # on all ranks alike
-    return attempted, loaded, verdict, time.monotonic() - judged
+        if verdict.kind != _AWAY or (pause := next(pauses, None)) is None:
+            return attempted, loaded, verdict, time.monotonic() - judged
+        time.sleep(pause)  # equal on all ranks
 
 
 def _attempt(
     store: Store, key: str, model: nn.Module, optimizer: Optimizer | None, own: _Reader
 ) -> tuple[_Loaded | None, _Verdict]:
-    """Load this rank's part. Every exception becomes a verdict: a rank that left would hold up the others."""
+    """Load this rank's part. Every exception becomes a verdict: a rank that left would block the others."""
     try:
         return _load(store, key, model, optimizer, own), _Verdict(kind=_SOUND, node=own.node)
     except CorruptCommit as error:
@@ -234,7 +251,7 @@ def _attempt(
     except Exception as error:
         away = isinstance(error, StoreUnavailable) and not isinstance(
             error, StoreTimeout
-        )  # this process reads no more then
+        )  # a hung read cannot be retried in this process
         kind = _MISMATCH if isinstance(error, CommitMismatch) else _AWAY if away else _ERROR
         kind = _REFUSED if isinstance(error, RefusedCommit) else kind
         reason = str(error) if isinstance(error, CheckpointError | InfraError) else repr(error)
@@ -261,33 +278,33 @@ def _load(store: Store, key: str, model: nn.Module, optimizer: Optimizer | None,
 
 
 def _agree(own: _Verdict, key: str, reader: _Reader) -> _Verdict:
-    """The worst verdict of all ranks, with the rank that gave it: the same answer everywhere. A few small all-gathers.
+    """Exchange verdicts in small all-gathers and return the worst, equal on all ranks, naming the rank that gave it.
 
-    A commit that a rank doubts is damaged where a second reader says so too. Otherwise that rank is the suspect.
+    A commit that a rank doubts is damaged if a second reader agrees. Otherwise that rank is the suspect.
     """
-    row = {"kind": own.kind, "reason": _cut(own.reason), "node": own.node}
+    row = {"kind": own.kind, "reason": _shorten(own.reason), "node": own.node}
     row |= {"host": socket.gethostname()[:_HOST_CHARACTERS], "object_key": own.object_key, "chunk": own.chunk}
     verdicts = [_Verdict(**found) for found in _gather(row, reader.world_size)]
-    # An error says nothing of the commit, so it must not be outvoted into a quarantine; nor a mismatch.
+    # Errors come first: they say nothing about the commit, so they must not lead to a quarantine.
     for kind in (_ERROR, _AWAY):
         rank = next((rank for rank, verdict in enumerate(verdicts) if verdict.kind == kind), None)
         if rank is not None:
-            return _Verdict(kind=kind, reason=_said_by(rank, verdicts[rank].reason, reader))
+            return _Verdict(kind=kind, reason=_with_rank(rank, verdicts[rank].reason, reader))
     if disagreement := _signature_disagreement(verdicts):
         return _Verdict(kind=_ERROR, reason=disagreement)
     for kind in (_REFUSED, _MISMATCH):
         rank = next((rank for rank, verdict in enumerate(verdicts) if verdict.kind == kind), None)
         if rank is not None:
-            return _Verdict(kind=kind, reason=_said_by(rank, verdicts[rank].reason, reader))
+            return _Verdict(kind=kind, reason=_with_rank(rank, verdicts[rank].reason, reader))
     if not any(verdict.doubts for verdict in verdicts):
         return _Verdict(kind=_SOUND)
     return _settle_doubts(verdicts, key, reader)
 
 
 def _signature_disagreement(verdicts: Sequence[_Verdict]) -> str:
-    """Name the ranks that refuse a commit's signature which others accept, "" where there are none.
+    """Name the ranks that refuse a signature which others accept; "" if there are none.
 
-    All ranks read the same signature. If it were wrong, all would refuse it.
+    All ranks read the same signature: if it were wrong, all would refuse it.
     """
     refusing = [rank for rank, verdict in enumerate(verdicts) if verdict.kind == _REFUSED]
     accepting = [rank for rank, verdict in enumerate(verdicts) if verdict.kind in (_SOUND, _MISMATCH)]
@@ -308,21 +325,21 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
             doubt = verdicts[doubting]
             try:
                 problem = reader.read_again(key, doubt.object_key, doubt.chunk)
-                found[str(doubting)] = [_CORRUPT if problem else _SOUND, _cut(problem)]
+                found[str(doubting)] = [_CORRUPT if problem else _SOUND, _shorten(problem)]
             except (StoreError, CheckpointError) as error:
-                found[str(doubting)] = [_AWAY, _cut(str(error))]
+                found[str(doubting)] = [_AWAY, _shorten(str(error))]
     answers = {int(rank): answer for row in _gather(found, reader.world_size) for rank, answer in row.items()}
     for doubting, second in tasks:
         kind, _ = answers[doubting]
         if kind == _CORRUPT:
             doubt = verdicts[doubting]
-            first = _said_by(doubting, doubt.reason, reader)
+            first = _with_rank(doubting, doubt.reason, reader)
             agrees = f"a second reader {_where(doubting, second, verdicts)} agrees"
             return _Verdict(kind=doubt.kind, reason=f"{first}; {agrees}")
     for doubting, second in tasks:
         kind, reason = answers[doubting]
         if kind == _AWAY:
-            return _Verdict(kind=_AWAY, reason=_said_by(second, reason, reader))
+            return _Verdict(kind=_AWAY, reason=_with_rank(second, reason, reader))
     doubting, second = tasks[0]
     first = verdicts[doubting]
     nodes = ", ".join(str(node) for node in sorted({verdicts[rank].node for rank, _ in tasks}))
@@ -335,10 +352,10 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
 
 
 def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> list[tuple[int, int]]:
-    """(rank that doubts, rank that reads again) for the first rank that doubts of each node, a few at most.
+    """Return (doubting rank, rank that reads again) for the first doubting rank of each node, at most a few.
 
-    A rank of another node reads again, of those that do not doubt where there are any. With one node it is the rank
-    itself, by a new process. nodes, doubting: by rank.
+    A rank of another node reads again, preferably one without doubts. With one node it is the rank itself, by a new
+    process. nodes, doubting: by rank.
     """
     tasks: list[tuple[int, int]] = []
     seen: set[int] = set()
@@ -347,8 +364,8 @@ def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> lis
             continue
         seen.add(node)
         others = [other for other, at in enumerate(nodes) if at != node]
-        calm = [other for other in others if not doubting[other]]
-        choice = calm or others or [rank]
+        confident = [other for other in others if not doubting[other]]
+        choice = confident or others or [rank]
         tasks.append((rank, choice[(len(tasks)) % len(choice)]))
     return tasks
 
@@ -359,17 +376,17 @@ def _where(doubting: int, second: int, verdicts: Sequence[_Verdict]) -> str:
     return f"(rank {second} on node {verdicts[second].node})"
 
 
-def _cut(text: str) -> str:
-    """Plain and short, so that a row of several has room."""
+def _shorten(text: str) -> str:
+    """Make text plain ASCII and short enough for one row of an all-gather."""
     return " ".join(text.split()).encode("ascii", "replace").decode()[:_REASON_CHARACTERS]
 
 
-def _said_by(rank: int, reason: str, reader: _Reader) -> str:
+def _with_rank(rank: int, reason: str, reader: _Reader) -> str:
     return reason if reader.world_size == 1 else f"rank {rank}: {reason}"
 
 
 def _gather(row: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    """Every rank's row, in the order of ranks. One small all-gather."""
+    """Return every rank's row, in the order of ranks, by one small all-gather."""
     if not (dist.is_available() and dist.is_initialized()) or world_size == 1:
         return [row]
     text = json.dumps(row).encode()
@@ -383,7 +400,9 @@ def _gather(row: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
 
 
 def _report(store: Store, key: str, reason: str, kind: str) -> None:
-    """Loudly, before the put that may fail. A misplaced manifest is sound elsewhere, and a quarantine goes by hash."""
+    """Report a rejected commit, and quarantine a damaged one. A misplaced manifest is sound elsewhere: its hash stays
+    usable.
+    """
     where, quarantine = quarantine_key(CommitRef.from_key(key).sha256), kind == _CORRUPT
     standing = "refused" if kind == _REFUSED else "damaged"
     print(
@@ -396,12 +415,12 @@ def _report(store: Store, key: str, reason: str, kind: str) -> None:
         return
     try:
         store.put(where, seal({"version": VERSION, "key": key, "reason": reason, "t_wall": time.time()}))
-    except InfraError as error:  # the other ranks go on to the next commit, and so must this one
+    except InfraError as error:  # this rank must go on to the next commit like the others
         print(f"checkpoint: WARNING: {where} could not be written: {error}", file=sys.stderr, flush=True)
 
 
 def _extra(store: Store, key: str) -> dict[str, Any] | None:
-    """What a damaged commit carried, to tell what is lost with it; its manifest is often sound."""
+    """Return the `extra` of a damaged commit, whose manifest is often sound."""
     try:
         return read_manifest(store, key).common["extra"]
     except (CheckpointError, InfraError, KeyError):
@@ -416,7 +435,7 @@ def _report_loss(rejected: list[RejectedCommit], key: str) -> None:
 
 
 def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | None, rank: int) -> str:
-    """Settings and random states; returns what became of the latter."""
+    """Apply optimizer settings and random states; return what was done about the latter."""
     settings = loaded.reader.manifest.common["optimizer"]
     if optimizer is not None and settings is not None:
         apply_settings(settings, model, optimizer)
@@ -428,7 +447,7 @@ def _finish(loaded: _Loaded, key: str, model: nn.Module, optimizer: Optimizer | 
 
 
 def _split(loaded: _Loaded, *, before: float, agree: float, total: float) -> RestoreSeconds:
-    """before: seconds until this commit was tried. What is neither listing, download, verifying nor waiting is load."""
+    """Divide the seconds of a restore. before: until this commit was tried. load: whatever is not another activity."""
     figures = loaded.reader.figures
     threads = figures.download_seconds + figures.verify_seconds + figures.place_seconds
     share = loaded.read_seconds / threads if threads else 0.0

@@ -1,7 +1,7 @@
-"""What a start may give up: all commits of a job, or those that a store restored from a snapshot no longer has.
+"""Permits for a start to give up commits: all of them, or those that a store restored from a snapshot no longer has.
 
-Torch-free. Both lose work, so a person decides. A permit is a record in the job's store. It holds for what existed when
-it was given: what is lost later is asked for anew.
+Torch-free. Both lose work, so a person decides. A permit is a record in the job's store; it covers only what existed
+when it was given.
 """
 
 from __future__ import annotations
@@ -32,8 +32,13 @@ PERMITS = {"from_scratch": FROM_SCRATCH, "accept_rollback": ROLLBACK}
 
 @dataclass(frozen=True)
 class MissingCommits:
-    """known: the newest commit by the events. found: the newest that the store has, None: it has none that counts.
-    permitted: a person has accepted that the job goes on without them."""
+    """Commits that the events mention and the store lacks.
+
+    Args:
+        known: the newest commit in the events.
+        found: the newest commit in the store; None: none counts.
+        permitted: a person has accepted to continue without them.
+    """
 
     known: CommitRef
     found: CommitRef | None
@@ -53,7 +58,7 @@ class MissingCommits:
 
 
 def record_permits(job_store: Store, *whats: str) -> None:
-    """Record what a person permits for everything that the job has now. Raises StoreError."""
+    """Record permits for everything that the job has now. Raises StoreError."""
     if not whats:
         return
     events = read_events(job_store)
@@ -64,10 +69,12 @@ def record_permits(job_store: Store, *whats: str) -> None:
 
 
 def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """What the events know of the newest generation and the store no longer has: it was restored from a snapshot.
+    """Return commits of the newest generation that the events mention and the store lacks, as after a restored
+    snapshot.
 
-    A commit that retention deleted has newer ones beside it, and one that cannot be read is there: neither is missing.
-    Raises as `newest_commits`.
+    A commit that retention deleted has newer ones beside it, and an unreadable one exists: neither is missing. Raises
+    as
+    `newest_commits`.
     """
     known = _newest_known(events)
     if known is None or job_store.head(known.key) is not None:
@@ -79,9 +86,10 @@ def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCo
 
 
 def check_rollback(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """What a person has permitted to go on without, to be told in the events; None: nothing is missing.
+    """Return missing commits that a permit covers, to be reported as an event; None if nothing is missing.
 
-    Raises RolledBack where something is and no permit holds for it, and as `newest_commits`.
+    Raises:
+        RolledBack: commits are missing and no permit covers them. Also as `newest_commits`.
     """
     missing = find_missing_commits(job_store, events)
     if missing is None or missing.permitted:
@@ -98,7 +106,7 @@ def newest_generation_in_events(events: Sequence[Event]) -> int:
 
 
 def _newest_known(events: Sequence[Event]) -> CommitRef | None:
-    """The commit at which the newest generation stood: its last one, else the one that it was restored from."""
+    """Return the last commit of the newest generation in the events, else the one it was restored from."""
     started = [event for event in events if event.name == GENERATION_STARTED]
     if not started:
         return None

@@ -1,12 +1,13 @@
 """Decide which rank writes which bytes, and lay them out in a staging buffer.
 
-A piece of a DTensor is written by the rank that has it; where replicas have it too (HSDP), by one of them; a plain
-tensor, which all ranks hold, by one rank. Those choices spread the bytes evenly: the largest first, to whoever has
-least. Where a DTensor's piece lies in the whole is asked of DCP's planner. Its global plan, which gathers the plans of
-all ranks to find duplicates, is not used: a save needs no collective, so that it cannot deadlock with training.
+Every rank computes the same assignment without communication. A piece of a DTensor is written by the rank that holds
+it, or by one of the ranks that hold replicas (HSDP); a plain tensor, which all ranks hold, by one rank. The largest
+tensors are assigned first, each to the rank with the fewest bytes. DCP's planner gives the position of a DTensor's
+piece in the whole. Its global plan, which gathers the plans of all ranks, is not used: without a collective, a save
+cannot deadlock with training.
 
-Naming every tensor, and finding out where each piece of a DTensor lies in the whole, costs milliseconds; asking whether
-anything has changed costs microseconds. What is compared are the tensors and where they lie, not their values.
+The plan is kept while model and optimizer hold the same tensors in the same memory: planning takes milliseconds, the
+comparison microseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -29,7 +30,7 @@ from ebbflow.training.checkpoint.state import named_state
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A local tensor and the box of the whole that it is: `local.shape == sizes`."""
+    """A local tensor and its box in the whole tensor: `local.shape == sizes`."""
 
     name: str
     local: Tensor
@@ -39,7 +40,7 @@ class TensorShard:
 
 
 def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[TensorShard]:
-    """What `rank` has to write of `state`, by name; a rank without rows leaves its piece out."""
+    """List the pieces of `state` that `rank` writes, by name. Empty pieces are left out."""
     sharded = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
     plain = {name: tensor for name, tensor in state.items() if name not in sharded}
     writers = _spread({name: _bytes(tensor) for name, tensor in plain.items()}, world_size)
@@ -52,6 +53,7 @@ def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(ours, None, True)
     for item in planner.create_local_plan().items:
+        assert item.tensor_data is not None  # only tensors were given
         chunk, tensor = item.tensor_data.chunk, ours[item.index.fqn]
         if math.prod(chunk.sizes) or not tensor.numel():
             local = tensor.to_local()
@@ -62,7 +64,7 @@ def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[
 
 
 def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
-    """Those of which this rank is the writing replica; without replicate dimensions, all."""
+    """Return the DTensors whose replica this rank writes; all of them without replicate dimensions."""
     by_count: dict[int, dict[str, int]] = defaultdict(dict)
     place: dict[str, int] = {}
     for name, tensor in sharded.items():
@@ -85,7 +87,7 @@ def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
 
 
 def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
-    """Writer of each name: largest first, to the least loaded, the lowest number among equals."""
+    """Assign a writer to each name: largest first, to the least loaded writer, the lowest number among equals."""
     loads = [(0, writer) for writer in range(writers)]
     chosen = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -95,12 +97,12 @@ def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
     return chosen
 
 
-_MOMENTS_AT_MOST = 2  # of the optimizers whose settings have betas; one with momentum alone
+_MOMENTS_AT_MOST = 2  # for optimizers with betas; one for those with momentum only
 
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where each piece goes in a slab: `length` bytes, made of `items`; `number` tells one layout from another."""
+    """Positions of all pieces in a staging buffer of `length` bytes. number: distinguishes layouts."""
 
     number: int
     items: tuple[IndexEntry, ...]
@@ -108,25 +110,28 @@ class BufferLayout:
 
 
 class SavePlanner:
-    """For one rank; remembers the last plan."""
+    """Plans the saves of one rank, and reuses the last plan if nothing has changed."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._owner: tuple[nn.Module, Optimizer | None] | None = None
         self._known: list[Tensor] = []
-        self._memory: list[int] = []  # where they were: a parameter keeps its identity when its data is replaced
+        self._memory: list[int] = []  # addresses: a parameter keeps its identity when its data is replaced
         self._shards: list[TensorShard] = []
-        self._wholes: list[Tensor] = []  # that the shards were taken from, in their order
+        self._wholes: list[Tensor] = []  # the shards' whole tensors, in the same order
         self._shapes: list[tuple[Any, ...]] = []
         self.layout = BufferLayout(0, (), 0)
 
     def plan(self, model: nn.Module, optimizer: Optimizer | None, own: dict[str, Tensor]) -> list[Tensor]:
-        """The tensors to copy, as `self.layout` has them. own: more of this rank's, which are new at each save."""
+        """Return the tensors to copy, in the order of `self.layout`.
+
+        own: further tensors of this rank, which are new at each save.
+        """
         if not self._is_known(model, optimizer):
             state = named_state(model, optimizer)
             self._shards = assign_shards(state, self._rank, self._world_size)
             self._wholes = [state[shard.name] for shard in self._shards]
-            # Taken after the state: naming it may bring a module's parameters back into their sharded form.
+            # After naming the state, which may bring a module's parameters back into their sharded form.
             self._known = _tensors(model, optimizer)
             self._memory = [_address(tensor) for tensor in self._known]
             self._owner = (model, optimizer)
@@ -140,11 +145,11 @@ class SavePlanner:
         return sources
 
     def forget(self) -> None:
-        """Let go of the tensors."""
+        """Release the references to tensors."""
         self._owner, self._known, self._wholes, self._shards = None, [], [], []
 
     def expected_bytes(self, model: nn.Module, optimizer: Optimizer | None) -> int:
-        """How much a save will need, before the optimizer's first step too: an estimate on the high side."""
+        """Estimate the bytes of a save, on the high side; also before the optimizer's first step."""
         shards = assign_shards(named_state(model, optimizer), self._rank, self._world_size)
         size = sum(_bytes(shard.local) + ALIGNMENT for shard in shards)
         if optimizer is not None and not optimizer.state:
@@ -171,7 +176,7 @@ def _tensors(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    # Not to_local(), which costs more than all the rest of a plan that is kept.
+    # to_local() would cost more than everything else in a reused plan.
     return getattr(tensor, "_local_tensor", tensor).data_ptr()
 
 

@@ -1,9 +1,9 @@
-"""Signatures of commits: HMAC-SHA256 with a key that writers of the store do not have. Torch-free.
+"""Sign commits with HMAC-SHA256 and a key that other writers of the store do not have. Torch-free.
 
-A signature covers the job, the commit's key (step, generation and the SHA-256 of the manifest's bytes) and, by the
-manifest, the SHA-256 of every chunk of data. It is written before the manifest, so that each commit that readers see
-has its signature. The manifest is merged from the ranks' indexes, which come from the store too: each has an HMAC of
-its own, and one without a right HMAC counts as missing.
+A signature covers the job, the commit's key (step, generation and the SHA-256 of the manifest) and, through the
+manifest, the SHA-256 of every chunk of data. It is put before the manifest, so every visible commit has its signature.
+The manifest is merged from the ranks' indexes, which also come from the store: each index carries an HMAC, and one
+without a valid HMAC counts as missing.
 
 `infra.signing_key.NAME_VARIABLE` decides whether a process signs and checks. Ranks, uploaders and second readers
 inherit it.
@@ -26,13 +26,13 @@ from ebbflow.training.checkpoint.verified_io import canonical_json, fetch_verifi
 from ebbflow.training.errors import CorruptCommit, NoSigningKey, RefusedCommit
 
 _VERSION = 1
-# Each derives a key for this use alone.
+# Each derives a key for one purpose.
 _COMMIT_PURPOSE = b"ebbflow commit signature 1"
 _INDEX_PURPOSE = b"ebbflow index 1"
 
 
 class Signer:
-    """Signs commits, and refuses those without a right signature. name: of the variable with the key."""
+    """Signs commits and checks signatures. name: variable with the key."""
 
     def __init__(self, name: str) -> None:
         if problem := signing_key_problem(name):
@@ -43,15 +43,15 @@ class Signer:
         self._index_key = hmac.digest(secret, _INDEX_PURPOSE, "sha256")
 
     def sign(self, store: Store, key: str, data: dict[str, list[str]] | None = None) -> None:
-        """Put the signature of the commit `key`, and read it back. Raises StoreError.
+        """Put the signature of commit `key` and read it back. Raises StoreError.
 
-        data: SHA-256 of each chunk by data object, where the manifest itself has none.
+        data: SHA-256 of each chunk by data object, if the manifest has none.
         """
         document = {"version": _VERSION, "key": key, "data": data, "hmac": self._hmac(store, key, data)}
         put_verified(store, _signature_key(key), canonical_json(document))
 
     def check(self, store: Store, key: str) -> dict[str, list[str]]:
-        """Return what `sign` was given as data. Raises RefusedCommit without a right signature, and StoreError."""
+        """Check a commit's signature and return the `data` that it covers. Raises RefusedCommit, StoreError."""
         try:
             return fetch_verified(store, _signature_key(key), lambda raw, _: self._checked(store, key, raw))
         except ObjectNotFound as error:
@@ -66,7 +66,7 @@ class Signer:
             ) from error
 
     def sign_index(self, store: Store, key: str, index: RankIndex) -> RankIndex:
-        """The index with its HMAC, to be put under `key`."""
+        """Return the index with the HMAC for its key."""
         return replace(index, hmac=self._hmac_of_index(store, key, index))
 
     def check_index(self, store: Store, key: str, index: RankIndex) -> None:
@@ -80,7 +80,7 @@ class Signer:
             )
 
     def check_manifest(self, store: Store, key: str, manifest: Manifest) -> Manifest:
-        """The manifest with the SHA-256 of every chunk. Raises as `check`."""
+        """Return the manifest with the SHA-256 of every chunk. Raises as `check`."""
         signed = self.check(store, key)
         data = tuple(replace(one, sha256=tuple(signed.get(one.key, one.sha256))) for one in manifest.data)
         for one in data:
@@ -110,7 +110,7 @@ class Signer:
 
 
 def use_signing_key(name: str | None) -> None:
-    """Have this process and those that it starts sign and check with the key in the variable `name`; None: not."""
+    """Make this process and its children use the key in variable `name`; None: do not sign or check."""
     if name is None:
         os.environ.pop(NAME_VARIABLE, None)
     else:
@@ -118,7 +118,7 @@ def use_signing_key(name: str | None) -> None:
 
 
 def signer() -> Signer | None:
-    """The signer of this process, None where commits are not signed. Raises NoSigningKey."""
+    """Return the signer of this process, None if commits are not signed. Raises NoSigningKey."""
     name = os.environ.get(NAME_VARIABLE)
     return Signer(name) if name else None
 
@@ -128,7 +128,7 @@ def sha256_of_chunks(data: memoryview, chunk_bytes: int) -> list[str]:
 
 
 def signed_index_bytes(store: Store, key: str, index: RankIndex) -> bytes:
-    """The object to put under `key`, with an HMAC where this process signs."""
+    """Serialise an index, with an HMAC if this process signs."""
     signs = signer()
     return (signs.sign_index(store, key, index) if signs else index).to_bytes()
 

@@ -2,10 +2,11 @@
 
     model.<fqn>                    parameters and persistent buffers (a DTensor where FSDP2 made it one)
     optimizer.<fqn>.<state>        such as exp_avg, exp_avg_sq, step
-    and as JSON: param groups and those optimizer states that are no tensors
+    as JSON                        param groups and optimizer states that are not tensors
+    rng.<rank>.<source>            random states
 
-Names are those of the unwrapped model: what DDP, torch.compile and activation checkpointing put in front is dropped,
-so that any mode reads what any other wrote. Tied parameters are kept once, under their first name.
+Names are those of the unwrapped model, without the prefixes of DDP, torch.compile and activation checkpointing, so that
+any mode reads what any other wrote. Tied parameters are kept once, under their first name.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """The tensors to save, by name. They alias the model's and the optimizer's own memory.
+    """Return the tensors to save, by name; they alias the model's and the optimizer's memory.
 
-    Raises CheckpointError for what cannot be saved as a named tensor.
+    Raises CheckpointError for state that cannot be saved as a named tensor.
     """
     state = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
     if optimizer is None:
@@ -47,7 +48,7 @@ def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tens
 
 
 def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Param groups, their parameters by name, and the states that are plain numbers; all as JSON."""
+    """Return param groups with their parameters by name, and scalar states, as JSON."""
     names = {id(parameter): fqn for fqn, parameter in _optimized(model, optimizer)}
     groups = []
     for group in optimizer.param_groups:
@@ -62,10 +63,12 @@ def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 
 
 def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """The tensors to be filled from a commit; missing optimizer state is allocated, surplus state dropped.
+    """Return the tensors to fill from a commit; allocate missing optimizer state and drop surplus state.
 
-    Raises CommitMismatch naming what differs: the same on every rank, since it looks at global names and shapes. The
-    model comes first: where it is another, the optimizer's state follows, and allocating it would say so less clearly.
+    Raises:
+        CommitMismatch: names or global shapes differ, equally on all ranks. The model is compared first, because a
+            different
+            model also has different optimizer state.
     """
     targets = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
     stored = {name for name in manifest.tensors if name.startswith("model.")}
@@ -80,7 +83,7 @@ def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimiz
 
 
 def apply_settings(settings: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-    """Put back what `optimizer_settings` took. Groups are matched by place; a differing count is a mismatch."""
+    """Apply what `optimizer_settings` returned. Groups are matched by position; a different count is a mismatch."""
     groups = settings["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise CommitMismatch(f"{len(groups)} optimizer groups in the commit, {len(optimizer.param_groups)} here")
@@ -115,7 +118,7 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _wrapped(model: nn.Module) -> nn.Module | None:
-    """What DDP or torch.compile was given, in whatever order they were put around each other."""
+    """Return the module inside DDP or torch.compile, in either order."""
     return model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
 
 
@@ -131,7 +134,7 @@ def _optimized(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 where = f"optimizer group {number}, parameter {place} {list(parameter.shape)}"
-                raise CheckpointError(f"{where}: is no parameter of the model")
+                raise CheckpointError(f"{where}: is not a parameter of the model")
             yield names[id(parameter)], parameter
 
 
@@ -151,18 +154,18 @@ def _prepare_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimize
         if not state:
             del optimizer.state[parameter]
     if wanted:
-        raise CommitMismatch(f"the commit has optimizer state of {sorted(wanted)[:5]}, which this optimizer has not")
+        raise CommitMismatch(f"the commit has optimizer state of {sorted(wanted)[:5]}, unknown to this optimizer")
 
 
 def _allocate(fqn: str, key: str, entry: TensorEntry, parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
-    """As torch's own `Optimizer.load_state_dict` places it: `step` on the CPU, unless fused or capturable."""
+    """Allocate state as `Optimizer.load_state_dict` does: `step` on the CPU, unless fused or capturable."""
     dtype = getattr(torch, entry.dtype)
     if key != "step" and entry.shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
     if isinstance(parameter, DTensor) and key != "step" and entry.shape != ():
         raise CheckpointError(
             f"optimizer state {key!r} {list(entry.shape)} of the sharded {fqn} {list(parameter.shape)} has a shape of "
-            "its own, so how to shard it is not known; hint: let the optimizer make it (one step), then restore"
+            "its own, so its sharding is unknown; hint: let the optimizer create it (one step), then restore"
         )
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     on_cpu = key == "step" and not (group.get("fused") or group.get("capturable"))
@@ -180,7 +183,7 @@ def _compare_names(stored: set[str], have: set[str], manifest: Manifest) -> None
 
 
 def _compare_shapes(targets: Mapping[str, Tensor], manifest: Manifest) -> None:
-    """By global shape, which a sharded tensor has as well."""
+    """Compare dtypes and global shapes."""
     differing = []
     for name, tensor in targets.items():
         entry, dtype = manifest.tensors[name], str(tensor.dtype).removeprefix("torch.")
@@ -202,7 +205,7 @@ _PREFIX = "rng"
 
 
 def capture_rng(rank: int) -> dict[str, Tensor]:
-    """``rng.<rank>.<source>`` → uint8 tensor."""
+    """Capture random states as uint8 tensors by name: torch, CUDA, Python, and NumPy if loaded."""
     states = {"torch": torch.get_rng_state(), "python": _to_bytes(random.getstate())}
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
@@ -217,7 +220,7 @@ def rng_name(rank: int, source: str = "") -> str:
 
 
 def restore_rng(rank: int, states: dict[str, Tensor]) -> None:
-    """Put back what `capture_rng` took, from whatever sources this process has too."""
+    """Restore what `capture_rng` returned, for the sources that this process has."""
     for source in ("torch", "python", "numpy", "cuda"):
         state = states.get(rng_name(rank, source))
         if state is None:
@@ -236,7 +239,7 @@ def restore_rng(rank: int, states: dict[str, Tensor]) -> None:
 
 
 def reseed_rng(commit: str, rank: int) -> None:
-    """A seed from the commit's hash and the rank: repeatable, and different on every rank."""
+    """Seed from the commit's hash and the rank: repeatable, and different on every rank."""
     seed = int.from_bytes(hashlib.sha256(f"{commit}:{rank}".encode()).digest()[:8], "little") >> 1
     torch.manual_seed(seed)
     random.seed(seed)
