@@ -153,7 +153,7 @@ def test_an_old_key_is_accepted_with_one_warning_that_names_the_new_one(
     assert load(tmp_path, "", "cluster.backend=local").config.cluster.plan_for == "local"
     assert load(tmp_path, "", EBBFLOW__CLUSTER__BACKEND="local").config.cluster.plan_for == "local"
     assert capsys.readouterr().err.count("write cluster.plan_for") == 2
-    with pytest.raises(ConfigError, match="cluster.plan_for is given twice; the first is at job.yaml:2:3"):
+    with pytest.raises(ConfigError, match=r"cluster\.plan_for is given twice; the first is at job\.yaml:2:3"):
         load(tmp_path, "cluster:\n  backend: local\n  plan_for: batch")
 
 
