@@ -31,14 +31,14 @@ from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import fit_micro_batch, make_guards, overridden
 from ebbflow.training.guards.overrides import Overrides
 from ebbflow.training.launch.heartbeat import Heartbeat
-from ebbflow.training.launch.messages import Control, WorkerSpec
+from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import Limits, Position
 from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.parallel import spread_model, tell_compilation
 from ebbflow.training.progress import Progress, peak_flops_per_second
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Clock, Reporter
-from ebbflow.training.retry import try_again
+from ebbflow.training.retry import retry_until_deadline
 from ebbflow.training.save_controller import Cadence, believed_hazard
 from ebbflow.training.trainer import Rehearsal, Trainer
 from ebbflow.training.weights.files import describe_files
@@ -64,7 +64,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
         world_size=gang.world_size,
         elapsed_seconds=lambda: clock.elapsed_seconds,
         stop_seconds=config.checkpoint.stop_seconds,
-        control=Control(Path(spec.control_path)) if spec.control_path else None,
+        control=OrderRecord(Path(spec.control_path)) if spec.control_path else None,
     )
     limits.watch_signals()
     store = Store.open(spec.store_uri)
@@ -128,7 +128,7 @@ def open_saver(
 
 def _read_generation(job_store: Store, spec: WorkerSpec) -> Generation:
     """A store that refuses for a while must cost no start. Raises as `open_saver`."""
-    return try_again(
+    return retry_until_deadline(
         lambda: read_generation(job_store, spec.generation, spec.generation_id),
         _RECORD_SECONDS,
         passing=lambda error: isinstance(error, StoreUnavailable),

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ebbflow.training.errors import RendezvousError
-from ebbflow.training.launch.devices import DeviceChoice, VisibleGpus, assign_gpus, see_gpus
-from ebbflow.training.launch.transport import on_loopback
+from ebbflow.training.launch.devices import DeviceChoice, VisibleGpus, assign_gpus, detect_gpus
+from ebbflow.training.launch.transport import is_loopback
 from ebbflow.training.wire import LARGEST_ROW_BYTES, MOST_RANKS, Wire, open_wire
 
 
@@ -87,7 +87,7 @@ def connect(
     Raises RendezvousError, which names the missing; DeviceUnavailable where the ranks cannot have the device they want.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    own_gpus = see_gpus(device_choice, promised=promised_gpus)
+    own_gpus = detect_gpus(device_choice, promised=promised_gpus)
     seen, store, wire = [own_gpus], None, None
     if "MASTER_ADDR" in os.environ:
         store = _open_store(os.environ, rank, world_size, start_seconds)
@@ -175,7 +175,7 @@ def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seco
 def _loopback_listener(host: str, port: int) -> int | None:
     """A listening socket for the store of a gang on this machine: torch's own listens on every interface, and whoever
     reaches it may read and write keys. None for any other gang, and where the port is taken: torch reports that."""
-    if not on_loopback(host):
+    if not is_loopback(host):
         return None
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -187,7 +187,7 @@ def _loopback_listener(host: str, port: int) -> int | None:
 def _stay_on_loopback(host: str, environment: MutableMapping[str, str]) -> None:
     """Have gloo and NCCL use the loopback interface in a gang on this machine; the user's own choice stands."""
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if on_loopback(host) and name is not None:
+    if is_loopback(host) and name is not None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment.setdefault(variable, name)
 

@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.terms import BUDGET_THRESHOLDS, Terms
-from ebbflow.training.launch.messages import Control
+from ebbflow.training.launch.messages import OrderRecord
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Limits:
         world_size: int,
         elapsed_seconds: Callable[[], float],
         stop_seconds: float = math.inf,
-        control: Control | None = None,
+        control: OrderRecord | None = None,
     ) -> None:
         self.terms = terms
         self._stop_seconds = stop_seconds

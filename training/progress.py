@@ -23,7 +23,7 @@ from ebbflow.infra.metrics import NODE_METRICS, MetricBoard, MetricsServer, Push
 from ebbflow.infra.terms import Terms
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import WorkerSpec
-from ebbflow.training.launch.transport import on_loopback
+from ebbflow.training.launch.transport import is_loopback
 from ebbflow.training.limits import Limits
 from ebbflow.training.reporter import process_start_monotonic
 
@@ -307,7 +307,7 @@ def _address(configured: str | None) -> str:
     if configured is not None:
         return configured
     contained = any(name in os.environ for name in ("AWS_BATCH_JOB_ID", "KUBERNETES_SERVICE_HOST"))
-    return "127.0.0.1" if not contained and on_loopback(os.environ.get("MASTER_ADDR", "localhost")) else ""
+    return "127.0.0.1" if not contained and is_loopback(os.environ.get("MASTER_ADDR", "localhost")) else ""
 
 
 def _serve(board: MetricBoard, port: int, address: str, node: int, ends: contextlib.ExitStack) -> None:

@@ -17,7 +17,7 @@ _HOPELESS = (StoreForbidden, StoreMisconfigured)  # a store that is full may be 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 
 
-def do_meanwhile(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
+def run_while(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
     """What `work` returns or raises. It runs in a thread, and must have deadlines of its own; `meanwhile` runs here."""
     with ThreadPoolExecutor(1, thread_name_prefix="patience") as pool:
         future = pool.submit(work)
@@ -27,17 +27,17 @@ def do_meanwhile(work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
         return future.result()
 
 
-def may_pass(error: TrainingError | InfraError) -> bool:
+def is_transient(error: TrainingError | InfraError) -> bool:
     """Whether time alone may cure it."""
     return error.curable if isinstance(error, TrainingError) else not isinstance(error, _HOPELESS)
 
 
-def try_again(
+def retry_until_deadline(
     work: Callable[[], T],
     seconds: float,
     *,
     given_up: Callable[[], bool] = lambda: False,
-    passing: Callable[[TrainingError | InfraError], bool] = may_pass,
+    passing: Callable[[TrainingError | InfraError], bool] = is_transient,
 ) -> T:
     """`work`, again and again while it fails for a reason that is `passing`, up to the deadline; then its last error.
 

@@ -45,7 +45,7 @@ from ebbflow.training.errors import (
 )
 from ebbflow.training.gang import Gang, connect, disconnect, leave
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
-from ebbflow.training.launch.heartbeat import Observed
+from ebbflow.training.launch.heartbeat import WatchHooks
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Ending
 from ebbflow.training.progress import live_metrics
@@ -231,7 +231,7 @@ def main(arguments: list[str]) -> NoReturn:
     spec = WorkerSpec.from_environment()
     request = None if spec else _request(arguments)
     tie_forked_children()
-    observed = Observed(Path(spec.heartbeat_path), spec.agent_pid) if spec and spec.heartbeat_path else None
+    observed = WatchHooks(Path(spec.heartbeat_path), spec.agent_pid) if spec and spec.heartbeat_path else None
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # without an output there is no place for stacks
         faulthandler.enable(all_threads=True)
     try:
@@ -241,7 +241,7 @@ def main(arguments: list[str]) -> NoReturn:
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException as error:  # sys.exit and GeneratorExit of the user's code too: each leaves its cause
         if observed:
-            observed.keep_records()
+            observed.save_records()
         _record_exception(error)
         code = _exit_code(error, alone=spec is None)
     else:

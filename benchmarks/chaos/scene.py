@@ -15,7 +15,7 @@ from ebbflow.infra.process import children
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang
-from ebbflow.training.launch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.heartbeat import Heartbeat, HeartbeatReading
 from ebbflow.training.launch.messages import GangSpec
 from ebbflow.training.launch.transport import control_ports
 
@@ -66,7 +66,7 @@ class Scene:
         """Whether an agent is alive."""
         return self.gang is not None and any(agent.poll() is None for agent in self.gang.agents)
 
-    def beats(self) -> dict[int, Beat]:
+    def beats(self) -> dict[int, HeartbeatReading]:
         """Where each rank of the newest generation stands; empty before there are any."""
         logs = Path(self.spec.log_folder)
         folders = sorted((path for path in logs.glob("*") if any(path.glob("*.heartbeat"))), reverse=True)

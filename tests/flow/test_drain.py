@@ -19,7 +19,7 @@ from ebbflow.infra.events import NOTICE
 from ebbflow.infra.instance import ENDPOINT_VARIABLE
 from ebbflow.infra.notices import rehearse_notice
 from ebbflow.training.launch import preemption as standing_module
-from ebbflow.training.launch.messages import CAUSES, Control, GangSpec, Order
+from ebbflow.training.launch.messages import CAUSES, GangSpec, OrderRecord, RankOrder
 from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.limits import Limits, Stop
 from tests.support.flow import wait_until
@@ -31,14 +31,14 @@ class Post:
     """Other nodes that say back what they are told, as a lead does."""
 
     def __init__(self) -> None:
-        self.told: list[Order] = []
-        self._waiting: list[Order] = []
+        self.told: list[RankOrder] = []
+        self._waiting: list[RankOrder] = []
 
-    def order(self, order: Order) -> None:
+    def order(self, order: RankOrder) -> None:
         self.told.append(order)
-        self._waiting.append(Order.from_json(json.loads(json.dumps(order.to_json()))))
+        self._waiting.append(RankOrder.from_json(json.loads(json.dumps(order.to_json()))))
 
-    def orders(self) -> list[Order]:
+    def orders(self) -> list[RankOrder]:
         waiting, self._waiting = self._waiting, []
         return waiting
 
@@ -61,14 +61,14 @@ def make_drain(tmp_path: Path) -> Iterator[MakeDrain]:
         drain.close()
 
 
-def attend(drain: Drain, post: Post, events: list[dict[str, Any]]) -> list[Order]:
-    drain.attend(post, lambda name, **data: events.append({"name": name, **data}) if name == NOTICE else None)
+def attend(drain: Drain, post: Post, events: list[dict[str, Any]]) -> list[RankOrder]:
+    drain.forward_orders(post, lambda name, **data: events.append({"name": name, **data}) if name == NOTICE else None)
     return post.told
 
 
 def outlive(drain: Drain, longest_seconds: float) -> str:
     assert drain.standing(longest_seconds) is not None
-    return drain.outlive(lambda seconds: "")
+    return drain.wait_out_notices(lambda seconds: "")
 
 
 def leave_notice(folder: Path, seconds: float) -> None:
@@ -76,13 +76,13 @@ def leave_notice(folder: Path, seconds: float) -> None:
     (folder / "metaflow").write_text(moment)
 
 
-def limits_of(control: Control) -> Limits:
+def limits_of(control: OrderRecord) -> Limits:
     return Limits(None, world_size=1, elapsed_seconds=lambda: 0.0, control=control)
 
 
 def test_of_several_times_the_shortest_counts_and_a_rank_knows_why(make_drain: MakeDrain, tmp_path: Path) -> None:
     drain, post, events = make_drain(checkpoint={"stop_seconds": 30.0}), Post(), []
-    limits = limits_of(Control(drain.open_record(tmp_path)))
+    limits = limits_of(OrderRecord(drain.create_order_record(tmp_path)))
     attend(drain, post, events)
     assert (limits.stop(), limits.stop_seconds, drain.leaving) == (Stop.NONE, math.inf, False)
 
@@ -90,10 +90,10 @@ def test_of_several_times_the_shortest_counts_and_a_rank_knows_why(make_drain: M
     wait_until("the order", lambda: attend(drain, post, events), timeout=5)
     assert limits.stop() is Stop.INTERRUPTED and drain.leaving
     assert 105 < limits.stop_seconds <= 108  # 10 s are kept back of the notice, and 2 s to end the process
-    drain.signalled()
+    drain.on_signal()
     attend(drain, post, events)
     assert limits.stop() is Stop.INTERRUPTED and 27 < limits.stop_seconds <= 28
-    drain.signalled()
+    drain.on_signal()
     attend(drain, post, events)
     assert len(post.told) == 2, "a signal that comes again says nothing new"
     assert limits.describe(Stop.INTERRUPTED) == "asked to leave (rehearsed notice to node 1)"
@@ -122,8 +122,8 @@ def test_a_rehearsal_takes_the_machine_when_its_notice_said_so(
 def test_a_lead_that_does_not_answer_costs_no_save(make_drain: MakeDrain, tmp_path: Path) -> None:
     drain, post = make_drain(checkpoint={"stop_seconds": 30.0}), Post()
     post.orders = list  # type: ignore[method-assign]
-    limits = limits_of(Control(drain.open_record(tmp_path)))
-    drain.signalled()
+    limits = limits_of(OrderRecord(drain.create_order_record(tmp_path)))
+    drain.on_signal()
     attend(drain, post, [])
     assert not limits.asked_to_leave, "the lead has a moment to tell all nodes alike"
     wait_until("the word", lambda: attend(drain, post, []) and limits.asked_to_leave, timeout=5)
@@ -132,11 +132,11 @@ def test_a_lead_that_does_not_answer_costs_no_save(make_drain: MakeDrain, tmp_pa
 
 def test_what_was_ordered_holds_for_ranks_that_start_later(make_drain: MakeDrain, tmp_path: Path) -> None:
     drain, post = make_drain(checkpoint={"stop_seconds": 30.0}), Post()
-    drain.signalled()
+    drain.on_signal()
     assert drain.leaving and drain.cause == "SIGTERM"
     attend(drain, post, [])
     time.sleep(0.2)
-    later = limits_of(Control(drain.open_record(tmp_path)))
+    later = limits_of(OrderRecord(drain.create_order_record(tmp_path)))
     assert later.asked_to_leave and later.stop_seconds <= 27.8
 
 
@@ -148,7 +148,7 @@ def test_a_recommendation_alone_saves_unless_set_otherwise(
         service.recommend_rebalance()
         monkeypatch.setenv(ENDPOINT_VARIABLE, service.address)
         drain, post, events = make_drain(survival={"on_rebalance": setting}), Post(), []
-        limits = limits_of(Control(drain.open_record(tmp_path)))
+        limits = limits_of(OrderRecord(drain.create_order_record(tmp_path)))
         wait_until("the notice", lambda: attend(drain, post, events) or events, timeout=10)
     assert [event["does"] for event in events] == [does]
     assert (limits.stop() is Stop.INTERRUPTED) == (does == "leave") == drain.leaving
@@ -163,11 +163,11 @@ def test_a_notice_that_stands_at_the_start_is_waited_out_and_counts_no_more(
     leave_notice(tmp_path, 2)
     drain, post, events, began = make_drain(), Post(), [], time.monotonic()
     assert outlive(drain, 60) == "" and 1 < time.monotonic() - began < 30
-    limits = limits_of(Control(drain.open_record(tmp_path)))
+    limits = limits_of(OrderRecord(drain.create_order_record(tmp_path)))
     attend(drain, post, events)
     assert (drain.leaving, post.told, limits.stop()) == (False, [], Stop.NONE)
     assert [(event["source"], event["does"]) for event in events] == [("metaflow", "wait")]
-    drain.signalled()
+    drain.on_signal()
     attend(drain, post, events)
     assert drain.leaving and drain.cause == "SIGTERM"
     assert limits.stop() is Stop.INTERRUPTED and 27 < limits.stop_seconds <= 28
@@ -179,13 +179,13 @@ def test_what_is_waited_out_is_no_order_to_leave_and_is_recorded_at_once(make_dr
     drain, events, left = make_drain(), [], []
 
     def meanwhile(seconds: float) -> str:
-        drain.record_waits(lambda name, **data: events.append((data["source"], data["does"])))
+        drain.record_pending(lambda name, **data: events.append((data["source"], data["does"])))
         left.append((seconds, drain.leaving))
         return "node 1 was told to leave"
 
     standing = drain.standing(60)
     assert standing is not None and 30 < standing.seconds <= 51 and standing.cause == CAUSES[3] and not drain.leaving
-    assert drain.outlive(meanwhile).startswith("node 1 was told to leave, and this machine is going away in ")
+    assert drain.wait_out_notices(meanwhile).startswith("node 1 was told to leave, and this machine is going away in ")
     assert events == [("metaflow", "wait")] and [leaving for _, leaving in left] == [False]
     assert 30 < left[0][0] <= 51
 
@@ -216,30 +216,30 @@ def test_a_notice_that_leaves_time_to_train_is_no_reason_to_wait(make_drain: Mak
 def test_who_is_told_to_end_while_it_waits_does(make_drain: MakeDrain, tmp_path: Path) -> None:
     leave_notice(tmp_path, 60)
     drain = make_drain()
-    drain.signalled()
+    drain.on_signal()
     assert outlive(drain, 100).startswith("SIGTERM, and this machine is going away in ")
 
 
 def test_of_a_node_that_was_left_out_nobody_hears_any_more(make_drain: MakeDrain, tmp_path: Path) -> None:
     drain, post = make_drain(), Post()
-    post.order(Order(seconds=60.0, cause=CAUSES[2], node=2))
+    post.order(RankOrder(seconds=60.0, cause=CAUSES[2], node=2))
     attend(drain, post, [])
     assert drain.leaving
-    drain.settle([2])
-    post.order(Order(seconds=50.0, cause=CAUSES[1], node=2))
+    drain.forget_nodes([2])
+    post.order(RankOrder(seconds=50.0, cause=CAUSES[1], node=2))
     attend(drain, post, [])
-    limits = limits_of(Control(drain.open_record(tmp_path)))
+    limits = limits_of(OrderRecord(drain.create_order_record(tmp_path)))
     assert (drain.leaving, drain.cause, limits.stop()) == (False, "", Stop.NONE)
-    post.order(Order(seconds=50.0, cause=CAUSES[2], node=3))
+    post.order(RankOrder(seconds=50.0, cause=CAUSES[2], node=3))
     attend(drain, post, [])
     assert drain.leaving and limits.stop() is Stop.INTERRUPTED
 
 
 def test_a_record_keeps_what_came_first_as_the_cause(tmp_path: Path) -> None:
-    control = Control.create(tmp_path / "record")
-    control.tell(Order(seconds=100.0, cause=CAUSES[2], node=3))
-    control.tell(Order(seconds=50.0, cause=CAUSES[1], node=0))
-    control.tell(Order(seconds=70.0, cause=CAUSES[1], node=0))
-    seen = Control(tmp_path / "record")
+    control = OrderRecord.create(tmp_path / "record")
+    control.tell(RankOrder(seconds=100.0, cause=CAUSES[2], node=3))
+    control.tell(RankOrder(seconds=50.0, cause=CAUSES[1], node=0))
+    control.tell(RankOrder(seconds=70.0, cause=CAUSES[1], node=0))
+    seen = OrderRecord(tmp_path / "record")
     assert seen.cause == "spot interruption notice to node 3"
     assert 48 < seen.leave_at - time.monotonic() <= 50

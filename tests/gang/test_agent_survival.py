@@ -25,12 +25,12 @@ from ebbflow.infra.store import Store
 from ebbflow.training import worker as worker_module
 from ebbflow.training.errors import LONGEST_MESSAGE, GangError, WorkloadError, error_class
 from ebbflow.training.launch.agent import run_gang
-from ebbflow.training.launch.coordinator import Leading
+from ebbflow.training.launch.coordinator import Coordinator
 from ebbflow.training.launch.evidence import WorkerFailure
-from ebbflow.training.launch.heartbeat import Deadlines
-from ebbflow.training.launch.logs import Echo, RankLog, say, show_last_lines
-from ebbflow.training.launch.messages import WorkerSpec, guilty
-from ebbflow.training.launch.watch import Watch
+from ebbflow.training.launch.heartbeat import HangLimits
+from ebbflow.training.launch.logs import RankLog, TerminalEcho, print_line, show_failed_logs
+from ebbflow.training.launch.messages import WorkerSpec, end_from_failures
+from ebbflow.training.launch.watch import RankWatch
 from ebbflow.training.launch.workers import Worker
 from tests.support.gangs import endless_gang
 
@@ -38,7 +38,7 @@ SPEC = WorkerSpec(
     job="job", run="run", attempt=0, node=0, generation=1, generation_id="x", candidates=[], config={},
     store_uri="unused", prepared={}, agent_pid=os.getpid(),
 )  # fmt: skip
-DEADLINES = Deadlines(floor_seconds=60.0, start_seconds=60.0, store_seconds=60.0, longest_seconds=60.0)
+DEADLINES = HangLimits(floor_seconds=60.0, start_seconds=60.0, store_seconds=60.0, longest_seconds=60.0)
 
 ends = st.integers(-64, 255)
 texts = st.text(st.characters(exclude_categories=()), max_size=80)  # lone surrogates among them
@@ -72,19 +72,19 @@ def test_no_end_of_a_rank_and_nothing_that_it_leaves_ends_its_agent(
             if content is not None:
                 (folder / file).write_bytes(b"[" * 100_000 if nesting else content)
         worker.log_path.write_bytes(log)
-        watch = Watch([worker], DEADLINES, folder)
+        watch = RankWatch([worker], DEADLINES, folder)
         failures = watch.look()
         watch.close()
         group = SimpleNamespace(workers=[worker])
-        Echo(group).pass_on()
+        TerminalEcho(group).echo_new_lines()
         RankLog(worker.log_path, job="job", generation=1, node=0, rank=0, limit_bytes=2**20).finish(worker.beat)
         if not failures:
             assert worker.result() is not None
             return
         [failure] = [one for one in failures if not one.witness]
-        verdict = guilty(failures)
-        show_last_lines(group, failures, job="job", generation=1)
-        say(verdict.culprit)
+        verdict = end_from_failures(failures)
+        show_failed_logs(group, failures, job="job", generation=1)
+        print_line(verdict.culprit)
         assert verdict.culprit.encode("utf-8").startswith(b"rank 0: ") and verdict.fingerprint
         assert verdict.reason == (EndReason.RANK_KILLED if code < 0 else EndReason.RANK_FAILED)
         assert len(json.dumps(asdict(verdict))) < 1_000_000
@@ -104,17 +104,17 @@ def test_no_text_ends_an_agent_that_prints_it_on_a_strict_terminal(
     raw = io.BytesIO()
     terminal = io.TextIOWrapper(raw, encoding=encoding, errors="strict")
     monkeypatch.setattr(sys, "stdout", terminal)
-    say("a lone \udcff surrogate and ∑")
+    print_line("a lone \udcff surrogate and ∑")
     assert b"a lone \\udcff surrogate" in raw.getvalue()
     terminal.close()
-    say("after the end of the terminal")
+    print_line("after the end of the terminal")
 
 
 def test_a_rank_that_removes_its_own_log_does_not_end_its_agent(tmp_path: Path) -> None:
     worker = ended_worker(tmp_path, 1)
-    echo = Echo(SimpleNamespace(workers=[worker]))
+    echo = TerminalEcho(SimpleNamespace(workers=[worker]))
     worker.log_path.unlink()
-    echo.pass_on()
+    echo.echo_new_lines()
 
 
 def test_an_agent_that_raises_counts_as_a_failure_and_ends_in_a_crash_loop(
@@ -123,7 +123,7 @@ def test_an_agent_that_raises_counts_as_a_failure_and_ends_in_a_crash_loop(
     def raises(*_: object) -> None:
         raise ValueError("a bug of the agent")
 
-    monkeypatch.setattr(Leading, "_generation", raises)
+    monkeypatch.setattr(Coordinator, "_generation", raises)
     spec = replace(endless_gang(tmp_path, survival={"standby": False}), nodes=1)
     ends = []
     for attempt in range(3):
@@ -187,7 +187,7 @@ def test_every_exception_of_the_users_code_leaves_its_cause(
     code, failure = ended_by(error, tmp_path, monkeypatch)
     assert code == 1 and failure.message.startswith(cause) and len(failure.message) < LONGEST_MESSAGE + 100
     assert (tmp_path / "rank-0.error.json").stat().st_size < 1_000_000
-    verdict = guilty([failure])
+    verdict = end_from_failures([failure])
     assert verdict.user_code and verdict.again and verdict.failed_as == Outcome.FAILED
     printed = capsys.readouterr().err
     assert type(error).__name__ in printed and len(printed) < 1_000_000
@@ -195,7 +195,7 @@ def test_every_exception_of_the_users_code_leaves_its_cause(
 
 def test_an_exception_of_training_keeps_its_own_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, failure = ended_by(WorkloadError("no units"), tmp_path, monkeypatch)
-    assert code == Outcome.CONFIG.exit_code and not guilty([failure]).curable
+    assert code == Outcome.CONFIG.exit_code and not end_from_failures([failure]).curable
     assert error_class("WorkloadError") is WorkloadError and error_class("Outcome") is GangError
 
 

@@ -21,11 +21,11 @@ from ebbflow.training.launch import transport
 from ebbflow.training.launch.transport import (
     SECRET_BYTES,
     Connection,
-    Lobby,
     Message,
+    RollCallServer,
     StartSecret,
     follower_proof,
-    join,
+    join_gang,
     new_nonce,
 )
 from tests.support.gangs import KNOWN, SECRET, free_port
@@ -127,8 +127,8 @@ NONSENSE = [
 
 
 @pytest.fixture
-def lobby() -> Iterator[Lobby]:
-    lobby = Lobby("127.0.0.1", [free_port()], TOKEN, SECRET)
+def lobby() -> Iterator[RollCallServer]:
+    lobby = RollCallServer("127.0.0.1", [free_port()], TOKEN, SECRET)
     yield lobby
     for connection, _ in lobby.joined.values():
         connection.close()
@@ -136,13 +136,15 @@ def lobby() -> Iterator[Lobby]:
 
 
 @pytest.mark.parametrize("attack", [say_100_mib_without_a_line, stay_idle, guess, replay, reflect, *NONSENSE])
-def test_no_stranger_is_let_in_or_keeps_a_node_out(attack: Callable[[Door], list] | bytes, lobby: Lobby) -> None:
+def test_no_stranger_is_let_in_or_keeps_a_node_out(
+    attack: Callable[[Door], list] | bytes, lobby: RollCallServer
+) -> None:
     door, done = ("127.0.0.1", lobby.port), threading.Event()
 
     def node() -> tuple[list[socket.socket], Connection]:
         try:
             strangers = say(attack, door) if isinstance(attack, bytes) else attack(door)
-            return strangers, join(door[0], [door[1]], TOKEN, HELLO, 60, **KNOWN)
+            return strangers, join_gang(door[0], [door[1]], TOKEN, HELLO, 60, **KNOWN)
         finally:
             done.set()
 
@@ -164,7 +166,9 @@ def test_no_stranger_is_let_in_or_keeps_a_node_out(attack: Callable[[Door], list
     member.close()
 
 
-def test_idle_strangers_are_dropped_whatever_they_trickle(lobby: Lobby, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_strangers_are_dropped_whatever_they_trickle(
+    lobby: RollCallServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transport, "HANDSHAKE_SECONDS", 0.5)
     silent, trickling = (connect(("127.0.0.1", lobby.port)) for _ in range(2))
     dropped: set[socket.socket] = set()
@@ -208,15 +212,15 @@ def test_a_node_believes_no_coordinator_that_does_not_know_the_secret(words: lis
     with socket.create_server(("127.0.0.1", 0)) as door:
         threading.Thread(target=pose, args=(door,), daemon=True).start()
         with pytest.raises(GangError, match="somebody else listens there"):
-            join("127.0.0.1", [door.getsockname()[1]], TOKEN, HELLO, deadline_seconds=1, **KNOWN)
+            join_gang("127.0.0.1", [door.getsockname()[1]], TOKEN, HELLO, deadline_seconds=1, **KNOWN)
     told = b"".join(heard)
     assert b'"hello"' in told and b"proof" not in told and SECRET.hex().encode() not in told
 
 
-def test_a_secret_that_an_earlier_start_left_behind_is_read_anew(lobby: Lobby) -> None:
+def test_a_secret_that_an_earlier_start_left_behind_is_read_anew(lobby: RollCallServer) -> None:
     secrets = iter([None, b"old" * 11, SECRET])
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(join, "127.0.0.1", [lobby.port], TOKEN, HELLO, 60, secret=lambda: next(secrets))
+        coming = pool.submit(join_gang, "127.0.0.1", [lobby.port], TOKEN, HELLO, 60, secret=lambda: next(secrets))
         lobby.roll_call(2, 60)
         coming.result(60).close()
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from ebbflow.infra.events import LedgerClass
-from ebbflow.training.launch.heartbeat import Beat, Deadlines, Heartbeat, PhaseLimits
+from ebbflow.training.launch.heartbeat import HangLimits, Heartbeat, HeartbeatReading, PhaseThresholds
 from ebbflow.training.parallel import tell_compilation
 from ebbflow.training.reporter import Clock, Reporter
 from tests.support.guard_jobs import Job
 
-DEADLINES = Deadlines(floor_seconds=3.0, start_seconds=120.0, store_seconds=130.0, longest_seconds=300.0)
+DEADLINES = HangLimits(floor_seconds=3.0, start_seconds=120.0, store_seconds=130.0, longest_seconds=300.0)
 
 
 class Rank:
@@ -25,7 +25,7 @@ class Rank:
         self.now, self._phase = 100.0, "init"
         self.clock = Clock(lambda *_, **__: None, started=self.now, now=lambda: self.now)
         self.heartbeat = Heartbeat.create(folder / "heartbeat")
-        self.limits = PhaseLimits(DEADLINES)
+        self.limits = PhaseThresholds(DEADLINES)
         self.seen: list[tuple[int, str, float]] = []
         self.reporter = Reporter(self.clock, lambda *_, **__: None, self._beat)
 
@@ -103,8 +103,8 @@ def test_a_rank_that_has_ended_hears_of_no_compilation(tmp_path: Path, monkeypat
 
 
 def test_the_second_evaluation_may_be_as_long_as_the_first() -> None:
-    limits = PhaseLimits(DEADLINES)
-    evaluation = Beat(pid=1, step=1, phase="evaluation", t_mono=100.0, entered=1)
+    limits = PhaseThresholds(DEADLINES)
+    evaluation = HeartbeatReading(pid=1, step=1, phase="evaluation", t_mono=100.0, entered=1)
     limits.observe(replace(evaluation, phase="forward", t_mono=90.0), 90.0)
     for seconds in range(30):
         limits.observe(evaluation, 100.0 + seconds)

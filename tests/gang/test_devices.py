@@ -16,7 +16,7 @@ from ebbflow.infra.errors import Outcome
 from ebbflow.infra.preflight import CheckFinding
 from ebbflow.training.errors import DeviceUnavailable, GangError
 from ebbflow.training.launch.agent import LocalGang
-from ebbflow.training.launch.devices import NodeGpuCheck, VisibleGpus, assign_gpus, see_gpus
+from ebbflow.training.launch.devices import NodeGpuCheck, VisibleGpus, assign_gpus, detect_gpus
 from tests.support.gangs import endless_gang, run_ranks
 
 # A rank that joins several gangs with the GPUs named on its command line, and prints its device in each.
@@ -82,16 +82,16 @@ def test_a_machine_with_gpus_and_without_cuda_is_not_a_cpu_machine(monkeypatch: 
         raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12020)")
 
     monkeypatch.setattr(torch.cuda, "init", broken)
-    assert see_gpus("auto") == VisibleGpus()
+    assert detect_gpus("auto") == VisibleGpus()
     said = "The NVIDIA driver on your system is too old (found version 12020)"
-    assert see_gpus("auto", promised=8) == VisibleGpus(trouble=said, promised=8)
-    assert see_gpus("cuda").trouble == said
+    assert detect_gpus("auto", promised=8) == VisibleGpus(trouble=said, promised=8)
+    assert detect_gpus("cuda").trouble == said
     monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0"])
-    assert see_gpus("auto").trouble == said
-    assert see_gpus("cpu") == VisibleGpus()
+    assert detect_gpus("auto").trouble == said
+    assert detect_gpus("cpu") == VisibleGpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert see_gpus("auto") == VisibleGpus(), "hidden on purpose"
-    assert "hides all GPUs" in see_gpus("auto", promised=8).trouble
+    assert detect_gpus("auto") == VisibleGpus(), "hidden on purpose"
+    assert "hides all GPUs" in detect_gpus("auto", promised=8).trouble
 
 
 def test_working_gpus_are_known_by_their_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +101,10 @@ def test_working_gpus_are_known_by_their_uuids(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
-    assert see_gpus("auto").gpus == ("b1d6-00",)
+    assert detect_gpus("auto").gpus == ("b1d6-00",)
     monkeypatch.delattr(Properties, "uuid")  # torch before 2.6
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert see_gpus("auto").gpus[0].endswith("/3")
+    assert detect_gpus("auto").gpus[0].endswith("/3")
 
 
 def test_ranks_agree_over_the_store(tmp_path: Path) -> None:

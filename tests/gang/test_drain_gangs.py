@@ -15,7 +15,7 @@ from ebbflow.infra.notices import rehearse_notice
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.launch.agent import LocalGang
-from ebbflow.training.launch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.heartbeat import Heartbeat, HeartbeatReading
 from ebbflow.training.launch.messages import GangOutcome, GangSpec
 from tests.support.flow import wait_until
 from tests.support.gangs import endless_gang
@@ -40,12 +40,12 @@ class Job:
     def ranks(self) -> list[Path]:
         return sorted(Path(self.spec.log_folder).glob("*/rank-0.heartbeat"))
 
-    def await_beat(self, wanted: Callable[[Beat], bool]) -> Beat:
+    def await_beat(self, wanted: Callable[[HeartbeatReading], bool]) -> HeartbeatReading:
         return wait_until(
             "a beat", lambda: (beat := Heartbeat(self.ranks()[-1]).read()) if self._wanted(wanted) else None, timeout=60
         )
 
-    def _wanted(self, wanted: Callable[[Beat], bool]) -> bool:
+    def _wanted(self, wanted: Callable[[HeartbeatReading], bool]) -> bool:
         return wanted(Heartbeat(self.ranks()[-1]).read())
 
     def notify(self, node: int) -> None:

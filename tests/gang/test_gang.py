@@ -20,7 +20,7 @@ from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang
-from ebbflow.training.launch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.heartbeat import Heartbeat, HeartbeatReading
 from ebbflow.training.launch.messages import GangSpec
 from tests.support.flow import listening_addresses, wait_until
 from tests.support.gangs import endless_gang, free_port
@@ -48,7 +48,7 @@ def newest_commit(spec: GangSpec) -> CommitRef:
     return reachable_commits(job_store(spec), limit=1)[0]
 
 
-def beat(spec: GangSpec, rank: int) -> Beat:
+def beat(spec: GangSpec, rank: int) -> HeartbeatReading:
     """Of the newest generation."""
     return Heartbeat(max(Path(spec.log_folder).glob(f"0*/rank-{rank}.heartbeat"))).read()
 

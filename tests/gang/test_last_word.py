@@ -18,17 +18,24 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang
-from ebbflow.training.launch.membership import Lead, Member
-from ebbflow.training.launch.messages import GangSpec, Order, Start, Verdict
-from ebbflow.training.launch.transport import Connection, Lobby, StartSecret, control_ports, join, new_nonce
+from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers
+from ebbflow.training.launch.messages import GangSpec, GenerationEnd, GenerationStart, RankOrder
+from ebbflow.training.launch.transport import (
+    Connection,
+    RollCallServer,
+    StartSecret,
+    control_ports,
+    join_gang,
+    new_nonce,
+)
 from tests.support.flow import wait_until
 from tests.support.gangs import KNOWN, SECRET, endless_gang
 
-START = Start(
+START = GenerationStart(
     generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None, hosts=["a", "b"],
     nodes=[0, 1],
 )  # fmt: skip
-NOTICE = Order(seconds=30.0, cause="spot interruption notice", node=1)
+NOTICE = RankOrder(seconds=30.0, cause="spot interruption notice", node=1)
 
 
 def never() -> bool:
@@ -45,11 +52,13 @@ def spec_of(folder: Path, *, nodes: int) -> GangSpec:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[Lead, Member]]:
+def pair(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, FollowerPeers]]:
     """Two agents in a generation that has begun."""
     spec = spec_of(tmp_path, nodes=2)
-    lead, members = Lead(spec, "a", SECRET), []
-    thread = threading.Thread(target=lambda: members.append(Member(replace(spec, node=1), "b", 10, never, **KNOWN)))
+    lead, members = CoordinatorPeers(spec, "a", SECRET), []
+    thread = threading.Thread(
+        target=lambda: members.append(FollowerPeers(replace(spec, node=1), "b", 10, never, **KNOWN))
+    )
     thread.start()
     lead.roll_call(10, never)
     thread.join()
@@ -60,20 +69,22 @@ def pair(tmp_path: Path) -> Iterator[tuple[Lead, Member]]:
     lead.close()
 
 
-def test_who_is_still_busy_when_the_lead_leaves_hears_why(pair: tuple[Lead, Member]) -> None:
+def test_who_is_still_busy_when_the_lead_leaves_hears_why(pair: tuple[CoordinatorPeers, FollowerPeers]) -> None:
     lead, member = pair
     last = lead.regroup(10, lambda: True)
-    assert isinstance(last, Verdict)
+    assert isinstance(last, GenerationEnd)
     lead.give_up(last)
     lead.close()
     for _ in range(3):  # what it says now is refused, and must not cost it what it has not read yet
         member.ready()
         time.sleep(0.05)
     word = member.await_start(5)
-    assert isinstance(word, Verdict) and (word.reason, word.failed_as) == (EndReason.AGENT_STOPPED, "interrupted")
+    assert isinstance(word, GenerationEnd) and (word.reason, word.failed_as) == (EndReason.AGENT_STOPPED, "interrupted")
 
 
-def test_a_node_that_leaves_between_two_generations_says_so_though_it_was_ready(pair: tuple[Lead, Member]) -> None:
+def test_a_node_that_leaves_between_two_generations_says_so_though_it_was_ready(
+    pair: tuple[CoordinatorPeers, FollowerPeers],
+) -> None:
     lead, member = pair
     member.ready()
     wait_until("the regrouping", lambda: lead.regroup(10, never) == [0, 1], timeout=10)
@@ -81,20 +92,20 @@ def test_a_node_that_leaves_between_two_generations_says_so_though_it_was_ready(
     member.close()
     time.sleep(0.1)
     last = lead.regroup(10, never)
-    assert isinstance(last, Verdict) and last.failed_as == "interrupted" and NOTICE.cause in last.culprit
+    assert isinstance(last, GenerationEnd) and last.failed_as == "interrupted" and NOTICE.cause in last.culprit
 
 
-def test_a_machine_that_goes_after_its_notice_is_an_interruption(pair: tuple[Lead, Member]) -> None:
+def test_a_machine_that_goes_after_its_notice_is_an_interruption(pair: tuple[CoordinatorPeers, FollowerPeers]) -> None:
     lead, member = pair
     member.order(NOTICE)
     member.close()
     verdict = wait_until("the verdict", lead.poll, timeout=10)
     assert verdict.reason == EndReason.NODE_LOST and verdict.again
     last = lead.regroup(10, never)
-    assert isinstance(last, Verdict) and last.failed_as == "interrupted"
+    assert isinstance(last, GenerationEnd) and last.failed_as == "interrupted"
 
 
-def test_a_machine_that_goes_without_one_is_a_failure(pair: tuple[Lead, Member]) -> None:
+def test_a_machine_that_goes_without_one_is_a_failure(pair: tuple[CoordinatorPeers, FollowerPeers]) -> None:
     lead, member = pair
     member.close()
     verdict = wait_until("the verdict", lead.poll, timeout=10)
@@ -105,12 +116,12 @@ def test_who_hung_up_before_it_was_greeted_has_not_joined() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         ports = [probe.getsockname()[1]]
-    lobby = Lobby("127.0.0.1", ports, "token", SECRET)
+    lobby = RollCallServer("127.0.0.1", ports, "token", SECRET)
     with socket.create_connection(("127.0.0.1", ports[0])) as gone:  # a lead that is busy greets nobody
         gone.sendall(json.dumps({"kind": "hello", "nonce": new_nonce(), "node": 1, "host": "b"}).encode() + b"\n")
     came: list[Connection] = []
     hello = {"node": 1, "host": "b"}
-    thread = threading.Timer(0.5, lambda: came.append(join("127.0.0.1", ports, "token", hello, 10, **KNOWN)))
+    thread = threading.Timer(0.5, lambda: came.append(join_gang("127.0.0.1", ports, "token", hello, 10, **KNOWN)))
     thread.start()
     connection, _ = lobby.roll_call(2, 10)[1]
     connection.receive()
@@ -121,10 +132,10 @@ def test_who_hung_up_before_it_was_greeted_has_not_joined() -> None:
 
 def test_a_roll_call_ends_when_one_that_came_is_told_to_leave(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, nodes=3)
-    lead = Lead(spec, "a", SECRET)
+    lead = CoordinatorPeers(spec, "a", SECRET)
 
     def come_and_go() -> None:
-        member = Member(replace(spec, node=1), "b", 10, never, **KNOWN)
+        member = FollowerPeers(replace(spec, node=1), "b", 10, never, **KNOWN)
         member.order(NOTICE)
         member.close()
 
@@ -132,7 +143,7 @@ def test_a_roll_call_ends_when_one_that_came_is_told_to_leave(tmp_path: Path) ->
     thread.start()
     with pytest.raises(GangError, match="told to leave"):
         lead.roll_call(20, never)
-    assert lead.left_for == NOTICE.cause
+    assert lead.leave_cause == NOTICE.cause
     thread.join()
     lead.close()
 
@@ -143,7 +154,7 @@ def test_an_agent_told_to_leave_before_the_start_is_interrupted_and_tells_the_le
 ) -> None:
     spec = endless_gang(tmp_path, survival={"standby": False})
     spec = replace(spec, candidate_ports=control_ports(f"{spec.job}/{spec.run}", spec.attempt))
-    lead = Lead(spec, "a", SECRET) if joined else None
+    lead = CoordinatorPeers(spec, "a", SECRET) if joined else None
     StartSecret(Store.open(spec.store_uri).sub(job_prefix(spec.job)), spec.run, spec.attempt).publish(SECRET)
     gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log", alter=lambda own: own if own.node == 1 else None)
     [agent], told = gang.agents, tmp_path / "gang" / "node-1.result.json"
@@ -153,7 +164,7 @@ def test_an_agent_told_to_leave_before_the_start_is_interrupted_and_tells_the_le
     agent.send_signal(signal.SIGTERM)
     if lead is not None:
         last = lead.regroup(20, never)
-        assert isinstance(last, Verdict) and last.failed_as == "interrupted" and "SIGTERM" in last.culprit
+        assert isinstance(last, GenerationEnd) and last.failed_as == "interrupted" and "SIGTERM" in last.culprit
         lead.close()
     agent.wait(30)
     assert json.loads(told.read_text())["outcome"] == "interrupted"

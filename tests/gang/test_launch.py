@@ -14,9 +14,9 @@ import pytest
 
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.heartbeat import Heartbeat
-from ebbflow.training.launch.membership import Lead, Member
-from ebbflow.training.launch.messages import GangSpec, Verdict
-from ebbflow.training.launch.transport import Connection, Lobby, control_ports, join
+from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers
+from ebbflow.training.launch.messages import GangSpec, GenerationEnd
+from ebbflow.training.launch.transport import Connection, RollCallServer, control_ports, join_gang
 from tests.support.gangs import KNOWN, SECRET, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,9 +30,9 @@ def test_ports_are_the_same_everywhere_and_differ_between_attempts() -> None:
 
 def test_roll_call_names_the_missing_nodes_within_its_deadline() -> None:
     ports = [free_port()]
-    lobby = Lobby("127.0.0.1", ports, "token", SECRET)
+    lobby = RollCallServer("127.0.0.1", ports, "token", SECRET)
     present = threading.Thread(
-        target=join, args=("127.0.0.1", ports, "token", {"node": 2, "host": "b"}, 5), kwargs=KNOWN
+        target=join_gang, args=("127.0.0.1", ports, "token", {"node": 2, "host": "b"}, 5), kwargs=KNOWN
     )
     present.start()
     began = time.monotonic()
@@ -50,10 +50,10 @@ def test_who_came_to_a_roll_call_that_failed_is_told_of_which_generation(tmp_pat
         job="job", run="run-of-three", attempt=0, node=0, nodes=3, processes_per_node=1, main_address="127.0.0.1",
         config={}, store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path), candidate_ports=ports,
     )  # fmt: skip
-    lead, told = Lead(spec, "a", SECRET), []
+    lead, told = CoordinatorPeers(spec, "a", SECRET), []
 
     def follow() -> None:
-        member = Member(replace(spec, node=1), "b", 10, lambda: False, **KNOWN)
+        member = FollowerPeers(replace(spec, node=1), "b", 10, lambda: False, **KNOWN)
         told.append(member.await_start(10))
         member.close()
 
@@ -61,7 +61,7 @@ def test_who_came_to_a_roll_call_that_failed_is_told_of_which_generation(tmp_pat
     thread.start()
     with pytest.raises(GangError, match="missing: node 2"):
         lead.roll_call(2, lambda: False)
-    lead.give_up(Verdict(culprit="node 2 never came", reason="roll_call", generation=7))
+    lead.give_up(GenerationEnd(culprit="node 2 never came", reason="roll_call", generation=7))
     lead.close()
     thread.join()
     assert [(verdict.culprit, verdict.generation) for verdict in told] == [("node 2 never came", 7)]
@@ -74,7 +74,7 @@ def test_for_a_peer_that_is_gone_nothing_is_kept() -> None:
         door.accept()[0].close()
     limit = time.monotonic() + 60
     while not near.closed and time.monotonic() < limit:
-        near.hold()
+        near.keep_alive()
         near.send({"kind": "waiting"})
     assert near.closed
     for _ in range(1000):
@@ -86,7 +86,7 @@ def test_for_a_peer_that_is_gone_nothing_is_kept() -> None:
 
 def test_a_node_that_finds_nobody_says_so() -> None:
     with pytest.raises(GangError, match="node 1 could not reach node 0 within 1 s"):
-        join("127.0.0.1", [free_port()], "token", {"node": 1, "host": "b"}, deadline_seconds=1, **KNOWN)
+        join_gang("127.0.0.1", [free_port()], "token", {"node": 1, "host": "b"}, deadline_seconds=1, **KNOWN)
 
 
 def test_a_taken_port_is_passed_over_by_both_sides() -> None:
@@ -94,11 +94,11 @@ def test_a_taken_port_is_passed_over_by_both_sides() -> None:
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
         ports = [stranger.getsockname()[1], free_port()]
-        lobby = Lobby("127.0.0.1", ports, "token", SECRET)
+        lobby = RollCallServer("127.0.0.1", ports, "token", SECRET)
         assert lobby.port == ports[1]
         stranger.close()  # refuses from now on: the node goes on to the next port
         joiner = threading.Thread(
-            target=join, args=("127.0.0.1", ports, "token", {"node": 1, "host": "b"}, 10), kwargs=KNOWN
+            target=join_gang, args=("127.0.0.1", ports, "token", {"node": 1, "host": "b"}, 10), kwargs=KNOWN
         )
         joiner.start()
         assert set(lobby.roll_call(2, deadline_seconds=10)) == {1}
@@ -108,12 +108,12 @@ def test_a_taken_port_is_passed_over_by_both_sides() -> None:
 
 def test_an_agent_of_another_job_is_sent_away() -> None:
     ports = [free_port()]
-    lobby = Lobby("127.0.0.1", ports, "ours", SECRET)
+    lobby = RollCallServer("127.0.0.1", ports, "ours", SECRET)
     errors: list[BaseException] = []
 
     def other() -> None:
         try:
-            join("127.0.0.1", ports, "theirs", {"node": 1, "host": "b"}, deadline_seconds=1, **KNOWN)
+            join_gang("127.0.0.1", ports, "theirs", {"node": 1, "host": "b"}, deadline_seconds=1, **KNOWN)
         except GangError as error:
             errors.append(error)
 
@@ -128,10 +128,12 @@ def test_an_agent_of_another_job_is_sent_away() -> None:
 
 def test_messages_cross_and_a_closed_end_is_noticed() -> None:
     ports = [free_port()]
-    lobby = Lobby("127.0.0.1", ports, "t", SECRET)
+    lobby = RollCallServer("127.0.0.1", ports, "t", SECRET)
     ends: list = []
     thread = threading.Thread(
-        target=lambda: ends.append(join("127.0.0.1", ports, "t", {"node": 1, "host": "b"}, deadline_seconds=5, **KNOWN))
+        target=lambda: ends.append(
+            join_gang("127.0.0.1", ports, "t", {"node": 1, "host": "b"}, deadline_seconds=5, **KNOWN)
+        )
     )
     thread.start()
     connection, hello = lobby.roll_call(2, deadline_seconds=5)[1]

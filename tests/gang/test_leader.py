@@ -17,8 +17,8 @@ from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
 from ebbflow.training.checkpoint import reachable_commits, read_generation
 from ebbflow.training.checkpoint.lineage import amend_parent
-from ebbflow.training.launch.coordinator import Failed, Leader, crash_loop
-from ebbflow.training.launch.messages import GangSpec, Verdict
+from ebbflow.training.launch.coordinator import FailedGeneration, GenerationPlanner, find_crash_loop
+from ebbflow.training.launch.messages import GangSpec, GenerationEnd
 
 A, B = "ValueError at model.py:12 in loss", "killed by SIGSEGV"
 
@@ -39,8 +39,8 @@ A, B = "ValueError at model.py:12 in loss", "killed by SIGSEGV"
 def test_a_loop_is_the_same_failure_three_times_without_a_commit_or_any_ten(
     failed: list[tuple[int, str]], commit_of: int, loop: list[int]
 ) -> None:
-    failures = [Failed(generation=number, fingerprint=mark, rank_seconds=1.0) for number, mark in failed]
-    assert [failure.generation for failure in crash_loop(failures, commit_of)] == loop
+    failures = [FailedGeneration(generation=number, fingerprint=mark, rank_seconds=1.0) for number, mark in failed]
+    assert [failure.generation for failure in find_crash_loop(failures, commit_of)] == loop
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_each_generation_has_less_to_spend_and_fewer_nodes_cost_less(spec: GangS
     of the $5 of earlier attempts."""
     terms = Terms(usd_per_rank_second=0.01, spent_usd=5.0, budget_usd=20.0, reserve_usd=1.0).to_json()
     now = iter((100.0, 200.0, 250.0))
-    leader = Leader(replace(spec, terms=terms), job_store(spec), born=0.0, now=lambda: next(now))
+    leader = GenerationPlanner(replace(spec, terms=terms), job_store(spec), born=0.0, now=lambda: next(now))
     first = leader.plan(leader.open(), [0, 1, 2], ["a", "a", "b"])
     assert (first.terms["spent_usd"], first.terms["told_threshold"]) == (11.0, 0.0)
     second = leader.plan(leader.open(), [0, 2], ["a", "b"])
@@ -81,7 +81,7 @@ def test_each_generation_has_less_to_spend_and_fewer_nodes_cost_less(spec: GangS
 
 
 def open_in_vain(
-    leader: Leader, store: Store, monkeypatch: pytest.MonkeyPatch, *, arrives: bool
+    leader: GenerationPlanner, store: Store, monkeypatch: pytest.MonkeyPatch, *, arrives: bool
 ) -> list[tuple[str, bytes]]:
     """(key, data) of the records whose put was given up. arrives: they are in the store all the same."""
     late, put = [], store.put
@@ -104,7 +104,7 @@ def test_a_record_whose_put_was_given_up_is_nobodys_rival(
     arrives: str, spec: GangSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = job_store(spec)
-    leader = Leader(spec, store, born=0.0)
+    leader = GenerationPlanner(spec, store, born=0.0)
     late = open_in_vain(leader, store, monkeypatch, arrives=arrives == "before the next try")
     opened = leader.open()
     store.put(*late[0])
@@ -118,7 +118,7 @@ def test_a_record_that_arrives_late_undoes_nothing_that_was_recorded_since(
 ) -> None:
     """Its start has gone back to an older parent meanwhile: what it left behind must not count again."""
     store = job_store(spec)
-    leader = Leader(spec, store, born=0.0)
+    leader = GenerationPlanner(spec, store, born=0.0)
     late = open_in_vain(leader, store, monkeypatch, arrives=False)
     opened = leader.open()
     older = replace(opened, parent=commit_key(4, 0, "0" * 64), parent_step=4)
@@ -129,7 +129,7 @@ def test_a_record_that_arrives_late_undoes_nothing_that_was_recorded_since(
 
 def test_failures_of_earlier_attempts_count(spec: GangSpec) -> None:
     store = job_store(spec)
-    leader = Leader(spec, store, born=time.monotonic())
+    leader = GenerationPlanner(spec, store, born=time.monotonic())
     for number in (1, 2):
         generation = leader.open()
         with EventLog(store, Origin(job="job", run="run", attempt=0, generation=number, process="agent")) as log:
@@ -137,9 +137,13 @@ def test_failures_of_earlier_attempts_count(spec: GangSpec) -> None:
             log.emit(GENERATION_ENDED, reason="rank_failed", fingerprint=A)
             log.emit(NODE_ENDED, seconds=7.0)
     terms = Terms(usd_per_rank_second=0.5).to_json()
-    later = Leader(replace(spec, attempt=2, terms=terms), store, born=time.monotonic())
+    later = GenerationPlanner(replace(spec, attempt=2, terms=terms), store, born=time.monotonic())
     generation = later.open()
-    assert later.loop_after(Verdict(culprit="rank 3: other", fingerprint=B), generation.number, 10.0) is None
-    last = later.loop_after(Verdict(culprit="rank 1: ValueError: x", fingerprint=A), generation.number, 10.0)
+    assert (
+        later.check_crash_loop(GenerationEnd(culprit="rank 3: other", fingerprint=B), generation.number, 10.0) is None
+    )
+    last = later.check_crash_loop(
+        GenerationEnd(culprit="rank 1: ValueError: x", fingerprint=A), generation.number, 10.0
+    )
     assert last is not None and last.failed_as == "crash_loop" and not last.curable and not last.again
     assert "38 rank-seconds, $19.0000 at the planned price; the last one: rank 1: ValueError: x" in last.culprit

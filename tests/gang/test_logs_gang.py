@@ -21,7 +21,7 @@ from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.heartbeat import Heartbeat
-from ebbflow.training.launch.logs import Echo, LogShipper
+from ebbflow.training.launch.logs import LogUploader, TerminalEcho
 from ebbflow.training.launch.messages import GangSpec
 from tests.support.exposition import values
 from tests.support.flow import ROOT, wait_until
@@ -105,7 +105,7 @@ def test_logs_come_back_from_a_bucket_by_the_jobs_name_alone(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("EBBFLOW_RUNS", str(tmp_path / "runs"))
     uri = f"s3://{swift.new_bucket()}/some/prefix"
-    shipper = LogShipper(Store.open(uri).sub(job_prefix("far")), generation=2, node=3, say=print)
+    shipper = LogUploader(Store.open(uri).sub(job_prefix("far")), generation=2, node=3, say=print)
     texts = ["one", "two · half", "three"]
     for start, text in enumerate(texts):
         place = {"generation": 2, "node": 3, "rank": 6, "start": start, "end": start + 1}
@@ -128,27 +128,27 @@ def test_a_traceback_that_is_only_logged_does_not_end_the_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     log = tmp_path / "rank-0.log"
-    echo = Echo(SimpleNamespace(workers=[SimpleNamespace(rank=0, log_path=log)]))
+    echo = TerminalEcho(SimpleNamespace(workers=[SimpleNamespace(rank=0, log_path=log)]))
     log.write_text("hello\nTraceback (most recent call last):\n  File x\nValueError: caught\nstep 1/9\n")
-    echo.pass_on()
+    echo.echo_new_lines()
     with log.open("a") as more:
         more.write("a word\nstep 2/9\nTraceback (most recent call last):\nstep 3/9\n")
-    echo.pass_on()
+    echo.echo_new_lines()
     assert capsys.readouterr().out == "hello\nstep 1/9\nstep 2/9\nstep 3/9\n"
 
 
 def test_warnings_of_native_code_stay_in_the_raw_log(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     log = tmp_path / "rank-0.log"
-    echo = Echo(SimpleNamespace(workers=[SimpleNamespace(rank=0, log_path=log)]))
+    echo = TerminalEcho(SimpleNamespace(workers=[SimpleNamespace(rank=0, log_path=log)]))
     note = "[W1122 20:53:08.732392175 WorkerServer.cpp:113] [c10d] Server listening to UNIX /proc/self/fd/4\n"
     log.write_text(f"hello\n{note}step 1/9\n[rank0]:[W1122 20:53:09.1 TCPStore.cpp:125] recvValue failed\n")
-    echo.pass_on()
+    echo.echo_new_lines()
     with log.open("a") as more:
         more.write("Exception raised from recvBytes at Utils.hpp:678\nframe #0: c10::Error::Error + 0x9\nstep 2/9\n")
         more.write(
             "[E1122 20:53:09.1 ProcessGroupGloo.cpp:9] an error\nframe #1: of my own\n/x.py:3: UserWarning: mine\n"
         )
-    echo.pass_on()
+    echo.echo_new_lines()
     shown = capsys.readouterr().out.splitlines()
     assert shown[:3] == ["hello", "step 1/9", "step 2/9"]
     assert shown[3:] == [

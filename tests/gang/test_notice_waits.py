@@ -27,13 +27,13 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang
-from ebbflow.training.launch.membership import Lead, Member
-from ebbflow.training.launch.messages import CAUSES, GangSpec, Order
+from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers
+from ebbflow.training.launch.messages import CAUSES, GangSpec, RankOrder
 from ebbflow.training.launch.transport import control_ports
 from tests.support.flow import wait_until
 from tests.support.gangs import KNOWN, SECRET, endless_gang
 
-NOTICE_STANDS = Order(seconds=600.0, cause=CAUSES[2], node=1)
+NOTICE_STANDS = RankOrder(seconds=600.0, cause=CAUSES[2], node=1)
 
 
 def never() -> bool:
@@ -50,10 +50,10 @@ class Waiting:
             config={"cluster": {}}, store_uri=str(folder), prepared={}, log_folder=str(folder),
             candidate_ports=control_ports(run, 0),
         )  # fmt: skip
-        self.lead = Lead(self.spec, "a", SECRET)
-        self.lead.gather_for(7)
+        self.lead = CoordinatorPeers(self.spec, "a", SECRET)
+        self.lead.announce_generation(7)
         self.opened: list[int] = []
-        self.members: list[Member] = []
+        self.members: list[FollowerPeers] = []
         self.errors: list[str] = []
 
     def call_roll(self, deadline_seconds: float) -> threading.Thread:
@@ -66,7 +66,9 @@ class Waiting:
         thread = threading.Thread(target=call)
         thread.start()
         own = replace(self.spec, node=1)
-        self.members.append(Member(own, "b", 60, never, **KNOWN, standing=NOTICE_STANDS, opened=self.opened.append))
+        self.members.append(
+            FollowerPeers(own, "b", 60, never, **KNOWN, standing=NOTICE_STANDS, opened=self.opened.append)
+        )
         return thread
 
 
@@ -83,10 +85,10 @@ def test_the_start_waits_for_a_node_that_waits_out_its_notice(waiting: Waiting) 
     """It has come, and knows for which generation, so that it can say what it costs."""
     thread = waiting.call_roll(60)
     [member] = waiting.members
-    wait_until("the generation", lambda: member.stands_by(NOTICE_STANDS) or waiting.opened, timeout=60)
+    wait_until("the generation", lambda: member.report_wait(NOTICE_STANDS) or waiting.opened, timeout=60)
     thread.join(1.0)
     assert thread.is_alive() and waiting.opened == [7]
-    member.can_start()
+    member.report_wait_over()
     thread.join(60)
     assert not thread.is_alive() and waiting.errors == []
 
@@ -96,7 +98,7 @@ def test_a_machine_that_goes_while_it_waits_was_to_go(waiting: Waiting) -> None:
     waiting.members[0].close()
     thread.join(60)
     assert "node 1 (b) was lost while it waited out its spot interruption notice" in waiting.errors[0]
-    assert waiting.lead.left_for == NOTICE_STANDS.cause
+    assert waiting.lead.leave_cause == NOTICE_STANDS.cause
 
 
 def test_a_notice_without_an_end_is_waited_for_as_long_as_a_start_may_take(waiting: Waiting) -> None:
@@ -113,13 +115,13 @@ def test_a_node_that_comes_again_is_heard_on_its_new_connection(waiting: Waiting
 
     def greet() -> None:
         while not done.wait(0.01):
-            waiting.lead.greet()
+            waiting.lead.admit_nodes()
 
     thread = threading.Thread(target=greet)
     thread.start()
     try:
-        Member(own, "b", 60, never, **KNOWN, standing=NOTICE_STANDS).close()
-        waiting.members.append(member := Member(own, "b", 60, never, **KNOWN, opened=waiting.opened.append))
+        FollowerPeers(own, "b", 60, never, **KNOWN, standing=NOTICE_STANDS).close()
+        waiting.members.append(member := FollowerPeers(own, "b", 60, never, **KNOWN, opened=waiting.opened.append))
         wait_until("the generation", lambda: member.poll() or waiting.opened, timeout=60)
     finally:
         done.set()

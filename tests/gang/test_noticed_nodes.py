@@ -22,8 +22,8 @@ from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.evidence import WorkerFailure
-from ebbflow.training.launch.membership import Lead, Member
-from ebbflow.training.launch.messages import CAUSES, GangSpec, Order, Start
+from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers
+from ebbflow.training.launch.messages import CAUSES, GangSpec, GenerationStart, RankOrder
 from ebbflow.training.launch.transport import control_ports
 from tests.support.flow import wait_until
 from tests.support.gangs import KNOWN, SECRET, endless_gang
@@ -83,7 +83,7 @@ NOTICE, REBALANCE, SIGNAL = CAUSES[2], CAUSES[5], CAUSES[1]
 
 
 @pytest.fixture
-def trio(tmp_path: Path) -> Iterator[tuple[Lead, list[Member]]]:
+def trio(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, list[FollowerPeers]]]:
     """Three agents in a generation that has begun; two are enough."""
     run = f"trio-{tmp_path.name}"
     spec = GangSpec(
@@ -91,10 +91,10 @@ def trio(tmp_path: Path) -> Iterator[tuple[Lead, list[Member]]]:
         config={"cluster": {"min_nodes": 2}}, store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path),
         candidate_ports=control_ports(run, 0),
     )  # fmt: skip
-    lead, members = Lead(spec, "a", SECRET), {}
+    lead, members = CoordinatorPeers(spec, "a", SECRET), {}
 
     def member(node: int) -> None:
-        members[node] = Member(replace(spec, node=node), "b", 30, lambda: False, **KNOWN)
+        members[node] = FollowerPeers(replace(spec, node=node), "b", 30, lambda: False, **KNOWN)
 
     threads = [threading.Thread(target=member, args=(node,)) for node in (1, 2)]
     for thread in threads:
@@ -102,7 +102,7 @@ def trio(tmp_path: Path) -> Iterator[tuple[Lead, list[Member]]]:
     lead.roll_call(30, lambda: False)
     for thread in threads:
         thread.join()
-    start = Start(
+    start = GenerationStart(
         generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None,
         hosts=["a", "b", "b"], nodes=[0, 1, 2],
     )  # fmt: skip
@@ -127,15 +127,15 @@ def trio(tmp_path: Path) -> Iterator[tuple[Lead, list[Member]]]:
     ],
 )
 def test_who_leaves_alone_and_when_all_must(
-    orders: list[tuple[int, str]], left_out: list[int], trio: tuple[Lead, list[Member]]
+    orders: list[tuple[int, str]], left_out: list[int], trio: tuple[CoordinatorPeers, list[FollowerPeers]]
 ) -> None:
     lead, members = trio
     for node, cause in orders:
-        order = Order(seconds=60.0, cause=cause, node=node)
+        order = RankOrder(seconds=60.0, cause=cause, node=node)
         members[node - 1].order(order) if node else lead.order(order)
-    lead.finished({0: INTERRUPTED})
+    lead.report_results({0: INTERRUPTED})
     for rank, member in enumerate(members, start=1):
-        member.finished({rank: INTERRUPTED})
+        member.report_results({rank: INTERRUPTED})
     verdict = wait_until("the verdict", lead.poll, timeout=30)
     heard = [wait_until("the verdict", member.poll, timeout=30) for member in members]
     assert [(one.again, list(one.left_out)) for one in (verdict, *heard)] == [(bool(left_out), left_out)] * 3
@@ -143,17 +143,17 @@ def test_who_leaves_alone_and_when_all_must(
     if left_out:
         [staying] = {1, 2} - set(left_out)
         members[staying - 1].ready()
-        assert lead.regroup(30, lambda: False) == [0, staying] and not lead.left_for
+        assert lead.regroup(30, lambda: False) == [0, staying] and not lead.leave_cause
     else:
-        assert lead.left_for
+        assert lead.leave_cause
 
 
 def test_a_noticed_machine_that_goes_before_its_ranks_have_left_stops_nobody_else(
-    trio: tuple[Lead, list[Member]],
+    trio: tuple[CoordinatorPeers, list[FollowerPeers]],
 ) -> None:
     lead, members = trio
-    members[0].order(Order(seconds=60.0, cause=NOTICE, node=1))
-    wait_until("the order", lambda: lead.poll() is None and lead.left_for, timeout=30)
+    members[0].order(RankOrder(seconds=60.0, cause=NOTICE, node=1))
+    wait_until("the order", lambda: lead.poll() is None and lead.leave_cause, timeout=30)
     members[0].close()
     verdict = wait_until("the verdict", lead.poll, timeout=30)
     assert (verdict.reason, verdict.again, verdict.left_out) == ("node_lost", True, [1])
@@ -163,7 +163,7 @@ def test_a_noticed_machine_that_goes_before_its_ranks_have_left_stops_nobody_els
 
 @pytest.mark.parametrize(("rank", "left_out"), [(1, [1]), (0, [])])
 def test_a_node_that_reads_commits_wrongly_is_left_out_but_for_the_one_that_coordinates(
-    rank: int, left_out: list[int], trio: tuple[Lead, list[Member]]
+    rank: int, left_out: list[int], trio: tuple[CoordinatorPeers, list[FollowerPeers]]
 ) -> None:
     lead, members = trio
     failure = WorkerFailure(rank=rank, node=rank, message="it reads wrongly", error="UnreliableReader", timestamp=1.0)

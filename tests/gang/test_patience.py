@@ -13,19 +13,19 @@ import pytest
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome, StoreMisconfigured, StoreUnavailable
 from ebbflow.training.launch import coordinator as leader_module
-from ebbflow.training.launch.coordinator import Leading
-from ebbflow.training.launch.membership import Member
-from ebbflow.training.launch.messages import GangOutcome, GangSpec, Verdict
-from ebbflow.training.launch.node_runtime import OwnNode
+from ebbflow.training.launch.coordinator import Coordinator
+from ebbflow.training.launch.membership import FollowerPeers
+from ebbflow.training.launch.messages import GangOutcome, GangSpec, GenerationEnd
+from ebbflow.training.launch.node_runtime import NodeRuntime
 from ebbflow.training.launch.transport import Connection, control_ports
 from tests.support.flow import wait_until
 
-DONE = Verdict(outcome=GangOutcome(outcome=Outcome.COMPLETED, step=1, generation=1), reason=Outcome.COMPLETED)
-FAILED = Verdict(culprit="rank 0: ValueError: x", reason="rank_failed", fingerprint="x", again=True)
+DONE = GenerationEnd(outcome=GangOutcome(outcome=Outcome.COMPLETED, step=1, generation=1), reason=Outcome.COMPLETED)
+FAILED = GenerationEnd(culprit="rank 0: ValueError: x", reason="rank_failed", fingerprint="x", again=True)
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[OwnNode]:
+def own(tmp_path: Path) -> Iterator[NodeRuntime]:
     cluster = {"nodes": 1, "start_deadline_seconds": 60.0}
     survival = {"standby": False, "notice_file": str(tmp_path / "notice")}
     spec = GangSpec(
@@ -33,7 +33,7 @@ def own(tmp_path: Path) -> Iterator[OwnNode]:
         config=RunConfig(store=str(tmp_path), cluster=cluster, survival=survival).model_dump(mode="json"),
         store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path / "logs"),
     )  # fmt: skip
-    own = OwnNode(spec)
+    own = NodeRuntime(spec)
     yield own
     own.close()
 
@@ -53,22 +53,22 @@ def troubled(work: Callable[..., Any], times: int, error: Exception) -> Callable
 @pytest.mark.parametrize("what", ["open_generation", "reachable_commits", "read_overrides"])
 @pytest.mark.parametrize("ends", [[DONE], [FAILED, DONE]])
 def test_a_start_outlasts_a_store_that_refuses_for_a_while(
-    ends: list[Verdict], what: str, own: OwnNode, monkeypatch: pytest.MonkeyPatch
+    ends: list[GenerationEnd], what: str, own: NodeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first start as the next one: to open a generation, and to say what it restores."""
     work, coming = getattr(leader_module, what), list(ends)
 
-    def run_ranks(*_: Any) -> Verdict:
+    def run_ranks(*_: Any) -> GenerationEnd:
         monkeypatch.setattr(leader_module, what, troubled(work, 2, StoreUnavailable("503 SlowDown")))
         return coming.pop(0)
 
     monkeypatch.setattr(leader_module, what, troubled(work, 2, StoreUnavailable("503 SlowDown")))
     monkeypatch.setattr(own, "run_ranks", run_ranks)
-    assert Leading(own).run() == DONE and coming == []
+    assert Coordinator(own).run() == DONE and coming == []
 
 
 def test_who_has_come_is_told_to_wait_while_the_first_start_asks_the_store(
-    own: OwnNode, monkeypatch: pytest.MonkeyPatch
+    own: NodeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or it would give node 0 up, which may wait as long again for the nodes that are missing."""
     own.spec = spec = replace(own.spec, nodes=2, candidate_ports=control_ports("patience", 0))
@@ -86,22 +86,22 @@ def test_who_has_come_is_told_to_wait_while_the_first_start_asks_the_store(
     monkeypatch.setattr(leader_module, "open_generation", slow)
     monkeypatch.setattr(own, "run_ranks", lambda *_: DONE)
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(Member, replace(spec, node=1), "b", 60, lambda: False, secret=own.secret.fetch)
-        assert Leading(own).run() == DONE
+        coming = pool.submit(FollowerPeers, replace(spec, node=1), "b", 60, lambda: False, secret=own.secret.fetch)
+        assert Coordinator(own).run() == DONE
         coming.result(60).close()
 
 
-def test_a_store_that_is_none_is_told_of_at_once(own: OwnNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_none_is_told_of_at_once(own: NodeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     own.start_seconds = 3600.0
     refused = troubled(leader_module.open_generation, 1, StoreMisconfigured("there is no bucket 'runs'"))
     monkeypatch.setattr(leader_module, "open_generation", refused)
     monkeypatch.setattr(own, "run_ranks", lambda *_: DONE)
     with pytest.raises(StoreMisconfigured, match="there is no bucket"):
-        Leading(own).run()
+        Coordinator(own).run()
 
 
-def test_the_last_error_is_told_when_the_deadline_is_over(own: OwnNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_error_is_told_when_the_deadline_is_over(own: NodeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     own.start_seconds = 0.5
     monkeypatch.setattr(leader_module, "reachable_commits", troubled(list, 1000, StoreUnavailable("503 SlowDown")))
-    last = Leading(own).run()
+    last = Coordinator(own).run()
     assert last == replace(last, culprit="503 SlowDown", reason="store", generation=1, outcome=None)

@@ -27,7 +27,7 @@ from ebbflow.infra.reliability import GammaHazard
 from ebbflow.training.errors import CheckpointError
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Guards
-from ebbflow.training.launch.messages import CAUSES, Control, Order
+from ebbflow.training.launch.messages import CAUSES, OrderRecord, RankOrder
 from ebbflow.training.limits import Limits, Position, Stop
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Clock, Reporter
@@ -164,10 +164,10 @@ def test_a_rank_that_is_still_saving_makes_all_wait_or_all_skip(when_busy: str, 
 
 
 def test_a_save_that_is_asked_for_waits_for_the_one_under_way(tmp_path: Path) -> None:
-    saver, control = Saver(), Control.create(tmp_path / "record")
+    saver, control = Saver(), OrderRecord.create(tmp_path / "record")
     limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
     saves = replace(trainer_of(saver, [], interval="steps", interval_steps=100), limits=limits).saves
-    control.tell(Order(seconds=math.inf, cause=CAUSES[5], node=0))
+    control.tell(RankOrder(seconds=math.inf, cause=CAUSES[5], node=0))
     saver.busy = True
     assert not saves.due(7)
     saver.busy = False
@@ -176,11 +176,11 @@ def test_a_save_that_is_asked_for_waits_for_the_one_under_way(tmp_path: Path) ->
 
 def test_a_rehearsed_notice_is_heard_at_its_step(tmp_path: Path) -> None:
     """However short the steps are: a job that is over before its agent has looked would prove nothing."""
-    control, notice = Control.create(tmp_path / "record"), tmp_path / "notice.json"
+    control, notice = OrderRecord.create(tmp_path / "record"), tmp_path / "notice.json"
 
     def agent() -> None:
         wait_until("the notice", notice.exists, timeout=10)
-        control.tell(Order(seconds=60.0, cause=CAUSES[4], node=0))
+        control.tell(RankOrder(seconds=60.0, cause=CAUSES[4], node=0))
 
     thread = threading.Thread(target=agent)
     thread.start()
@@ -195,7 +195,7 @@ def test_a_rehearsed_notice_is_heard_at_its_step(tmp_path: Path) -> None:
 
 
 def test_a_notice_hurries_the_last_save_of_a_job_that_is_done(tmp_path: Path) -> None:
-    saver, control = Saver(), Control.create(tmp_path / "record")
+    saver, control = Saver(), OrderRecord.create(tmp_path / "record")
     limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
     trainer, phases = trainer_of(saver, []), []
     reporter = replace(trainer.reporter, beat=lambda step, phase: phases.append(phase))
@@ -204,7 +204,7 @@ def test_a_notice_hurries_the_last_save_of_a_job_that_is_done(tmp_path: Path) ->
     saves.finish()
     assert saver.asked == ["before_step"]
     saver.busy = True
-    notice = threading.Timer(0.2, lambda: control.tell(Order(seconds=60.0, cause=CAUSES[2], node=0)))
+    notice = threading.Timer(0.2, lambda: control.tell(RankOrder(seconds=60.0, cause=CAUSES[2], node=0)))
     notice.start()
     saves.finish()
     notice.join()

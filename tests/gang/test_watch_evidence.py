@@ -16,8 +16,8 @@ import pytest
 
 from ebbflow.infra.process import process_state
 from ebbflow.training.launch.evidence import WorkerFailure
-from ebbflow.training.launch.heartbeat import Beat, Deadlines, Heartbeat
-from ebbflow.training.launch.watch import Watch, resident_bytes
+from ebbflow.training.launch.heartbeat import HangLimits, Heartbeat, HeartbeatReading
+from ebbflow.training.launch.watch import RankWatch, resident_bytes
 from tests.support.flow import wait_until
 
 CHILD = "import sys; sys.stdin.readline(); memory = bytearray(300_000_000); sys.stdin.readline()"
@@ -34,7 +34,7 @@ class Rank(SimpleNamespace):
         self.offset = 0.0  # of the watch's clock from that of the machine
 
     @property
-    def beat(self) -> Beat:
+    def beat(self) -> HeartbeatReading:
         return self.heartbeat.read()
 
     def now(self) -> float:
@@ -57,16 +57,16 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     rank.process.wait()
 
 
-def watch_of(rank: Rank, folder: Path, *, floor_seconds: float) -> Watch:
-    deadlines = Deadlines(floor_seconds=floor_seconds, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0)
-    watch = Watch([rank], deadlines, folder, node=1, now=rank.now)
+def watch_of(rank: Rank, folder: Path, *, floor_seconds: float) -> RankWatch:
+    deadlines = HangLimits(floor_seconds=floor_seconds, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0)
+    watch = RankWatch([rank], deadlines, folder, node=1, now=rank.now)
     for step in (1, 2):
         rank.heartbeat.beat(step, "forward")
         assert watch.look() == []
     return watch
 
 
-def pass_time(watch: Watch, rank: Rank, seconds: float) -> list[WorkerFailure]:
+def pass_time(watch: RankWatch, rank: Rank, seconds: float) -> list[WorkerFailure]:
     """Look twice a second, by the watch's own clock."""
     found = []
     for _ in range(int(2 * seconds)):
@@ -206,7 +206,7 @@ def test_those_who_waited_along_have_the_time_of_a_step_when_the_wait_is_over(ra
         rank.offset += 0.5
         watch.look(patient=True)
     found = pass_time(watch, rank, 10.0)
-    watch.want_witnesses()
+    watch.request_witnesses()
     found += wait_until("where it stands", watch.look, timeout=40)
     assert [one for one in found if one.hung] == []
     hung = wait_until("its end", lambda: [one for one in pass_time(watch, rank, 1.0) if one.hung], timeout=60)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.gang import Gang
-from ebbflow.training.launch.evidence import is_collective_error
+from ebbflow.training.launch.evidence import is_peer_loss_error
 from ebbflow.training.wire import Wire, open_wire
 
 
@@ -101,14 +101,14 @@ def test_a_rank_that_is_gone_is_told_as_a_lost_peer() -> None:
     gone.close()
     with pytest.raises(RuntimeError, match=r"exchange 1 of rank 0: connection closed by peer: rank 1") as told:
         here.gather(b"row")
-    assert is_collective_error(str(told.value))
+    assert is_peer_loss_error(str(told.value))
 
 
 def test_a_silent_rank_is_waited_for_no_longer_than_the_deadline() -> None:
     here, _silent = open_wires(2, seconds=0.2)
     with pytest.raises(RuntimeError, match=r"timed out waiting 0.2 s for rank 1") as told:
         here.gather(b"row")
-    assert is_collective_error(str(told.value))
+    assert is_peer_loss_error(str(told.value))
 
 
 def test_rows_of_different_exchanges_are_not_taken_for_each_other() -> None:
@@ -117,7 +117,7 @@ def test_rows_of_different_exchanges_are_not_taken_for_each_other() -> None:
         calls = [pool.submit(wire.gather, bytes(1 + rank)) for rank, wire in enumerate(wires)]
     for call in calls:
         error = str(call.exception())
-        assert "called another exchange" in error and is_collective_error(error)
+        assert "called another exchange" in error and is_peer_loss_error(error)
 
 
 def test_who_does_not_come_is_named() -> None:

@@ -20,7 +20,7 @@ from ebbflow.infra.store import Store
 from ebbflow.training.launch import workers as workers_module
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.generation import NodeGeneration, NodeLog
-from ebbflow.training.launch.messages import GangSpec, Start, WorkerSpec, guilty
+from ebbflow.training.launch.messages import GangSpec, GenerationStart, WorkerSpec, end_from_failures
 from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.launch.workers import Standby, WorkerGroup
 from tests.support.flow import wait_until
@@ -143,7 +143,7 @@ def test_with_a_lost_standby_its_ranks_are_gone(spec: WorkerSpec, tmp_path: Path
     """One that another process writes to is lost too; its ranks have none of its pipes, so that they cannot."""
     keeper = Keeper(tmp_path / "keeper.log")
     standby = Standby(tmp_path / "standby.log", colocated_ranks=1, keeper=keeper)
-    wait_until("its imports", lambda: standby.settled, timeout=120)
+    wait_until("its imports", lambda: standby.is_settled, timeout=120)
     assert standby.ready, (tmp_path / "standby.log").read_text()
     group = WorkerGroup(range(2), 2, tmp_path, spec, ("127.0.0.1", 1), standby)
     pids = [worker.process.pid for worker in group.workers]
@@ -153,7 +153,7 @@ def test_with_a_lost_standby_its_ranks_are_gone(spec: WorkerSpec, tmp_path: Path
         wait_until("its own streams", lambda pid=pid: not own_pipes & pipes_of(pid), timeout=60)
     with open(f"/proc/{standby.pid}/fd/1", "wb") as answers:
         answers.write(b"WARNING: no JSON\n")
-    wait_until("its loss", lambda: standby.settled and standby.lost, timeout=60)
+    wait_until("its loss", lambda: standby.is_settled and standby.lost, timeout=60)
     standby.close()
     keeper.close()
     assert {process_state(pid) for pid in pids} <= {"", "Z"}
@@ -178,12 +178,12 @@ def test_ranks_that_cannot_be_started_are_news_for_all_and_no_traceback(tmp_path
         job="job", run="run", attempt=0, node=1, nodes=2, processes_per_node=1, main_address="127.0.0.1", config=config,
         store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path),
     )  # fmt: skip
-    start = Start(
+    start = GenerationStart(
         generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None, hosts=["a", "b"],
         nodes=[0, 1],
     )  # fmt: skip
     told: list[WorkerFailure] = []
-    peers = SimpleNamespace(report=told.append, poll=lambda: guilty(told) if told else None)
+    peers = SimpleNamespace(report=told.append, poll=lambda: end_from_failures(told) if told else None)
     drain, store = Drain(spec), Store.open(str(tmp_path))
     try:
         generation = NodeGeneration(spec, start, peers, drain, NodeLog(store, "b"), store)
@@ -209,12 +209,12 @@ def test_with_a_rank_in_state_d_the_gang_goes_on_here_or_elsewhere_if_it_holds_t
         job="job", run="run", attempt=0, node=1, nodes=2, processes_per_node=1, main_address="127.0.0.1", config=config,
         store_uri=str(tmp_path), prepared={}, log_folder=str(tmp_path),
     )  # fmt: skip
-    start = Start(
+    start = GenerationStart(
         generation=1, generation_id="x", candidates=[], rendezvous_port=1, terms=None, rehearse=None, hosts=["a", "b"],
         nodes=[0, 1],
     )  # fmt: skip
     held: list[None] = []
-    verdict = guilty([WorkerFailure(rank=0, message="killed by SIGKILL", killed_by="SIGKILL")])
+    verdict = end_from_failures([WorkerFailure(rank=0, message="killed by SIGKILL", killed_by="SIGKILL")])
     peers = SimpleNamespace(
         poll=lambda: verdict, hold=lambda: held.append(None), orders=list, witnesses_wanted=bool, somebody_waits=False
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ebbflow.infra.rank_logs import read_logs
-from ebbflow.training.launch.heartbeat import Beat
+from ebbflow.training.launch.heartbeat import HeartbeatReading
 from ebbflow.training.launch.logs import RankLog
 
 
-def beat(step: int, phase: str = "forward") -> Beat:
-    return Beat(pid=1, step=step, phase=phase, t_mono=0.0)
+def beat(step: int, phase: str = "forward") -> HeartbeatReading:
+    return HeartbeatReading(pid=1, step=step, phase=phase, t_mono=0.0)
 
 
 def rank_log(

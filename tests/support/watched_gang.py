@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ebbflow.infra.program import PROJECT_ROOT
-from ebbflow.training.launch.blame import Culprit, blame, mismatch_of, settle_seconds
+from ebbflow.training.launch.blame import Culprit, blame, detect_mismatch, settle_seconds
 from ebbflow.training.launch.evidence import WorkerFailure
-from ebbflow.training.launch.heartbeat import Deadlines
+from ebbflow.training.launch.heartbeat import HangLimits
 from ebbflow.training.launch.messages import WorkerSpec
-from ebbflow.training.launch.watch import Watch
+from ebbflow.training.launch.watch import RankWatch
 from ebbflow.training.launch.workers import Worker
 from tests.support.gangs import free_port
 
@@ -55,9 +55,11 @@ class WatchedGang:
             return start
 
         self.workers = [Worker(rank, 0, folder, spec, environment, starter(rank)) for rank in range(WORLD_SIZE)]
-        deadlines = Deadlines(floor_seconds=floor_seconds, start_seconds=60.0, store_seconds=60.0, longest_seconds=60.0)
+        deadlines = HangLimits(
+            floor_seconds=floor_seconds, start_seconds=60.0, store_seconds=60.0, longest_seconds=60.0
+        )
         self.watches = [
-            Watch([worker], deadlines, folder / f"node-{worker.rank}", node=worker.rank) for worker in self.workers
+            RankWatch([worker], deadlines, folder / f"node-{worker.rank}", node=worker.rank) for worker in self.workers
         ]
 
     def look(self) -> list[WorkerFailure]:
@@ -82,10 +84,10 @@ class WatchedGang:
             fresh = self.look()
             evidence += fresh
             failures = [one for one in evidence if not one.witness]
-            if first is None and (failures or mismatch_of(evidence)):
+            if first is None and (failures or detect_mismatch(evidence)):
                 first = time.monotonic()
                 for watch in self.watches:
-                    watch.want_witnesses()
+                    watch.request_witnesses()
             if first is not None and time.monotonic() - first >= settle_seconds(failures):
                 return blame(evidence)
             time.sleep(_POLL_SECONDS)

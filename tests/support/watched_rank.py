@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ebbflow.training.gang import Gang, connect, leave
-from ebbflow.training.launch.heartbeat import Heartbeat, Observed
+from ebbflow.training.launch.heartbeat import Heartbeat, WatchHooks
 
 TROUBLE_STEP = 20
 STEPS = 100_000
@@ -57,7 +57,7 @@ TROUBLES = {
 
 
 @record
-def main(heartbeat: Path, result: Path, trouble: str, observed: Observed) -> None:
+def main(heartbeat: Path, result: Path, trouble: str, observed: WatchHooks) -> None:
     gang = connect(start_seconds=60, collective_seconds=60, generation="0")
     beat = Heartbeat(heartbeat).beat
     for step in range(1, STEPS):
@@ -81,10 +81,10 @@ def take_step(gang: Gang, beat: object, step: int) -> None:
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])
-    watched = Observed(path, os.getppid())
+    watched = WatchHooks(path, os.getppid())
     try:
         main(path, Path(sys.argv[2]), sys.argv[3], watched)
     except Exception:
-        watched.keep_records()
+        watched.save_records()
         leave(1)
     leave(0)

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from ebbflow.training.launch.blame import blame, mismatch_of, settle_seconds
+from ebbflow.training.launch.blame import blame, detect_mismatch, settle_seconds
 from ebbflow.training.launch.evidence import (
     WorkerFailure,
+    find_furthest_behind,
     find_mismatch,
-    furthest_behind,
     parse_faulthandler,
-    parse_spy,
+    parse_py_spy,
     parse_traceback,
 )
-from ebbflow.training.launch.heartbeat import Beat, Deadlines, Durations, PhaseLimits
+from ebbflow.training.launch.heartbeat import DurationHistogram, HangLimits, HeartbeatReading, PhaseThresholds
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer"
 STEP = ["all_reduce [[100]]", "all_gather [[8]]"]
@@ -105,7 +105,7 @@ def test_recorders_that_differ_prove_it_before_anybody_has_failed() -> None:
     ]
     for order in (evidence, evidence[::-1]):
         culprit = blame(order)
-        assert mismatch_of(order) and (culprit.rank, culprit.certainty) == (1, "proven")
+        assert detect_mismatch(order) and (culprit.rank, culprit.certainty) == (1, "proven")
         assert (
             "collective 11 of group 0 is broadcast [[3]] on rank 1 and all_reduce [[100]] on rank 0" in culprit.message
         )
@@ -118,14 +118,14 @@ def test_the_minority_of_ranks_is_the_odd_one_whoever_is_usual() -> None:
     assert find_mismatch({0: calls(*STEP), 1: calls(*STEP, start=3)}) is None
     coalesced = [["0", 1, "all_gather [[4]]"], ["0", 1, "all_gather [[8]]"]]
     assert find_mismatch({0: coalesced, 1: coalesced[:1]}) is None
-    assert furthest_behind({0: calls(*STEP), 1: calls(*STEP[:1]), 2: calls(*STEP)}) == [1]
+    assert find_furthest_behind({0: calls(*STEP), 1: calls(*STEP[:1]), 2: calls(*STEP)}) == [1]
 
 
 def test_of_ranks_that_wait_in_a_chain_the_last_is_furthest_behind() -> None:
     """Shards {0, 1} and {2, 3}, copies {0, 2} and {1, 3}: 2 waits for 3, and 0 for 2."""
     last = {0: {"a": 5, "c": 3}, 1: {"a": 5, "d": 3}, 2: {"b": 5, "c": 2}, 3: {"b": 4, "d": 2}}
     records = {rank: [[group, number, "x"] for group, number in own.items()] for rank, own in last.items()}
-    assert furthest_behind(records) == [3]
+    assert find_furthest_behind(records) == [3]
 
 
 def test_a_network_that_breaks_is_nobodys_fault() -> None:
@@ -144,9 +144,9 @@ def test_fingerprints_hold_no_number_that_varies() -> None:
     assert blame([first]).fingerprint == blame([again]).fingerprint == "hang at user/data.py:7 in read"
 
 
-def limits(**known: float) -> PhaseLimits:
-    return PhaseLimits(
-        Deadlines(
+def limits(**known: float) -> PhaseThresholds:
+    return PhaseThresholds(
+        HangLimits(
             **{"floor_seconds": 3.0, "start_seconds": 100.0, "store_seconds": 130.0, "longest_seconds": 300.0, **known}
         )
     )
@@ -156,32 +156,35 @@ def test_a_phase_may_take_ten_times_its_p99_once_it_is_known() -> None:
     learned, now = limits(), 0.0
     for step in range(1, 300):
         for phase, seconds in (("data", 0.2), ("backward", 2.0)):
-            learned.observe(Beat(1, step, phase, now, step), now + 0.01)
+            learned.observe(HeartbeatReading(1, step, phase, now, step), now + 0.01)
             now += seconds
-            learned.observe(Beat(1, step, phase, now - seconds, step), now - 0.01)
-    assert learned.limit(Beat(1, 300, "data", now, 300)) == 3.0  # the floor
-    assert 20.0 <= learned.limit(Beat(1, 300, "backward", now, 300)) <= 24.0
-    assert learned.limit(Beat(1, 300, "forward", now, 300)) == 3.0  # over before anybody could look
+            learned.observe(HeartbeatReading(1, step, phase, now - seconds, step), now - 0.01)
+    assert learned.limit(HeartbeatReading(1, 300, "data", now, 300)) == 3.0  # the floor
+    assert 20.0 <= learned.limit(HeartbeatReading(1, 300, "backward", now, 300)) <= 24.0
+    assert learned.limit(HeartbeatReading(1, 300, "forward", now, 300)) == 3.0  # over before anybody could look
     patient = {"init": 100.0, "restore": 100.0, "evaluation": 300.0, "checkpoint": 300.0}
-    assert {phase: learned.limit(Beat(1, 300, phase, now, 1)) for phase in patient} == patient
-    assert learned.limit(Beat(1, 300, "checkpoint", now, 2)) == 3.0
+    assert {phase: learned.limit(HeartbeatReading(1, 300, phase, now, 1)) for phase in patient} == patient
+    assert learned.limit(HeartbeatReading(1, 300, "checkpoint", now, 2)) == 3.0
     for moment in (0.0, 0.1, 0.2):  # however short it was before: the save has a deadline of its own
-        learned.observe(Beat(1, 300, "store", now + moment, 2), now + moment)
-    assert learned.limit(Beat(1, 300, "store", now, 3)) == 130.0
+        learned.observe(HeartbeatReading(1, 300, "store", now + moment, 2), now + moment)
+    assert learned.limit(HeartbeatReading(1, 300, "store", now, 3)) == 130.0
 
 
 def test_the_first_step_has_time_and_nothing_has_more_than_the_longest() -> None:
     learned = limits(floor_seconds=60.0, longest_seconds=40.0)
-    learned.observe(Beat(1, 7, "forward", 0.0, 1), 0.1)
-    assert learned.limit(Beat(1, 7, "forward", 0.0, 1)) == 40.0
-    assert (learned.limit(Beat(1, 8, "forward", 0.0, 2)), learned.ordinary(Beat(1, 8, "forward", 0.0, 2))) == (
+    learned.observe(HeartbeatReading(1, 7, "forward", 0.0, 1), 0.1)
+    assert learned.limit(HeartbeatReading(1, 7, "forward", 0.0, 1)) == 40.0
+    assert (
+        learned.limit(HeartbeatReading(1, 8, "forward", 0.0, 2)),
+        learned.suspicion_threshold(HeartbeatReading(1, 8, "forward", 0.0, 2)),
+    ) == (
         40.0,
         3.0,
     )
 
 
 def test_quantiles_are_never_too_low_and_at_most_a_fifth_too_high() -> None:
-    durations = Durations()
+    durations = DurationHistogram()
     for number in range(1, 1001):
         durations.add(number / 100)
     assert all(share * 10 <= durations.quantile(share) <= share * 12 for share in (0.1, 0.5, 0.99))
@@ -196,7 +199,7 @@ def test_stacks_in_every_form_name_the_users_line() -> None:
     spied = f'[{{"thread_name": "MainThread", "active": false, "owns_gil": false, "frames": {frames}}}]'.replace(
         "'", '"'
     )
-    assert (parse_spy(spied).where, parse_spy(spied).waiting) == ("user/loss.py:9 in log", True)
+    assert (parse_py_spy(spied).where, parse_py_spy(spied).waiting) == ("user/loss.py:9 in log", True)
     told = (
         f'Thread 0x1 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 3 in run\n\n'
         f'Current thread 0x2 (most recent call first):\n'
@@ -218,7 +221,7 @@ def test_a_rank_in_an_exchange_stands_where_it_was_called_for() -> None:
 
 
 def test_one_stall_is_no_habit() -> None:
-    durations = Durations()
+    durations = DurationHistogram()
     for seconds in [0.1] * 30 + [20.0]:
         durations.add(seconds)
     assert durations.quantile(0.99) < 0.2

@@ -21,7 +21,7 @@ from ebbflow.infra.rank_logs import LogLine, escape_controls
 from ebbflow.infra.store import Store
 from ebbflow.infra.untrusted_text import GuardedStream, one_line, printable
 from ebbflow.training.launch.evidence import WorkerFailure
-from ebbflow.training.launch.logs import Echo, show_last_lines
+from ebbflow.training.launch.logs import TerminalEcho, show_failed_logs
 from tests.support.rank_logs import beat, rank_log, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,11 +159,11 @@ def test_what_an_agent_shows_of_its_ranks_is_printable(tmp_path: Path, capsys: p
     log = tmp_path / "rank-0.log"
     log.write_bytes(f"step 1 {HOSTILE}\n\n10%\r90%\nTraceback (most recent call last):\n{HOSTILE}\n".encode())
     group = Group(Worker(log))
-    Echo(group).pass_on()
+    TerminalEcho(group).echo_new_lines()
     shown = capsys.readouterr().out
     assert not RAW.search(shown) and shown.splitlines()[1:] == ["", "[1 overwritten] 90%"]
     failure = WorkerFailure(rank=0, message=HOSTILE)
-    show_last_lines(group, [failure], job="job", generation=1)
+    show_failed_logs(group, [failure], job="job", generation=1)
     shown = capsys.readouterr().out
     assert not RAW.search(shown) and "fine" in shown
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbflow.training.launch.heartbeat import Beat, Deadlines
-from ebbflow.training.launch.watch import GpuCounters, Watch
+from ebbflow.training.launch.heartbeat import HangLimits, HeartbeatReading
+from ebbflow.training.launch.watch import GpuCounters, RankWatch
 from tests.support.flow import wait_until
 
 GIB = 2**30
@@ -86,10 +86,10 @@ def test_a_driver_that_hangs_keeps_one_thread_however_many_generations_come(
     library: Library, counters: GpuCounters, tmp_path: Path
 ) -> None:
     library.stuck = True
-    deadlines = Deadlines(floor_seconds=3.0, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0)
+    deadlines = HangLimits(floor_seconds=3.0, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0)
     before = set(threading.enumerate())  # the thread of a former test may end meanwhile
     for _ in range(3):
-        watch = Watch([Here(tmp_path)], deadlines, tmp_path, gpus=counters)
+        watch = RankWatch([Here(tmp_path)], deadlines, tmp_path, gpus=counters)
         assert "gpus" not in watch.sample()
         watch.close()
     assert [thread.name for thread in set(threading.enumerate()) - before] == ["gpu counters"]
@@ -105,7 +105,10 @@ class Here:
     process = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
 
     def __init__(self, folder: Path) -> None:
-        self.log_path, self.beat = folder / "rank-0.log", Beat(pid=os.getpid(), step=1, phase="data", t_mono=0.0)
+        self.log_path, self.beat = (
+            folder / "rank-0.log",
+            HeartbeatReading(pid=os.getpid(), step=1, phase="data", t_mono=0.0),
+        )
 
     def result(self) -> None:
         return None

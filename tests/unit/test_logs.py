@@ -18,7 +18,7 @@ from ebbflow.infra.errors import StoreError
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.rank_logs import LONGEST_LINE_BYTES, escape_controls, read_logs, split_lines
 from ebbflow.infra.store import Store
-from ebbflow.training.launch.logs import GangLines, LogShipper
+from ebbflow.training.launch.logs import LogUploader, RankLogs
 from tests.support.flow import wait_until
 from tests.support.rank_logs import beat, rank_log, texts, write
 
@@ -192,7 +192,7 @@ def test_a_file_system_that_cannot_free_the_middle_is_said_once(tmp_path: Path, 
     place = {"job": "job", "generation": 1, "node": 0}
     for worker in workers:
         write(worker.log_path, b"line\n" * (MIB // 2))
-    lines = GangLines(
+    lines = RankLogs(
         SimpleNamespace(workers=workers), **place, limit_bytes=MIB, pass_on=lambda *_: None, say=said.append
     )
     lines.follow()
@@ -225,7 +225,7 @@ class FlakyStore:
 
 def test_segments_of_the_store_and_records_of_the_disk_are_one_log(tmp_path: Path) -> None:
     store, said = Store.open(str(tmp_path / "store")).sub(job_prefix("job")), []
-    shipper = LogShipper(
+    shipper = LogUploader(
         FlakyStore(store, lost_answers=2), generation=1, node=1, say=said.append, interval_seconds=0.01
     )
     log, raw = rank_log(tmp_path / "disk", 2)
@@ -247,7 +247,7 @@ def test_a_store_that_stays_away_is_said_and_holds_nobody_up(tmp_path: Path) -> 
             raise StoreError("refused")
 
     said: list[str] = []
-    shipper = LogShipper(Away(), generation=1, node=0, say=said.append, interval_seconds=0.01, queue_bytes=100)
+    shipper = LogUploader(Away(), generation=1, node=0, say=said.append, interval_seconds=0.01, queue_bytes=100)
     shipper.add(0, [b"x" * 60, b"y" * 60, b"z" * 30])
     wait_until("a warning", lambda: said, timeout=10)
     shipper.close(deadline_seconds=0.1)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ebbflow.infra.config.schema import RunConfig
-from ebbflow.training.launch.membership import Lead, Member, Recently
-from ebbflow.training.launch.messages import GangSpec, Start
+from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers, StickyFlag
+from ebbflow.training.launch.messages import GangSpec, GenerationStart
 from ebbflow.training.launch.transport import control_ports
 from tests.support.gangs import KNOWN, SECRET
 
@@ -35,21 +35,25 @@ def spec_of(folder: Path, node: int) -> GangSpec:
 
 
 def test_what_one_node_tells_all_know(tmp_path: Path) -> None:
-    lead = Lead(spec_of(tmp_path, 0), "zero", SECRET)
+    lead = CoordinatorPeers(spec_of(tmp_path, 0), "zero", SECRET)
     calling = threading.Thread(target=lead.roll_call, args=(_DEADLINE_SECONDS, lambda: False))
     calling.start()
-    members = [Member(replace(spec_of(tmp_path, n)), f"{n}", _DEADLINE_SECONDS, lambda: False, **KNOWN) for n in (1, 2)]
+    members = [
+        FollowerPeers(replace(spec_of(tmp_path, n)), f"{n}", _DEADLINE_SECONDS, lambda: False, **KNOWN) for n in (1, 2)
+    ]
     calling.join(_DEADLINE_SECONDS)
-    lead.start(Start(generation=1, generation_id="id", candidates=[], rendezvous_port=1, **FREE, nodes=[0, 1, 2]))
-    assert all(isinstance(member.await_start(_DEADLINE_SECONDS), Start) for member in members)
+    lead.start(
+        GenerationStart(generation=1, generation_id="id", candidates=[], rendezvous_port=1, **FREE, nodes=[0, 1, 2])
+    )
+    assert all(isinstance(member.await_start(_DEADLINE_SECONDS), GenerationStart) for member in members)
     try:
-        assert not any(one.somebody_waits for one in (lead, *members))
+        assert not any(one.store_wait_active for one in (lead, *members))
         members[0].waiting()
         limit = time.monotonic() + _DEADLINE_SECONDS
         told = set()
         while len(told) < 3 and time.monotonic() < limit:
             assert all(one.poll() is None for one in (lead, *members))
-            told |= {name for name, one in zip("012", (lead, *members), strict=True) if one.somebody_waits}
+            told |= {name for name, one in zip("012", (lead, *members), strict=True) if one.store_wait_active}
         assert told == {"0", "1", "2"}
     finally:
         for one in (*members, lead):
@@ -58,7 +62,7 @@ def test_what_one_node_tells_all_know(tmp_path: Path) -> None:
 
 def test_it_holds_for_a_moment_only() -> None:
     now = [100.0]
-    told = Recently(3.0, now=lambda: now[0])
+    told = StickyFlag(3.0, now=lambda: now[0])
     assert not told.holds
     told.mark()
     now[0] += 2.9

@@ -26,30 +26,38 @@ from ebbflow.infra.program import begin_program, python_path
 from ebbflow.infra.untrusted_text import guard_terminal
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.errors import GangError, TrainingError
-from ebbflow.training.launch.coordinator import REGROUP_SECONDS, Leading
+from ebbflow.training.launch.coordinator import REGROUP_SECONDS, Coordinator
 from ebbflow.training.launch.logs import flush
-from ebbflow.training.launch.membership import Member
-from ebbflow.training.launch.messages import GangOutcome, GangSpec, Order, Start, Verdict, left_out, told_to_leave
-from ebbflow.training.launch.node_runtime import OwnNode, agent_failed
+from ebbflow.training.launch.membership import FollowerPeers
+from ebbflow.training.launch.messages import (
+    GangOutcome,
+    GangSpec,
+    GenerationEnd,
+    GenerationStart,
+    RankOrder,
+    end_for_left_out_node,
+    end_from_stop_request,
+)
+from ebbflow.training.launch.node_runtime import NodeRuntime, end_from_agent_error
 from ebbflow.training.launch.transport import control_ports
 
 
-def follow(own: OwnNode) -> Verdict:
+def run_follower(own: NodeRuntime) -> GenerationEnd:
     """The gang's last word. Raises GangError where node 0 cannot be found."""
     standing = own.standing()
     try:
-        member = Member(
+        member = FollowerPeers(
             own.spec,
             own.host,
             own.start_seconds,
-            own.told_to_leave,
+            own.is_leaving,
             secret=own.fetch_secret,
             standing=standing,
             opened=lambda number: own.log.open(own.spec, number),
         )
     except GangError:
         if own.drain.leaving:
-            return told_to_leave(own.drain.cause)
+            return end_from_stop_request(own.drain.cause)
         raise
     last = own.stopped()
     try:
@@ -57,16 +65,16 @@ def follow(own: OwnNode) -> Verdict:
             last = word
             return word
         word = member.await_start(own.start_seconds)
-        while isinstance(word, Start):
-            spec = own.in_place(word.nodes)
+        while isinstance(word, GenerationStart):
+            spec = own.spec_among(word.nodes)
             own.log.open(spec, word.generation, left_for=last.reason)
             last = own.stopped()
             last = own.run_ranks(spec, word, member)
             if not last.again:
                 return last
             if own.spec.node in last.left_out:
-                return (last := left_out(last, own.drain.cause))
-            own.drain.settle(last.left_out)
+                return (last := end_for_left_out_node(last, own.drain.cause))
+            own.drain.forget_nodes(last.left_out)
             member.ready()
             word = member.await_start(own.start_seconds + REGROUP_SECONDS)
         if word.generation and not own.log.is_open:  # it waited for a gang that never started, and is paid for
@@ -80,18 +88,18 @@ def follow(own: OwnNode) -> Verdict:
         own.log.close(last.reason)
 
 
-def _outlive(own: OwnNode, member: Member, standing: Order) -> Verdict | None:
+def _outlive(own: NodeRuntime, member: FollowerPeers, standing: RankOrder) -> GenerationEnd | None:
     """The last word where there is one before this node can start."""
-    heard: list[Verdict] = []
+    heard: list[GenerationEnd] = []
 
     def meanwhile(seconds: float) -> str:
-        if (verdict := member.stands_by(replace(standing, seconds=seconds))) is not None:
+        if (verdict := member.report_wait(replace(standing, seconds=seconds))) is not None:
             heard.append(verdict)
         return heard[0].culprit if heard else ""
 
-    if why := own.outlive(meanwhile):
-        return heard[0] if heard else told_to_leave(why)
-    member.can_start()
+    if why := own.wait_out_notices(meanwhile):
+        return heard[0] if heard else end_from_stop_request(why)
+    member.report_wait_over()
     return None
 
 
@@ -187,21 +195,21 @@ def run_gang(spec: GangSpec) -> GangOutcome:
     a crash loop). No process that it started is alive when it returns or raises.
     """
     use_signing_key(spec.config.get("checkpoint", {}).get("signing_key_env"))  # ranks and uploaders inherit it
-    own = OwnNode(spec)
-    with _signals(own.drain.signalled):
+    own = NodeRuntime(spec)
+    with _signals(own.drain.on_signal):
         try:
-            verdict = Leading(own).run() if spec.node == 0 else follow(own)
+            verdict = Coordinator(own).run() if spec.node == 0 else run_follower(own)
         except (TrainingError, InfraError):
             raise
         except Exception as error:  # a scheduler that only sees a process end takes it for a lost machine
-            verdict = agent_failed(error, spec.node)
+            verdict = end_from_agent_error(error, spec.node)
         finally:
             own.close()
             flush()  # before the caller's own lines
     return _conclude(verdict)
 
 
-def _conclude(verdict: Verdict) -> GangOutcome:
+def _conclude(verdict: GenerationEnd) -> GangOutcome:
     if verdict.outcome is None:
         raise GangError(
             verdict.culprit,

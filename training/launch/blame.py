@@ -15,10 +15,10 @@ from ebbflow.training.launch.evidence import (
     SLOW,
     Mismatch,
     WorkerFailure,
+    find_furthest_behind,
     find_mismatch,
-    furthest_behind,
-    in_engine,
-    is_unusual,
+    is_engine_location,
+    is_unusual_call,
 )
 from ebbflow.training.launch.heartbeat import PHASES
 
@@ -67,7 +67,7 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
     for rule in (_died, _stopped):
         if (found := rule(failures)) is not None:
             return _culprit(found[0], found[1], evidence)
-    if (mismatch := mismatch_of(evidence)) is not None:
+    if (mismatch := detect_mismatch(evidence)) is not None:
         return _mismatched(mismatch, evidence)
     for rule in (_elsewhere, _left, _odd_call, _behind):
         if (found := rule(evidence)) is not None:
@@ -75,7 +75,7 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
     return _network(evidence)
 
 
-def mismatch_of(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
+def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
     """That ranks called different collectives at the same place: proof, before anybody's time is up."""
     return find_mismatch({one.rank: one.calls for one in _latest(evidence) if one.calls})
 
@@ -136,16 +136,16 @@ def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | 
         return None
 
     def order(one: WorkerFailure) -> tuple[int, int, bool, float]:
-        unusual = is_unusual(one.calls)
+        unusual = is_unusual_call(one.calls)
         surprise = 0 if unusual else 1 if unusual is None else 2
-        return surprise, places[one.where], in_engine(one.where), one.timestamp
+        return surprise, places[one.where], is_engine_location(one.where), one.timestamp
 
     return min(broken, key=order), "its collective was called from another place than the others'"
 
 
 def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
     ranks = [one for one in _latest(evidence) if not one.left]
-    behind = furthest_behind({one.rank: one.calls for one in ranks if one.calls})
+    behind = find_furthest_behind({one.rank: one.calls for one in ranks if one.calls})
     if behind:
         late = [one for one in ranks if one.rank in behind]
         ahead = [one for one in ranks if one.rank not in behind and one.calls]
@@ -162,12 +162,14 @@ def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure])
     """Whether those who called more are the odd ones: the others have come to an exchange of the engine's own at the
     same step, and those of a CPU's gang are in no recorder (`training.wire`). Of equally many, those whose call is not
     the usual one at that place."""
-    if not ahead or not all(one.waiting and in_engine(one.where) for one in late):
+    if not ahead or not all(one.waiting and is_engine_location(one.where) for one in late):
         return False
-    if any(in_engine(one.where) for one in ahead) or max(one.step for one in ahead) > min(one.step for one in late):
+    if any(is_engine_location(one.where) for one in ahead) or max(one.step for one in ahead) > min(
+        one.step for one in late
+    ):
         return False
     if len(ahead) == len(late):
-        return all(is_unusual(one.calls) is not False for one in ahead)
+        return all(is_unusual_call(one.calls) is not False for one in ahead)
     return len(ahead) < len(late)
 
 

@@ -37,13 +37,19 @@ from ebbflow.training.checkpoint.lineage import (
 from ebbflow.training.checkpoint.rollback import MissingCommits, check_rollback, newest_generation_in_events
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
-from ebbflow.training.launch.logs import say
-from ebbflow.training.launch.membership import Lead
-from ebbflow.training.launch.messages import GangSpec, Start, Verdict, told_to_leave, unaffordable
-from ebbflow.training.launch.node_runtime import OwnNode, agent_failed
+from ebbflow.training.launch.logs import print_line
+from ebbflow.training.launch.membership import CoordinatorPeers
+from ebbflow.training.launch.messages import (
+    GangSpec,
+    GenerationEnd,
+    GenerationStart,
+    end_from_stop_request,
+    end_if_unaffordable,
+)
+from ebbflow.training.launch.node_runtime import NodeRuntime, end_from_agent_error
 from ebbflow.training.launch.transport import SECRET_BYTES, rendezvous_port
 from ebbflow.training.rehearse import Fault
-from ebbflow.training.retry import do_meanwhile, try_again
+from ebbflow.training.retry import retry_until_deadline, run_while
 
 T = TypeVar("T")
 # Outcomes that no rank has told in an event of its own.
@@ -53,18 +59,18 @@ REGROUP_SECONDS = 30.0
 _WITHDRAW_SECONDS = 5.0  # for the store to delete the secret of the start, at the end of the agent
 
 
-class Leading:
+class Coordinator:
     """One attempt, over all its generations."""
 
-    def __init__(self, own: OwnNode) -> None:
+    def __init__(self, own: NodeRuntime) -> None:
         self._own, self._log, self._drain = own, own.log, own.drain
         self._standing = own.standing()
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._withdrawal: threading.Thread | None = None
-        self._lead = Lead(own.spec, own.host, self._secret)
-        self._leader = Leader(own.spec, own.job_store, born=own.log.since)
+        self._peers = CoordinatorPeers(own.spec, own.host, self._secret)
+        self._planner = GenerationPlanner(own.spec, own.job_store, born=own.log.since)
 
-    def run(self) -> Verdict:
+    def run(self) -> GenerationEnd:
         """Generation after generation, until one ends with the gang's last word.
 
         Raises InfraError or TrainingError where not even the first one can be opened.
@@ -77,68 +83,68 @@ class Leading:
                 ended = last = self._own.stopped()
                 try:
                     ended = self._generation(generation, spec, nodes)
-                    self._drain.settle(ended.left_out)
+                    self._drain.forget_nodes(ended.left_out)
                     following = self._after(ended, generation.number, spec.world_size)
                     last = ended if isinstance(following, tuple) else following
                 except (TrainingError, InfraError):
                     raise
                 except Exception as error:  # the agent's own: on record as a failure, so that it cannot come for ever
-                    following = ended = last = agent_failed(error, spec.node)
+                    following = ended = last = end_from_agent_error(error, spec.node)
                     with contextlib.suppress(TrainingError, InfraError):
                         seconds = self._log.seconds * spec.world_size
-                        following = last = self._leader.loop_after(ended, generation.number, seconds) or ended
-                    self._lead.give_up(last)
+                        following = last = self._planner.check_crash_loop(ended, generation.number, seconds) or ended
+                    self._peers.give_up(last)
                 finally:
-                    self._tell_end(ended, last)
-                if isinstance(following, Verdict):
+                    self._record_end(ended, last)
+                if isinstance(following, GenerationEnd):
                     return following
                 generation, nodes = following
-                spec = self._own.in_place(nodes)
+                spec = self._own.spec_among(nodes)
             last = generation
             return generation
         finally:
             self._withdraw_secret()
-            self._lead.close()
+            self._peers.close()
             self._drain.record(self._log.emit)
             self._log.close(last.reason)
             if self._withdrawal is not None:
                 self._withdrawal.join(_WITHDRAW_SECONDS)
 
-    def _open_first(self) -> Generation | Verdict:
+    def _open_first(self) -> Generation | GenerationEnd:
         """Before a notice is waited out: that time has to be on record too."""
         try:
-            generation = self._asked_patiently(self._publish_and_open, lambda: self._lead.stand_by(0.0))
+            generation = self._retry_store(self._publish_and_open, lambda: self._peers.announce_wait(0.0))
         except (TrainingError, InfraError) as error:
             if self._drain.leaving:
-                return self._lead.give_up(told_to_leave(self._drain.cause))
-            self._lead.give_up(failed_to_open(error, EndReason.STORE))
+                return self._peers.give_up(end_from_stop_request(self._drain.cause))
+            self._peers.give_up(end_from_open_error(error, EndReason.STORE))
             if isinstance(error, TrainingError) and not error.curable:
                 self._refuse(error)
             raise
-        self._lead.gather_for(generation.number)
+        self._peers.announce_generation(generation.number)
         return generation
 
     def _publish_and_open(self) -> Generation:
         if self._own.spec.nodes > 1:
             self._own.secret.publish(self._secret)
-        return self._leader.open()
+        return self._planner.open()
 
-    def _asked_patiently(self, work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
+    def _retry_store(self, work: Callable[[], T], meanwhile: Callable[[], object]) -> T:
         """What asks the store: again and again as long as a start may take, since one that is in trouble may be well in
         a moment, and another attempt would find it no better."""
 
         def patiently() -> T:
-            return try_again(work, self._own.start_seconds, given_up=lambda: self._drain.leaving)
+            return retry_until_deadline(work, self._own.start_seconds, given_up=lambda: self._drain.leaving)
 
         def waiting() -> None:
             meanwhile()
             self._log.beat()
 
-        return do_meanwhile(patiently, waiting)
+        return run_while(patiently, waiting)
 
-    def _generation(self, generation: Generation, spec: GangSpec, nodes: list[int]) -> Verdict:
+    def _generation(self, generation: Generation, spec: GangSpec, nodes: list[int]) -> GenerationEnd:
         """From the roll-call, or from the generation before, to the verdict."""
-        lead, leader = self._lead, self._leader
+        lead, leader = self._peers, self._planner
         self._log.emit(
             GENERATION_STARTED,
             parent=generation.parent,
@@ -150,12 +156,12 @@ class Leading:
             self._log.emit(ROLLBACK, step=leader.rolled_back.known.step, **leader.rolled_back.to_json())
             leader.rolled_back = None
         try:
-            self._outlive()
-            lead.roll_call(self._own.start_seconds, self._own.told_to_leave)
+            self._wait_out_notices()
+            lead.roll_call(self._own.start_seconds, self._own.is_leaving)
             self._withdraw_secret()
-            start = self._asked_patiently(lambda: leader.plan(generation, nodes, lead.hosts(nodes)), lead.hold)
-            if broke := unaffordable(start, generation.parent_step):
-                say(broke.outcome.message)
+            start = self._retry_store(lambda: leader.plan(generation, nodes, lead.hosts(nodes)), lead.hold)
+            if broke := end_if_unaffordable(start, generation.parent_step):
+                print_line(broke.outcome.message)
                 self._log.emit(OUTCOME, **asdict(broke.outcome))
                 return lead.give_up(replace(broke, generation=generation.number))
             lead.start(start)
@@ -168,7 +174,7 @@ class Leading:
                 at=tuple(verdict.at) or None,
                 **verdict.details
                 | {"culprit": verdict.culprit, "reason": verdict.reason, "fingerprint": verdict.fingerprint},
-                **do_meanwhile(lambda: leader.lost(self._log.since, spec.world_size), self._hold),
+                **run_while(lambda: leader.lost(self._log.since, spec.world_size), self._keep_in_touch),
             )
         return verdict
 
@@ -186,48 +192,52 @@ class Leading:
             )
             self._withdrawal.start()
 
-    def _outlive(self) -> None:
+    def _wait_out_notices(self) -> None:
         """Once: this node's own notice, from before the start. Raises GangError where that is no time to start."""
         standing, self._standing = self._standing, None
-        if standing is not None and (why := self._own.outlive(self._lead.stand_by)):
+        if standing is not None and (why := self._own.wait_out_notices(self._peers.announce_wait)):
             raise GangError(why, outcome=Outcome.INTERRUPTED)
 
-    def _failed(self, error: TrainingError | InfraError) -> Verdict:
+    def _failed(self, error: TrainingError | InfraError) -> GenerationEnd:
         """The end of a generation whose ranks were never started."""
         if error.outcome is Outcome.INTERRUPTED:
-            return told_to_leave(str(error))
-        if cause := self._drain.cause if self._drain.leaving else self._lead.left_for:
-            return told_to_leave(cause)
-        return Verdict(
+            return end_from_stop_request(str(error))
+        if cause := self._drain.cause if self._drain.leaving else self._peers.leave_cause:
+            return end_from_stop_request(cause)
+        return GenerationEnd(
             culprit=str(error), reason=EndReason.ROLL_CALL if isinstance(error, GangError) else EndReason.STORE
         )
 
-    def _after(self, ended: Verdict, number: int, world_size: int) -> tuple[Generation, list[int]] | Verdict:
+    def _after(
+        self, ended: GenerationEnd, number: int, world_size: int
+    ) -> tuple[Generation, list[int]] | GenerationEnd:
         """The generation to go on with and its nodes, or the gang's last word."""
         if not ended.again:
             return ended
-        last = nodes = self._lead.regroup(REGROUP_SECONDS, self._own.told_to_leave)
+        last = nodes = self._peers.regroup(REGROUP_SECONDS, self._own.is_leaving)
         if isinstance(nodes, list):
 
-            def open_next() -> Generation | Verdict:
-                loop = self._leader.loop_after(ended, number, self._log.seconds * world_size)
-                return loop or self._leader.open()
+            def open_next() -> Generation | GenerationEnd:
+                loop = self._planner.check_crash_loop(ended, number, self._log.seconds * world_size)
+                return loop or self._planner.open()
 
             try:
-                last = self._asked_patiently(open_next, self._lead.hold)
+                last = self._retry_store(open_next, self._peers.hold)
             except (TrainingError, InfraError) as error:
                 leaving = self._drain.leaving
-                last = told_to_leave(self._drain.cause) if leaving else failed_to_open(error, EndReason.STORE)
-        if isinstance(last, Verdict):
-            return self._lead.give_up(last)
+                last = (
+                    end_from_stop_request(self._drain.cause) if leaving else end_from_open_error(error, EndReason.STORE)
+                )
+        if isinstance(last, GenerationEnd):
+            return self._peers.give_up(last)
         return last, nodes
 
-    def _hold(self) -> None:
+    def _keep_in_touch(self) -> None:
         """What goes on while the store is asked."""
-        self._lead.hold()
+        self._peers.hold()
         self._log.beat()
 
-    def _tell_end(self, ended: Verdict, last: Verdict) -> None:
+    def _record_end(self, ended: GenerationEnd, last: GenerationEnd) -> None:
         self._log.emit(
             GENERATION_ENDED,
             reason=ended.reason,
@@ -237,11 +247,11 @@ class Leading:
         )
         incurable = last.outcome is None and not last.curable and last.failed_as == Outcome.FAILED
         if incurable or last.failed_as in _TOLD_BY_THE_LEAD:
-            say(last.culprit)
+            print_line(last.culprit)
             self._log.emit(OUTCOME, outcome=last.failed_as, message=last.culprit)
 
 
-class Leader:
+class GenerationPlanner:
     """Over all generations of one attempt. born: since when the gang is paid for, by the clock `now`."""
 
     def __init__(
@@ -250,7 +260,7 @@ class Leader:
         self._spec, self._job_store, self._now = spec, job_store, now
         self._paid_until, self._spent_usd = born, 0.0
         self._world_size = spec.world_size
-        self._failed: list[Failed] = []
+        self._failed: list[FailedGeneration] = []
         self._number = 0
         self.rolled_back: MissingCommits | None = None  # by permission, before the first generation
         self._opening = GenerationOpening()
@@ -259,7 +269,7 @@ class Leader:
         """The next generation: from the newest commit, or from where a guard has ordered it to start."""
         if not self._number:  # what failed in earlier attempts; the first start of a job has none
             events = read_events(self._job_store)
-            self._failed = failures_on_record(events)
+            self._failed = read_failed_generations(events)
             self.rolled_back = check_rollback(self._job_store, events)
             # A store that was restored from a snapshot has lost generations too: their numbers are not given twice.
             self._opening.number = max(self._opening.number, newest_generation_in_events(events))
@@ -272,10 +282,10 @@ class Leader:
         self._number += 1
         return generation
 
-    def plan(self, generation: Generation, nodes: Sequence[int], hosts: Sequence[str]) -> Start:
+    def plan(self, generation: Generation, nodes: Sequence[int], hosts: Sequence[str]) -> GenerationStart:
         spec = self._spec
         address = "127.0.0.1" if spec.main_address == "127.0.0.1" else ""
-        start = Start(
+        start = GenerationStart(
             generation=generation.number,
             generation_id=generation.id,
             candidates=[commit.key for commit in reachable_commits(self._job_store, limit=CANDIDATES)],
@@ -289,20 +299,20 @@ class Leader:
         self._world_size = len(nodes) * spec.processes_per_node
         return start
 
-    def loop_after(self, ended: Verdict, generation: int, rank_seconds: float) -> Verdict | None:
+    def check_crash_loop(self, ended: GenerationEnd, generation: int, rank_seconds: float) -> GenerationEnd | None:
         """The last word when this end makes a crash loop; None: another generation may do better."""
         if not ended.fingerprint:
             return None
-        failed = Failed(generation=generation, fingerprint=ended.fingerprint, rank_seconds=rank_seconds)
+        failed = FailedGeneration(generation=generation, fingerprint=ended.fingerprint, rank_seconds=rank_seconds)
         self._failed = [*(one for one in self._failed if one.generation != generation), failed]
         newest = next(newest_commits(self._job_store), None)
-        loop = crash_loop(self._failed, 0 if newest is None else newest.generation)
+        loop = find_crash_loop(self._failed, 0 if newest is None else newest.generation)
         if not loop:
             return None
         terms = self._spec.terms
         usd = None if terms is None else Terms.from_json(terms).usd_per_rank_second
-        return Verdict(
-            culprit=describe(loop, ended.culprit, usd_per_rank_second=usd),
+        return GenerationEnd(
+            culprit=describe_crash_loop(loop, ended.culprit, usd_per_rank_second=usd),
             reason=ended.reason,
             user_code=ended.user_code,
             curable=False,
@@ -347,9 +357,9 @@ class Leader:
         return Fault.parse(self._spec.rehearse).to_json()
 
 
-def failed_to_open(error: TrainingError | InfraError, reason: str) -> Verdict:
+def end_from_open_error(error: TrainingError | InfraError, reason: str) -> GenerationEnd:
     """The last word of a gang that cannot begin its next generation."""
-    return Verdict(
+    return GenerationEnd(
         culprit=str(error),
         reason=reason,
         curable=isinstance(error, InfraError) or error.curable,
@@ -362,7 +372,7 @@ ANY_LIMIT = 10  # failures of whatever kind: a job that never gets as far as a c
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed:
+class FailedGeneration:
     """A generation that failed. rank_seconds: paid for it."""
 
     generation: int
@@ -370,7 +380,7 @@ class Failed:
     rank_seconds: float
 
 
-def failures_on_record(events: Iterable[Event]) -> list[Failed]:
+def read_failed_generations(events: Iterable[Event]) -> list[FailedGeneration]:
     """Of all attempts of the job, oldest first."""
     ended: dict[int, str] = {}
     seconds: dict[int, float] = {}
@@ -385,12 +395,12 @@ def failures_on_record(events: Iterable[Event]) -> list[Failed]:
         elif event.name == GENERATION_ENDED and event.data.get("fingerprint"):
             ended[event.generation] = event.data["fingerprint"]
     return [
-        Failed(generation=number, fingerprint=ended[number], rank_seconds=seconds.get(number, 0.0))
+        FailedGeneration(generation=number, fingerprint=ended[number], rank_seconds=seconds.get(number, 0.0))
         for number in sorted(ended)
     ]
 
 
-def crash_loop(failures: Sequence[Failed], newest_commit_generation: int) -> list[Failed]:
+def find_crash_loop(failures: Sequence[FailedGeneration], newest_commit_generation: int) -> list[FailedGeneration]:
     """The failures that make a loop, the last one being the newest; none when another generation may do better.
 
     newest_commit_generation: which generation wrote the newest commit, 0 without one. What failed before that
@@ -405,7 +415,7 @@ def crash_loop(failures: Sequence[Failed], newest_commit_generation: int) -> lis
     return since if len(since) >= ANY_LIMIT else []
 
 
-def describe(loop: Sequence[Failed], culprit: str, *, usd_per_rank_second: float | None) -> str:
+def describe_crash_loop(loop: Sequence[FailedGeneration], culprit: str, *, usd_per_rank_second: float | None) -> str:
     """The message of the outcome: which trouble, how often, and what it has cost."""
     seconds = sum(failure.rank_seconds for failure in loop)
     cost = f"{seconds:.0f} rank-seconds"

@@ -55,7 +55,7 @@ class Assignment:
     note: str = ""
 
 
-def see_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
+def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
     """Look at this rank's GPUs through torch. promised: see `VisibleGpus`."""
     if choice == "cpu":
         return VisibleGpus()

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from ebbflow.infra.process import process_state
 from ebbflow.infra.program import PACKAGE_ROOT
-from ebbflow.training.launch.heartbeat import DUMP_SIGNAL, recorder_door, stacks_path
+from ebbflow.training.launch.heartbeat import DUMP_SIGNAL, recorder_socket_path, stacks_path
 
 _SPY_SECONDS = 3.0
 _STACK_SECONDS = 1.0
@@ -50,7 +50,7 @@ _WITH_ME = (
 )
 
 
-def in_engine(where: str) -> bool:
+def is_engine_location(where: str) -> bool:
     """Whether a place, as `Stack.where` has it, is the engine's own collective, to which all ranks come."""
     return where.startswith(_ENGINE_PLACES)
 
@@ -91,7 +91,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackTrace:
     """The main thread's frames, innermost first, and the text of all threads. idle: it used no processor."""
 
     frames: Sequence[Frame]
@@ -124,29 +124,29 @@ class Stack:
         return False
 
 
-def take_stack(pid: int, answer: Path | None) -> Stack | None:
+def take_stack(pid: int, answer: Path | None) -> StackTrace | None:
     """A rank's stack, within 4 s. answer: the file that its faulthandler writes to. None when neither way is open."""
     return _spy(pid) or (_ask(pid, answer) if answer else None)
 
 
-def parse_spy(text: str) -> Stack:
+def parse_py_spy(text: str) -> StackTrace:
     """What `py-spy dump --json` printed."""
     threads = json.loads(text)
     main = next((thread for thread in threads if thread["thread_name"] == _MAIN), threads[-1])
-    return Stack(_spy_frames(main), "\n\n".join(map(_describe, threads)), idle=not main["active"])
+    return StackTrace(_spy_frames(main), "\n\n".join(map(_describe, threads)), idle=not main["active"])
 
 
-def parse_faulthandler(text: str) -> Stack:
+def parse_faulthandler(text: str) -> StackTrace:
     """What faulthandler wrote: the thread that took the signal, the main one as a rule, is called the current one. A
     thread of C++ has no frames to show; then it is the last one, which is the oldest."""
     blocks = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
     stacks = [(block.startswith("Current"), _frames(block)) for block in blocks]
     told = [(current, frames) for current, frames in stacks if frames]
     frames = next((frames for current, frames in told if current), told[-1][1] if told else [])
-    return Stack(frames, text, idle=True)
+    return StackTrace(frames, text, idle=True)
 
 
-def last_words(log: Path) -> Stack | None:
+def read_crash_stack(log: Path) -> StackTrace | None:
     """Where a rank was when a signal such as SIGSEGV or SIGABRT ended it. torch's @record turns faulthandler on, which
     writes to the rank's log then."""
     try:
@@ -157,17 +157,17 @@ def last_words(log: Path) -> Stack | None:
         return None
     before, fatal, after = text.rpartition("Fatal Python error")
     stack = parse_faulthandler(after)
-    return Stack(stack.frames, before[-2000:] + fatal + after, idle=True) if fatal else None
+    return StackTrace(stack.frames, before[-2000:] + fatal + after, idle=True) if fatal else None
 
 
 def parse_traceback(text: str) -> str:
     """The innermost place of ours in an exception's traceback, as `Stack.where`; "" without one."""
     lines = re.findall(r'  File "(.*)", line (\d+), in (.*)', text)
     frames = [Frame(file, int(line), name) for file, line, name in reversed(lines)]
-    return Stack(frames, text).where
+    return StackTrace(frames, text).where
 
 
-def _spy(pid: int) -> Stack | None:
+def _spy(pid: int) -> StackTrace | None:
     program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     if program is None:
         return None
@@ -178,12 +178,12 @@ def _spy(pid: int) -> Stack | None:
             text=True,
             timeout=_SPY_SECONDS,
         )
-        return parse_spy(done.stdout) if done.returncode == 0 else None
+        return parse_py_spy(done.stdout) if done.returncode == 0 else None
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, IndexError):
         return None
 
 
-def _ask(pid: int, answer: Path) -> Stack | None:
+def _ask(pid: int, answer: Path) -> StackTrace | None:
     """The signal would end a process that has no handler for it, so the kernel is asked first."""
     if not _handles(pid, DUMP_SIGNAL):
         return None
@@ -303,7 +303,7 @@ def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
     return None
 
 
-def is_unusual(calls: Calls) -> bool | None:
+def is_unusual_call(calls: Calls) -> bool | None:
     """Whether a rank never before called its last operation after the one before; None when too little is known."""
     group = calls[-1][0] if calls else ""
     own = [operation for name, _, operation in calls if name == group]
@@ -313,7 +313,7 @@ def is_unusual(calls: Calls) -> bool | None:
     return pairs[-1] not in pairs[:-1]
 
 
-def furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
+def find_furthest_behind(calls: Mapping[int, Calls]) -> list[int]:
     """The ranks that others wait for: behind in one of their groups and ahead in none; [] when none is behind.
 
     With several groups (HSDP) who waits for a rank keeps others waiting in turn: it is behind as well, but ahead of
@@ -460,7 +460,7 @@ class WorkerFailure:
         return (0 if proven else 3 if self.cascade else 2 if self.hung else 1, self.timestamp)
 
 
-def is_collective_error(message: str) -> bool:
+def is_peer_loss_error(message: str) -> bool:
     """gloo, NCCL and the TCP store report a dead or absent peer as one of these; the cause is to be found at the peer.
 
     A collective that differs between ranks is reported in the same ways, on ranks that did nothing wrong too.
@@ -484,7 +484,7 @@ _COLLECTIVE_SIGNS = (
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankPosition:
     """Where a rank stands, as `WorkerFailure` has it. path: the file with all that was seen of it, where the disk
     took it."""
 
@@ -504,7 +504,7 @@ class Dump:
         with contextlib.suppress(OSError):  # a full disk takes the files, not the watch nor what is seen
             folder.mkdir(parents=True, exist_ok=True)
         self.at = at
-        self._futures: dict[int, Future[Standing]] = {
+        self._futures: dict[int, Future[RankPosition]] = {
             rank: pool.submit(_look_at, pid, heartbeat, folder / f"rank-{rank}.txt")
             for rank, (pid, heartbeat) in heartbeats.items()
         }
@@ -513,22 +513,22 @@ class Dump:
     def done(self) -> bool:
         return all(future.done() for future in self._futures.values())
 
-    def standing(self, rank: int) -> Standing:
+    def standing(self, rank: int) -> RankPosition:
         """Of a finished dump."""
         future = self._futures.get(rank)
-        return Standing() if future is None or future.exception() else future.result()
+        return RankPosition() if future is None or future.exception() else future.result()
 
 
-def _look_at(pid: int, heartbeat: Path, path: Path) -> Standing:
+def _look_at(pid: int, heartbeat: Path, path: Path) -> RankPosition:
     stack = take_stack(pid, stacks_path(heartbeat))
-    raw = b"" if process_state(pid) == "T" else fetch_records(recorder_door(heartbeat))
+    raw = b"" if process_state(pid) == "T" else fetch_records(recorder_socket_path(heartbeat))
     kept = ""
     with contextlib.suppress(OSError):
         path.write_text(stack.text if stack else "no stack: py-spy and faulthandler were both refused\n")
         kept = str(path)
         if raw:
             path.with_suffix(".recorder.json").write_bytes(raw)
-    return Standing(
+    return RankPosition(
         where=stack.where if stack else "",
         waiting=stack.waiting if stack else False,
         calls=tuple(parse_records(raw)),

@@ -21,12 +21,12 @@ from ebbflow.infra.terms import Terms
 from ebbflow.training.errors import AgentFailure, RankNotStarted, TrainingError, describe_exception, describe_traceback
 from ebbflow.training.launch.devices import NodeGpuCheck
 from ebbflow.training.launch.evidence import WorkerFailure, parse_traceback
-from ebbflow.training.launch.heartbeat import STORE_PHASE, Deadlines
-from ebbflow.training.launch.logs import GangOutput, say, show_last_lines
-from ebbflow.training.launch.membership import Peers, Recently
-from ebbflow.training.launch.messages import GangSpec, Start, Verdict, WorkerSpec
+from ebbflow.training.launch.heartbeat import STORE_PHASE, HangLimits
+from ebbflow.training.launch.logs import RankOutput, print_line, show_failed_logs
+from ebbflow.training.launch.membership import Peers, StickyFlag
+from ebbflow.training.launch.messages import GangSpec, GenerationEnd, GenerationStart, WorkerSpec
 from ebbflow.training.launch.preemption import Drain
-from ebbflow.training.launch.watch import GpuCounters, Watch
+from ebbflow.training.launch.watch import GpuCounters, RankWatch
 from ebbflow.training.launch.workers import Standby, WorkerGroup
 
 _BEAT_SECONDS = 1.0
@@ -44,7 +44,7 @@ class NodeGeneration:
     def __init__(
         self,
         spec: GangSpec,
-        start: Start,
+        start: GenerationStart,
         peers: Peers,
         drain: Drain,
         log: NodeLog,
@@ -56,11 +56,11 @@ class NodeGeneration:
         self._spec, self._start, self._peers, self._drain, self._log = spec, start, peers, drain, log
         self._job_store, self._gpus, self._gpu_check = job_store, gpus, gpu_check
         self._told = time.monotonic()
-        self._told_waiting = Recently(_WAITING_SECONDS)
+        self._store_wait_reported = StickyFlag(_WAITING_SECONDS)
         self._cluster = ClusterConfig(**spec.config["cluster"])
         self.folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
 
-    def run(self, standby: Standby | None, kept: Path, keeper: Keeper | None = None) -> Verdict:
+    def run(self, standby: Standby | None, kept: Path, keeper: Keeper | None = None) -> GenerationEnd:
         """standby: forks the ranks, as soon as it can; without one, or when it is lost, they are started cold.
 
         kept: the folder of the agent's first generation, for what need not be measured again. keeper: starts and reaps.
@@ -78,48 +78,50 @@ class NodeGeneration:
             return self._not_started(RankNotStarted(f"its ranks cannot be started: {error}"))
         verdict = output = None
         try:
-            output = GangOutput(group, self._spec, self._start.generation, self._job_store)
+            output = RankOutput(group, self._spec, self._start.generation, self._job_store)
             verdict = self._watch(group, output)
         except (TrainingError, InfraError):
             raise
         except Exception as error:
             verdict = self._agent_failed(error)
         finally:
-            stuck = group.end(verdict.ranks if verdict is not None else (), meanwhile=self._hold)
+            stuck = group.end(verdict.ranks if verdict is not None else (), meanwhile=self._keep_in_touch)
             for rank in stuck:
-                say(f"node {self._spec.node}: rank {rank}: SIGKILL sent; stuck in uninterruptible sleep (state D)")
+                print_line(
+                    f"node {self._spec.node}: rank {rank}: SIGKILL sent; stuck in uninterruptible sleep (state D)"
+                )
             if output is not None:
                 output.close()
         return self._without_device(verdict, {rank: group.device_held_by(rank) for rank in stuck})
 
-    def _hold(self) -> None:
+    def _keep_in_touch(self) -> None:
         """What goes on while ranks end."""
-        self._peers.hold()
+        self._peers.keep_in_touch()
         self._log.beat()
 
-    def _without_device(self, verdict: Verdict, held: Mapping[int, str]) -> Verdict:
+    def _without_device(self, verdict: GenerationEnd, held: Mapping[int, str]) -> GenerationEnd:
         """A rank in state D that holds a GPU keeps the next one from it: this node leaves, and the job goes on
         elsewhere. Without a device the gang goes on here and the rank is left to the kernel."""
         devices = [f"rank {rank} is in state D and holds {device}" for rank, device in held.items() if device]
         if not devices or not verdict.again:
             return verdict
         culprit = f"node {self._spec.node} cannot go on: {'; '.join(devices)}; fix: reboot the machine"
-        say(culprit)
-        return Verdict(culprit=culprit, reason=EndReason.NODE_LOST)
+        print_line(culprit)
+        return GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
 
-    def _not_started(self, error: TrainingError) -> Verdict:
+    def _not_started(self, error: TrainingError) -> GenerationEnd:
         return self._report_own(type(error).__name__, f"{type(error).__name__}: {error}")
 
-    def _agent_failed(self, error: Exception) -> Verdict:
+    def _agent_failed(self, error: Exception) -> GenerationEnd:
         """An exception of the agent itself. It counts as a failure, in the crash loop too, and loses no machine."""
-        say(describe_traceback(error))
+        print_line(describe_traceback(error))
         place = parse_traceback(describe_traceback(error))
         message = f"{AgentFailure.__name__}: the agent of node {self._spec.node} raised {describe_exception(error)}"
         return self._report_own(AgentFailure.__name__, message, where=place)
 
-    def _report_own(self, error: str, message: str, where: str = "") -> Verdict:
+    def _report_own(self, error: str, message: str, where: str = "") -> GenerationEnd:
         """Report it like any failure of a rank, so that all nodes learn the cause; the verdict comes in any case."""
-        say(f"node {self._spec.node}: {message}")
+        print_line(f"node {self._spec.node}: {message}")
         self._peers.report(
             WorkerFailure(
                 rank=self._spec.ranks[0],
@@ -131,25 +133,25 @@ class NodeGeneration:
             )
         )
         while (verdict := self._peers.poll()) is None:
-            self._drain.attend(self._peers, self._log.emit)
+            self._drain.forward_orders(self._peers, self._log.emit)
             self._log.beat()
             time.sleep(_POLL_SECONDS)
         return verdict
 
-    def _await(self, standby: Standby | None) -> Verdict | None:
+    def _await(self, standby: Standby | None) -> GenerationEnd | None:
         """Wait for the standby's imports and the check of the GPUs: seconds at the first start, and none later."""
         limit = time.monotonic() + self._cluster.start_deadline_seconds
         while not self._ready_to_start(standby) and time.monotonic() < limit:
             if (verdict := self._peers.poll()) is not None:
                 return verdict
-            self._drain.attend(self._peers, self._log.emit)
+            self._drain.forward_orders(self._peers, self._log.emit)
             self._log.beat()
             time.sleep(_POLL_SECONDS)
         return None
 
     def _ready_to_start(self, standby: Standby | None) -> bool:
         checked = self._gpu_check is None or self._gpu_check.done
-        return checked and (standby is None or standby.settled)
+        return checked and (standby is None or standby.is_settled)
 
     def _worker_spec(self, kept: Path) -> WorkerSpec:
         spec, start = self._spec, self._start
@@ -170,7 +172,7 @@ class NodeGeneration:
             promised_gpus=spec.promised_gpus,
             colocated_ranks=start.colocated_nodes(spec.node) * spec.processes_per_node,
             kept_path=str(kept),
-            control_path=str(self._drain.open_record(self.folder)),
+            control_path=str(self._drain.create_order_record(self.folder)),
             notice_path=str(self._drain.rehearsal_path),
             agent_pid=os.getpid(),
         )
@@ -183,45 +185,45 @@ class NodeGeneration:
         waited_usd = (time.monotonic() - self._told) * terms.usd_per_rank_second * self._spec.world_size
         return replace(terms, spent_usd=terms.spent_usd + waited_usd).to_json()
 
-    def _watch(self, group: WorkerGroup, output: GangOutput) -> Verdict:
+    def _watch(self, group: WorkerGroup, output: RankOutput) -> GenerationEnd:
         """Until the gang's verdict: report this node's news, hear the others'."""
         reported: dict[int, WorkerFailure] = {}
         finished = False
-        deadlines = Deadlines.of(RunConfig.model_validate(self._spec.config))
-        watch = Watch(group.workers, deadlines, self.folder, node=self._spec.node, gpus=self._gpus)
+        deadlines = HangLimits.of(RunConfig.model_validate(self._spec.config))
+        watch = RankWatch(group.workers, deadlines, self.folder, node=self._spec.node, gpus=self._gpus)
         try:
             while (verdict := self._peers.poll()) is None:
-                if self._peers.witnesses_wanted():
-                    watch.want_witnesses()
-                patient = self._somebody_waits(group)
-                for failure in watch.look(patient=patient) + self._drain.overstaying(group):
+                if self._peers.take_witness_request():
+                    watch.request_witnesses()
+                patient = self._check_store_wait(group)
+                for failure in watch.look(patient=patient) + self._drain.find_overstaying_ranks(group):
                     if failure.witness:
                         self._peers.report(failure)
                     elif failure.rank not in reported:
                         reported[failure.rank] = failure
-                        say(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
+                        print_line(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
                         self._peers.report(failure)
-                if not finished and not reported and group.all_ended_well():
+                if not finished and not reported and group.all_succeeded():
                     finished = True
-                    self._peers.finished(group.results())
-                self._drain.attend(self._peers, self._log.emit)
+                    self._peers.report_results(group.results())
+                self._drain.forward_orders(self._peers, self._log.emit)
                 self._log.beat(watch.sample)
                 output.follow()
                 time.sleep(_POLL_SECONDS)
         finally:
             watch.close()
         if verdict.culprit:
-            show_last_lines(group, list(reported.values()), job=self._spec.job, generation=self._start.generation)
+            show_failed_logs(group, list(reported.values()), job=self._spec.job, generation=self._start.generation)
         return verdict
 
-    def _somebody_waits(self, group: WorkerGroup) -> bool:
+    def _check_store_wait(self, group: WorkerGroup) -> bool:
         """For the store, anywhere in the gang. The others stand in a collective then and are silent through no fault of
         theirs; the wait itself ends at the save's deadline."""
         here = any(worker.beat.phase == STORE_PHASE for worker in group.workers)
-        if here and not self._told_waiting.holds:
-            self._told_waiting.mark()
+        if here and not self._store_wait_reported.holds:
+            self._store_wait_reported.mark()
             self._peers.waiting()
-        return self._peers.somebody_waits
+        return self._peers.store_wait_active
 
 
 class NodeLog:
@@ -299,6 +301,6 @@ class NodeLog:
         if self._machine is None:
             machine = identify_machine()
             if machine.problem:
-                say(f"node {node}: which instance this is stays unknown: {machine.problem}")
+                print_line(f"node {node}: which instance this is stays unknown: {machine.problem}")
             self._machine = machine.to_json()
         return self._machine

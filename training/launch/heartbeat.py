@@ -40,7 +40,7 @@ _FIELDS = _ENTERED + len(PHASES)
 
 
 @dataclass(frozen=True)
-class Beat:
+class HeartbeatReading:
     """The last beat: t_mono is the monotonic clock of this machine, in seconds. entered: how often that phase
     was begun; compilation and a wait for the store in its midst do not begin it anew."""
 
@@ -83,11 +83,13 @@ class Heartbeat:
             record[_ENTERED + number] += 1
         record[_NANOSECONDS] = time.monotonic_ns()
 
-    def read(self) -> Beat:
+    def read(self) -> HeartbeatReading:
         record = self._record
         number = record[_PHASE]
         number = number if 0 <= number < len(PHASES) else 0  # the rank's memory may be overwritten by its own code
-        return Beat(record[_PID], record[_STEP], PHASES[number], record[_NANOSECONDS] / 1e9, record[_ENTERED + number])
+        return HeartbeatReading(
+            record[_PID], record[_STEP], PHASES[number], record[_NANOSECONDS] / 1e9, record[_ENTERED + number]
+        )
 
 
 _PR_SET_PTRACER = 0x59616D61  # <linux/prctl.h>
@@ -98,7 +100,7 @@ def stacks_path(heartbeat: Path) -> Path:
     return heartbeat.with_suffix(".stacks")
 
 
-def recorder_door(heartbeat: Path) -> Path:
+def recorder_socket_path(heartbeat: Path) -> Path:
     """The socket at which its flight recorder answers."""
     return heartbeat.with_suffix(".recorder")
 
@@ -108,7 +110,7 @@ def records_path(heartbeat: Path) -> Path:
     return heartbeat.with_suffix(".records.json")
 
 
-class Observed:
+class WatchHooks:
     """Of a worker that has an agent; kept for as long as the rank lives."""
 
     def __init__(self, heartbeat: Path, agent_pid: int | None) -> None:
@@ -120,7 +122,7 @@ class Observed:
         faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True)
         self._server = self._serve_recorder()
 
-    def keep_records(self) -> None:
+    def save_records(self) -> None:
         """After an exception: what an agent may want to compare, since nobody can be asked once the process is gone."""
         with contextlib.suppress(Exception):
             from torch._C._distributed_c10d import _dump_fr_trace_json
@@ -132,7 +134,7 @@ class Observed:
         try:
             from torch._C._distributed_c10d import _WorkerServer
 
-            door = recorder_door(self._heartbeat)
+            door = recorder_socket_path(self._heartbeat)
             door.unlink(missing_ok=True)
             folder = os.open(door.parent, os.O_RDONLY)
             try:
@@ -156,7 +158,7 @@ _ENOUGH = 20
 _BUCKETS = 96  # up to 1.4e4 s
 
 
-class Durations:
+class DurationHistogram:
     """Streaming quantiles in 96 counters: bucket k holds durations up to 1 ms × 2^(k/4), so that they are at most 19 %
     too high, and never too low."""
 
@@ -185,7 +187,7 @@ class Durations:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deadlines:
+class HangLimits:
     """floor_seconds: what is only slow is left alone for so long. start_seconds: for init and restore. store_seconds:
     for a save to be durable, where a rank waits for that.
 
@@ -198,7 +200,7 @@ class Deadlines:
     longest_seconds: float
 
     @classmethod
-    def of(cls, config: RunConfig) -> Deadlines:
+    def of(cls, config: RunConfig) -> HangLimits:
         """The ranks have the start's deadline to find each other, and name the missing; an agent speaks after them."""
         cluster = config.cluster
         return cls(
@@ -209,7 +211,7 @@ class Deadlines:
         )
 
 
-class PhaseLimits:
+class PhaseThresholds:
     """Learns from the beats of one rank, as its agent sees them every few hundredths of a second.
 
     A phase that ends between two looks was shorter than their distance, and only the heartbeat's own count tells that
@@ -217,14 +219,14 @@ class PhaseLimits:
     seen, longer ones first: too high rather than too low.
     """
 
-    def __init__(self, deadlines: Deadlines) -> None:
+    def __init__(self, deadlines: HangLimits) -> None:
         self._deadlines = deadlines
-        self._seen: dict[str, Durations] = {}
-        self._beat: Beat | None = None
+        self._seen: dict[str, DurationHistogram] = {}
+        self._beat: HeartbeatReading | None = None
         self._looked = 0.0
         self._first_step: int | None = None
 
-    def observe(self, beat: Beat, now: float) -> None:
+    def observe(self, beat: HeartbeatReading, now: float) -> None:
         """now: time.monotonic() of this look."""
         last, looked = self._beat, self._looked
         self._beat, self._looked = beat, now
@@ -236,9 +238,9 @@ class PhaseLimits:
             return
         # After a look that came late, several phases may have ended: what was certain before counts.
         seconds = min(beat.t_mono - last.t_mono, looked - last.t_mono + 0.1)
-        self._seen.setdefault(last.phase, Durations()).add(seconds)
+        self._seen.setdefault(last.phase, DurationHistogram()).add(seconds)
 
-    def ordinary(self, beat: Beat) -> float:
+    def suspicion_threshold(self, beat: HeartbeatReading) -> float:
         """Longer than this in its phase is remarkable: 10 × p99, at least 3 s. What was never seen to end has time."""
         if (own := self._own_deadline(beat)) is not None:
             return own
@@ -247,19 +249,19 @@ class PhaseLimits:
         seen = self._seen.get(beat.phase)
         return min(max(FACTOR * seen.quantile(0.99) if seen else 0.0, MINIMUM_SECONDS), self._deadlines.longest_seconds)
 
-    def limit(self, beat: Beat) -> float:
+    def limit(self, beat: HeartbeatReading) -> float:
         """When a rank without progress is given up: the same, and never below the floor."""
         if (own := self._own_deadline(beat)) is not None:
             return own
-        return min(max(self.ordinary(beat), self._deadlines.floor_seconds), self._deadlines.longest_seconds)
+        return min(max(self.suspicion_threshold(beat), self._deadlines.floor_seconds), self._deadlines.longest_seconds)
 
-    def _own_deadline(self, beat: Beat) -> float | None:
+    def _own_deadline(self, beat: HeartbeatReading) -> float | None:
         """Of phases whose length says nothing of the rank, but of the others or of the store."""
         if beat.phase in _START_PHASES:
             return self._deadlines.start_seconds
         return self._deadlines.store_seconds if beat.phase == STORE_PHASE else None
 
-    def _is_first(self, beat: Beat) -> bool:
+    def _is_first(self, beat: HeartbeatReading) -> bool:
         """The first step compiles, allocates and connects; so do the first save and the first evaluation."""
         if beat.phase in _STEP_PHASES:
             return self._first_step is None or beat.step <= self._first_step

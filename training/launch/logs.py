@@ -34,7 +34,7 @@ from ebbflow.infra.program import REPLACE_UNPRINTABLE, own_command
 from ebbflow.infra.rank_logs import LogLine, escape_controls, split_lines, utc_text
 from ebbflow.infra.store import Store
 from ebbflow.training.launch.evidence import WorkerFailure
-from ebbflow.training.launch.heartbeat import Beat
+from ebbflow.training.launch.heartbeat import HeartbeatReading
 from ebbflow.training.launch.messages import GangSpec
 from ebbflow.training.launch.workers import Worker, WorkerGroup
 
@@ -53,7 +53,7 @@ _NATIVE_NOTE = re.compile(r"(?:\[rank\d+\]:)?\[[WI]\d{4} \d\d:\d\d:\d\d\.\d+ [^\
 _NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
 
 
-class Echo:
+class TerminalEcho:
     """Passes rank 0's whole lines on to this process's own output; on another node, where its metrics are to be had.
 
     Up to a traceback: whether that is the cause or only follows from it, the verdict will say. One that is only logged
@@ -67,9 +67,9 @@ class Echo:
         self._after_traceback = (METRICS_PREFIX, _PROGRESS_PREFIX) if own_output else (METRICS_PREFIX,)
         self._passed = 0
         self._muted = False
-        self._native = NativeNotes()
+        self._native = NativeWarnings()
 
-    def pass_on(self) -> None:
+    def echo_new_lines(self) -> None:
         try:
             with open(self._path, "rb") as log:
                 log.seek(self._passed)
@@ -93,7 +93,7 @@ def _without_hole(data: bytes) -> bytes:
     return data.replace(b"\0", b"")
 
 
-class NativeNotes:
+class NativeWarnings:
     """Leaves warnings of torch's C++ code out of a log's lines, with the stacks that follow them; errors stay."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class NativeNotes:
                 yield line
 
 
-def show_last_lines(group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int) -> None:
+def show_failed_logs(group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int) -> None:
     """The first failing rank's last words, where all of them are, and the command that shows what stood around them.
 
     Who only followed a lost peer has nothing to tell; of the others' logs the path is enough.
@@ -118,12 +118,12 @@ def show_last_lines(group: WorkerGroup, failures: Sequence[WorkerFailure], *, jo
     if not own:
         return
     first = workers[own[0].rank]
-    say(f"rank {first.rank} failed first on this node, its last lines ({first.log_path}):")
+    print_line(f"rank {first.rank} failed first on this node, its last lines ({first.log_path}):")
     for line in _last_lines(first.log_path):
-        say(f"| {line}")
+        print_line(f"| {line}")
     for failure in own[1:]:
-        say(f"rank {failure.rank} failed as well: {workers[failure.rank].log_path}")
-    say(f"more: {_logs_command(job, generation, first)}")
+        print_line(f"rank {failure.rank} failed as well: {workers[failure.rank].log_path}")
+    print_line(f"more: {_logs_command(job, generation, first)}")
 
 
 def _last_lines(path: Path) -> list[str]:
@@ -135,7 +135,7 @@ def _last_lines(path: Path) -> list[str]:
     except OSError as error:
         return [f"(no log: {error})"]
     lines = [line for line in text.split("\n") if line.strip()]
-    lines = [*NativeNotes().remove_from(lines)] or lines  # rather a warning than nothing
+    lines = [*NativeWarnings().remove_from(lines)] or lines  # rather a warning than nothing
     return [escape_controls(line) for line in lines[-_LAST_LINES:]] or ["(it printed nothing)"]
 
 
@@ -144,7 +144,7 @@ def _logs_command(job: str, generation: int, worker: Worker) -> str:
     return f"{own_command()} logs {shlex.quote(job)} {place}"
 
 
-class OwnOutput:
+class NonBlockingOutput:
     """Writes to this process's output in a thread: a reader that pauses (Ctrl-S, a full pipe) does not stop an agent.
 
     A caller waits until its text is written, but at most 1 s for each pause. 1 MiB of text is kept for the time after
@@ -223,10 +223,10 @@ def _write_to(output: Any, text: str) -> None:
             poll.poll()
 
 
-_OWN_OUTPUT = OwnOutput()
+_OWN_OUTPUT = NonBlockingOutput()
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     write(text + "\n")
 
 
@@ -279,12 +279,12 @@ class RankLog:
         self._full = False  # the head has its records
         self._torn = False  # the last write failed, perhaps in mid-line
 
-    def follow(self, beat: Beat) -> list[bytes]:
+    def follow(self, beat: HeartbeatReading) -> list[bytes]:
         """The records of the whole lines that have come since the last look; they are in the file by then."""
         room = min(_BYTES_PER_LOOK, self._head - self._read, self._left())
         return self._take(room, beat, at_end=False) if room > 0 and not self._full else []
 
-    def finish(self, beat: Beat) -> list[bytes]:
+    def finish(self, beat: HeartbeatReading) -> list[bytes]:
         """The records of all that is left, once the rank has ended."""
         records: list[bytes] = []
         while (left := self._left()) > 0 and (room := min(_BYTES_PER_LOOK, self._head - self._read)) > 0:
@@ -311,7 +311,7 @@ class RankLog:
     def _left(self) -> int:
         return self._raw.stat().st_size - self._read
 
-    def _take(self, size: int, beat: Beat, *, at_end: bool) -> list[bytes]:
+    def _take(self, size: int, beat: HeartbeatReading, *, at_end: bool) -> list[bytes]:
         with open(self._raw, "rb") as log:
             log.seek(self._read)
             pieces = split_lines(log.read(size), at_end=at_end)
@@ -328,7 +328,7 @@ class RankLog:
         self._read, self._records_left, self._full = at, room, full  # not before: a failed write is tried again
         return records
 
-    def _take_tail(self, beat: Beat) -> list[bytes]:
+    def _take_tail(self, beat: HeartbeatReading) -> list[bytes]:
         """The records of the last lines, after one that says how much lies between."""
         begin = end = max(self._read, self._raw.stat().st_size - self._tail)
         with open(self._raw, "rb") as log:
@@ -353,7 +353,7 @@ class RankLog:
         self._read = end
         return kept[::-1]
 
-    def _record(self, now: float, beat: Beat, text: str, **place: int) -> bytes:
+    def _record(self, now: float, beat: HeartbeatReading, text: str, **place: int) -> bytes:
         line = LogLine(
             t=utc_text(now),
             job=self._job,
@@ -382,7 +382,7 @@ class RankLog:
         self._torn = False
 
 
-class GangLines:
+class RankLogs:
     """All ranks of a node. pass_on: told each rank's new records, for whoever carries them away.
 
     A disk that is full costs the records, never the training: it is said once, and tried again with the next look.
@@ -403,7 +403,7 @@ class GangLines:
         self._logs: list[tuple[Worker, RankLog]] = [
             (worker, RankLog(worker.log_path, rank=worker.rank, **place)) for worker in group.workers
         ]
-        self._pass_on, self._say = pass_on, say
+        self._pass_on, self._say = pass_on, print_line
         self._failed = self._unlimited = False
 
     def follow(self) -> None:
@@ -412,7 +412,7 @@ class GangLines:
     def finish(self) -> None:
         self._each(RankLog.finish)
 
-    def _each(self, look: Callable[[RankLog, Beat], list[bytes]]) -> None:
+    def _each(self, look: Callable[[RankLog, HeartbeatReading], list[bytes]]) -> None:
         for worker, log in self._logs:
             self._limit(log)
             try:
@@ -453,7 +453,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 _QUEUE_BYTES = 8 * 1024 * 1024
 
 
-class LogShipper:
+class LogUploader:
     """Puts `logs/<generation>/<node>-<rank>-<segment>.jsonl`. say: takes one line of notice."""
 
     def __init__(
@@ -466,7 +466,7 @@ class LogShipper:
         interval_seconds: float = _INTERVAL_SECONDS,
         queue_bytes: int = _QUEUE_BYTES,
     ) -> None:
-        self._store, self._generation, self._node, self._say = job_store, generation, node, say
+        self._store, self._generation, self._node, self._say = job_store, generation, node, print_line
         self._interval_seconds, self._queue_limit = interval_seconds, queue_bytes
         self._writer = secrets.token_hex(3)  # two agents never share a segment
         self._changed = threading.Condition()  # guards what follows
@@ -536,31 +536,31 @@ class LogShipper:
                 del self._pending[rank]
 
 
-class GangOutput:
+class RankOutput:
     """Follow it with each look at the ranks; close it when they have ended, so that their last words are kept."""
 
     def __init__(self, group: WorkerGroup, spec: GangSpec, generation: int, job_store: Store) -> None:
-        self._echo = Echo(group)
-        self._shipper: LogShipper | None = None
+        self._echo = TerminalEcho(group)
+        self._shipper: LogUploader | None = None
         if not _is_part_of_store(Path(spec.log_folder), job_store):
-            self._shipper = LogShipper(job_store, generation=generation, node=spec.node, say=say)
-        self._lines = GangLines(
+            self._shipper = LogUploader(job_store, generation=generation, node=spec.node, say=print_line)
+        self._lines = RankLogs(
             group,
             job=spec.job,
             generation=generation,
             node=spec.node,
             limit_bytes=spec.survival.rank_log_mib * 2**20,
             pass_on=self._pass_on,
-            say=say,
+            say=print_line,
         )
 
     def follow(self) -> None:
-        self._echo.pass_on()
+        self._echo.echo_new_lines()
         self._lines.follow()
 
     def close(self) -> None:
         """The rest of every rank's lines; the store has 5 s to take what is left."""
-        self._echo.pass_on()
+        self._echo.echo_new_lines()
         self._lines.finish()
         if self._shipper:
             self._shipper.close()

@@ -164,7 +164,7 @@ _LEAVE_AT, _CAUSE, _NODE, _SAVES, _WORDS = range(5)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class RankOrder:
     """What all ranks of a gang are to do: leave within `seconds`, or save now and go on (seconds: infinite).
 
     cause: one of CAUSES. node: where it came from.
@@ -182,12 +182,12 @@ class Order:
         return {**asdict(self), "seconds": self.seconds if self.leave else None}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Order:
+    def from_json(cls, data: dict[str, Any]) -> RankOrder:
         seconds = data["seconds"]
         return cls(seconds=math.inf if seconds is None else seconds, cause=data["cause"], node=data["node"])
 
 
-class Control:
+class OrderRecord:
     """Created by the agent of a node, opened by its ranks: one writer, no lock, each number stored whole."""
 
     def __init__(self, path: Path) -> None:
@@ -195,11 +195,11 @@ class Control:
             self._record = memoryview(mmap.mmap(file.fileno(), _WORDS * 8)).cast("q")
 
     @classmethod
-    def create(cls, path: Path) -> Control:
+    def create(cls, path: Path) -> OrderRecord:
         path.write_bytes(bytes(_WORDS * 8))
         return cls(path)
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: RankOrder) -> None:
         """Of several times to leave the shortest counts; a save is asked for once each time."""
         record = self._record
         if not order.leave:
@@ -237,7 +237,7 @@ _FROM_OUTSIDE = {number.name for number in (signal.SIGKILL, signal.SIGTERM, sign
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class GenerationStart:
     """What node 0 tells everybody: the generation, what to restore, where torch's store will listen, which fault.
 
     nodes: the agents that take part, by the numbers that they joined with; in this order they get their ranks.
@@ -259,7 +259,7 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class GenerationEnd:
     """The end of a generation: an `outcome` that the ranks agreed on, or a `culprit` that ended it.
 
     ranks: the culprit's, to be ended first. error: the class of its exception. fingerprint: the same for the same
@@ -289,27 +289,27 @@ class Verdict:
     generation: int = 0
 
     @classmethod
-    def from_message(cls, message: dict[str, Any]) -> Verdict:
+    def from_message(cls, message: dict[str, Any]) -> GenerationEnd:
         outcome = message.pop("outcome", None)
         return cls(outcome=GangOutcome(**outcome) if outcome else None, **message)
 
 
-def told_to_leave(cause: str) -> Verdict:
+def end_from_stop_request(cause: str) -> GenerationEnd:
     """The end of a gang that was told to leave while no rank of it ran: nothing is lost, and no code is to blame."""
     culprit = f"told to leave ({cause}) before the gang could go on; the last commit stands"
-    return Verdict(culprit=culprit, reason=EndReason.AGENT_STOPPED, failed_as=Outcome.INTERRUPTED.value)
+    return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED, failed_as=Outcome.INTERRUPTED.value)
 
 
-def left_out(verdict: Verdict, cause: str) -> Verdict:
+def end_for_left_out_node(verdict: GenerationEnd, cause: str) -> GenerationEnd:
     """The end of a gang for a node without which the others go on. cause: of its notice, where it had one."""
     step = verdict.outcome.step if verdict.outcome else int(verdict.details.get("step", 0))
     why = f"told to leave ({cause})" if cause else f"left out: {' '.join(verdict.culprit.split())[:300]}"
     message = f"{why}; the others go on"
     outcome = GangOutcome(outcome=Outcome.INTERRUPTED.value, step=step, generation=0, message=message, goes_on=True)
-    return Verdict(outcome=outcome, reason=EndReason.AGENT_STOPPED)
+    return GenerationEnd(outcome=outcome, reason=EndReason.AGENT_STOPPED)
 
 
-def guilty(evidence: Sequence[WorkerFailure]) -> Verdict:
+def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
     """Who ended the generation. All but a lost node can be cured with the agents that are there."""
     culprit = blame(evidence)
     worst = culprit.failure
@@ -329,7 +329,7 @@ def guilty(evidence: Sequence[WorkerFailure]) -> Verdict:
         reason = kind.end_reason
     blameless = lost_node or issubclass(kind, errors.StartAnew)
     cascade = worst.cascade and culprit.kind != DIFFERENT_CALLS
-    return Verdict(
+    return GenerationEnd(
         culprit=culprit.message if lost_node else f"rank {culprit.rank}: {culprit.message}",
         reason=reason,
         ranks=sorted({culprit.rank, *(failure.rank for failure in evidence if failure.stopped)}),
@@ -344,14 +344,16 @@ def guilty(evidence: Sequence[WorkerFailure]) -> Verdict:
     )
 
 
-def agreed(finished: Mapping[int, dict[int, dict]], generation: int) -> Verdict:
+def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -> GenerationEnd:
     """What the results of all ranks, by node, say together."""
     results = {rank: result for node in finished.values() for rank, result in node.items()}
     first = results[0]
     strays = [rank for rank, result in sorted(results.items()) if _ending(result) != _ending(first)]
     if strays:
         culprit = f"ranks did not end alike: rank 0 {_ending(first)}, rank {strays[0]} {_ending(results[strays[0]])}"
-        return Verdict(culprit=culprit, reason=EndReason.RANK_FAILED, fingerprint="ranks did not end alike", again=True)
+        return GenerationEnd(
+            culprit=culprit, reason=EndReason.RANK_FAILED, fingerprint="ranks did not end alike", again=True
+        )
     outcome = GangOutcome(
         outcome=Outcome(first["outcome"]).value,
         step=int(first["step"]),
@@ -359,10 +361,10 @@ def agreed(finished: Mapping[int, dict[int, dict]], generation: int) -> Verdict:
         weights_sha256=first.get("weights_sha256"),
         message=first.get("message", ""),
     )
-    return Verdict(outcome=outcome, reason=outcome.outcome)
+    return GenerationEnd(outcome=outcome, reason=outcome.outcome)
 
 
-def unaffordable(start: Start, step: int) -> Verdict | None:
+def end_if_unaffordable(start: GenerationStart, step: int) -> GenerationEnd | None:
     """The end of a gang whose ranks must not start, since nothing is left but the price of a last save; None: they may.
 
     step: of the commit that stands.
@@ -371,7 +373,7 @@ def unaffordable(start: Start, step: int) -> Verdict | None:
     if not message:
         return None
     outcome = GangOutcome(outcome=Outcome.BUDGET.value, step=step, generation=start.generation, message=message)
-    return Verdict(outcome=outcome, reason=outcome.outcome)
+    return GenerationEnd(outcome=outcome, reason=outcome.outcome)
 
 
 def _fingerprint(culprit: Culprit) -> str:

@@ -27,14 +27,14 @@ from ebbflow.training.errors import AgentFailure, describe_exception, describe_t
 from ebbflow.training.launch.devices import NodeGpuCheck
 from ebbflow.training.launch.evidence import parse_traceback
 from ebbflow.training.launch.generation import NodeGeneration, NodeLog
-from ebbflow.training.launch.logs import say
+from ebbflow.training.launch.logs import print_line
 from ebbflow.training.launch.membership import Peers
-from ebbflow.training.launch.messages import GangSpec, Order, Start, Verdict
+from ebbflow.training.launch.messages import GangSpec, GenerationEnd, GenerationStart, RankOrder
 from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.launch.transport import StartSecret
 from ebbflow.training.launch.watch import GpuCounters
 from ebbflow.training.launch.workers import Standby
-from ebbflow.training.retry import do_meanwhile
+from ebbflow.training.retry import run_while
 
 LOOP_SECONDS = 180.0  # that an agent's loop may stand still; all that it waits for ends sooner
 _JOIN_SECONDS = 5.0  # for a node that comes late to find the others, who wait for it as long as a start may take
@@ -72,13 +72,15 @@ class LoopWatchdog:
                 seen, since = turns, awake
             elif awake - since > self._limit:
                 try:
-                    say(f"this node's agent stood still for {awake - since:.0f} s: it is killed, to be started again")
+                    print_line(
+                        f"this node's agent stood still for {awake - since:.0f} s: it is killed, to be started again"
+                    )
                 finally:
                     self._end()
                 return
 
 
-class OwnNode:
+class NodeRuntime:
     """Nothing that it started is alive after `close`."""
 
     def __init__(self, spec: GangSpec) -> None:
@@ -99,7 +101,7 @@ class OwnNode:
         self._kept: Path | None = None  # folder of the first generation
         self._pushed: set[int] = set()  # numbers that this node has had: its metrics stand under each
 
-    def standing(self) -> Order | None:
+    def standing(self) -> RankOrder | None:
         """What is to be waited out before anything is begun here. Without it the standby begins to import what ranks
         need, while the nodes still find each other."""
         standing = self.drain.standing(self.start_seconds - _JOIN_SECONDS)
@@ -109,26 +111,26 @@ class OwnNode:
 
     def fetch_secret(self) -> bytes | None:
         """By which node 0 knows this node; None while there is none. Raises StoreError."""
-        return do_meanwhile(self.secret.fetch, self.told_to_leave)
+        return run_while(self.secret.fetch, self.is_leaving)
 
-    def outlive(self, meanwhile: Callable[[float], str]) -> str:
+    def wait_out_notices(self, meanwhile: Callable[[float], str]) -> str:
         """Wait out what stands, which is paid for and on record: "" when this node may start, else why not."""
 
         def look(seconds: float) -> str:
             self.log.beat()
             if self.log.is_open:
-                self.drain.record_waits(self.log.emit)
+                self.drain.record_pending(self.log.emit)
             return meanwhile(seconds)
 
-        why = self.drain.outlive(look)
+        why = self.drain.wait_out_notices(look)
         if not why:
             self._warm()
         return why
 
-    def run_ranks(self, spec: GangSpec, start: Start, peers: Peers) -> Verdict:
+    def run_ranks(self, spec: GangSpec, start: GenerationStart, peers: Peers) -> GenerationEnd:
         self._pushed.add(spec.node)
         if self._keeper is not None and self._keeper.lost:
-            say(f"node {spec.node}: the process that keeps the ranks was lost; another one takes its place")
+            print_line(f"node {spec.node}: the process that keeps the ranks was lost; another one takes its place")
             self._keeper.close()
             self._keeper = None
         if self._standby is not None and self._standby.lost:
@@ -141,19 +143,19 @@ class OwnNode:
         self._kept = self._kept or generation.folder
         return generation.run(self._standby, self._kept, self._keeper)
 
-    def in_place(self, nodes: list[int]) -> GangSpec:
+    def spec_among(self, nodes: list[int]) -> GangSpec:
         """This node's spec among the nodes that take part, which get their ranks in this order."""
         return replace(self.spec, node=nodes.index(self.spec.node), nodes=len(nodes))
 
-    def told_to_leave(self) -> bool:
+    def is_leaving(self) -> bool:
         """What is asked all along while this node waits for others, in which time it is paid for as well."""
         self.log.beat()
         return self.drain.leaving
 
-    def stopped(self) -> Verdict:
+    def stopped(self) -> GenerationEnd:
         """Of this node, where nothing else is known."""
         culprit = f"node {self.spec.node} ({self.host}): the agent was stopped"
-        return Verdict(culprit=culprit, reason=EndReason.AGENT_STOPPED)
+        return GenerationEnd(culprit=culprit, reason=EndReason.AGENT_STOPPED)
 
     def close(self) -> None:
         self._watchdog.close()
@@ -189,16 +191,16 @@ class OwnNode:
             from ebbflow.infra.metrics import PushGroup, delete_group
 
             for node in self._pushed:
-                delete_group(PushGroup(url, self.spec.job, node), say=say)
+                delete_group(PushGroup(url, self.spec.job, node), say=print_line)
 
 
-def agent_failed(error: Exception, node: int) -> Verdict:
+def end_from_agent_error(error: Exception, node: int) -> GenerationEnd:
     """The end of a gang one of whose agents raised: a failure of the program, which a new attempt may cure."""
     text = describe_traceback(error)
-    say(text)
+    print_line(text)
     place = parse_traceback(text)
     kind = f"{AgentFailure.__name__} ({type(error).__name__})"
-    return Verdict(
+    return GenerationEnd(
         culprit=f"the agent of node {node} failed: {describe_exception(error)}{f' in {place}' if place else ''}",
         reason=EndReason.AGENT_FAILED,
         error=AgentFailure.__name__,

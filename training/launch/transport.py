@@ -145,7 +145,7 @@ def rendezvous_port(address: str, run: str, attempt: int) -> int:
     raise GangError(f"none of the rendezvous ports {ports} is free on this machine")
 
 
-def on_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether `host`, as it is written, is this machine's loopback address: the gang is on this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -192,7 +192,7 @@ class Connection:
         self._put_back: list[Message] = []
         self._unsent = bytearray()
         self._awake = AwakeClock(now)
-        self._heard = 0.0  # awake seconds
+        self._received_at = 0.0  # awake seconds
         self._pinged = float("-inf")
         self.closed = ""
 
@@ -229,7 +229,7 @@ class Connection:
                 messages.append(self._parse(line))
         return [message for message in messages if message.get("kind") != "ping"]
 
-    def put_back(self, messages: list[Message]) -> None:
+    def push_back(self, messages: list[Message]) -> None:
         """What was received and is for somebody else: the next call of `receive` begins with it."""
         self._put_back = messages
 
@@ -244,12 +244,8 @@ class Connection:
         if now - self._pinged >= PING_SECONDS:
             self._pinged = now
             self.send({"kind": "ping"})
-        if awake - self._heard > self._silence_seconds:
-            self.refuse(f"silent for {awake - self._heard:.0f} s")
-
-    def hold(self) -> None:
-        """Stay in touch while nobody here listens: what arrives is kept for `receive`."""
-        self.keep_alive()
+        if awake - self._received_at > self._silence_seconds:
+            self.refuse(f"silent for {awake - self._received_at:.0f} s")
 
     def close(self) -> None:
         """What is still unsent, such as a last word, has a moment to go out."""
@@ -287,7 +283,7 @@ class Connection:
         taken = 0
         while not self.closed and taken < most_bytes:
             if len(self._buffer) > self.largest_bytes:
-                self._heard = self._awake.seconds  # it is this side that does not listen
+                self._received_at = self._awake.seconds  # it is this side that does not listen
                 if self._buffer.find(b"\n", self._searched) < 0:
                     self.refuse(f"it sent a message of more than {self.largest_bytes:,} bytes")
                 return
@@ -301,7 +297,7 @@ class Connection:
             if not data:
                 self.closed = "connection closed"
                 return
-            self._heard = self._awake.seconds
+            self._received_at = self._awake.seconds
             self._buffer += data
             taken += len(data)
 
@@ -329,7 +325,7 @@ class _Caller:
     nonces: tuple[str, str] = ("", "")
 
 
-class Lobby:
+class RollCallServer:
     """Node 0's side of the roll-call: collects one connection for each other node."""
 
     def __init__(
@@ -351,7 +347,7 @@ class Lobby:
     def admit(self, nodes: int) -> None:
         """One look at the door: who has come is let in, and all who came before are kept in touch with."""
         for connection, _ in self.joined.values():
-            connection.hold()  # who came first must not take the wait for the last one for silence
+            connection.keep_alive()  # who came first must not take the wait for the last one for silence
         self._accept()
         now, waiting = time.monotonic(), []
         for caller in self._callers:
@@ -446,7 +442,7 @@ def _is_hello(message: Message, nodes: int) -> bool:
     )
 
 
-def join(
+def join_gang(
     address: str,
     ports: Sequence[int],
     token: str,
@@ -509,7 +505,7 @@ def _shake_hands(connection: Connection, token: str, hello: Message, secret: byt
                 connection.send({"kind": "proof", "proof": follower_proof(secret, token, hello, nonces)})
             elif message["kind"] == "welcome" and nonces[1]:
                 # What follows may be the number of the generation, said in one breath.
-                connection.put_back(messages[at + 1 :])
+                connection.push_back(messages[at + 1 :])
                 connection.largest_bytes = LARGEST_MESSAGE_BYTES
                 return True
             else:

@@ -24,11 +24,11 @@ from ebbflow.training.launch.evidence import (
     SLOW,
     Dump,
     WorkerFailure,
-    last_words,
     parse_records,
     parse_traceback,
+    read_crash_stack,
 )
-from ebbflow.training.launch.heartbeat import STORE_PHASE, Beat, Deadlines, PhaseLimits, records_path
+from ebbflow.training.launch.heartbeat import STORE_PHASE, HangLimits, HeartbeatReading, PhaseThresholds, records_path
 
 _CLOCK_SECONDS = 2.0  # the clock of the kernel's log may differ so much from that of processes
 _LOG_RECORDS = 100_000
@@ -238,7 +238,7 @@ _DUMP_FRESH_SECONDS = 5.0  # a dump is shown as where a rank stands
 _SUSPICION_SECONDS = 30.0  # between two dumps of what is only remarkable
 
 
-class Worker(Protocol):
+class WatchedWorker(Protocol):
     """What is watched: a rank's process and its heartbeat; files beside its log are named alike."""
 
     rank: int
@@ -246,12 +246,12 @@ class Worker(Protocol):
     process: Any
 
     @property
-    def beat(self) -> Beat: ...
+    def beat(self) -> HeartbeatReading: ...
     def result(self) -> dict | None: ...
     def failure(self) -> WorkerFailure | None: ...
 
 
-class Watch:
+class RankWatch:
     """Reports each rank once: as ended, stopped, or without progress for longer than its phase may take.
 
     Stacks and flight recorders of all ranks of the node are in files before a rank that still lives is reported; with
@@ -261,8 +261,8 @@ class Watch:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
-        deadlines: Deadlines,
+        workers: Sequence[WatchedWorker],
+        deadlines: HangLimits,
         folder: Path,
         *,
         node: int = 0,
@@ -303,7 +303,7 @@ class Watch:
             found += self._dumped(living, due, remarkable, now)
         return found
 
-    def want_witnesses(self) -> None:
+    def request_witnesses(self) -> None:
         """Somebody on another node failed: one of the next looks tells where all ranks of this node stand."""
         self._wanted = True
 
@@ -338,10 +338,10 @@ class Watch:
 class _Rank:
     """One rank: what was seen of it and what was reported."""
 
-    def __init__(self, worker: Worker, deadlines: Deadlines, node: int) -> None:
+    def __init__(self, worker: WatchedWorker, deadlines: HangLimits, node: int) -> None:
         self._worker = worker
         self._node = node
-        self._limits = PhaseLimits(deadlines)
+        self._limits = PhaseThresholds(deadlines)
         self._kills = MemoryKills(worker.process.pid)
         self._state_at = 0.0
         self._stopped_since: float | None = None
@@ -379,7 +379,7 @@ class _Rank:
         self._silent = now - beat.t_mono - (absent - self._absent_before)
         excused = 0.0 if beat.phase == STORE_PHASE else patient - self._patient_before
         self.hung = self._silent - excused > self._limits.limit(beat)
-        self.remarkable = self._silent > self._limits.ordinary(beat)
+        self.remarkable = self._silent > self._limits.suspicion_threshold(beat)
         if now - self._state_at >= _STATE_SECONDS:
             self._state_at = now
             if process_state(self.pid) != "T":  # "t" is a debugger's doing, and in its hands
@@ -400,7 +400,7 @@ class _Rank:
         self.reported = True
         beat = self._worker.beat
         memory_kill = failure.killed_by == "SIGKILL" and self._kills.happened()
-        last = last_words(self._worker.log_path) if failure.killed_by else None
+        last = read_crash_stack(self._worker.log_path) if failure.killed_by else None
         # torch aborts a rank whose collective breaks in one of its threads; the cause is to be found elsewhere then.
         broken_call = failure.killed_by == "SIGABRT" and last is not None and last.waiting
         where = last.where if last else self._raised_at()

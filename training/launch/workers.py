@@ -41,24 +41,24 @@ from ebbflow.infra.process import (
 from ebbflow.infra.program import python_path
 from ebbflow.training import errors
 from ebbflow.training.errors import bounded_text, error_class
-from ebbflow.training.launch.evidence import BUFFER_RECORDS, BUFFER_VARIABLE, WorkerFailure, is_collective_error
-from ebbflow.training.launch.heartbeat import Beat, Heartbeat
+from ebbflow.training.launch.evidence import BUFFER_RECORDS, BUFFER_VARIABLE, WorkerFailure, is_peer_loss_error
+from ebbflow.training.launch.heartbeat import Heartbeat, HeartbeatReading
 from ebbflow.training.launch.messages import SPEC_VARIABLE, WorkerSpec
 
 _LEFT_BEHIND_SECONDS = 3.0
 
 
-class Session:
+class RankSession:
     """Of one rank. To be made when it was just started. parents: who may have started it."""
 
     def __init__(self, pid: int, parents: Collection[int]) -> None:
         stat = process_stat(pid)
         # A rank that is gone already has left nothing; and a number that is not a rank's must not be ended.
-        self._leader = stat if stat is not None and stat.parent in parents else None
+        self._planner = stat if stat is not None and stat.parent in parents else None
 
     def left_behind(self, living: Sequence[ProcessStat]) -> list[ProcessStat]:
         """The processes of `living` that belong to this rank, the rank itself left out."""
-        leader = self._leader
+        leader = self._planner
         if leader is None:
             return []
         # The kernel does not give a number anew while a session of that number has members: a process that has it now
@@ -73,8 +73,8 @@ class Session:
         ]
 
 
-def end_left_behind(
-    sessions: Sequence[Session],
+def kill_leftovers(
+    sessions: Sequence[RankSession],
     keeper: Keeper | None,
     *,
     spare: Collection[int] = (),
@@ -118,7 +118,9 @@ class Standby:
 
     def __init__(self, log: Path, *, colocated_ranks: int, keeper: Keeper | None = None) -> None:
         environment = dict(with_project_path(os.environ), PYTHONUNBUFFERED="1")
-        environment["OMP_NUM_THREADS"] = str(threads_of(colocated_ranks))  # libraries read it when they are loaded
+        environment["OMP_NUM_THREADS"] = str(
+            threads_per_rank(colocated_ranks)
+        )  # libraries read it when they are loaded
         environment[STANDBY_VARIABLE] = str(os.getpid() if keeper is None else keeper.pid)
         its_input, self._requests = os.pipe()
         self._answers, its_output = os.pipe()
@@ -149,9 +151,9 @@ class Standby:
         return self._process.pid
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Ready to fork, or lost: nothing to wait for."""
-        self._hear()
+        self._receive()
         return self.ready or self.lost
 
     def fork(self, name: str, log: Path, environment: Mapping[str, str]) -> RemoteChild | None:
@@ -168,13 +170,13 @@ class Standby:
                 self._lose()
                 break
             select.select([self._answers], [], [], left)
-            self._hear()
+            self._receive()
         pid = self._started.pop(self._number, None)
         return None if pid is None or self.lost else RemoteChild(pid, self)
 
     def ended(self, pid: int) -> int | None:
         """Exit status of a rank that has ended, negative for a signal's number; None while it lives."""
-        self._hear()
+        self._receive()
         return self._ended.get(pid, -signal.SIGKILL if self.lost else None)
 
     def close(self) -> None:
@@ -213,7 +215,7 @@ class Standby:
             time.sleep(0.005)
         self._living.clear()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         if not self.lost and not self._messages.read(self._note):
             self._lose()
 
@@ -248,7 +250,7 @@ def start_process(
     )
 
 
-def threads_of(colocated_ranks: int) -> int:
+def threads_per_rank(colocated_ranks: int) -> int:
     """Of each rank: its share of the cores."""
     return max(1, len(os.sched_getaffinity(0)) // max(1, colocated_ranks))
 
@@ -298,10 +300,10 @@ class Worker:
         )
         self.log_path.write_bytes(b"")
         self.process = start(f"rank {rank}", self.log_path, own_environment)
-        self.session = Session(self.process.pid, {os.getpid(), *parents})
+        self.session = RankSession(self.process.pid, {os.getpid(), *parents})
 
     @property
-    def beat(self) -> Beat:
+    def beat(self) -> HeartbeatReading:
         return self._heartbeat.read()
 
     def result(self) -> dict | None:
@@ -337,7 +339,7 @@ class Worker:
             name = f"{module}.{name}"  # the user's own exception, which only has the name of one of ours
         return {
             "message": message,
-            "cascade": is_collective_error(message),
+            "cascade": is_peer_loss_error(message),
             "error": name,
             "timestamp": _unix_time(extra.get("timestamp")),
         }
@@ -375,7 +377,7 @@ class WorkerGroup:
     def all_exited(self) -> bool:
         return all(worker.process.poll() is not None for worker in self.workers)
 
-    def all_ended_well(self) -> bool:
+    def all_succeeded(self) -> bool:
         return self.all_exited() and len(self.results()) == len(self.workers)
 
     def results(self) -> dict[int, dict]:
@@ -415,7 +417,7 @@ class WorkerGroup:
     def device_held_by(self, rank: int) -> str:
         """The GPU that a rank of this node still has open, "" for none."""
         pid = next(worker.process.pid for worker in self.workers if worker.rank == rank)
-        return open_device(pid)
+        return find_open_device(pid)
 
     def _await_exits(self, limit: float, meanwhile: Callable[[], object]) -> None:
         while not self.all_exited() and time.monotonic() < limit:
@@ -428,10 +430,10 @@ class WorkerGroup:
             spare = () if self._standby is None else (self._standby.pid,)
             others = [worker.process for worker in self.workers if worker not in ended]
             living = [process.pid for process in others if process.poll() is None]
-            end_left_behind([worker.session for worker in ended], self._keeper, spare=spare, spare_trees=living)
+            kill_leftovers([worker.session for worker in ended], self._keeper, spare=spare, spare_trees=living)
 
 
-def open_device(pid: int) -> str:
+def find_open_device(pid: int) -> str:
     """The path of a GPU that a process has open; "" for none, or where the kernel does not tell."""
     try:
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
@@ -470,7 +472,7 @@ def _environment(rendezvous: tuple[str, int], world_size: int, local_world_size:
         MASTER_PORT=str(port),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(local_world_size),
-        OMP_NUM_THREADS=str(threads_of(colocated)),
+        OMP_NUM_THREADS=str(threads_per_rank(colocated)),
         PYTHONUNBUFFERED="1",
     )
     environment.setdefault(BUFFER_VARIABLE, BUFFER_RECORDS)

@@ -9,13 +9,13 @@ from benchmarks.chaos.fault import Aim, Fault, Means, Symptom
 from benchmarks.chaos.orders import Strike
 from benchmarks.chaos.scene import Scene
 from ebbflow.infra.events import EndReason
-from ebbflow.training.launch.heartbeat import Beat
+from ebbflow.training.launch.heartbeat import HeartbeatReading
 
 _AGAIN = "the gang restarts from the newest commit"
 _ELSEWHERE = "a new attempt, on another node"
 
 
-def _step(beats: dict[int, Beat], rank: int) -> int:
+def _step(beats: dict[int, HeartbeatReading], rank: int) -> int:
     return beats[rank].step if rank in beats else -1
 
 
