@@ -203,7 +203,7 @@ def test_with_a_rank_in_state_d_the_gang_goes_on_here_or_elsewhere_if_it_holds_t
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(workers_module, "_KILLED_SECONDS", 0.2)
-    monkeypatch.setattr(workers_module, "open_device", lambda pid: device)
+    monkeypatch.setattr(workers_module, "find_open_device", lambda pid: device)
     config = RunConfig(survival={"standby": False, "notice_file": str(tmp_path / "notice")}).model_dump(mode="json")
     spec = GangSpec(
         job="job", run="run", attempt=0, node=1, nodes=2, processes_per_node=1, main_address="127.0.0.1", config=config,

@@ -166,26 +166,6 @@ class LocalGang:
             agent.wait()
 
 
-def main(argv: list[str]) -> int:
-    """Exit code 0 with the outcome in the result file, 1 with an "error" in it."""
-    guard_terminal()
-    spec_path, result_path = map(Path, argv)
-    die_with_parent()
-    spec = GangSpec(**json.loads(spec_path.read_text()))
-    try:
-        result: dict = asdict(run_gang(spec))
-    except (TrainingError, InfraError) as error:
-        curable = isinstance(error, InfraError) or error.curable  # a store that is away may be back
-        result = {"error": str(error), "curable": curable, "outcome": error.outcome}
-    result_path.write_text(json.dumps(result))
-    return int("error" in result)
-
-
-if __name__ == "__main__":
-    begin_program()
-    sys.exit(main(sys.argv[1:]))
-
-
 def run_gang(spec: GangSpec) -> GangOutcome:
     """Run this node's ranks as part of a gang, from roll-call to the end. Call it on every node, in the main thread.
 
@@ -237,3 +217,23 @@ def _signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 0 with the outcome in the result file, 1 with an "error" in it."""
+    guard_terminal()
+    spec_path, result_path = map(Path, argv)
+    die_with_parent()
+    spec = GangSpec(**json.loads(spec_path.read_text()))
+    try:
+        result: dict = asdict(run_gang(spec))
+    except (TrainingError, InfraError) as error:
+        curable = isinstance(error, InfraError) or error.curable  # a store that is away may be back
+        result = {"error": str(error), "curable": curable, "outcome": error.outcome}
+    result_path.write_text(json.dumps(result))
+    return int("error" in result)
+
+
+if __name__ == "__main__":
+    begin_program()
+    sys.exit(main(sys.argv[1:]))
