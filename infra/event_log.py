@@ -12,6 +12,7 @@ from typing import Any
 from ebbflow.infra.errors import StoreError
 from ebbflow.infra.events import STAGED, Event, Origin
 from ebbflow.infra.layout import event_key
+from ebbflow.infra.retry import Backoff
 from ebbflow.infra.segments import seal_segment
 from ebbflow.infra.store import Store
 
@@ -137,16 +138,15 @@ class EventLog:
 
     def _put_forever(self) -> None:
         """The only place that puts: a store that hangs holds up this thread and no other."""
-        pause = _FIRST_PAUSE_SECONDS
+        backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
         while (sealed := self._next_segment()) is not None:
             try:
                 self._put(sealed)
-                pause = _FIRST_PAUSE_SECONDS
+                backoff.reset()
             except BaseException as error:  # whatever it was, the lines are still there and the next try may do
                 with self._changed:
                     self._error = error
-                    self._changed.wait_for(lambda: self._given_up, pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                    self._changed.wait_for(lambda: self._given_up, backoff.next_pause())
 
     def _next_segment(self) -> _Sealed | None:
         """What to put next, after waiting until it is time to; None: all is done."""

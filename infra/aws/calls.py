@@ -5,8 +5,6 @@ botocore is imported when a client is made, and only then. Its own retries are t
 
 from __future__ import annotations
 
-import itertools
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +12,8 @@ from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from ebbflow.infra import hanging
 from ebbflow.infra.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
+from ebbflow.infra.retry import Backoff, call_within, retry
 from ebbflow.infra.store.s3 import aws_settings
 
 T = TypeVar("T")
@@ -103,25 +101,14 @@ def call_aws(
     AWS rejects the request (`code` is AWS's error code).
     """
     question = _Request(client, operation, iam_action)
-    pause = _FIRST_PAUSE_SECONDS
-    for tried in itertools.count(1):
-        if deadline.left() <= 0:
-            raise CloudUnavailable(f"{question}: no answer within the time there was")
-        try:
-            return within(deadline.left(), lambda: getattr(client, operation)(**request), str(question))
-        except CloudError:
-            raise
-        except Exception as error:
-            reason, most = _retry_reason(error, question)
-            cause = error
-        wait = pause * random.uniform(0.5, 1.0)  # so that many jobs do not come back together
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        if (most is not None and tried >= most) or wait >= deadline.left():
-            raise CloudUnavailable(
-                f"{question}: {reason} (asked {tried} times)" if tried > 1 else f"{question}: {reason}"
-            ) from cause
-        deadline.sleep(wait)
-    raise AssertionError("the last try returns or raises")
+    return retry(
+        lambda: within(deadline.left(), lambda: getattr(client, operation)(**request), str(question)),
+        Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS),
+        left=deadline.left,
+        sleep=deadline.sleep,
+        judge=lambda error: _retry_reason(error, question),
+        give_up=lambda reason: CloudUnavailable(f"{question}: {reason}"),
+    )
 
 
 def paginate(
@@ -172,7 +159,7 @@ def request_name(client: Any, operation: str) -> str:
 
 def within(seconds: float, find: Callable[[], T], what: str) -> T:
     """What `find` returns or raises. Raises CloudUnavailable when there is no answer within `seconds`."""
-    return hanging.within(seconds, find, what, lambda: CloudUnavailable(f"{what}: no answer within {seconds:.3g} s"))
+    return call_within(seconds, find, what, lambda: CloudUnavailable(f"{what}: no answer within {seconds:.3g} s"))
 
 
 class _Request:
@@ -189,6 +176,8 @@ class _Request:
 
 def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None]:
     """The reason in words, and how often to ask in all (None: while there is time); raises what cannot be cured."""
+    if isinstance(error, CloudError):
+        raise error
     from xml.etree.ElementTree import ParseError
 
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError

@@ -18,7 +18,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from ebbflow.infra.errors import StoreError, StoreForbidden, StoreMisconfigured, StoreUnavailable
-from ebbflow.infra.hanging import within
+from ebbflow.infra.retry import call_within
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ def _from_chain(seconds: float) -> Callable[[], dict]:
 
 def _within(seconds: float, find: Callable[[], T]) -> T:
     """Of a source of credentials, such as instance metadata."""
-    return within(
+    return call_within(
         seconds,
         find,
         "credentials",

@@ -32,6 +32,7 @@ from typing import Any
 from ebbflow.infra.layout import log_key
 from ebbflow.infra.program import REPLACE_UNPRINTABLE, own_command
 from ebbflow.infra.rank_logs import LogLine, escape_controls, split_lines, utc_text
+from ebbflow.infra.retry import Backoff
 from ebbflow.infra.store import Store
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.heartbeat import HeartbeatReading
@@ -502,19 +503,19 @@ class LogUploader:
 
     def _put_forever(self) -> None:
         """The only place that puts: a store that hangs holds up this thread and no other."""
-        pause = _FIRST_PAUSE_SECONDS
+        backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
         while (batch := self._next_batch()) is not None:
             try:
                 for rank, records in batch.items():
                     self._put(rank, records)
-                pause, self._away = _FIRST_PAUSE_SECONDS, False
+                self._away = False
+                backoff.reset()
             except Exception as error:  # whatever it was, the lines are still there and the next try may do
                 if not self._away:
                     self._say(f"logs: WARNING: {self._store.uri} takes no logs for now, trying on: {error}")
                 self._away = True
                 with self._changed:
-                    self._changed.wait_for(lambda: self._given_up, pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                    self._changed.wait_for(lambda: self._given_up, backoff.next_pause())
 
     def _next_batch(self) -> dict[int, list[bytes]] | None:
         with self._changed:

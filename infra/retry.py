@@ -1,0 +1,90 @@
+"""Retries with exponential backoff until a deadline, and a deadline for calls that may hang.
+
+Not tenacity: it knows neither how often a particular error is worth a retry, nor the time that a call itself has left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Backoff:
+    """Pauses between tries in seconds: each twice as long as the one before, up to a longest one."""
+
+    def __init__(self, first_seconds: float, longest_seconds: float) -> None:
+        self._first, self._longest = first_seconds, longest_seconds
+        self._next = first_seconds
+
+    def next_pause(self) -> float:
+        """Return the pause before the next try."""
+        pause, self._next = self._next, min(2 * self._next, self._longest)
+        return pause
+
+    def reset(self) -> None:
+        """Start with the first pause again, after a success."""
+        self._next = self._first
+
+
+def retry(
+    call: Callable[[], T],
+    backoff: Backoff,
+    *,
+    left: Callable[[], float],
+    sleep: Callable[[float], None],
+    judge: Callable[[Exception], tuple[str, int | None]],
+    give_up: Callable[[str], Exception],
+) -> T:
+    """Return the result of `call`, tried until it succeeds, cannot succeed, or the time is over.
+
+    Pauses are shortened at random to 50–100 %, so that many jobs do not retry at the same moment.
+
+    Args:
+        left: seconds until the deadline. A pause that does not fit into them is not made.
+        judge: takes what `call` raised and returns the reason in words and how many tries are worth it (None: any
+            number); raises for an error that no retry can cure.
+        give_up: makes the exception to raise from the reason.
+    """
+    for tries in itertools.count(1):
+        if left() <= 0:
+            raise give_up("timed out")
+        try:
+            return call()
+        except Exception as error:
+            reason, most = judge(error)
+            cause = error
+        pause = backoff.next_pause() * random.uniform(0.5, 1.0)
+        if (most is not None and tries >= most) or pause >= left():
+            raise give_up(f"{reason} ({tries} tries)" if tries > 1 else reason) from cause
+        sleep(pause)
+    raise AssertionError("the last try returns or raises")
+
+
+def call_within(seconds: float, call: Callable[[], T], name: str, late: Callable[[], Exception]) -> T:
+    """Return or raise what `call` does, if it does so within `seconds`; else raise what `late` makes.
+
+    The call runs in a daemon thread named `name`. One that never returns is abandoned, and does not keep the process
+    from exiting: name servers, sources of credentials and foreign libraries can hang where nothing interrupts them.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    thread.join(max(0.0, seconds))
+    if errors:
+        raise errors[0]
+    if not results:
+        raise late()
+    return results[0]
