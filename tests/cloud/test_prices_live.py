@@ -146,7 +146,7 @@ def test_throttling_for_ever_falls_back_to_the_table_and_says_so():
     prices = LivePrices.of(answers)
     plan = make_plan(configuration(), now_utc=NOW, prices=prices)
     assert plan.chosen.price_kind.startswith("estimated from on-demand recorded 2026-07-20")
-    asked_again = "because ec2:DescribeAvailabilityZones in us-east-1: throttled (RequestLimitExceeded) (asked "
+    asked_again = "because ec2:DescribeAvailabilityZones in us-east-1: throttled (RequestLimitExceeded) ("
     assert asked_again in plan.prices[0]
     assert "2 months old" in plan.prices[0]
 
