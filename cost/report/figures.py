@@ -1,28 +1,20 @@
-"""The computed figures of a report: speed, quality, saves, money, Batch attempts and the optimum in hindsight.
-
-The pools are those of the job's own shape (instance type and number of nodes) whose prices its events hold, in every
-recorded zone, and on-demand; each is taken to have had capacity all the time, since nobody recorded where it had not.
-So the optimum is a lower bound, and the regret an upper one. The work is the time in kept steps, their data,
-evaluations and saves; each start costs what the job's first start took. Where prices never changed the cheapest pool
-is the optimum; else that of the simulator's dynamic programme (`cost.simulate.simulator`) over the recorded prices.
-"""
+"""Compute the figures of a report: speed, quality, saves, money, Batch attempts and the optimum in hindsight."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
 from ebbflow.cost.amounts import USD_DECIMALS, apportion, round_amount
-from ebbflow.cost.capacity.placement import PastAttempt, read_attempts
+from ebbflow.cost.capacity.placement import read_attempts
 from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill, count_machines
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.ledger import Ledger
-from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool
+from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool, parse_quote
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
 from ebbflow.infra.events import (
     BATCH_ATTEMPT,
@@ -43,49 +35,56 @@ from ebbflow.infra.events import (
     LedgerClass,
 )
 
+_WORK = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION, LedgerClass.CHECKPOINT_STALL)
+_START = (LedgerClass.STARTUP, LedgerClass.SHUTDOWN)
+# Ticks from the start of the first node to the deadline or the end. Prices change less often than that.
+_TICKS = 240
+
 
 def compute_actual_figures(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
 ) -> dict[str, Any]:
-    """The `actual` part of a report. Figures that the events do not hold are None.
+    """Compute the `actual` part of a report: measured, unless stated otherwise. Unknown figures are None.
 
-    weight_unit: what a batch's weight counts, "tokens" for text; speeds are of it. metrics: of the last evaluation.
-    tokens_per_second: median over the kept steps, waiting for data included, saves and evaluations not.
-    held_out_loss and unigram_entropy_nats in nats per token; held_out_ratio is the first over the second, below 1
-    when the model beats the best guess that ignores context. mfu: model flops over time × the matrix product peak of
-    their machines, the best that the ranks measured there; never above 1, see `_mfu_figures`. goodput: useful steps'
-    share of the paid rank-seconds. learning_rate: the highest of any step.
+    Returns:
+        A dictionary with, among others:
+
+        - weight_unit: What the weight of a batch counts, and speeds with it; "tokens" for text.
+        - tokens_per_second: Median over the kept steps, with waiting for data, without saves and evaluations.
+        - held_out_loss, unigram_entropy_nats: Nats per token. held_out_ratio is the first over the second; below 1
+          the model beats the best guess without context.
+        - mfu: Model flops per second over the measured matrix product peak of the gang's machines, at most 1.
+        - metrics: Of the last evaluation.
+        - goodput: Share of the paid rank-seconds that useful steps took.
+        - learning_rate: The highest of all steps.
     """
     kept = [event for event in events if event.name == STEP and _is_kept(event, generations)]
     prepared = next((event.data for event in reversed(events) if event.name == PREPARED), {})
     entropy = _number(prepared.get("unigram_entropy_nats"))
-    held_out = _held_out_loss(events)
-    commits = {event.data.get("key", event.step) for event in events if event.name == COMMIT}
+    metrics = [event.data.get("metrics", {}) for event in reversed(events) if event.name == EVALUATION]
+    held_out = next((_number(found["held_out_loss"]) for found in metrics if "held_out_loss" in found), None)
+    times = [event.t_wall for event in events if event.name != PRICES] or [0.0]  # prices may be recorded much later
+    rates = [_number(event.data.get("learning_rate")) for event in events if event.name == STEP]
+    useful = sum(line.rank_microseconds for line in ledger.lines if line.ledger_class == LedgerClass.USEFUL_STEP)
     return {
-        "wall_hours": _wall_hours(events),
+        "wall_hours": (max(times) - min(times)) / 3600,
         "steps": max((event.step for event in kept if event.step is not None), default=0),
-        "tokens_per_second": _median(_tokens_per_second(event) for event in kept),
-        **_mfu_figures(events, kept),
-        "learning_rate": _highest_learning_rate(events),
+        "tokens_per_second": _median(_per_second(event, "tokens") for event in kept),
+        **_compute_mfu(events, kept),
+        "learning_rate": max((rate for rate in rates if rate is not None), default=None),
         "held_out_loss": held_out,
         "unigram_entropy_nats": entropy,
         "held_out_ratio": held_out / entropy if held_out is not None and entropy else None,
         "train_tokens": prepared.get("train_tokens"),
         "weight_unit": str(prepared.get("weight_unit", "tokens")),
-        "metrics": _last_metrics(events),
-        "commits": len(commits),
+        "metrics": {str(name): _number(value) for name, value in (metrics[0] if metrics else {}).items()},
+        "commits": len({event.data.get("key", event.step) for event in events if event.name == COMMIT}),
         "saves": compute_save_figures(events, ledger),
         "generations": len(generations),
-        "goodput": _goodput(ledger),
+        "goodput": useful / ledger.paid_microseconds if ledger.paid_microseconds else None,
         "unattributed_share": ledger.unattributed_share,
         "price_kind": ledger.price_kind,
     }
-
-
-def _wall_hours(events: Sequence[Event]) -> float:
-    """From the first sign of the job to the last; prices may be recorded at any time after it."""
-    times = [event.t_wall for event in events if event.name != PRICES] or [0.0]
-    return (max(times) - min(times)) / 3600
 
 
 def _is_kept(event: Event, generations: dict[int, RecordedGeneration]) -> bool:
@@ -93,107 +92,61 @@ def _is_kept(event: Event, generations: dict[int, RecordedGeneration]) -> bool:
     return generation is not None and event.step is not None and generation.keeps(event.step)
 
 
-def _held_out_loss(events: Sequence[Event]) -> float | None:
-    for event in reversed(events):
-        if event.name == EVALUATION and "held_out_loss" in event.data.get("metrics", {}):
-            return _number(event.data["metrics"]["held_out_loss"])
-    return None
+def _per_second(event: Event, key: str) -> float | None:
+    """A step's tokens or flops over its seconds, with waiting for data; None if unknown."""
+    seconds, amount = event.data.get("seconds", {}), event.data.get(key)
+    busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
+    return amount / busy if amount and busy > 0 else None
 
 
-def _last_metrics(events: Sequence[Event]) -> dict[str, float | None]:
-    """Whatever the workload's evaluation gave; None for what is not finite."""
-    found = next((event.data.get("metrics", {}) for event in reversed(events) if event.name == EVALUATION), {})
-    return {str(name): _number(value) for name, value in found.items()}
-
-
-def _highest_learning_rate(events: Sequence[Event]) -> float | None:
-    rates = [_number(event.data.get("learning_rate")) for event in events if event.name == STEP]
-    return max((rate for rate in rates if rate is not None), default=None)
-
-
-def _tokens_per_second(event: Event) -> float | None:
-    busy = _busy_seconds(event)
-    tokens = event.data.get("tokens")
-    return tokens / busy if tokens and busy > 0 else None
-
-
-def _mfu_figures(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, Any]:
-    """mfu: the median of the kept steps; mfu_withheld: why there is none although a peak was measured, else None."""
-    peaks = _gang_peaks(events)
-    mfu = _median(_mfu(event, peaks.get(event.generation)) for event in kept)
+def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, Any]:
+    """`mfu`, the median of the kept steps, and `mfu_withheld`: why it is missing although a peak was measured."""
+    peaks = _find_peaks(events)
+    shares = []
+    for event in kept:
+        speed, peak = _per_second(event, "flops"), peaks.get(event.generation)
+        shares.append(speed / peak if speed is not None and peak else None)
+    mfu = _median(shares)
     if mfu is None or mfu <= 1.0:
         return {"mfu": mfu, "mfu_withheld": None}
-    why = f"{mfu:.1f} times the peak, which was measured while the machine was busy"
-    return {"mfu": None, "mfu_withheld": why}
+    return {"mfu": None, "mfu_withheld": f"{mfu:.1f} times the peak, which was measured while the machine was busy"}
 
 
-def _gang_peaks(events: Sequence[Event]) -> dict[int, float]:
-    """Flops per second of all ranks together, by generation.
+def _find_peaks(events: Sequence[Event]) -> dict[int, float]:
+    """Peak flops per second of all ranks together, by generation.
 
-    One peak per machine and job: the best of all generations with as many ranks on it, since a measurement on a busy
-    machine is too low and none is too high.
+    A measurement on a busy machine is too low and none is too high. The best one of all generations with the same
+    number of ranks on the machine therefore applies to each of them.
     """
-    machines = {
-        (event.run, event.attempt, event.generation, event.node): event.data.get("instance_id")
-        or event.data.get("host")
-        for event in events
-        if event.name == NODE_STARTED
-    }
-    ranks: dict[tuple[Any, ...], dict[int, float]] = {}
-    dtypes: dict[tuple[Any, ...], str] = {}
+    machines: dict[tuple[str, int, int, int], str] = {}  # by run, attempt, generation and node, as all of these
+    peaks: dict[tuple[str, int, int, int], dict[int, float]] = {}
+    dtypes: dict[tuple[str, int, int, int], str] = {}
     for event in events:
-        if event.name == PEAK:
-            place = event.run, event.attempt, event.generation, event.node
-            peak = _number(event.data.get("flops_per_second")) or 0.0
-            ranks.setdefault(place, {})[event.rank] = peak
-            dtypes[place] = str(event.data.get("dtype"))
-    best: dict[tuple[Any, ...], float] = {}
-    for place, found in ranks.items():
-        key = machines.get(place) or place[-1], dtypes[place], len(found)
-        best[key] = max(best.get(key, 0.0), sum(found.values()))
-    peaks: dict[int, float] = {}
-    for place, found in ranks.items():
-        generation = place[2]
-        key = machines.get(place) or place[-1], dtypes[place], len(found)
-        peaks[generation] = peaks.get(generation, 0.0) + best[key]
-    return peaks
-
-
-def _mfu(event: Event, peak_flops_per_second: float | None) -> float | None:
-    flops, busy = event.data.get("flops"), _busy_seconds(event)
-    return flops / busy / peak_flops_per_second if flops and busy > 0 and peak_flops_per_second else None
-
-
-def _busy_seconds(event: Event) -> float:
-    seconds = event.data.get("seconds", {})
-    return seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
-
-
-def _goodput(ledger: Ledger) -> float | None:
-    useful = sum(line.rank_microseconds for line in ledger.lines if line.ledger_class == LedgerClass.USEFUL_STEP)
-    return useful / ledger.paid_microseconds if ledger.paid_microseconds else None
-
-
-def _median(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-_LOST = (LedgerClass.CHECKPOINT_STALL, LedgerClass.REDONE_STEP)
+        node = event.run, event.attempt, event.generation, event.node
+        if event.name == NODE_STARTED:
+            machines[node] = event.data.get("instance_id") or event.data.get("host") or ""
+        elif event.name == PEAK:
+            peaks.setdefault(node, {})[event.rank] = _number(event.data.get("flops_per_second")) or 0.0
+            dtypes[node] = str(event.data.get("dtype"))
+    keys = {node: (machines.get(node) or node[-1], dtypes[node], len(ranks)) for node, ranks in peaks.items()}
+    best: dict[tuple[str | int, str, int], float] = {}
+    for node, ranks in peaks.items():
+        best[keys[node]] = max(best.get(keys[node], 0.0), sum(ranks.values()))
+    found: dict[int, float] = {}
+    for node in peaks:
+        found[node[2]] = found.get(node[2], 0.0) + best[keys[node]]
+    return found
 
 
 def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, Any]:
-    """The `saves` part of a report's `actual`. Figures that the events do not hold are None.
+    """Compute the `saves` part of `actual`: the cost of saves and redone steps, and what was predicted.
 
-    actual_loss: share of the paid time that went into stalls and steps taken again, measured. predicted_loss: the mean
-    of what was expected after each save, by the stall and the hazard known then; estimated.
+    `actual_loss` is the measured share of the paid time that stalls and redone steps took. `predicted_loss` is the
+    estimate for it, by the stall and hazard known at each save, as a mean over the saves. Unknown figures are None.
     """
     predicted = _numbers(events, INTERVAL, "predicted_loss")
-    lost = sum(line.rank_microseconds for line in ledger.lines if line.ledger_class in _LOST)
+    classes = (LedgerClass.CHECKPOINT_STALL, LedgerClass.REDONE_STEP)
+    lost = sum(line.rank_microseconds for line in ledger.lines if line.ledger_class in classes)
     return {
         "skipped": sum(event.name == COMMIT_SKIPPED for event in events),
         "failed": len({(event.generation, event.step) for event in events if event.name == COMMIT_FAILED}),
@@ -206,43 +159,61 @@ def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, A
 
 
 def _numbers(events: Sequence[Event], name: str, key: str) -> list[float]:
-    values = [event.data.get(key) for event in events if event.name == name]
-    return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    values = [_number(event.data.get(key)) for event in events if event.name == name]
+    return [value for value in values if value is not None]
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def compute_money_figures(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
 ) -> dict[str, Any]:
-    """Plain JSON. events: by time.
+    """Compute the `money` part of a report.
 
-    forecast: of the first plan, for the whole job; later plans are for what was left. compute_usd leaves storage and
-    transfer out, which the ledger does not meter. causes: dollars with six places
-    that sum to the total. hindsight: None where it cannot be told. thresholds: shares of the budget that were reached.
-    prices: of each kind of machine that nodes really ran on, how its price is known, and its dollars.
-    attempts: on AWS Batch, planned against actual (`ebbflow.cost.report.figures`).
-    light_steps_away: the steps around training were sent to other machines as well, which the ledger does not meter.
+    Args:
+        events: Ordered by time.
+
+    Returns:
+        JSON values, among them:
+
+        - forecast: The first plan's, for the whole job. Later plans are for the remaining work. `compute_usd` is
+          without storage and transfer, which the ledger does not meter.
+        - causes: Dollars with six decimals that sum to the total.
+        - hindsight: See `compute_hindsight`.
+        - thresholds: The shares of the budget that were reached.
+        - prices: How the price of each kind of machine is known, and its dollars.
+        - attempts: Planned and actual figures of the attempts on AWS Batch.
+        - light_steps_away: Whether the steps around training also ran on other machines, which the ledger does not
+          meter.
     """
-    found = compute_hindsight(events, generations, ledger)
+    changes = [(bill.node, at / MICRO) for bill in ledger.nodes for at, _ in bill.price.curve.changes]
     return {
         "owner": ledger.owner,
         "project": ledger.project,
-        "forecast": _forecast(events),
+        "forecast": _find_forecast(events),
         "causes": [
             {"cause": line.cause, "rank_seconds": line.rank_microseconds / MICRO, "usd": float(line.usd)}
             for line in ledger.causes
         ],
-        "hindsight": None if found is None else found.to_json(ledger.total_usd),
+        "hindsight": compute_hindsight(events, generations, ledger),
         "thresholds": sorted({event.data["threshold"] for event in events if event.name == BUDGET}),
         "instances": sorted({bill.node.instance_id for bill in ledger.nodes if bill.node.instance_id}),
         "unknown_nodes": sum(bill.node.instance_id is None for bill in ledger.nodes),
-        "price_changes": _price_changes(ledger),
-        "prices": _prices(ledger),
-        "attempts": compute_attempt_figures(events, ledger),
+        "price_changes": sum(node.started_wall < at < node.ended_wall for node, at in changes),
+        "prices": _sum_by_price(ledger),
+        "attempts": _compute_attempt_figures(events, ledger),
         "light_steps_away": any(event.data.get("sent_away") for event in events if event.name == PREFLIGHT),
     }
 
 
-def _forecast(events: Sequence[Event]) -> dict[str, Any] | None:
+def _find_forecast(events: Sequence[Event]) -> dict[str, Any] | None:
     plan = next((event.data for event in events if event.name == PLAN and event.data.get("chosen")), None)
     if plan is None:
         return None
@@ -257,17 +228,8 @@ def _forecast(events: Sequence[Event]) -> dict[str, Any] | None:
     }
 
 
-def _price_changes(ledger: Ledger) -> int:
-    """Changes of price while a node was being paid for."""
-    return sum(
-        bill.node.started_wall < at / MICRO < bill.node.ended_wall
-        for bill in ledger.nodes
-        for at, _ in bill.price.curve.changes
-    )
-
-
-def _prices(ledger: Ledger) -> list[dict[str, Any]]:
-    """Dollars sum to the total."""
+def _sum_by_price(ledger: Ledger) -> list[dict[str, Any]]:
+    """Nodes and dollars by pool and kind of price. The dollars sum to the total."""
     grouped: dict[tuple[str, str], list[NodeBill | UnreportedBill]] = {}
     for bill in (*ledger.nodes, *ledger.unreported):
         pool = "" if bill.price.pool is None else str(bill.price.pool)
@@ -279,107 +241,82 @@ def _prices(ledger: Ledger) -> list[dict[str, Any]]:
     ]
 
 
-def compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[dict[str, Any]]:
-    """Plain JSON, one for each placement, oldest first; empty where nothing was placed on Batch. events: by time.
+def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[dict[str, Any]]:
+    """Planned and actual figures of each attempt on AWS Batch, oldest first; empty if none was placed there.
 
-    planned: dollars per hour of the gang, and hours and dollars to finish the rest of the job there (estimated).
-    actual: wait_seconds for capacity, hours from Batch's start to its stop, dollars of the ledger, and their quotient,
-    dollars per hour; None: not told. ended: the cause, "" while nobody told it. reason: Batch's words.
+    `planned` has dollars per hour of the gang, and hours and dollars to finish the job there (estimated). `actual` has
+    the seconds that the attempt waited for capacity, the hours from Batch's start to its stop, and the dollars in the
+    ledger. `ended` is the cause of its end, empty while unknown. `reason` is Batch's own text.
     """
-    words = {str(event.data.get("job_id")): event.data for event in events if event.name == BATCH_ATTEMPT}
-    paid = _paid(ledger)
-    history = read_attempts(events)
-    return [_figures(number, one, words, paid) for number, one in enumerate(history.attempts, start=1)]
-
-
-def _figures(
-    position: int, attempt: PastAttempt, words: Mapping[str, Mapping[str, Any]], paid: Mapping[str, Decimal]
-) -> dict[str, Any]:
-    placement = attempt.placement
-    return {
-        "number": position,
-        "where": str(placement),
-        "queue": placement.queue,
-        "market": placement.market,
-        "instance_type": placement.instance_type,
-        "nodes": placement.nodes,
-        "why": placement.reason,
-        "job_id": attempt.job_id,
-        "ended": attempt.cause if attempt.job_id else "",
-        "reason": str(words.get(attempt.job_id, {}).get("reason") or ""),
-        "planned": {
-            "usd_per_hour": placement.gang_usd_per_hour,
-            "hours": placement.expected_hours,
-            "usd": placement.expected_usd,
-            "kind": "estimated",
-        },
-        "actual": _actual(attempt, paid.get(attempt.job_id)),
-    }
-
-
-def _actual(attempt: PastAttempt, spent: Decimal | None) -> dict[str, Any]:
-    created, started, stopped = attempt.created_utc, attempt.started_utc, attempt.stopped_utc
-    hours = None if started is None or stopped is None else max(0.0, stopped - started) / 3600
-    waited = started if started is not None else stopped
-    dollars = None if spent is None else float(round_amount(spent))
-    return {
-        "wait_seconds": None if created is None or waited is None else max(0.0, waited - created),
-        "hours": hours,
-        "usd": dollars,
-        "usd_per_hour": dollars / hours if dollars is not None and hours else None,
-    }
-
-
-def _paid(ledger: Ledger) -> dict[str, Decimal]:
-    """Dollars by Batch job."""
-    found: dict[str, Decimal] = {}
+    last_events = {str(event.data.get("job_id")): event.data for event in events if event.name == BATCH_ATTEMPT}
+    paid: dict[str, Decimal] = {}
     for bill in (*ledger.nodes, *ledger.unreported):
         if bill.job is not None:
-            found[bill.job.job_id] = found.get(bill.job.job_id, Decimal(0)) + bill.usd
+            paid[bill.job.job_id] = paid.get(bill.job.job_id, Decimal(0)) + bill.usd
+    found = []
+    for number, attempt in enumerate(read_attempts(events).attempts, start=1):
+        placement = attempt.placement
+        created, started, stopped = attempt.created_utc, attempt.started_utc, attempt.stopped_utc
+        hours = None if started is None or stopped is None else max(0.0, stopped - started) / 3600
+        waited_until = started if started is not None else stopped
+        dollars = float(round_amount(paid[attempt.job_id])) if attempt.job_id in paid else None
+        found.append(
+            {
+                "number": number,
+                "where": str(placement),
+                "queue": placement.queue,
+                "market": placement.market,
+                "instance_type": placement.instance_type,
+                "nodes": placement.nodes,
+                "why": placement.reason,
+                "job_id": attempt.job_id,
+                "ended": attempt.cause if attempt.job_id else "",
+                "reason": str(last_events.get(attempt.job_id, {}).get("reason") or ""),
+                "planned": {
+                    "usd_per_hour": placement.gang_usd_per_hour,
+                    "hours": placement.expected_hours,
+                    "usd": placement.expected_usd,
+                    "kind": "estimated",
+                },
+                "actual": {
+                    "wait_seconds": None
+                    if created is None or waited_until is None
+                    else max(0.0, waited_until - created),
+                    "hours": hours,
+                    "usd": dollars,
+                    "usd_per_hour": dollars / hours if dollars is not None and hours else None,
+                },
+            }
+        )
     return found
-
-
-_WORK = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION, LedgerClass.CHECKPOINT_STALL)
-_START = (LedgerClass.STARTUP, LedgerClass.SHUTDOWN)
-# Ticks of the time from the first node to the deadline (or the end): prices change less often than that.
-_TICKS = 240
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hindsight:
-    """usd: of the whole gang. pools: how many had a recorded price. Estimated."""
-
-    usd: float
-    pools: int
-    work_hours: float
-    start_hours: float
-
-    def to_json(self, actual_usd: Decimal) -> dict[str, Any]:
-        regret = round(float(actual_usd) - self.usd, USD_DECIMALS) + 0.0  # no dust, and no negative nothing
-        return {
-            "usd": self.usd,
-            "regret_usd": regret,
-            "regret_share": regret / self.usd if self.usd > 0 else None,
-            "pools": self.pools,
-            "work_hours": self.work_hours,
-            "start_hours": self.start_hours,
-            "kind": "estimated",
-        }
 
 
 def compute_hindsight(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
-) -> Hindsight | None:
-    """None without a plan, without paid work, or when the recorded prices cannot bear it. events: by time."""
+) -> dict[str, Any] | None:
+    """Compute the lowest cost of the same work had all prices been known in advance, and the regret against it.
+
+    The pools are those of the job's instance type and number of nodes with recorded prices: every recorded zone, and
+    on-demand. Capacity is assumed to be always available, because its absence is not recorded. The optimum is thus a
+    lower bound and the regret an upper bound, both estimated. The work is the time in kept steps, with their data,
+    evaluations and saves; each start costs what the job's first start took. If prices never changed, the cheapest pool
+    is the optimum; otherwise the simulator's dynamic programme (`cost.simulate.simulator`) finds it.
+
+    Args:
+        events: Ordered by time.
+
+    Returns:
+        Dollars of the gang and hours; None without a plan or paid work, or if no recorded pool could do the work.
+    """
     plan = next((event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")), None)
     if plan is None or not ledger.nodes:
         return None
     newest = ledger.nodes[-1].node.generation
     gang = [bill for bill in ledger.nodes if bill.node.generation == newest]
-    work, start = _hours(ledger.nodes, generations, ranks=sum(len(bill.node.ranks) for bill in gang))
+    work, start = _compute_hours(ledger.nodes, generations, ranks=sum(len(bill.node.ranks) for bill in gang))
     if work <= 0:
         return None
-    known = read_price_curves(plan, _with_quotes(events, Pricing.of(events).history))
+    known = read_price_curves(plan, _add_quotes(events, Pricing.of(events).history))
     curves = {pool: curve for pool, curve in known.items() if pool.instance_type == plan["chosen"]["instance_type"]}
     begin = min(bill.node.started_wall for bill in ledger.nodes)
     end = max(bill.node.ended_wall for bill in ledger.nodes)
@@ -390,14 +327,25 @@ def compute_hindsight(
     if all(curve.is_constant(round(begin * MICRO), round(end * MICRO)) for curve in curves.values()):
         usd = min(float(curve.price_at(begin)) for curve in curves.values()) * nodes * (work + start)
     else:
-        usd = _optimum(curves, begin, end, nodes, work, start)
+        usd = _find_optimum(curves, begin, end, nodes, work, start)
     if usd == math.inf:
         return None
-    return Hindsight(usd=usd, pools=len(curves), work_hours=work, start_hours=start)
+    regret = round(float(ledger.total_usd) - usd, USD_DECIMALS) + 0.0  # adding 0.0 turns -0.0 into 0.0
+    return {
+        "usd": usd,
+        "regret_usd": regret,
+        "regret_share": regret / usd if usd > 0 else None,
+        "pools": len(curves),
+        "work_hours": work,
+        "start_hours": start,
+        "kind": "estimated",
+    }
 
 
-def _hours(bills: Sequence[NodeBill], generations: dict[int, RecordedGeneration], *, ranks: int) -> tuple[float, float]:
-    """(work, one start with its end) of the gang, from all ranks' time: the start is the first generation's."""
+def _compute_hours(
+    bills: Sequence[NodeBill], generations: dict[int, RecordedGeneration], *, ranks: int
+) -> tuple[float, float]:
+    """The gang's hours of work, and of the first generation's start and shutdown."""
     work, start, first = 0, 0, bills[0].node.generation
     first_ranks = sum(len(bill.node.ranks) for bill in bills if bill.node.generation == first)
     for bill in bills:
@@ -415,58 +363,59 @@ def _hours(bills: Sequence[NodeBill], generations: dict[int, RecordedGeneration]
 def read_price_curves(
     plan: dict[str, Any], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
 ) -> dict[PoolName, PriceCurve]:
-    """Prices of every recorded pool of as many nodes as the plan chose, from its candidates and what came since."""
-    first = _quotes(plan)
+    """Read the prices of every pool with the plan's number of nodes: quotes of the plan, then recorded changes."""
+    first = _read_quotes(plan)
     for pool, changes in history.items():
         if changes:
             first.setdefault(pool, min(changes)[1])
     return {pool: PriceCurve.of(usd, history.get(pool, ())) for pool, usd in first.items()}
 
 
-def _quotes(plan: dict[str, Any]) -> dict[PoolName, Decimal]:
+def _read_quotes(plan: dict[str, Any]) -> dict[PoolName, Decimal]:
+    """Dollars per hour of one node, by pool, for the pools with the plan's number of nodes."""
     chosen = plan["chosen"]
-    first: dict[PoolName, Decimal] = {}
-    for candidate in [*plan.get("ranked", []), chosen]:
-        if candidate["nodes"] == chosen["nodes"]:
-            quoted = candidate.get("quoted_usd_per_hour") or str(candidate["usd_per_hour"])
-            first[parse_pool(candidate)] = Decimal(quoted)
+    same_size = [candidate for candidate in [*plan.get("ranked", []), chosen] if candidate["nodes"] == chosen["nodes"]]
+    quotes = {parse_pool(candidate): parse_quote(candidate) for candidate in same_size}
     if chosen.get("on_demand_usd_per_hour") is not None:
-        usual = PoolName(instance_type=chosen["instance_type"], market="on_demand", place=chosen.get("region") or "")
-        first.setdefault(usual, Decimal(str(chosen["on_demand_usd_per_hour"])))
-    return first
+        region = chosen.get("region") or ""
+        on_demand = PoolName(instance_type=chosen["instance_type"], market="on_demand", place=region)
+        quotes.setdefault(on_demand, Decimal(str(chosen["on_demand_usd_per_hour"])))
+    return quotes
 
 
-def _with_quotes(
+def _add_quotes(
     events: Sequence[Event], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
 ) -> dict[PoolName, Sequence[tuple[float, Decimal]]]:
-    """The history and, of pools without one, what each plan of the job quoted, from when it was made: the ledger
-    charges by them too, and the newest plan's quotes alone would make of dearer days a gain over hindsight.
+    """Add the quotes of all plans as changes of the pools without recorded ones.
+
+    The ledger charges by them too. With the newest plan's quotes alone, earlier, higher prices would count as regret.
     """
     quoted: dict[PoolName, list[tuple[float, Decimal]]] = {}
     for event in events:
         if event.name == PLAN and event.data.get("chosen"):
-            for pool, usd in _quotes(event.data).items():
+            for pool, usd in _read_quotes(event.data).items():
                 quoted.setdefault(pool, []).append((event.t_wall, usd))
     return {**quoted, **{pool: changes for pool, changes in history.items() if changes}}
 
 
-def _optimum(
+def _find_optimum(
     curves: dict[PoolName, PriceCurve], begin: float, end: float, nodes: int, work: float, start: float
 ) -> float:
+    """The lowest dollars at which the gang does `work` hours between two Unix times; infinity if none is possible."""
     import numpy as np
 
     from ebbflow.cost.simulate.simulator import SimulatedJob, optimum_usd
     from ebbflow.cost.simulate.world import World
 
-    # The programme counts whole ticks, rounded up: some more than the job took, and what that adds is taken off again.
+    # The programme rounds times up to whole ticks. The result is scaled back to the exact time.
     hours = (end - begin) / 3600 * (1 + 4 / _TICKS)
     tick = hours / _TICKS
     edges = [round((begin + tick * 3600 * number) * MICRO) for number in range(_TICKS + 1)]
-    # Each tick at the mean price while it lasts.
+    # The mean price of each tick.
     prices = [
         [float(curve.cost(left, right)) * nodes / tick for left, right in pairwise(edges)] for curve in curves.values()
     ]
-    # Within one region a move costs the start alone; what a move between regions costs is not recorded.
+    # All pools count as one region: a move costs one start, because transfer between regions is not recorded.
     world = World(
         zones=tuple(str(pool) for pool in curves),
         regions=("",) * len(curves),

@@ -1,18 +1,18 @@
-"""One `RunReport` from a job's events. Every renderer and the JSON show these numbers and no others.
+"""Build the report of a job from its events. Every renderer and report.json show these numbers and no others.
 
-It works on any part of a log that begins at its beginning: a job that failed, was killed or is still going on has a
-report too, with its first failure first.
+The events may be any prefix of the log: a job that failed, was killed or is still running has a report too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from ebbflow.cost.amounts import USD_DECIMALS, round_amount
+from ebbflow.cost.amounts import round_amount
 from ebbflow.cost.capacity.placement import read_attempts
 from ebbflow.cost.errors import LedgerError, ReportError
 from ebbflow.cost.ledger.generations import RecordedGeneration, find_final_outcome, find_later_refusal, read_generations
@@ -44,26 +44,33 @@ from ebbflow.infra.segments import Damage
 if TYPE_CHECKING:
     import pandas
 
-
 SCHEMA = 1
+_NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, GUARD, NOTICE, OUTCOME}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """The numbers of a job. Field names are the public contract of report.json; dollars are Decimal with six places.
+    """The numbers of a job. The field names are the public contract of report.json.
 
-    interruptions: generations that ended unplanned, whatever the cause; failures: those that our or the user's code
-    caused. redone_steps: step executions thrown away. loss_curve: [step, loss], a redone step with the loss of its
-    last execution, None where the loss was not finite. savings_usd: the useful step time alone at the
-    on-demand price, less the total; negative when everything else cost more than the market saved; None without a
-    price. plan: what was expected; actual: what came of it.
-    events: counts by name, failures (first one first), notable events, damage (parts of the event log that are lost),
-    generations (the step it went on from, the last one it took, its paid rank-seconds, its end). configuration: each
-    key with its value and its source (default, file:line, environment or --set); empty where nobody recorded it. money:
-    owner, project, forecast, dollars by cause and hindsight (`cost.report.figures`); empty in reports written
-    before there was one.
-    running: the launcher that runs the job now (since_utc, host, user, pid, command, heartbeat_age_seconds); outcome
-    and exit code are then None, and all figures are so far.
+    Attributes:
+        outcome: None while the job is running.
+        interruptions: Generations with an unplanned end, whatever the cause.
+        failures: Those of them that our code or the user's code caused.
+        redone_steps: Step executions that were discarded.
+        loss_curve: (step, loss) by step. A redone step has the loss of its last execution; a non-finite loss is None.
+        ledger: Paid time and dollars by class.
+        total_usd: Dollars with six decimals, like all dollars here.
+        savings_usd: The useful step time at the on-demand price, less the total; None without a price. It is negative
+            if overheads and interruptions cost more than the cheaper market saved.
+        plan: The newest plan.
+        actual: Measured figures (`cost.report.figures.compute_actual_figures`).
+        events: Counts by name, failures (first one first), notable events, damage of the event log, and generations
+            (parent step, last step, paid rank-seconds, end).
+        configuration: Each key with its value and source (default, file:line, environment or --set); empty if it was
+            not recorded.
+        money: Owner, forecast, dollars by cause and hindsight (`cost.report.figures.compute_money_figures`); empty in
+            old reports.
+        running: The launcher that runs the job now (since_utc, host, user, pid, command, heartbeat_age_seconds).
     """
 
     job: str
@@ -98,8 +105,8 @@ class RunReport:
         return self.paid_microseconds / MICRO
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON without NaN. Dollars are numbers with at most six decimals, so their shortest form is exact."""
-        return _finite(
+        """Convert to JSON values without NaN. Dollars have at most six decimals, so that their floats are exact."""
+        return _without_nan(
             {
                 "schema": SCHEMA,
                 "job": self.job,
@@ -109,8 +116,16 @@ class RunReport:
                 "failures": self.failures,
                 "redone_steps": self.redone_steps,
                 "weights_sha256": self.weights_sha256,
-                "loss_curve": [list(point) for point in self.loss_curve],
-                "ledger": [_line_json(line) for line in self.ledger],
+                "loss_curve": self.loss_curve,
+                "ledger": [
+                    {
+                        "class": str(line.ledger_class),
+                        "rank_seconds": line.rank_seconds,
+                        "usd": float(line.usd),
+                        "kind": line.kind,
+                    }
+                    for line in self.ledger
+                ],
                 "total_usd": float(self.total_usd),
                 "paid_rank_seconds": self.paid_rank_seconds,
                 "savings_usd": None if self.savings_usd is None else float(self.savings_usd),
@@ -125,78 +140,100 @@ class RunReport:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RunReport:
-        """The inverse of `to_json`. Raises ReportError for another schema."""
+        """Convert from the result of `to_json`.
+
+        Raises:
+            ReportError: The schema is another one.
+        """
         if data.get("schema") != SCHEMA:
             raise ReportError(f"report schema {data.get('schema')!r}, this version reads {SCHEMA}")
-        plain = ("job", "interruptions", "failures", "redone_steps", "weights_sha256", "plan", "actual", "events")
+        same = ("job", "interruptions", "failures", "redone_steps", "weights_sha256", "plan", "actual", "events")
         return cls(
-            **{name: data[name] for name in plain},
-            configuration=data.get("configuration", []),  # reports before it was recorded have none
+            **{name: data[name] for name in same},
+            configuration=data.get("configuration", []),  # old reports lack this and the next two
             money=data.get("money", {}),
             running=data.get("running"),
             outcome=None if data["outcome"] is None else Outcome(data["outcome"]),
             loss_curve=[(int(step), loss) for step, loss in data["loss_curve"]],
-            ledger=tuple(_line_from_json(line) for line in data["ledger"]),
-            total_usd=_usd(data["total_usd"]),
+            ledger=tuple(
+                LedgerLine(
+                    ledger_class=LedgerClass(line["class"]),
+                    rank_microseconds=round(line["rank_seconds"] * MICRO),
+                    usd=_parse_usd(line["usd"]),
+                    kind=line["kind"],
+                )
+                for line in data["ledger"]
+            ),
+            total_usd=_parse_usd(data["total_usd"]),
             paid_microseconds=round(data["paid_rank_seconds"] * MICRO),
-            savings_usd=None if data["savings_usd"] is None else _usd(data["savings_usd"]),
+            savings_usd=None if data["savings_usd"] is None else _parse_usd(data["savings_usd"]),
         )
 
 
 def build_report(
     events: Sequence[Event], *, running: dict[str, Any] | None = None, damage: Sequence[Damage] = ()
 ) -> RunReport:
-    """The report of a job from its events, in any order.
+    """Build the report of a job from its events, in any order.
 
-    running: the launcher that runs the job now (`RunReport.running`), None where the job has ended. damage: of its log
-    (`ebbflow.infra.events.read_log`), which the report names. Raises ReportError without any event, LedgerError for
-    contradictory ones.
+    Args:
+        running: The launcher that runs the job now (`RunReport.running`); None if the job has ended.
+        damage: Damage of the event log (`infra.events.read_log`), which the report lists.
+
+    Raises:
+        ReportError: There are no events.
+        LedgerError: The events contradict each other.
     """
     if not events:
         raise ReportError("no events: nothing of this job was recorded")
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    done = find_final_outcome(ordered)
-    if done is not None and find_later_refusal(ordered) is not None:  # the job did not run with the refused settings
-        ordered = [event for event in ordered if event.name != CONFIGURED or event.run == done.run]
+    final = find_final_outcome(ordered)
+    refusal = find_later_refusal(ordered)
+    if final is not None and refusal is not None:  # the job did not run with the settings of the refused run
+        ordered = [event for event in ordered if event.name != CONFIGURED or event.run == final.run]
     generations = read_generations(ordered, running=running is not None)
     ledger = _fold(ordered, running is not None, damage)
-    outcome_event = find_final_outcome(ordered)
-    plan = next((event.data for event in reversed(ordered) if event.name == PLAN), None)
+    plan = _find_last(ordered, PLAN)
+    configured = _find_last(ordered, CONFIGURED)
     unplanned = [generation for generation in generations.values() if generation.unplanned]
-    outcome = None if running else _outcome(ordered, generations)
+    counts = Counter(event.name for event in ordered)
+    useful_usd = ledger.useful_on_demand_usd
     return RunReport(
         job=ordered[0].job,
-        outcome=outcome,
+        outcome=None if running else _infer_outcome(ordered, generations),
         interruptions=len(unplanned),
         failures=sum(generation.user_code for generation in unplanned),
         redone_steps=ledger.redone_steps,
-        weights_sha256=None if outcome_event is None else outcome_event.data.get("weights_sha256"),
-        loss_curve=read_loss_curve(ordered),
+        weights_sha256=None if final is None else final.data.get("weights_sha256"),
+        loss_curve=_read_loss_curve(ordered),
         ledger=ledger.lines,
         total_usd=ledger.total_usd,
         paid_microseconds=ledger.paid_microseconds,
-        savings_usd=_savings(ledger),
-        plan=None if plan is None else _plan_summary(plan),
+        savings_usd=None if useful_usd is None else round_amount(useful_usd - ledger.total_usd),
+        plan=None if plan is None else _summarise_plan(plan.data),
         actual=compute_actual_figures(ordered, generations, ledger),
         events={
-            "counts": _counts(ordered),
+            "counts": dict(sorted(counts.items())),
             "failures": list_failures(ordered, generations),
             "notable": list_notable_events(ordered),
-            "generations": _generation_lines(ordered, generations, ledger),
+            "generations": _list_generations(ordered, generations, ledger),
             "run": ordered[-1].run,
             "damage": [{"segment": one.segment, "line": one.line, "what": one.what} for one in damage],
-            "message": None if running else _message(ordered),
-            "refused": _refused(ordered),
-            "certificate": next((event.data for event in reversed(ordered) if event.name == CERTIFICATE), None),
+            "message": None if running else _make_message(final, refusal),
+            "refused": None if refusal is None else {"run": refusal.run, "outcome": refusal.data["outcome"]},
+            "certificate": None if (last := _find_last(ordered, CERTIFICATE)) is None else last.data,
         },
-        configuration=next((event.data["settings"] for event in reversed(ordered) if event.name == CONFIGURED), []),
+        configuration=[] if configured is None else configured.data["settings"],
         money=compute_money_figures(ordered, generations, ledger),
         running=running,
     )
 
 
+def _find_last(events: Sequence[Event], name: str) -> Event | None:
+    return next((event for event in reversed(events) if event.name == name), None)
+
+
 def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> Ledger:
-    """The ledger. A LedgerError names the damage of the log, which is the likely cause."""
+    """Fold the events, and add the damage of the log to a LedgerError, because it is the likely cause."""
     try:
         return fold(events, running=running)
     except LedgerError as error:
@@ -206,30 +243,33 @@ def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> L
         raise LedgerError(f"{error}\n  the event log is damaged in {len(damage)} places{places}") from error
 
 
-def read_loss_curve(events: Sequence[Event]) -> list[tuple[int, float | None]]:
-    """(step, training loss) by step. All ranks know the same loss; a redone step shows its last execution."""
+def _read_loss_curve(events: Sequence[Event]) -> list[tuple[int, float | None]]:
+    """(step, training loss) by step, of the last execution of each step. All ranks record the same loss."""
     latest: dict[int, tuple[int, float | None]] = {}
     for event in events:
         if event.name != STEP or event.step is None or "loss" not in event.data:
             continue
-        if event.step in latest and latest[event.step][0] > event.generation:
-            continue
-        latest[event.step] = (event.generation, _finite(event.data["loss"]))
+        if event.step not in latest or latest[event.step][0] <= event.generation:
+            latest[event.step] = (event.generation, _without_nan(event.data["loss"]))
     return [(step, latest[step][1]) for step in sorted(latest)]
 
 
-def _generation_lines(
+def _list_generations(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
 ) -> list[dict[str, Any]]:
+    steps: dict[int, int] = {}
+    for event in events:
+        if event.name == STEP:
+            steps[event.generation] = max(steps.get(event.generation, 0), event.step or 0)
+    micros: Counter[int] = Counter()
+    for bill in ledger.nodes:
+        micros[bill.node.generation] += bill.rank_microseconds
     return [
         {
             "generation": generation.number,
             "from_step": generation.parent_step,
-            "last_step": max((event.step or 0 for event in events if _is_step_of(event, generation)), default=None),
-            "paid_rank_seconds": sum(
-                bill.rank_microseconds for bill in ledger.nodes if bill.node.generation == generation.number
-            )
-            / MICRO,
+            "last_step": steps.get(generation.number),
+            "paid_rank_seconds": micros[generation.number] / MICRO,
             "ended": generation.reason,
             "culprit": generation.culprit,
         }
@@ -237,12 +277,8 @@ def _generation_lines(
     ]
 
 
-def _is_step_of(event: Event, generation: RecordedGeneration) -> bool:
-    return event.name == STEP and event.generation == generation.number
-
-
-def _outcome(events: list[Event], generations: dict[int, RecordedGeneration]) -> Outcome:
-    """How the job ended: what was recorded last, else what the last thing recorded means."""
+def _infer_outcome(events: list[Event], generations: dict[int, RecordedGeneration]) -> Outcome:
+    """The recorded outcome of the job; if none was recorded, the one that its last events imply."""
     recorded = find_final_outcome(events)
     if recorded is not None:
         return Outcome(recorded.data["outcome"])
@@ -251,112 +287,71 @@ def _outcome(events: list[Event], generations: dict[int, RecordedGeneration]) ->
         if newest.planned:
             return Outcome(newest.reason)
         return Outcome.FAILED if newest.user_code else Outcome.INTERRUPTED
-    plan = next((event.data for event in reversed(events) if event.name == PLAN), None)
-    if plan is not None and plan.get("refusal"):
-        return Outcome(plan["refusal"]["outcome"])
-    if plan is None and any(_is_refusal(event) for event in events):
-        return Outcome.PREFLIGHT
-    return Outcome.INTERRUPTED
+    plan = _find_last(events, PLAN)
+    if plan is not None and plan.data.get("refusal"):
+        return Outcome(plan.data["refusal"]["outcome"])
+    checks = [result for event in events if event.name == PREFLIGHT for result in event.data.get("results") or []]
+    refused = any(one.get("status") == "failed" and one.get("severity") == "error" for one in checks)
+    # A run that passed preflight and made no plan was interrupted.
+    return Outcome.PREFLIGHT if plan is None and refused else Outcome.INTERRUPTED
 
 
-def _is_refusal(event: Event) -> bool:
-    """A preflight that forbade the run; one that passed, and no plan after it, is a run that was interrupted."""
-    results = event.data.get("results") or [] if event.name == PREFLIGHT else []
-    return any(result.get("status") == "failed" and result.get("severity") == "error" for result in results)
-
-
-def _refused(events: Sequence[Event]) -> dict[str, str] | None:
-    """Run and outcome of the last run of a completed job, where its checks refused it; None: they did not."""
-    refused = find_later_refusal(events)
-    return None if refused is None else {"run": refused.run, "outcome": refused.data["outcome"]}
-
-
-def _message(events: Sequence[Event]) -> str | None:
-    """Of the outcome, and that a run after it was refused."""
-    recorded, refused = find_final_outcome(events), find_later_refusal(events)
-    message = None if recorded is None else recorded.data.get("message")
-    if refused is None:
+def _make_message(final: Event | None, refusal: Event | None) -> str | None:
+    """The outcome's message, plus a note if preflight refused a later run."""
+    message = None if final is None else final.data.get("message")
+    if refusal is None:
         return message
-    why = f"run {refused.run} was refused ({refused.data['outcome']}: {refused.data.get('message')})"
+    why = f"run {refusal.run} was refused ({refusal.data['outcome']}: {refusal.data.get('message')})"
     return "; ".join(filter(None, [message, f"{why}, and the job stays as it was"]))
 
 
-def _savings(ledger: Ledger) -> Decimal | None:
-    """The useful work alone at the on-demand price, less the total. Without a completed step there are none."""
-    return None if ledger.useful_on_demand_usd is None else round_amount(ledger.useful_on_demand_usd - ledger.total_usd)
-
-
-def _plan_summary(plan: dict[str, Any]) -> dict[str, Any]:
-    """What the report keeps of a plan: the decision, not the hundreds of pools that it was made from."""
-    dropped = {"ranked", "rejected"}
-    summary = {name: value for name, value in plan.items() if name not in dropped}
+def _summarise_plan(plan: dict[str, Any]) -> dict[str, Any]:
+    """The plan without its hundreds of pools, of which only the numbers of ranked and rejected ones are kept."""
+    summary = {name: value for name, value in plan.items() if name not in ("ranked", "rejected")}
     counts = plan.get("counts") or {"ranked": len(plan.get("ranked", [])), "": len(plan.get("rejected", []))}
     return {**summary, "ranked": counts["ranked"], "rejected": sum(counts.values()) - counts["ranked"]}
 
 
-def _counts(events: Sequence[Event]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for event in events:
-        counts[event.name] = counts.get(event.name, 0) + 1
-    return dict(sorted(counts.items()))
+def _parse_usd(number: float) -> Decimal:
+    return round_amount(Decimal(str(number)))
 
 
-def _line_json(line: LedgerLine) -> dict[str, Any]:
-    return {
-        "class": str(line.ledger_class),
-        "rank_seconds": line.rank_seconds,
-        "usd": float(line.usd),
-        "kind": line.kind,
-    }
-
-
-def _line_from_json(data: dict[str, Any]) -> LedgerLine:
-    return LedgerLine(
-        ledger_class=LedgerClass(data["class"]),
-        rank_microseconds=round(data["rank_seconds"] * MICRO),
-        usd=_usd(data["usd"]),
-        kind=data["kind"],
-    )
-
-
-def _usd(number: float) -> Decimal:
-    return round_amount(Decimal(str(number)), USD_DECIMALS)
-
-
-def _finite(value: Any) -> Any:
-    """The same value with None for NaN and infinities, which JSON and web pages cannot carry."""
+def _without_nan(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON cannot carry, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_without_nan(item) for item in value]
     return value
 
 
-_NOTABLE = {BUDGET, FAULT_DETECTED, FAULT_INJECTED, GENERATION_ENDED, GUARD, NOTICE, OUTCOME}
-
-
 def list_failures(events: Sequence[Event], generations: dict[int, RecordedGeneration]) -> list[dict[str, Any]]:
-    """{seconds, generation, what, culprit} of each failure, by time; seconds count from the first event.
+    """List the failures of a job by time: {seconds, t_wall, generation, what, culprit}.
 
-    A failure is a generation that ended unplanned, a job of AWS Batch that did not succeed, a failed check, a refused
-    plan, a commit that could not be restored, or a store that was restored from an older snapshot.
+    A failure is a generation with an unplanned end, a Batch job that did not succeed, a failed check, a refused plan, a
+    commit that could not be restored, or a store that was restored from an older snapshot. Later failures usually
+    follow from the first. `seconds` counts from the first event.
     """
-    found = [_cut_short(events, generation) for generation in generations.values() if generation.unplanned]
-    causes = {attempt.job_id: attempt.cause for attempt in read_attempts(events).attempts}
+    found = [_describe_interruption(events, generation) for generation in generations.values() if generation.unplanned]
     for event in events:
-        found += _other(event)
-    last = {str(event.data.get("job_id")): event for event in events if event.name == BATCH_ATTEMPT}  # of each job
-    for event in last.values():
-        found += _of_batch(event, causes)
+        found += _describe_failures(event)
+    causes = {attempt.job_id: attempt.cause for attempt in read_attempts(events).attempts}
+    last = {str(event.data.get("job_id")): event for event in events if event.name == BATCH_ATTEMPT}
+    for job_id, event in last.items():
+        cause = causes.get(job_id) or str(event.data.get("cause") or "unknown")
+        if cause != "ended":
+            stopped = min(event.t_wall, event.data.get("stopped_utc") or event.t_wall)
+            what = f"Batch job in queue {event.data.get('queue') or '?'}: {cause.replace('_', ' ')}"
+            found.append(_failure(stopped, event.generation, what, str(event.data.get("reason") or "")))
     start = min((event.t_wall for event in events), default=0.0)
     found.sort(key=lambda failure: failure["t_wall"])
     return [{"seconds": failure["t_wall"] - start, **failure} for failure in found]
 
 
 def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """{seconds, generation, name, step, text} of the events that a reader wants to see, by time."""
+    """List the events that readers of a report want to see, by time: {seconds, generation, name, step, text}."""
     start = min((event.t_wall for event in events), default=0.0)
     return [
         {
@@ -371,58 +366,53 @@ def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
     ]
 
 
-def _cut_short(events: Sequence[Event], generation: RecordedGeneration) -> dict[str, Any]:
-    """Dated by its first sign: the detected fault, else the recorded end, else the last thing heard of it."""
+def _describe_interruption(events: Sequence[Event], generation: RecordedGeneration) -> dict[str, Any]:
+    """The failure of an unplanned end, at the time of the detected fault, the recorded end or the last event."""
     mine = [event for event in events if event.generation == generation.number]
     detected = next((event for event in mine if event.name == FAULT_DETECTED), None)
-    ended = next((event for event in mine if event.name == GENERATION_ENDED), None)
-    sign = detected or ended
-    culprit = str(detected.data.get("culprit") or "") if detected is not None else ""
+    sign = detected or next((event for event in mine if event.name == GENERATION_ENDED), None)
+    culprit = "" if detected is None else str(detected.data.get("culprit") or "")
     notice = next((event for event in mine if event.name == NOTICE and event.data.get("does") == "leave"), None)
-    told = (
-        "" if notice is None else f"node {notice.node} had a notice by {notice.data['source']}: {notice.data['action']}"
-    )
-    what = generation.reason or "no end recorded: killed or lost"
+    if notice is None:
+        noticed = ""
+    else:
+        noticed = f"node {notice.node} had a notice by {notice.data['source']}: {notice.data['action']}"
     return _failure(
         generation.ended_wall if sign is None else sign.t_wall,
         generation.number,
-        f"generation {generation.number}: {what}",
-        culprit or generation.culprit or told,
+        f"generation {generation.number}: {generation.reason or 'no end recorded: killed or lost'}",
+        culprit or generation.culprit or noticed,
     )
 
 
-def _other(event: Event) -> list[dict[str, Any]]:
+def _describe_failures(event: Event) -> list[dict[str, Any]]:
+    """The failures that one event of preflight, planning or restore records."""
+
+    def failure(what: str, culprit: str) -> dict[str, Any]:
+        return _failure(event.t_wall, event.generation, what, culprit)
+
     if event.name == PREFLIGHT:
         return [
-            _failure(event.t_wall, event.generation, f"preflight: {result.get('title') or result.get('id')}",
-                     str(result.get("detail") or ""))
+            failure(f"preflight: {result.get('title') or result.get('id')}", str(result.get("detail") or ""))
             for result in event.data.get("results", [])
             if isinstance(result, dict) and result.get("status") == "failed" and result.get("severity") != "warning"
-        ]  # fmt: skip
+        ]
     if event.name == PLAN and event.data.get("refusal"):
         refusal = event.data["refusal"]
-        return [_failure(event.t_wall, event.generation, f"plan refused: {refusal['outcome']}", refusal["message"])]
+        return [failure(f"plan refused: {refusal['outcome']}", refusal["message"])]
     if event.name == RESTORE:
         return [
-            _failure(event.t_wall, event.generation, f"commit {rejected.get('key')} rejected",
-                     str(rejected.get("reason")) + (f"; lost: {rejected['lost']}" if "lost" in rejected else ""))
+            failure(
+                f"commit {rejected.get('key')} rejected",
+                str(rejected.get("reason")) + (f"; lost: {rejected['lost']}" if "lost" in rejected else ""),
+            )
             for rejected in event.data.get("rejected") or []
-        ]  # fmt: skip
+        ]
     if event.name == ROLLBACK:
         has = f"goes on from step {event.data.get('found_step')}" if event.data.get("found_key") else "begins anew"
         what = f"the store was restored from an older snapshot: the commit of step {event.step} is missing"
-        return [_failure(event.t_wall, event.generation, what, f"accepted with --accept-rollback; the job {has}")]
+        return [failure(what, f"accepted with --accept-rollback; the job {has}")]
     return []
-
-
-def _of_batch(event: Event, causes: Mapping[str, str]) -> list[dict[str, Any]]:
-    """causes: by the job's id, as the agents' events correct Batch's."""
-    cause = causes.get(str(event.data.get("job_id"))) or str(event.data.get("cause") or "unknown")
-    if cause == "ended":
-        return []
-    at = min(event.t_wall, event.data.get("stopped_utc") or event.t_wall)
-    what = f"Batch job in queue {event.data.get('queue') or '?'}: {cause.replace('_', ' ')}"
-    return [_failure(at, event.generation, what, str(event.data.get("reason") or ""))]
 
 
 def _failure(t_wall: float, generation: int, what: str, culprit: str) -> dict[str, Any]:
@@ -430,7 +420,7 @@ def _failure(t_wall: float, generation: int, what: str, culprit: str) -> dict[st
 
 
 def loss_frame(report: RunReport) -> pandas.DataFrame:
-    """Columns step (int), loss (float, NaN where it was not finite)."""
+    """Make a DataFrame with the columns step (int) and loss (float, NaN where it was not finite)."""
     import pandas
 
     steps = [step for step, _ in report.loss_curve]
@@ -439,7 +429,7 @@ def loss_frame(report: RunReport) -> pandas.DataFrame:
 
 
 def ledger_frame(report: RunReport) -> pandas.DataFrame:
-    """Columns class, rank_seconds, usd (Decimal, so that the column's sum is exactly the total), kind."""
+    """Make a DataFrame with the columns class, rank_seconds, usd and kind. `usd` is Decimal, so that sums are exact."""
     import pandas
 
     rows = [(str(line.ledger_class), line.rank_seconds, line.usd, line.kind) for line in report.ledger]
@@ -447,7 +437,7 @@ def ledger_frame(report: RunReport) -> pandas.DataFrame:
 
 
 def events_frame(events: Sequence[Event]) -> pandas.DataFrame:
-    """One row per event, its fields as columns; `data` stays a dictionary."""
+    """Make a DataFrame with one row per event and its fields as columns. `data` stays a dictionary."""
     import pandas
 
     return pandas.DataFrame([vars(event) for event in events], columns=list(Event.__dataclass_fields__))
