@@ -1,12 +1,13 @@
-"""Pools
+"""Judge every pool that a configuration allows: a `Candidate` with its expected cost, or a `Rejection` with its reason.
 
-What does not depend on the place (GPU, memory, batch) is judged once per size; prices and hazards place by place.
+GPU, memory and batch size are judged once per gang size; prices and hazards are judged for each place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue import Catalogue, InstanceType, Rates, Usage, load_rates, other_costs
@@ -14,13 +15,13 @@ from ebbflow.cost.job_history import JobHistory
 from ebbflow.cost.ledger.generations import read_generations
 from ebbflow.cost.ledger.ledger import compute_spent_usd
 from ebbflow.cost.plan.forecast import (
+    FAILURES_PER_GPU_HOUR,
     ExpectedRun,
     ForecastInputs,
     ForecastQuantiles,
     PoolHazard,
     RemainingWork,
     expect_run,
-    machine_failures_per_hour,
     reclaim_prior,
     save_seconds,
 )
@@ -48,10 +49,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Where and how large: instance type × nodes × ranks per node × market × place. A gang lies in one zone, always.
+    """A place for a gang: instance type × nodes × ranks per node × market × zone. A gang never spans zones.
 
-    region: None for a pool that is ruled out everywhere. zone: its id, or its name where only that is known; None:
-    any one zone of the region, since the price is the same in all (on-demand) or known no better (the static table).
+    Attributes:
+        region: None for a pool that is rejected in every region.
+        zone: Zone id, or the zone name if the id is unknown. None: any one zone of the region, because the price is
+            the same in all of them (on-demand) or known per region only (the static table).
     """
 
     instance_type: str
@@ -67,7 +70,7 @@ class Pool:
 
     @property
     def place(self) -> str:
-        """The zone, else the region; empty for everywhere."""
+        """The zone, else the region, else an empty text."""
         return self.zone or self.region or ""
 
     def __str__(self) -> str:
@@ -77,16 +80,24 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Pool):
-    """A pool that can run the job, with what it is expected to take. usd_per_hour per node; all else estimated.
+    """A pool that can run the job, with its expected cost. All figures but the price are estimates.
 
-    quoted_usd_per_hour: the same price exactly as it was quoted, for the bill. on_demand_usd_per_hour: of the same
-    type and region; None: not on record. price_kind: how the price is known, in words that begin with live, recorded
-    or estimated. price_age_hours: since it was last known to hold. price_stale: older than cost.max_price_age_hours.
-    speed_kind: measured, scaled … or prior; hazard_kind: estimated, or updated by jobs of this store.
-    interval_seconds: of training between two saves, as the configuration has it; daly_interval_steps: Daly's.
-    paid_hours: of each node; expected_hours: with the waits for capacity after reclaims, which are not paid.
-    expected_usd: compute_usd + storage_usd + transfer_usd (`cost.plan.forecast`); usd_per_step: of the remaining steps.
-    case: what the hours depend on, and how they may vary; outlook: how they may come out, of the best pools only.
+    Attributes:
+        usd_per_hour: Per node.
+        quoted_usd_per_hour: The same price as quoted, for the bill.
+        on_demand_usd_per_hour: Of the same type and region; None if not on record.
+        price_kind: How the price is known; begins with live, recorded or estimated.
+        price_age_hours: Time since the price was last known to hold.
+        price_stale: Older than cost.max_price_age_hours.
+        speed_kind: measured, scaled or prior, in words.
+        interval_seconds: Training time between two checkpoints, as configured.
+        daly_interval_steps: Daly's optimal interval in steps.
+        paid_hours: Per node.
+        expected_hours: paid_hours plus the unpaid waits for capacity after reclaims.
+        expected_usd: compute_usd + storage_usd + transfer_usd.
+        usd_per_step: Of the remaining steps.
+        case: Inputs of the Monte Carlo forecast.
+        outlook: Its quantiles; only for the cheapest pools.
     """
 
     gpu: str
@@ -127,12 +138,9 @@ class Candidate(Pool):
 
     @property
     def savings_percent(self) -> float | None:
-        """Of the price per hour, against on-demand; None: no on-demand price of the type and region is on record."""
+        """Savings against the on-demand price per hour; None if that is not on record."""
         on_demand = self.on_demand_usd_per_hour
         return None if on_demand is None else 100.0 * (1.0 - self.usd_per_hour / on_demand)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Candidate:
@@ -149,22 +157,15 @@ class Candidate(Pool):
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection(Pool):
-    """A pool that cannot run the job. kind groups like reasons; excess: how much too large, where that has a size."""
+    """A pool that cannot run the job. `kind` groups like reasons; `excess` says how far a size or limit is exceeded."""
 
     kind: str
     reason: str
     excess: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Rejection:
-        return cls(**data)
-
 
 def why_no_queue(queues: Mapping[str, QueueState], wanted: Pool, catalogue: Catalogue) -> str | None:
-    """Why none of them takes the pool, by the queue that is nearest to it; None: one does."""
+    """Explain why no queue can run the pool, by the example of a queue of its market. Return None if one can."""
     lacks = {name: why_unusable(queue, wanted, catalogue) for name, queue in queues.items()}
     if None in lacks.values():
         return None
@@ -175,12 +176,12 @@ def why_no_queue(queues: Mapping[str, QueueState], wanted: Pool, catalogue: Cata
 
 
 def short_queue_name(queue: str) -> str:
-    """A queue's name without the rest of its ARN."""
+    """Return a queue's name without the rest of its ARN."""
     return queue.rpartition("/")[2]
 
 
 def why_unusable(queue: QueueState, wanted: Pool, catalogue: Catalogue) -> str | None:
-    """Why the queue cannot run the pool; None: it can."""
+    """Explain why the queue cannot run the pool. Return None if it can."""
     if not queue.usable:
         return queue.problem or "not usable"
     if queue.fargate:
@@ -206,8 +207,9 @@ def why_unusable(queue: QueueState, wanted: Pool, catalogue: Catalogue) -> str |
 
 
 def _most_vcpus(queue: QueueState, instance_type: str) -> int | None:
-    """Of the largest compute environment that takes the type, since a job runs in one of them: beyond it a job waits in
-    RUNNABLE for ever. None: no limit is known.
+    """Return the vCPU limit of the largest compute environment that has the type; None if no limit is known.
+
+    A job runs in one compute environment: a larger job stays RUNNABLE for ever.
     """
     able = [one for one in queue.compute_environments if one.usable and accepts_type(one.instance_types, instance_type)]
     limits = [one.max_vcpus for one in able] or [queue.max_vcpus]
@@ -215,22 +217,27 @@ def _most_vcpus(queue: QueueState, instance_type: str) -> int | None:
 
 
 def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
-    """Whether the type is listed, or its family (g5), or the beginning of its name within the family (p4d.24); what
-    Batch chooses itself ("optimal") is none of the catalogue, whose types all have GPUs. Nothing listed: any."""
+    """Whether a compute environment that lists types has this one. An empty list accepts any type.
+
+    An entry is a type, a family (g5) or the beginning of a name within a family (p4d.24, p4d.24*). "optimal" never
+    matches: AWS Batch then chooses types without GPUs.
+    """
     return not listed or any(
-        instance_type == one or instance_type.startswith(f"{one}.") or ("." in one and _begins(one, instance_type))
+        instance_type == one
+        or instance_type.startswith(f"{one}.")
+        or ("." in one and instance_type.startswith(one.removesuffix("*")))
         for one in listed
     )
 
 
-def _begins(listed: str, instance_type: str) -> bool:
-    return instance_type.startswith(listed.removesuffix("*"))
-
-
 @dataclass(frozen=True, kw_only=True)
 class JobProgress:
-    """done_steps: that a next start goes on from. spent_usd: so far. started_utc: Unix time of the first plan that led
-    to a start, from which the deadline counts; None: the job begins now.
+    """Progress of a job before a plan.
+
+    Attributes:
+        done_steps: Steps of the newest commit, from which the next start resumes.
+        spent_usd: Money spent so far.
+        started_utc: Unix time of the first plan that led to a start; the deadline counts from it. None: not started.
     """
 
     done_steps: int = 0
@@ -242,7 +249,7 @@ NO_PROGRESS = JobProgress()
 
 
 def read_progress(events: Sequence[Event]) -> JobProgress:
-    """From a job's events, in any order. Raises LedgerError where no account can be made of them."""
+    """Read the progress from a job's events, in any order. Raises LedgerError if the events contradict each other."""
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered)
     if not generations:
@@ -259,16 +266,16 @@ def read_progress(events: Sequence[Event]) -> JobProgress:
     )
 
 
-# Of one rank to an object store and back: measured once, 1 GiB from shared memory to Swift on the same machine (361
-# MiB/s); the node's network, shared by its ranks, may allow less.
+# Bandwidth of one rank to an object store, and back: measured once, 1 GiB from shared memory to Swift on the same
+# machine (361 MiB/s). The node's network, shared by its ranks, may allow less.
 TRANSFER_BYTES_PER_SECOND = 361 * 2**20
-# Node counts tried for `cluster.nodes: auto`: powers of two, so that common batch sizes divide.
+# Node counts tried for `cluster.nodes: auto`: powers of two divide common batch sizes.
 AUTO_NODES = (1, 2, 4, 8)
 # Oldest GPUs with kernels in torch's default wheels since CUDA 13 (pytorch/pytorch issues 172352 and 190385).
 OLDEST_COMPUTE_CAPABILITY = 7.5
 
 
-# Kinds of rejections that others ask for, in the order in which a pool meets them.
+# Kinds of rejections, in the order in which a pool is checked.
 ELSEWHERE = "outside cost.zones"
 NO_SPOT_PRICE = "no spot price"
 NO_ON_DEMAND_PRICE = "no on-demand price"
@@ -278,12 +285,18 @@ NEVER_ENDS = "interrupted too often"
 NO_QUEUE = "no queue"
 
 
+# Expected run of one gang at a hazard; None if interruptions undo the work faster than it is done.
+RunAt = Callable[[PoolHazard], ExpectedRun | None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """All that a plan is made from, besides the configuration. now_utc: Unix time that prices are judged at.
+    """All inputs of a plan except the configuration.
 
-    history: what jobs of the same store have shown. progress: of the job itself. queues: of AWS Batch, of which one
-    must take a pool; None: nobody knows them, or the job goes elsewhere.
+    Attributes:
+        now_utc: Unix time at which prices are judged.
+        history: Measurements of earlier jobs of the same store.
+        queues: AWS Batch queues, of which one must be able to run a pool. None: unknown, or the job does not use them.
     """
 
     catalogue: Catalogue
@@ -299,53 +312,36 @@ class PlanInputs:
         return max(0, config.training.max_steps - self.progress.done_steps)
 
     def hours_left(self, config: RunConfig) -> float | None:
-        """To the deadline, which counts from the job's first plan; below 0 when it has passed; None: there is none."""
+        """Return the hours to the deadline, negative if it has passed; None without a deadline."""
         limit, started = config.cost.deadline_hours, self.progress.started_utc
         passed = 0.0 if started is None else (self.now_utc - started) / 3600
         return None if limit is None else limit - passed
 
 
-@dataclass
-class _Courses:
-    """The courses of the job by gang and hazard: many zones share them, and none depends on a price."""
-
-    config: RunConfig
-    hours_left: float | None
-    known: dict[Any, ExpectedRun | None] = field(default_factory=dict)
-
-    def of(self, work: RemainingWork, hazard: PoolHazard) -> ExpectedRun | None:
-        key = id(work), hazard.reclaims, hazard.failures_per_hour
-        if key not in self.known:
-            self.known[key] = expect_run(self.config, work, hazard)
-        return self.known[key]
-
-
 def judge_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate | Rejection]:
-    """Every pool that the configuration names: one that can run the job with what it takes, any other with the reason.
+    """Judge every pool that the configuration allows.
 
-    A spot pool is one zone that has a price; an on-demand pool is a region, or each zone of `cost.zones`.
+    A spot pool is a zone that has a price. An on-demand pool is a region, or each zone of `cost.zones`.
     """
-    courses = _Courses(config, sources.hours_left(config))
     fingerprint = speed_fingerprint(config)
-    works = []  # kept alive, since courses are known by them
     for pool, kind in _sizes(config, sources.catalogue):
         found = _cannot_run(config, pool, kind) or _does_not_fit(config, sources.shape, pool, kind)
         found = found or _has_no_queue(sources, pool)
         if found:
             yield _rejection(pool, *found)
             continue
-        works.append(_work(config, sources, pool, kind, fingerprint))
+        work = _estimate_work(config, sources, pool, kind, fingerprint)
+        run_at = cache(partial(expect_run, config, work))  # many zones share a hazard
         for region in config.cost.regions:
-            yield from _in_region(config, sources, replace(pool, region=region), kind, works[-1], courses)
+            yield from _judge_region(config, sources, replace(pool, region=region), kind, work, run_at)
 
 
 def feasible_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate]:
-    """The pools that can run the job."""
     return (one for one in judge_pools(config, sources) if isinstance(one, Candidate))
 
 
 def _sizes(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, InstanceType]]:
-    """Types, sizes and markets that the configuration names, without a place."""
+    """Return all types, gang sizes and markets of the configuration, as pools without a place."""
     cluster = config.cluster
     most = max(AUTO_NODES) if cluster.max_nodes is None else cluster.max_nodes
     tried = [nodes for nodes in AUTO_NODES if nodes <= most]
@@ -361,8 +357,8 @@ def _rejection(pool: Pool, kind: str, reason: str, excess: float = 0.0) -> Rejec
     return Rejection(**vars(pool), kind=kind, reason=reason, excess=excess)
 
 
-def _in_region(
-    config: RunConfig, sources: PlanInputs, pool: Pool, kind: InstanceType, work: RemainingWork, courses: _Courses
+def _judge_region(
+    config: RunConfig, sources: PlanInputs, pool: Pool, kind: InstanceType, work: RemainingWork, run_at: RunAt
 ) -> Iterator[Candidate | Rejection]:
     region = pool.region or ""
     wanted = [zone for zone in config.cost.zones if is_zone_of(zone, region)]
@@ -380,12 +376,12 @@ def _in_region(
         if hazard is None:
             yield _rejection(here, HAZARD_UNKNOWN, f"no interruption band of {kind.name} in {region} on record")
             continue
-        yield _expect(config, sources, here, kind, work, quote, hazard, courses)
+        yield _judge_place(config, sources, here, kind, work, quote, hazard, run_at(hazard))
 
 
 def _hazard(sources: PlanInputs, pool: Pool, kind: InstanceType) -> PoolHazard | None:
-    """None for a spot pool without a band: without a prior nothing is believed of it."""
-    failures = machine_failures_per_hour(pool.ranks)
+    """Return the estimated hazard; None for a spot pool without an interruption band, which has no prior."""
+    failures = FAILURES_PER_GPU_HOUR * pool.ranks
     if pool.market != "spot":
         return PoolHazard(reclaims=None, failures_per_hour=failures, kind="estimated: machine failures as published")
     band = kind.interruption_band(pool.region or "")
@@ -401,7 +397,10 @@ def _hazard(sources: PlanInputs, pool: Pool, kind: InstanceType) -> PoolHazard |
 def _quotes(
     prices: PriceSource, kind: InstanceType, market: str, region: str, wanted: Sequence[str]
 ) -> list[tuple[str | None, Quote | None]]:
-    """(zone, quote) of the type in the region; a quote of None: that zone, or without a zone all of it, has none."""
+    """Return (zone, quote) pairs of the type in the region.
+
+    A quote of None means that the zone has no price; zone and quote None, that the whole region has none.
+    """
     if market == "on_demand":
         quote = prices.on_demand(kind, region)
         return [(zone, quote) for zone in (wanted if quote else []) or [None]]
@@ -417,7 +416,7 @@ def _quotes(
 
 
 def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any, ...] | None:
-    """(kind, reason) of what rules the pool out before any arithmetic on the model."""
+    """Return (kind, reason) if market, backend or GPU rule the pool out; None otherwise."""
     cluster, gpu = config.cluster, kind.gpu
     mixed = config.fsdp.use_mixed_precision
     if cluster.market not in ("auto", pool.market):
@@ -460,7 +459,9 @@ def _does_not_fit(config: RunConfig, shape: ModelShape, pool: Pool, kind: Instan
     return "does not fit", reason, fit.total / kind.gpu_memory_bytes
 
 
-def _work(config: RunConfig, sources: PlanInputs, pool: Pool, kind: InstanceType, fingerprint: str) -> RemainingWork:
+def _estimate_work(
+    config: RunConfig, sources: PlanInputs, pool: Pool, kind: InstanceType, fingerprint: str
+) -> RemainingWork:
     shape, progress = sources.shape, sources.progress
     speed = known_throughput(
         config,
@@ -489,7 +490,7 @@ def _work(config: RunConfig, sources: PlanInputs, pool: Pool, kind: InstanceType
 
 
 def _carry_seconds(config: RunConfig, shape: ModelShape, kind: InstanceType, pool: Pool) -> float:
-    """To bring one rank's share of a commit to the store, or back."""
+    """Return the seconds to upload or download one rank's share of a checkpoint."""
     network = kind.network_gbps * 1e9 / 8 * NETWORK_EFFICIENCY / pool.processes_per_node
     rate = min(TRANSFER_BYTES_PER_SECOND, network)
     if config.checkpoint.upload_mib_per_second is not None:
@@ -498,14 +499,14 @@ def _carry_seconds(config: RunConfig, shape: ModelShape, kind: InstanceType, poo
 
 
 def _token_bytes(config: RunConfig, shape: ModelShape, steps: int) -> float:
-    """That a node reads at most: all tokens of the remaining work once. Of a workload of one's own nothing is known."""
+    """Return the most that a node reads: all tokens of the remaining steps once. 0 for a user's workload: unknown."""
     if config.workload is not None:
         return 0.0
     width = 1 if config.model.vocab_size <= 2**8 else 2 if config.model.vocab_size <= 2**16 else 4
     return steps * config.training.batch_size * shape.tokens_per_sample * width
 
 
-def _expect(
+def _judge_place(
     config: RunConfig,
     sources: PlanInputs,
     pool: Pool,
@@ -513,14 +514,13 @@ def _expect(
     work: RemainingWork,
     quote: Quote,
     hazard: PoolHazard,
-    courses: _Courses,
+    expected: ExpectedRun | None,
 ) -> Candidate | Rejection:
-    """The pool with what it takes, or why it would not do in time."""
-    expected = courses.of(work, hazard)
+    """Return the pool with its expected cost, or its rejection if it would never finish or miss the deadline."""
     if expected is None:
         reason = f"{hazard.per_hour:.3g} interruptions per hour ({hazard.kind}) undo more than an hour's work"
         return _rejection(pool, NEVER_ENDS, reason)
-    left, hours = courses.hours_left, expected.expected_hours
+    left, hours = sources.hours_left(config), expected.expected_hours
     if left is not None and hours > left:
         limit = config.cost.deadline_hours
         passed = f", of which {left:.4g} h are left" if left != limit else ""
@@ -578,6 +578,6 @@ def _expect(
 
 
 def _daly_steps(work: RemainingWork, hazard: PoolHazard) -> int:
-    """Daly's interval in steps: at least one, at most all that are left."""
+    """Return Daly's interval in steps: at least one, at most all remaining steps."""
     steps = daly_interval_seconds(work.save_seconds, hazard.per_hour) / work.speed.step_seconds
     return max(1, round(min(steps, max(1, work.steps))))

@@ -1,33 +1,32 @@
-"""Forecast
+"""Forecast what finishing the remaining work in a pool takes: expected hours, interruptions, and their quantiles.
 
-The advisor's band is the share of a type's spot capacity that was reclaimed in the trailing month. Reading it as the
-chance p that one instance is lost within a month of 730 hours gives the hazard −ln(1 − p) / 730 per hour. It is an
-average over a month and all zones: a pool that is running dry is far worse than its band. So the band is only the mean
-of a prior with very little weight, and what own jobs saw of a pool moves it at once (`ebbflow.cost.job_history`).
-
-A gang lies in one pool, whose interruptions come together: it counts once, not once per node. Failures of machines
-are independent, so they grow with the GPUs, on either market.
-
-Three things vary. Interruptions come as Poisson arrivals at a hazard that is itself only believed (`GammaHazard`: the
-mixture is a negative binomial). Each takes a uniform part of an interval between saves, and what detecting, starting
-and reloading take. After a reclaim the gang waits for capacity, unpaid. And the speed is wrong by a factor.
-
-The waits are those of nine zones, one V100 each, as recorded in 2023: how long a zone that had just lost its capacity
-was without. Other types and years differ; a job that may move to another pool or to on-demand waits less.
+Expected values, solved together because losses lengthen the exposure:
 
     hours per node  = start + work × (1 + stall / τ) + interruptions × (τ / 2 + exposed + detect + restart + reload)
-    interruptions   = hazard × hours                                  (solved together: losses lengthen the exposure)
+    interruptions   = hazard × hours
     dollars         = price × nodes × hours + storage + requests + transfer
 
-τ is the training time between two saves; an interruption falls on average into its middle (first order in τ × hazard:
-Young 1974, Daly 2006). exposed: from the staging of a save until it is durable. Waits for capacity after a reclaim
-count towards the deadline, not the bill.
+τ is the training time between two checkpoints. An interruption falls on average into its middle (first order in
+τ × hazard: Young 1974, Daly 2006). `exposed` is the time from the staging of a checkpoint until it is durable. Waits
+for capacity after a reclaim count towards the deadline, but not towards the bill.
+
+Hazard. The spot advisor's band is the share of a type's spot capacity that was reclaimed in the trailing month. Read
+as the probability p of losing one instance within a month of 730 hours, it gives −ln(1 − p) / 730 per hour. The band
+is an average over a month and all zones, so it is only the mean of a prior with very little weight: the history of own
+jobs moves it at once (`ebbflow.cost.job_history`). The interruptions of a gang's pool come together and count once, not
+once per node. Machine failures are independent, so they grow with the number of GPUs, in either market.
+
+Quantiles come from a Monte Carlo simulation with a fixed seed. Three things vary: interruptions are Poisson arrivals
+at an uncertain hazard (`GammaHazard`; the mixture is a negative binomial), each of which loses a uniform part of the
+checkpoint interval plus detection, restart and reload; after a reclaim the gang waits for capacity; and the speed is
+wrong by a factor. The waits were recorded in nine zones, one V100 each, in 2023, for jobs that stay in their zone.
+Other types and years differ.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -41,39 +40,31 @@ if TYPE_CHECKING:
 
 
 HOURS_PER_MONTH = 730.0
-# Middle of each band of the advisor; the last band is open above ("over 20 %") and taken as 25 %.
+# Middle of each of the advisor's bands; the last one is open above ("over 20 %") and counts as 25 %.
 BAND_SHARE = (0.025, 0.075, 0.125, 0.175, 0.25)
 # 419 unexpected interruptions in 54 days on 16,384 H100: Grattafiori et al. 2024, "The Llama 3 Herd of Models",
 # section 3.3.4.
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
-# How many interruptions seen the band is worth. Of 1, 0.01 and 0.001 the last makes the losses in nine zones (V100,
-# 2023; on another day each, given those before) the likeliest by far: pools are reclaimed a thousand times as often as
-# their band says, or hardly ever.
+# Weight of the band, in observed interruptions. Of 1, 0.01 and 0.001 the last has by far the highest likelihood for
+# the losses in nine zones (V100, 2023; each day given the days before): pools are reclaimed a thousand times as often
+# as their band says, or hardly ever.
 PRIOR_WEIGHT = 0.001
 
 
 def reclaim_prior(band: int) -> GammaHazard:
-    """What is believed of the reclaims of a spot pool of this band before any job has been there."""
+    """Return the prior of the reclaim hazard of a spot pool in this band."""
     return GammaHazard.from_prior(reclaim_hazard_per_hour(band), weight=PRIOR_WEIGHT)
 
 
 def reclaim_hazard_per_hour(band: int) -> float:
-    """Interruptions per hour of a spot pool of this advisor band. Raises IndexError for an unknown band."""
+    """Return the reclaims per hour of a spot pool in this band. Raises IndexError for an unknown band."""
     return -math.log1p(-BAND_SHARE[band]) / HOURS_PER_MONTH
-
-
-def gang_hazard_per_hour(market: str, band: int | None, gpus: int) -> float | None:
-    """Expected interruptions per hour of a gang of `gpus` GPUs in one pool; None when the band is not known."""
-    failures = FAILURES_PER_GPU_HOUR * gpus
-    if market != "spot":
-        return failures
-    return None if band is None else reclaim_hazard_per_hour(band) + failures
 
 
 DRAWS = 1000
 _SEED = 20_260_720
 # Hours without capacity after each of 1,886 losses in nine zones, V100, 45.5 days from 2023-02-15 (recorded by
-# skypilot-org/spot-traces 221da1a): sorted, the mean of each twentieth.
+# skypilot-org/spot-traces 221da1a): the means of twenty equal groups, sorted.
 WAIT_HOURS = (
     *(0.16, 0.16, 0.16, 0.16, 0.19, 0.23, 0.32, 0.33, 0.38, 0.43),
     *(0.54, 0.67, 0.81, 1.12, 1.47, 1.97, 2.75, 3.81, 5.52, 14.58),
@@ -85,11 +76,15 @@ MEAN_WAIT_HOURS = sum(WAIT_HOURS) / len(WAIT_HOURS)
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastInputs:
-    """What the course of a job in one pool depends on, but its price.
+    """Inputs of the forecast of a job in one pool, except its price.
 
-    start_hours: of the first start. work_hours: training and saves, undisturbed. fixed_lost_hours: of each
-    interruption, paid; interval_hours: the part of it that is uniform. reclaims: None on-demand, where only machines
-    fail. speed_log_deviation: of the factor by which the speed is wrong.
+    Attributes:
+        start_hours: Duration of the first start.
+        work_hours: Training and checkpoints without interruptions.
+        fixed_lost_hours: Paid loss per interruption, without the redone work.
+        interval_hours: Checkpoint interval; an interruption redoes a uniform part of it.
+        reclaims: None for on-demand, where only machines fail.
+        speed_log_deviation: Standard deviation of the log of the speed.
     """
 
     start_hours: float
@@ -100,9 +95,6 @@ class ForecastInputs:
     failures_per_hour: float
     speed_log_deviation: float
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ForecastInputs:
         return cls(**{**data, "reclaims": data["reclaims"] and GammaHazard(**data["reclaims"])})
@@ -110,8 +102,9 @@ class ForecastInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastQuantiles:
-    """Quantiles of the job's hours, waits included, and of its dollars; deadline_probability: of being done in time,
-    None without a deadline. Simulated.
+    """Simulated quantiles of the job's hours (waits included) and dollars, and the probability of meeting the deadline.
+
+    deadline_probability is None without a deadline.
     """
 
     p50_hours: float
@@ -124,7 +117,12 @@ class ForecastQuantiles:
 def forecast_quantiles(
     case: ForecastInputs, *, gang_usd_per_hour: float, other_usd: float, hours_left: float | None
 ) -> ForecastQuantiles:
-    """other_usd: what does not depend on the hours. hours_left: to the deadline."""
+    """Simulate the job and return its quantiles.
+
+    Args:
+        other_usd: Cost that does not depend on the hours.
+        hours_left: Hours to the deadline; None without one.
+    """
     drawn = simulate_runs(case)
     return ForecastQuantiles(
         p50_hours=_quantile(drawn.hours, 0.5),
@@ -136,7 +134,7 @@ def forecast_quantiles(
 
 
 def _quantile(draws: numpy.ndarray, share: float) -> float:
-    """The least of the draws that so large a share of them does not exceed."""
+    """Return the smallest draw that at least this share of the draws does not exceed."""
     import numpy
 
     index = math.ceil(share * len(draws)) - 1
@@ -145,7 +143,7 @@ def _quantile(draws: numpy.ndarray, share: float) -> float:
 
 @dataclass(frozen=True)
 class SimulatedRuns:
-    """Draws of the same jobs: paid hours per node, and hours with the waits."""
+    """Simulated runs of one job, shape [draws]: paid hours per node, and hours including the waits."""
 
     paid_hours: numpy.ndarray
     hours: numpy.ndarray
@@ -153,7 +151,7 @@ class SimulatedRuns:
 
 @cache
 def _standard_draws() -> tuple[numpy.ndarray, numpy.ndarray]:
-    """For the speed, one of each stratum of a standard normal distribution; for the losses, normal draws."""
+    """Return standard normal draws: stratified ones for the speed, independent ones for the losses."""
     from statistics import NormalDist
 
     import numpy
@@ -165,11 +163,11 @@ def _standard_draws() -> tuple[numpy.ndarray, numpy.ndarray]:
 
 
 def simulate_runs(case: ForecastInputs) -> SimulatedRuns:
-    """`DRAWS` courses of the job. Pure: the same case gives the same draws."""
+    """Simulate `DRAWS` runs of the job. The same inputs give the same draws."""
     import numpy
 
     speeds, losses = _standard_draws()
-    # A lognormal factor with mean 1, so that the expected hours are the ones that the plan prints.
+    # A lognormal factor with mean 1 keeps the expected hours of the plan.
     deviation = case.speed_log_deviation
     slower = numpy.exp(deviation * speeds - deviation**2 / 2)
     undisturbed = case.start_hours + case.work_hours * slower
@@ -187,20 +185,20 @@ def simulate_runs(case: ForecastInputs) -> SimulatedRuns:
 def _counts(
     chance: numpy.random.Generator, undisturbed: numpy.ndarray, case: ForecastInputs, belief: GammaHazard | None
 ) -> numpy.ndarray:
-    """Reclaims of each draw: Poisson at a hazard drawn from the belief, over a time that they make longer."""
+    """Draw reclaims: Poisson at a hazard drawn from its distribution, over a time that the reclaims lengthen."""
     import numpy
 
     if belief is None:
         return numpy.zeros(len(undisturbed), dtype=numpy.int64)
     hazard = chance.gamma(belief.shape, 1.0 / belief.hours, size=len(undisturbed))
     each = case.fixed_lost_hours + case.interval_hours / 2
-    # At a hazard that leaves less than a tenth of the time for work the job will not end: ten times is late enough.
+    # A hazard that leaves less than a tenth of the time for work: cap the stretch at ten times.
     stretch = 1.0 / numpy.maximum(0.1, 1.0 - hazard * each)
     return chance.poisson(numpy.minimum(hazard * undisturbed * stretch, _MOST_INTERRUPTIONS))
 
 
 def _waits(chance: numpy.random.Generator, reclaims: numpy.ndarray) -> numpy.ndarray:
-    """Sum of so many recorded waits, for each draw; of a great many, some stand for all."""
+    """Draw the sum of the waits after each draw's reclaims. Beyond 64 reclaims, 64 drawn waits are scaled up."""
     import numpy
 
     some = numpy.minimum(reclaims, _WAITS_DRAWN)
@@ -211,18 +209,22 @@ def _waits(chance: numpy.random.Generator, reclaims: numpy.ndarray) -> numpy.nda
     return sums * reclaims / numpy.maximum(some, 1)
 
 
-# After so much silence an agent takes a peer for lost (training/launch/transport.py).
+# An agent declares a peer lost after this time without a heartbeat (training/launch).
 DETECT_SECONDS = 20.0
-# A save stages to host memory at about a third of a memcpy's 6 GB/s, plus planning.
+# Staging to host memory reaches about a third of a memcpy's 6 GB/s; planning the checkpoint comes on top.
 STAGING_BYTES_PER_SECOND = 2e9
 SAVE_OVERHEAD_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemainingWork:
-    """What the job needs on gangs of a type and size, wherever they lie. steps: those that remain.
+    """Remaining work of the job on a gang of one type and size, in any place.
 
-    save_seconds: training stands still per save. carry_seconds: until a save is durable, or restored.
+    Attributes:
+        samples: Samples per rank and micro-batch.
+        save_seconds: Stall of training per checkpoint.
+        carry_seconds: Time until a checkpoint is durable, or restored.
+        restores_first: The job resumes from a commit.
     """
 
     steps: int
@@ -242,7 +244,7 @@ class RemainingWork:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolHazard:
-    """Of a gang in one pool. reclaims: None on-demand. kind: in words."""
+    """Hazard of a gang in one pool. reclaims is None for on-demand; kind says how the hazard is known."""
 
     reclaims: GammaHazard | None
     failures_per_hour: float
@@ -255,7 +257,7 @@ class PoolHazard:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedRun:
-    """The expected course of the job at a hazard: all of a candidate but money. paid_hours: of each node."""
+    """Expected run of the job at one hazard: interruptions and hours, without money. paid_hours is per node."""
 
     case: ForecastInputs
     interval_seconds: float
@@ -268,12 +270,8 @@ def save_seconds(shape: ModelShape, ranks: int) -> float:
     return SAVE_OVERHEAD_SECONDS + COMMIT_BYTES_PER_PARAMETER * shape.parameters / ranks / STAGING_BYTES_PER_SECOND
 
 
-def machine_failures_per_hour(ranks: int) -> float:
-    return FAILURES_PER_GPU_HOUR * ranks
-
-
 def expect_run(config: RunConfig, work: RemainingWork, hazard: PoolHazard) -> ExpectedRun | None:
-    """None: interruptions come faster than work gets done, so that the job would not end."""
+    """Solve the equations of the module. Return None if interruptions undo work faster than it is done."""
     interval = interval_seconds(config, work, hazard.per_hour)
     undisturbed = work.seconds * (1 + work.save_seconds / interval) / 3600
     start_seconds = config.cluster.expected_start_seconds
@@ -303,7 +301,7 @@ def expect_run(config: RunConfig, work: RemainingWork, hazard: PoolHazard) -> Ex
 
 
 def interval_seconds(config: RunConfig, work: RemainingWork, hazard_per_hour: float) -> float:
-    """Training time between saves as `checkpoint.interval` has it; at most all the work, at least one step."""
+    """Return the training time between checkpoints by `checkpoint.interval`: at least one step, at most all work."""
     saves, step = config.checkpoint, work.speed.step_seconds
     wanted = {
         "steps": saves.interval_steps * step,

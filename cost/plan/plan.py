@@ -1,10 +1,11 @@
-"""Plan
+"""Rank the pools that can run a job, and decide whether the job may start: `make_plan`.
 
 Every pool that the configuration allows is either ranked by expected dollars or rejected with its reason. The plan is
-refused when nothing fits, when nothing meets the deadline, or when the cheapest way exceeds the budget.
+refused if no pool can run the job, if none meets the deadline, or if the cheapest exceeds the budget. A refusal shows
+its arithmetic and the smallest changes of the configuration that would lift it.
 
-A local run has no pool. Its plan is made as for Kubernetes, which runs either market on any number of nodes: it says
-what this would run on, and the run is priced as if it did (`simulated`).
+A local run has no pool. It is planned as for Kubernetes, which runs either market on any number of nodes, and priced
+as if it ran on the chosen pool (`simulated`).
 """
 
 from __future__ import annotations
@@ -51,22 +52,22 @@ OVER_BUDGET = "over the budget"
 
 
 def reserve_usd(config: RunConfig, pool: Candidate) -> float:
-    """The gang's price of `checkpoint.deadline_seconds`: kept back for the last save and the drain."""
+    """Return the gang's price for `checkpoint.deadline_seconds`, reserved for the last checkpoint and the drain."""
     return pool.gang_usd_per_hour * config.checkpoint.deadline_seconds / 3600
 
 
 def needed_usd(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:
-    """Of the budget, were the job to go on in this pool."""
+    """Return the budget that the whole job needs if it continues in this pool."""
     return sources.progress.spent_usd + pool.expected_usd + reserve_usd(config, pool)
 
 
 def split_by_budget(
     config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[Rejection]]:
-    """The pools that the budget bears, in their order, and the others as rejected; all pools where it bears none,
-    the one that needs least first, so that the refusal can say what would do.
+    """Split pools into those within the budget, in their order, and rejections.
 
-    The cheapest pool need not be one of them: the reserve of a dear gang that is quickly done may be too much.
+    If no pool is within the budget, return all of them, cheapest first, so that the refusal can name a sufficient one.
+    The pool with the least expected cost may exceed the budget: the reserve of a fast, expensive gang is larger.
     """
     budget = config.cost.budget_usd
     if budget is None:
@@ -91,7 +92,7 @@ def _rejection(config: RunConfig, sources: PlanInputs, pool: Candidate) -> Rejec
 
 
 def budget_hint(config: RunConfig, sources: PlanInputs, cheapest: Candidate, needed_usd: float) -> str:
-    """The budget that would do, and the steps that this one buys."""
+    """Suggest a sufficient budget, or the number of steps that this budget buys."""
     enough = math.ceil(needed_usd * 100) / 100
     hint = f"set cost.budget_usd to {enough:.2f} or more"
     left = sources.steps_left(config)
@@ -106,26 +107,27 @@ def budget_hint(config: RunConfig, sources: PlanInputs, cheapest: Candidate, nee
     return hint
 
 
-# Of the excess, in whole prices of steps: starts and saves do not shrink with the steps, so that more must go.
+# Steps to cut, relative to the excess in prices of steps. Starts and checkpoints do not shrink with the steps.
 _SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
 
 
 def _usd_on(pool: Candidate, config: RunConfig, sources: PlanInputs) -> float:
-    """What the job needs of the budget in the pool's region on its type; infinite where it cannot run."""
+    """Return the budget that the job needs in the pool's region on its type; infinite if it cannot run there."""
     config = _changed(config, "cluster", instance_types=[pool.instance_type])
     config = _changed(config, "cost", regions=[pool.region])
     return min((needed_usd(config, sources, one) for one in feasible_pools(config, sources)), default=math.inf)
 
 
 def cheapest_without_deadline(config: RunConfig, sources: PlanInputs) -> Candidate | None:
-    """What would need least if there were time enough."""
+    """Return the pool that needs the least budget if the deadline is ignored."""
     unlimited = feasible_pools(_changed(config, "cost", deadline_hours=None), sources)
     return min(unlimited, key=lambda one: needed_usd(config, sources, one), default=None)
 
 
 def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Candidate, float]:
-    """The first that would be done of those that the budget bears, or what needs least where it bears none; and the
-    hours of the first of all. Raises ValueError when nothing fits, deadline or not.
+    """Return the fastest pool within the budget, ignoring the deadline, and the hours of the fastest pool of all.
+
+    If no pool is within the budget, return the one that needs the least. Raises ValueError if no pool can run the job.
     """
     every = sorted(
         feasible_pools(_changed(config, "cost", deadline_hours=None), sources), key=lambda one: one.expected_usd
@@ -136,8 +138,8 @@ def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Ca
     return min(borne, key=lambda one: one.expected_hours), first_hours
 
 
-def enough_hours(sources: PlanInputs, pool: Candidate) -> float:
-    """The deadline, from the job's start, that the pool is expected to keep."""
+def sufficient_hours(sources: PlanInputs, pool: Candidate) -> float:
+    """Return the deadline, counted from the job's start, that the pool is expected to meet."""
     started = sources.progress.started_utc
     return pool.expected_hours + (0.0 if started is None else (sources.now_utc - started) / 3600)
 
@@ -147,14 +149,14 @@ def later_deadline_hint(hours: float) -> str:
 
 
 def deadline_hint(config: RunConfig, sources: PlanInputs, hours: float) -> str:
-    """The deadline that would do, or more nodes that keep this one. hours: as `enough_hours` gives them."""
+    """Suggest a sufficient deadline (`hours`, from `sufficient_hours`), or more nodes."""
     hint = later_deadline_hint(hours)
     better = next((text for text, changed in _larger(config) if any(feasible_pools(changed, sources))), None)
     return f"{hint}, or {better}" if better else hint
 
 
 def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Rejection, ...]) -> str:
-    """The first small change with which some pool can run the job."""
+    """Suggest the first small change of the configuration with which some pool can run the job."""
     if not rejected:
         families = sorted({kind.name.split(".")[0] for kind in sources.catalogue.types})
         return f"cluster.instance_types may name any of {', '.join(families)}, or stay empty for all"
@@ -166,12 +168,12 @@ def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Reject
         if any(feasible_pools(changed, sources)):
             return ", or ".join([", ".join(ways), text] if ways else [text])
     if ways and any(feasible_pools(_changed(config, "cost", regions=[ON_DEMAND_REGION], zones=[]), sources)):
-        return ", or ".join(ways)  # the queues are elsewhere, where only a price is lacking
+        return ", or ".join(ways)  # the queues are in another region, which only lacks a price
     for text, changed in _changes(config):
         if any(feasible_pools(changed, sources)):
             return text
     if any(rejection.kind == NO_QUEUE for rejection in rejected):
-        return "add a queue that takes such machines to batch.queues (`ebbflow deploy` makes queues)"
+        return "add a queue with such machines to batch.queues (`ebbflow deploy` creates queues)"
     return "no single change makes it fit: use a smaller model, or more nodes and gradient accumulation together"
 
 
@@ -234,9 +236,10 @@ def _changed(config: RunConfig, section: str, **values: object) -> RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRefusal:
-    """Why the job must not start: the outcome it ends with, the arithmetic, and what would make it possible.
+    """Why the job must not start: its outcome, the arithmetic as `message`, and a sufficient change as `hint`.
 
-    enough: the least value of the limit that binds, dollars or hours, that would do; None when no limit binds.
+    Attributes:
+        enough: Least sufficient value of the exceeded limit, in dollars or hours; None if no limit is exceeded.
     """
 
     outcome: Outcome
@@ -251,7 +254,7 @@ def find_refusal(
     ranked: list[Candidate],
     rejected: tuple[Rejection, ...],
 ) -> PlanRefusal | None:
-    """None: the job may start on `ranked[0]`, which is what `split_by_budget` puts there."""
+    """Return the refusal, or None if the job may start on `ranked[0]`. ranked: ordered by `split_by_budget`."""
     if ranked:
         return _over_budget(config, sources, ranked[0])
     late = [rejection for rejection in rejected if rejection.kind == MISSES_DEADLINE]
@@ -259,14 +262,14 @@ def find_refusal(
         fastest = min(late, key=lambda rejection: rejection.excess)
         message = f"no pool meets the deadline; the fastest, {fastest}, {fastest.reason}"
         pool, first_hours = fastest_without_deadline(config, sources)
-        hours = enough_hours(sources, pool)
+        hours = sufficient_hours(sources, pool)
         needed, budget = needed_usd(config, sources, pool), config.cost.budget_usd
         hint = deadline_hint(config, sources, hours)
         if budget is not None and needed > budget:
-            message += f". The budget binds as well: with time enough {pool} would need ${needed:.4f} of ${budget:.4f}"
+            message += f". The budget is exceeded as well: {pool} would need ${needed:.4f} of ${budget:.4f}"
             hint = f"{later_deadline_hint(hours)}, and cost.budget_usd to {math.ceil(needed * 100) / 100:.2f} or more"
         elif pool.expected_hours > first_hours:
-            message += f". The first that the budget bears, {pool}, would need {pool.expected_hours:.4g} h"
+            message += f". The fastest within the budget, {pool}, would need {pool.expected_hours:.4g} h"
         return PlanRefusal(outcome=Outcome.DEADLINE, message=message, hint=hint, enough=hours)
     hint = capacity_hint(config, sources, rejected)
     return PlanRefusal(outcome=Outcome.NO_CAPACITY, message=_nothing_fits(config, rejected), hint=hint)
@@ -288,9 +291,7 @@ def _over_budget(config: RunConfig, sources: PlanInputs, cheapest: Candidate) ->
     if config.cost.deadline_hours is not None and (slow := cheapest_without_deadline(config, sources)) is not None:
         total = needed_usd(config, sources, slow)
         if total <= budget:
-            message += (
-                f". The deadline binds as well: {slow} would do it for ${total:.4f} in {slow.expected_hours:.4g} h"
-            )
+            message += f". The deadline matters as well: {slow} would need ${total:.4f} and {slow.expected_hours:.4g} h"
     return PlanRefusal(outcome=Outcome.BUDGET, message=message, hint=hint, enough=needed)
 
 
@@ -302,14 +303,16 @@ def _nothing_fits(config: RunConfig, rejected: tuple[Rejection, ...]) -> str:
 
 
 def _distance(rejection: Rejection) -> tuple[int, float]:
-    """How far a pool is from running the job: first those that want only a queue or a price, then those too
-    small, then others."""
+    """Sort key for how close a pool is to running the job.
+
+    Pools that lack only a queue or a price come first, then pools that are too small, then all others.
+    """
     wanting = (NO_QUEUE, HAZARD_UNKNOWN, NO_SPOT_PRICE, NO_ON_DEMAND_PRICE, ELSEWHERE, "does not fit")
     return wanting.index(rejection.kind) if rejection.kind in wanting else len(wanting), rejection.excess
 
 
 def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
-    """Only what holds of this configuration."""
+    """Return the assumptions and omissions of the plan that apply to this configuration."""
     regions, rates = config.cost.regions, sources.rates
     lines = [f"storage, requests and transfer: {RATES_KIND}; NAT, logs, taxes, credits and Savings Plans are left out"]
     lacking = [region for region in regions if region not in rates.regions]
@@ -334,26 +337,32 @@ def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
 
 # 3: remaining work, dollars by kind, quantiles; a plan may be cut to its best pools.
 SCHEMA = 3
-# Pools that the event and the artifact keep of a plan; the whole of it lies in the job's plan.json.
+# Ranked pools in the event and the artifact of a plan; the job's plan.json has all pools.
 KEPT_POOLS = 12
-# Pools of which the plan simulates how hours and dollars may come out.
+# Ranked pools with a Monte Carlo forecast.
 LOOKED_AHEAD = 100
-# Among the counts of a plan: those that can run the job.
+# Key of `Plan.counts` for pools that can run the job.
 RANKED = "ranked"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The decision and all that led to it. Floats: a plan is an estimate, the ledger is exact.
+    """The decision on a job, with every pool that was considered. Amounts are floats: a plan is an estimate.
 
-    made_utc: Unix time. started_utc: of the job's first plan, from which the deadline counts. steps, tokens: the work
-    that is left, tokens counted in weight_unit; done_steps, spent_usd: what came before.
-    reserve_usd: price of one last save, kept back from the budget. fingerprint: see `ebbflow.cost.plan.throughput`.
-    prices: lines on what the prices are and how old. notes: what the plan takes for granted or leaves out.
-    on_demand: dollars per hour as quoted, of the types that may be used, in the chosen pool's region: a machine may
-    turn out to be another than planned.
-    ranked: cheapest first; rejected: with the reason; counts: of all of them by kind, also where lists were cut.
-    simulated: the run will only be priced as if it ran on the chosen pool.
+    Attributes:
+        made_utc: Unix time of the plan.
+        started_utc: Unix time of the job's first plan, from which the deadline counts.
+        simulated: The run is only priced as if it ran on the chosen pool.
+        steps, tokens: Remaining work; tokens counted in weight_unit.
+        done_steps, spent_usd: Work and money before this plan.
+        fingerprint: See `ebbflow.cost.plan.throughput.speed_fingerprint`.
+        reserve_usd: Price of the last checkpoint, reserved from the budget.
+        prices: Lines on the origin and the age of the prices.
+        notes: Assumptions and omissions.
+        ranked: Cheapest first.
+        counts: Pools by kind; complete even if the lists are cut.
+        on_demand: Quoted dollars per hour of all allowed types in the chosen pool's region, for the case that AWS
+            starts another machine than planned.
     """
 
     made_utc: float
@@ -388,7 +397,11 @@ class Plan:
         return self.ranked[0] if self.ranked else None
 
     def terms(self, *, spent_usd: float = 0.0, told_threshold: float = 0.0) -> Terms:
-        """The money terms for training. spent_usd: what earlier attempts cost. Raises PlanError without a pool."""
+        """Return the money terms for training. Raises PlanError if the plan has no pool.
+
+        Args:
+            spent_usd: Cost of earlier attempts.
+        """
         if self.chosen is None:
             raise PlanError(f"a plan without a pool has no price: {self.refusal.message if self.refusal else ''}")
         return Terms(
@@ -404,11 +417,11 @@ class Plan:
         )
 
     def as_simulated(self) -> Plan:
-        """The same plan for a run on this machine: its dollars are what the chosen pool would have cost."""
+        """Return the plan for a run on this machine, priced as if it ran on the chosen pool."""
         return replace(self, simulated=True)
 
     def brief(self) -> Plan:
-        """The same plan with its best pools and the nearest miss of each kind: small enough for an event."""
+        """Return the plan cut to its best pools and the nearest miss of each kind, small enough for an event."""
         nearest: dict[str, Rejection] = {}
         for one in self.rejected:
             if one.kind not in nearest or one.excess < nearest[one.kind].excess:
@@ -416,38 +429,28 @@ class Plan:
         return replace(self, ranked=self.ranked[:KEPT_POOLS], rejected=tuple(nearest.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON. `figure_kinds` says how each kind of figure is known."""
-        lists = ("prices", "notes", "ranked", "rejected", "refusal")
-        return {
-            "schema": SCHEMA,
-            **{name: getattr(self, name) for name in self.__dataclass_fields__ if name not in lists},
-            "prices": list(self.prices),
-            "notes": list(self.notes),
-            "refusal": None if self.refusal is None else asdict(self.refusal),
-            "chosen": None if self.chosen is None else self.chosen.to_json(),
-            "ranked": [candidate.to_json() for candidate in self.ranked],
-            "rejected": [rejection.to_json() for rejection in self.rejected],
-            "kinds": figure_kinds(),
-        }
+        """Return plain JSON. `kinds` says how each kind of figure is known."""
+        chosen = None if self.chosen is None else asdict(self.chosen)
+        return {"schema": SCHEMA, **asdict(self), "chosen": chosen, "kinds": figure_kinds()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """The inverse of `to_json`. Raises PlanError for another schema."""
+        """Read the result of `to_json`. Raises PlanError for another schema."""
         if data.get("schema") != SCHEMA:
             made = f"the plan is of schema {data.get('schema')!r}, this version reads {SCHEMA}"
             raise PlanError(f"{made}: start a new run of the job, which plans anew and goes on from the last commit")
         refusal = data["refusal"]
         fields = {name: data[name] for name in cls.__dataclass_fields__ if name != "on_demand"}
-        fields["on_demand"] = data.get("on_demand", {})  # of plans before it was kept there is none
+        fields["on_demand"] = data.get("on_demand", {})  # missing in plans of earlier versions
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
-        fields["rejected"] = tuple(map(Rejection.from_json, data["rejected"]))
+        fields["rejected"] = tuple(Rejection(**one) for one in data["rejected"])
         fields["prices"], fields["notes"] = tuple(data["prices"]), tuple(data["notes"])
         fields["refusal"] = refusal and PlanRefusal(**{**refusal, "outcome": Outcome(refusal["outcome"])})
         return cls(**fields)
 
 
 def figure_kinds() -> dict[str, str]:
-    """How each kind of figure of a candidate is known."""
+    """Return for each figure of a candidate how it is known."""
     on_demand = ", ".join(f"{day}, {region}" for region, day in on_demand_recorded().items())
     return {"on_demand_usd_per_hour": f"recorded {on_demand}", **_KINDS}
 
@@ -476,12 +479,18 @@ def make_plan(
     progress: JobProgress = NO_PROGRESS,
     queues: Mapping[str, QueueState] | None = None,
 ) -> Plan:
-    """Rank every pool that `config` allows and decide whether the job may start. A pure function of its sources.
+    """Rank every pool that `config` allows and decide whether the job may start. A pure function of its inputs.
 
-    now_utc: Unix time at which prices are judged. simulated: the run stays on this machine (always with backend local).
-    shape: None: of the built-in model. prices: as `cost.prices.source.open_prices` opens; None: the static table.
-    history: of `ebbflow.cost.job_history`. progress: the rest is planned. queues: pools that none of them takes are
-    rejected; None: of all pools, whatever queues there are. Raises CatalogueError for bad tables.
+    Args:
+        now_utc: Unix time at which prices are judged.
+        simulated: The run stays on this machine; always true if nothing else is planned for.
+        shape: None: the shape of the built-in model.
+        prices: From `cost.prices.source.open_prices`. None: the static table.
+        progress: Work that is done; only the rest is planned.
+        queues: Reject pools that none of these AWS Batch queues can run. None: no such limit.
+
+    Raises:
+        CatalogueError: A shipped table is bad.
     """
     sources = PlanInputs(
         catalogue=load_catalogue() if catalogue is None else catalogue,
@@ -520,7 +529,7 @@ def make_plan(
 
 
 def _divided(config: RunConfig, sources: PlanInputs) -> tuple[list[Candidate], tuple[Rejection, ...]]:
-    """The pools that can run the job, cheapest first, the best of them with their outlook; and those that cannot."""
+    """Return the pools that can run the job, cheapest first, the best with a forecast; and the rejected pools."""
     found = list(judge_pools(config, sources))
     ranked = sorted((one for one in found if isinstance(one, Candidate)), key=_rank)
     ranked, over = split_by_budget(config, sources, ranked)
@@ -548,7 +557,7 @@ def _interval_text(config: RunConfig) -> str:
 
 
 def with_outlook(one: Candidate, hours_left: float | None) -> Candidate:
-    """The pool with the quantiles of its hours and dollars."""
+    """Add the quantiles of hours and dollars to a pool."""
     other = one.storage_usd + one.transfer_usd
     ahead = forecast_quantiles(
         one.case, gang_usd_per_hour=one.gang_usd_per_hour, other_usd=other, hours_left=hours_left

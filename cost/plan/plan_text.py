@@ -1,7 +1,7 @@
-"""The plan as text that reads like a change to approve: what is chosen, what else there was, what cannot be and why.
+"""Render a plan as text: the chosen pool, the other pools in order, and the rejected pools with their reasons.
 
-Marks on figures: l live, r recorded on a date, e estimated, s simulated, ! stale. No line depends on its
-leading spaces, which log viewers drop.
+Marks on figures: l live, r recorded on a date, e estimated, s simulated, ! stale. Log viewers drop leading spaces, so
+no line depends on them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LISTED = 8
 
 
 def render_plan(plan: Plan) -> str:
-    """The whole plan, at most 100 columns wide."""
+    """Render the plan, at most 100 columns wide."""
     sections = [_header(plan)]
     if plan.chosen is not None:
         sections += [_chosen(plan, plan.chosen), _ranked(plan)]
@@ -130,7 +130,7 @@ def _limits(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
 
 
 _COLUMNS = ("", "pool", "place", "GPUs", "$/h", "age", "tokens/s", "hours", "dollars")
-# Given up in this order where a line would be too wide.
+# Columns to drop, in this order, if a line is too wide.
 _SPARE = ("GPUs", "tokens/s", "age")
 
 
@@ -160,7 +160,7 @@ def _ranked(plan: Plan) -> list[str]:
 
 
 def _same_but_for_the_zone(ranked: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Neighbours in the ranking that differ in their zone only: of use for capacity, but not to be read one by one."""
+    """Group neighbours in the ranking that differ only in their zone, to show them as one row."""
 
     def key(one: Candidate) -> tuple[Any, ...]:
         return one.instance_type, one.nodes, one.market, one.region, one.usd_per_hour, one.price_age_hours
@@ -188,7 +188,7 @@ def _price_mark(candidate: Candidate) -> str:
 
 
 def _rejected(plan: Plan) -> list[str]:
-    """Grouped by reason, commonest first, with the nearest miss of each as its example."""
+    """List rejected pools by reason, most frequent first, with the nearest miss as the example."""
     groups: dict[str, list[Rejection]] = {}
     for one in plan.rejected:
         groups.setdefault(one.kind, []).append(one)
@@ -201,7 +201,7 @@ def _rejected(plan: Plan) -> list[str]:
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """What the prices are, and what the marks mean."""
+    """Describe the prices and the marks."""
     said = [line for text in (*plan.prices, *plan.notes) for line in _wrapped(one_line(text))]
     stale = " !: older than cost.max_price_age_hours." if any(one.price_stale for one in plan.ranked) else ""
     marks = f"l: live. r: recorded. e: estimated. s: simulated. Hazards: spot advisor of {advisor_recorded()}.{stale}"
@@ -209,6 +209,6 @@ def _kinds(plan: Plan) -> list[str]:
 
 
 def _wrapped(text: str, indent: int = 2) -> list[str]:
-    """Lines of at most the width. Continuations begin with a visible dot, since leading spaces may be lost."""
+    """Wrap text to the width. Continuation lines begin with a visible dot, because leading spaces may be dropped."""
     follow = "·".ljust(indent)
     return textwrap.wrap(text, WIDTH - 3, subsequent_indent=follow, break_on_hyphens=False)

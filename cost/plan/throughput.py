@@ -1,24 +1,28 @@
-"""Throughput
+"""Estimate the memory per GPU and the tokens per second of a gang.
 
-All of it is estimated. What each part stands on (`ebbflow.infra.footprint.rank_bytes` has the moments of a step):
-- parameters: float32, also under mixed precision, where the float32 shards are themselves the master weights and
-  bfloat16 exists only in gathered units (FSDP2's MixedPrecisionPolicy) or autocast copies (DDP).
-- optimizer: AdamW's two float32 moments. gradients: float32, as many as there are at the peak.
-- parameters, gradients and optimizer are divided by the ranks that share one copy: all with fsdp2, those of a shard or
-  node with hsdp; with `fsdp.cpu_offload` they are in host memory instead.
-- unsharded: what FSDP2 and HSDP gather, and gradients that they have not reduced (`infra.footprint.gathered_bytes`).
-  DDP: autocast's bfloat16 copies, and buckets where gradients are no views of them.
-- activations, logits: `infra.footprint`, per sample. Attention is fused and keeps no matrix of length × length. Of
-  activations `parallel.recompute` keeps a share. Loss and log-probabilities stay float32.
+Memory is a sum of named parts in bytes, so that a refusal can show its arithmetic. `ebbflow.infra.footprint.rank_bytes`
+knows the moments of a step:
+
+- parameters: float32, also under mixed precision, where the float32 shards are the master weights. bfloat16 exists
+  only in gathered units (FSDP2's MixedPrecisionPolicy) or autocast copies (DDP).
+- optimizer: AdamW's two float32 moments. gradients: float32, at their peak.
+- Parameters, gradients and optimizer are divided by the ranks that share one copy: all ranks with fsdp2, those of a
+  shard or node with hsdp. `fsdp.cpu_offload` keeps them in host memory instead.
+- unsharded: what FSDP2 and HSDP gather, and gradients that are not reduced yet (`infra.footprint.gathered_bytes`).
+  DDP: autocast's bfloat16 copies, and buckets if gradients are no views of them.
+- activations, logits: per sample, from `infra.footprint`. Attention is fused and keeps no matrix of length × length.
+  `parallel.recompute` keeps only a share of the activations. Loss and log-probabilities stay float32.
+
+A step takes as long as the longest of four bounds:
 
 - compute: flops of the step / (GPUs × dense peak × MFU prior).
 - network: bytes that each node exchanges per step / its sustained bandwidth, perfectly overlapped with compute.
 - host: with offloading, bytes that each rank moves between host and GPU per step / the bandwidth of PCIe.
-- launch: the host must start every kernel; a model too narrow for its GPU is bound by that, however fast the GPU.
+- launch: the host starts every kernel, which limits a narrow model on a fast GPU.
 
-Real steps are slower than their largest bound, which the MFU prior makes up for in the usual case. It is a prior:
-where jobs of the same store have trained the same configuration, their measured speed takes its place; elsewhere it is
-scaled by the ratio of the two estimates, so that what the estimate gets wrong alike in both places cancels.
+Real steps are slower than their largest bound; the MFU prior covers that in the usual case. If the job history has a
+measured speed of the same configuration, it replaces the estimate. A speed measured on another gang is scaled by the
+ratio of the two estimates, so that errors common to both cancel.
 """
 
 from __future__ import annotations
@@ -49,13 +53,14 @@ GIB = 2**30
 CONTEXT_BYTES = GIB * 5 // 4
 # The caching allocator rounds blocks up and splits them; a tenth on top of the tensors is a customary margin.
 FRAGMENTATION_SHARE = 0.10
-# Of a host's installed memory the kernel, the platform and the container agent keep some: `cost.capacity.placement`.
+# Usable share of a host's memory: the kernel, the platform and the container agent keep the rest
+# (`cost.capacity.placement`).
 HOST_SHARE = 0.925
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
-    """Bytes per GPU at the peak of a step, by what they hold; `total` is their sum."""
+    """Bytes per GPU at the peak of a step, by content; `total` is their sum."""
 
     parameters: int
     gradients: int
@@ -69,24 +74,21 @@ class MemoryFit:
     def total(self) -> int:
         return sum(asdict(self).values())
 
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
-
     def render(self) -> str:
-        """One line: the total and its parts, largest kinds named."""
+        """Render the total and its parts on one line."""
         parts = " + ".join(f"{name} {gib_text(size)}" for name, size in asdict(self).items())
         return f"{gib_text(self.total)} = {parts}"
 
 
 def gib_text(size: int) -> str:
-    """Bytes as text, in the unit that keeps three digits."""
+    """Format bytes in GiB, or in MiB below 1 GiB."""
     if size >= GIB:
         return f"{size / GIB:.2f} GiB"
     return f"{size / 2**20:.1f} MiB"
 
 
 def micro_batch(config: RunConfig, world_size: int) -> int | None:
-    """Samples per rank and micro-batch: batch_size / (world size × accumulation). None when it does not divide."""
+    """Return the samples per rank and micro-batch: batch_size / (world size × accumulation); None if not whole."""
     parts = world_size * config.training.gradient_accumulation_steps
     samples, rest = divmod(config.training.batch_size, parts)
     return samples if rest == 0 and samples > 0 else None
@@ -95,9 +97,10 @@ def micro_batch(config: RunConfig, world_size: int) -> int | None:
 def memory_fit(
     config: RunConfig, world_size: int, shape: ModelShape | None = None, *, ranks_per_node: int | None = None
 ) -> MemoryFit:
-    """Bytes per GPU for `config` on `world_size` ranks. Raises ValueError when the batch does not divide.
+    """Estimate the bytes per GPU on `world_size` ranks. Raises ValueError if the batch does not divide.
 
-    ranks_per_node: what hsdp shards over where no parallel.shard_size says so; None: all ranks.
+    Args:
+        ranks_per_node: Default shard size of hsdp if parallel.shard_size is not set. None: all ranks.
     """
     samples = micro_batch(config, world_size)
     if samples is None:
@@ -110,7 +113,7 @@ def memory_fit(
 def why_host_too_small(
     config: RunConfig, shape: ModelShape, *, nodes: int, ranks_per_node: int, ram_bytes: int
 ) -> tuple[str, float] | None:
-    """(reason, needed ÷ usable) where a node's main memory does not hold its part of the gang; None where it does."""
+    """Return (reason, needed ÷ usable) if a node's main memory is too small for its ranks; None if it suffices."""
     needed = gpu_host_bytes(config, shape, GangShape(nodes=nodes, processes_per_node=ranks_per_node))
     usable = int(HOST_SHARE * ram_bytes)
     if needed <= usable:
@@ -122,7 +125,7 @@ def why_host_too_small(
 
 
 def explain_batch(config: RunConfig, world_size: int) -> str:
-    """Why the batch does not divide, in numbers."""
+    """Explain in numbers why the batch does not divide."""
     size, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps
     parts = world_size * accumulation
     return (
@@ -132,21 +135,21 @@ def explain_batch(config: RunConfig, world_size: int) -> str:
 
 
 # Published for tuned runs: 46 % (PaLM 540B, Chowdhery et al. 2022, table 3), 38–43 % (Llama 3 405B, Grattafiori et
-# al. 2024, table 4). Ours is not tuned, so below the lowest of them.
+# al. 2024, table 4). An untuned run is below the lowest of them.
 MFU_PRIOR = 0.35
 # Log standard deviation of MFU between published runs: GPT-3 21.3 %, Gopher 32.5 %, Megatron-Turing NLG 30.2 %, PaLM
-# 46.2 % (Chowdhery et al. 2022, table 3): what is not known of a speed that nobody measured.
+# 46.2 % (Chowdhery et al. 2022, table 3). The uncertainty of a speed that was not measured.
 UNMEASURED_LOG_DEVIATION = 0.32
 # GPUs of one node that talk over PCIe instead of NVLink gather their shards more slowly than they compute.
 PCIE_FACTOR = 0.7
-# Gathering over TCP costs CPU time and latency which EFA's bypass of the kernel saves.
+# Gathering over TCP costs CPU time and latency; EFA bypasses the kernel.
 NO_EFA_FACTOR = 0.6
 # Share of the listed bandwidth that collectives reach.
 NETWORK_EFFICIENCY = 0.7
 # About 100 kernels per block, forward and backward, at about 10 µs of host time each in eager mode.
 LAUNCH_SECONDS_PER_BLOCK = 1e-3
-# Of three passes over the model (forward, and backward for inputs and weights) full recomputation makes it four. What
-# selective computes again has hardly any flops.
+# Passes over the model, relative to three (forward, and backward for inputs and weights). Full recomputation adds one;
+# selective recomputation has hardly any flops.
 RECOMPUTE_FACTOR = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
 # PCIe 3.0 × 16 moves 15.75 GB/s on paper, copies from pinned memory reach about three quarters of that.
 PCIE_BYTES_PER_SECOND = 12e9
@@ -154,10 +157,15 @@ PCIE_BYTES_PER_SECOND = 12e9
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """tokens_per_second: of whatever the shape's weight_unit counts. step_seconds: one optimizer step.
+    """Speed of a gang.
 
-    bound: compute, network, host or launch, by the estimate. mfu: what the speed comes to. kind: measured, scaled or
-    prior, in words. log_deviation: of the logarithm of the speed, how far it may be off.
+    Attributes:
+        tokens_per_second: In units of the shape's weight_unit.
+        step_seconds: Duration of one optimizer step.
+        bound: The longest bound: compute, network, host or launch.
+        mfu: Model flops utilization at this speed.
+        kind: measured, scaled or prior, in words.
+        log_deviation: Standard deviation of the log of the speed.
     """
 
     tokens_per_second: float
@@ -171,7 +179,7 @@ class Throughput:
 def estimate_throughput(
     config: RunConfig, shape: ModelShape, kind: InstanceType, nodes: int, processes_per_node: int
 ) -> Throughput | None:
-    """None when the GPU's peak for the configured precision is not known."""
+    """Estimate the speed from the four bounds. Return None if the GPU's peak at this precision is unknown."""
     peak = kind.gpu.peak_flops(config.fsdp.use_mixed_precision)
     if peak is None:
         return None
@@ -196,7 +204,10 @@ def estimate_throughput(
 
 
 def speed_fingerprint(config: RunConfig) -> str:
-    """What decides the speed on given hardware, as a name: with two equal ones a measured speed serves for both."""
+    """Return a hash of the settings that decide the speed on given hardware.
+
+    A speed measured with one configuration applies to every configuration with the same fingerprint.
+    """
     sections = config.model_dump(
         mode="json", include={"model", "parallel", "ddp", "fsdp", "workload", "workload_options"}
     )
@@ -216,9 +227,9 @@ def known_throughput(
     history: JobHistory,
     fingerprint: str,
 ) -> Throughput | None:
-    """Measured by a job of this configuration on this gang; else scaled from another gang; else the estimate.
+    """Return the speed measured on this gang, else a speed scaled from another gang, else the estimate.
 
-    None when the GPU's peak is not known, since then nothing says what the model needs there.
+    Return None if the GPU's peak is unknown.
     """
     estimate = estimate_throughput(config, shape, kind, nodes, processes_per_node)
     if estimate is None:
@@ -240,7 +251,7 @@ def _estimate_there(
 ) -> Throughput | None:
     try:
         kind = catalogue[seen.instance_type]
-    except KeyError:  # measured on a type that this catalogue does not have
+    except KeyError:  # measured on a type that is not in this catalogue
         return None
     return estimate_throughput(config, shape, kind, seen.nodes, seen.processes_per_node)
 
@@ -270,22 +281,21 @@ def _micro_steps(config: RunConfig) -> int:
 
 
 def _gatherings(config: RunConfig, shape: ModelShape) -> int:
-    """Of all parameters per step: for forward, and of a larger model again for backward, of every micro-batch."""
+    """Count the all-gathers of the parameters per step: one per micro-batch, two for a large model."""
     return _micro_steps(config) * (1 if stays_gathered(shape.parameters) else 2)
 
 
 def _reductions(config: RunConfig, shape: ModelShape) -> int:
-    """Of all gradients per step, among the ranks of one copy: of a small model with the last micro-batch only."""
+    """Count the reductions of the gradients per step within one copy: one for a small model, else per micro-batch."""
     return 1 if stays_gathered(shape.parameters) else _micro_steps(config)
 
 
 def _network_bytes(config: RunConfig, shape: ModelShape, nodes: int, ranks_per_node: int) -> float:
-    """Bytes that one node receives from the others per optimizer step.
+    """Return the bytes that one node receives from the others per optimizer step.
 
-    FSDP2 gathers parameters and reduces gradients, how often is a question of size (`infra.footprint`). DDP's ring
-    all-reduce moves the gradients twice, once per step, or with a static graph after every micro-batch. HSDP does the
-    former among the nodes of one copy of the model, and the latter, once, between copies, for the share of the
-    gradients that is a node's.
+    FSDP2 gathers parameters and reduces gradients; how often depends on the model's size (`infra.footprint`). DDP's
+    ring all-reduce moves the gradients twice per step, or with a static graph after every micro-batch. HSDP gathers
+    and reduces among the nodes of one copy, and all-reduces a node's share of the gradients between copies.
     """
     if config.parallel.mode == "ddp":
         moved = BFLOAT16_BYTES if config.ddp.gradient_compression == "bfloat16" else FLOAT32_BYTES
@@ -302,9 +312,9 @@ def _network_bytes(config: RunConfig, shape: ModelShape, nodes: int, ranks_per_n
 
 
 def _host_bytes(config: RunConfig, shape: ModelShape, ranks: int, ranks_per_node: int) -> float:
-    """Bytes between one rank's GPU and host memory: its float32 shard up for each gathering, its gradient down.
+    """Return the bytes between one rank's GPU and host memory per step: its shard up per gather, its gradient down.
 
-    Between copies of hsdp gradients are added up once per step, and wait for that on the GPU.
+    With several copies (hsdp), gradients stay on the GPU until they are summed between copies once per step.
     """
     if not config.fsdp.cpu_offload or config.parallel.mode == "ddp":
         return 0.0

@@ -130,12 +130,6 @@ class Adaptive:
         self._asked = action.pool if isinstance(action, UsePool) else None
         return action
 
-    def expected_usd(self, state: State) -> float:
-        """Expected dollars to finish from idle at home, spot being up if it was last seen so. No probes, one pool."""
-        up = any(pool.available is True for pool in state.home_pools)
-        left, slack = self._clock(state)
-        return self._solved(state).expected_cost(left, slack, up, self._models()) * state.on_demand.usd_per_hour
-
     # What is seen
 
     def _observe(self, state: State) -> None:

@@ -11,7 +11,7 @@ import pytest
 import ebbflow.cost.catalogue
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import CatalogueError
-from ebbflow.cost.plan.forecast import gang_hazard_per_hour, reclaim_hazard_per_hour
+from ebbflow.cost.plan.forecast import reclaim_hazard_per_hour
 from ebbflow.cost.prices.quote import StaticPrices
 
 INSTANCES = Path(ebbflow.cost.catalogue.__file__).with_name("instances.csv")
@@ -135,8 +135,3 @@ def test_a_type_listed_twice_and_a_table_without_lines(tmp_path: Path):
 def test_hazard_of_a_band_loses_its_share_in_a_month():
     for band, share in enumerate([0.025, 0.075, 0.125, 0.175, 0.25]):
         assert 1 - math.exp(-730 * reclaim_hazard_per_hour(band)) == pytest.approx(share)
-    one, eight = (gang_hazard_per_hour("spot", 4, gpus) for gpus in (1, 8))
-    failures = gang_hazard_per_hour("on_demand", None, 7)
-    # The pool takes the whole gang at once; only failures of machines grow with it.
-    assert eight - one == pytest.approx(failures)
-    assert gang_hazard_per_hour("spot", None, 8) is None

@@ -13,7 +13,7 @@ import pytest
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PlanError
 from ebbflow.cost.plan.candidates import Candidate
-from ebbflow.cost.plan.forecast import DETECT_SECONDS
+from ebbflow.cost.plan.forecast import DETECT_SECONDS, FAILURES_PER_GPU_HOUR
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.infra.config.schema import RunConfig
@@ -172,11 +172,11 @@ def test_a_deadline_and_a_budget_that_bind_together_are_told_together():
     budget = (cheapest.expected_usd + free.reserve_usd) * 1.001
     late = plan(**given, cost={"deadline_hours": 2, "budget_usd": budget})
     assert late.refusal.outcome is Outcome.DEADLINE and late.refusal.enough == cheapest.expected_hours
-    assert f"The first that the budget bears, {cheapest}" in late.refusal.message
+    assert f"The fastest within the budget, {cheapest}" in late.refusal.message
     enough = plan(**given, cost={"deadline_hours": late.refusal.enough + 0.01, "budget_usd": budget})
     assert enough.refusal is None, "what would do does"
     both = plan(**given, cost={"deadline_hours": 2, "budget_usd": 1.0})
-    assert "The budget binds as well" in both.refusal.message
+    assert "The budget is exceeded as well" in both.refusal.message
     hours, usd = re.search(r"deadline_hours to ([\d.]+) or more.*budget_usd to ([\d.]+)", both.refusal.hint).groups()
     lifted = plan(**given, cost={"deadline_hours": float(hours), "budget_usd": float(usd)})
     assert lifted.refusal is None, "what the hint says of both is enough"
@@ -271,3 +271,9 @@ def test_the_command_prints_the_plan_and_exits_with_its_outcome(tmp_path: Path):
     assert refused.returncode == 4 and "refused (budget)" in refused.stdout
     wrong = run("plan", str(path), "--set", "model.num_heads=7")
     assert wrong.returncode == 2 and "num_heads" in wrong.stderr and not wrong.stdout
+
+
+def test_a_gang_is_reclaimed_at_once_and_only_machine_failures_grow_with_it():
+    cluster = {"market": "spot", "plan_for": "kubernetes", "instance_types": ["g5.xlarge"]}
+    one, two = (plan(cluster={**cluster, "nodes": nodes}).ranked[0] for nodes in (1, 2))
+    assert two.hazard_per_hour - one.hazard_per_hour == pytest.approx(FAILURES_PER_GPU_HOUR * (two.ranks - one.ranks))
