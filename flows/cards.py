@@ -61,7 +61,7 @@ def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:
         _show_table(card, "Beside the jobs before it", JOB_HEADER, format_job_rows(compared))
         card.append(Markdown(_text(describe_price_kinds(compared))))
     if step := suggest_next_step(run):
-        card.append(Markdown(f"## Next\n{_text(step.words)}: {_text(step.command)}"))
+        card.append(Markdown(f"## Next\n{_text(step.explanation)}: {_text(step.command)}"))
     card.append(Markdown("## How far to trust this"))
     card.append(Markdown("\n".join(f"- {_text(line)}" for line in explain_figures(run))))
 

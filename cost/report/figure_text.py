@@ -1,7 +1,4 @@
-"""The figures of a report as rows and lines of text, the same for the terminal, the card and the page.
-
-The lines of a ledger are rounded by the largest remainder at those decimals, so that what is displayed adds up too.
-"""
+"""Format the figures of a report as rows and lines of text, the same ones for terminal, card and HTML page."""
 
 from __future__ import annotations
 
@@ -30,46 +27,69 @@ from ebbflow.infra.config.load import DEFAULT, value_text
 from ebbflow.infra.events import LedgerClass
 from ebbflow.infra.untrusted_text import one_line
 
-_DAMAGE_SHOWN = 10
 LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")
+CAUSE_HEADER = ("what it was paid for", "rank-seconds", "share", "USD")
+GENERATION_HEADER = ("generation", "from step", "last step", "paid rank-seconds", "ended", "culprit")
+ATTEMPT_HEADER = ("attempt", "ended", "waited", "hours", "planned", "USD/h", "planned", "USD")
+PLACE_HEADER = ("attempt", "where", "why")
+_DAMAGE_SHOWN = 10
+_LONGEST_CAUSE = 48  # characters; a cause may hold text from outside
 
 
-def format_ledger_rows(report: RunReport) -> list[tuple[str, str, str, str, str]]:
-    """(class, rank-seconds, share of the paid time, dollars, kind) of each line, and of the total as the last row.
+def format_ledger_rows(report: RunReport) -> list[tuple[str, ...]]:
+    """Format the ledger as rows of `LEDGER_HEADER`, the total last. The displayed amounts sum to the displayed totals.
 
-    The displayed seconds and dollars of the lines sum to the displayed totals.
+    The share is of the paid time.
     """
-    decimals = usd_decimals(report.total_usd)
-    dollars = apportion([line.usd for line in report.ledger], decimals)
-    time = apportion([Decimal(line.rank_microseconds) / 1_000_000 for line in report.ledger], 2)
+    amounts = _format_amounts(report, [(line.rank_seconds, line.usd) for line in report.ledger])
     paid = report.paid_rank_seconds
     rows = [
-        (
-            str(line.ledger_class).replace("_", " "),
-            f"{shown_seconds:,}",
-            format_percent(line.rank_seconds / paid if paid else None),
-            format_usd(shown_usd, decimals),
-            line.kind,
-        )
-        for line, shown_seconds, shown_usd in zip(report.ledger, time, dollars, strict=True)
-    ]
-    kinds = {line.kind for line in report.ledger}
-    kind = "estimated" if kinds - {MEASURED} else MEASURED
-    return [
-        *rows,
-        (
-            "total",
-            format_seconds(paid),
-            format_percent(1.0 if paid else None),
-            format_usd(report.total_usd, decimals),
-            kind,
-        ),
-    ]
+        (str(line.ledger_class).replace("_", " "), time, format_percent(line.rank_seconds / paid if paid else None),
+         dollars, line.kind)
+        for line, (time, dollars) in zip(report.ledger, amounts, strict=True)
+    ]  # fmt: skip
+    kind = "estimated" if {line.kind for line in report.ledger} - {MEASURED} else MEASURED
+    return [*rows, (*_format_total(report, 1.0 if paid else None), kind)]
+
+
+def format_cause_rows(report: RunReport) -> list[tuple[str, ...]]:
+    """Format the causes as rows of `CAUSE_HEADER`, the total last. The displayed amounts sum to the displayed totals.
+
+    The share is of the dollars.
+    """
+    causes = report.money.get("causes") or []
+    if not causes:
+        return []
+    amounts = _format_amounts(report, [(line["rank_seconds"], line["usd"]) for line in causes])
+    total = float(report.total_usd)
+    rows = [
+        (shorten(one_line(line["cause"]), _LONGEST_CAUSE), time, format_percent(line["usd"] / total if total else None),
+         dollars)
+        for line, (time, dollars) in zip(causes, amounts, strict=True)
+    ]  # fmt: skip
+    return [*rows, _format_total(report, 1.0 if total else None)]
+
+
+def _format_amounts(report: RunReport, amounts: Sequence[tuple[float, Decimal | float]]) -> list[tuple[str, str]]:
+    """Format pairs of rank-seconds and dollars so that each column adds up as displayed."""
+    decimals = usd_decimals(report.total_usd)
+    time = apportion([Decimal(str(seconds)) for seconds, _ in amounts], 2)
+    dollars = apportion([Decimal(str(usd)) for _, usd in amounts], decimals)
+    return [(f"{seconds:,}", format_usd(usd, decimals)) for seconds, usd in zip(time, dollars, strict=True)]
+
+
+def _format_total(report: RunReport, share: float | None) -> tuple[str, str, str, str]:
+    total = format_usd(report.total_usd, usd_decimals(report.total_usd))
+    return "total", format_seconds(report.paid_rank_seconds), format_percent(share), total
+
+
+def shorten(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def format_key_figures(report: RunReport) -> dict[str, str]:
-    """The headline figures by name. Every rendering holds each of them, letter by letter. Unknown ones are left out."""
-    actual = report.actual
+    """Format the key figures by name. Every rendering shows each of them verbatim. Unknown figures are left out."""
+    actual, hours = report.actual, report.actual.get("wall_hours")
     figures = {
         "job": one_line(report.job),
         "outcome": format_outcome(report),
@@ -80,7 +100,7 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
         "paid by": format_owner(report),
         "prices": describe_prices(report),
         "paid time": f"{format_seconds(report.paid_rank_seconds)} rank-seconds",
-        "wall time": format_duration(_seconds_of(actual.get("wall_hours"))),
+        "wall time": format_duration(None if hours is None else 3600 * hours),
         "speed": f"{format_number(actual.get('tokens_per_second'), 0)} {get_weight_unit(report)}/s",
         "MFU": format_mfu(report),
         **_quality(report),
@@ -99,18 +119,18 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
 
 
 def _is_unknown(figure: str) -> bool:
-    """n/a, with or without the unit behind it."""
+    """Whether the text is "n/a", with or without a unit."""
     return figure.split(" ")[0] == NONE
 
 
 def format_mfu(report: RunReport) -> str:
-    """Such as "41.0 % of measured peak", or why it is withheld."""
+    """Format the MFU, such as "41.0 % of measured peak", or the reason why it is withheld."""
     withheld = report.actual.get("mfu_withheld")
     return f"withheld: {one_line(withheld)}" if withheld else format_share(report.actual.get("mfu"), "measured peak")
 
 
 def format_outcome(report: RunReport) -> str:
-    """The outcome with its exit code, or since when and where the job is running."""
+    """Format the outcome with its exit code; of a running job, since when and where it is running."""
     if report.running is None:
         return f"{report.outcome} (exit code {report.exit_code})"
     running = {name: one_line(str(value)) for name, value in report.running.items()}
@@ -120,7 +140,7 @@ def format_outcome(report: RunReport) -> str:
 
 
 def get_weight_unit(report: RunReport) -> str:
-    """What the weight of a batch counts, and with it speeds and losses: tokens for text."""
+    """The unit of a batch's weight, and thus of speeds and losses; "tokens" for text."""
     return one_line(report.actual.get("weight_unit") or "tokens")
 
 
@@ -130,7 +150,7 @@ def get_loss_unit(report: RunReport) -> str:
 
 
 def _quality(report: RunReport) -> dict[str, str]:
-    """How good the model is: loss against entropy for text, else whatever the workload's own evaluation gave."""
+    """The model's quality: loss and entropy for text, else the metrics of the workload's own evaluation."""
     actual = report.actual
     if get_weight_unit(report) == "tokens":
         return {
@@ -144,7 +164,7 @@ def _quality(report: RunReport) -> dict[str, str]:
 
 
 def _certificate(report: RunReport) -> dict[str, str]:
-    """Whether resuming was proven before the job began; nothing where nobody asked."""
+    """The result of `--certify`, if the job was certified."""
     found = report.events.get("certificate")
     if not found:
         return {}
@@ -154,7 +174,7 @@ def _certificate(report: RunReport) -> dict[str, str]:
 
 
 def _saves(found: dict[str, Any]) -> str:
-    """What they cost, with redone work: predicted, and as it came; n/a when neither is known."""
+    """The measured and the predicted cost of saves and redone steps; "n/a" if both are unknown."""
     lost, predicted = found.get("actual_loss"), found.get("predicted_loss")
     known = [] if lost is None else [f"stalls and redone steps {format_share(lost, 'paid time')}"]
     known += [] if predicted is None else [f"predicted {format_percent(predicted)}"]
@@ -164,7 +184,7 @@ def _saves(found: dict[str, Any]) -> str:
 
 
 def describe_prices(report: RunReport) -> str:
-    """How the dollars are to be read."""
+    """Describe how the prices behind the dollars are known."""
     kind = one_line(report.actual.get("price_kind", UNPRICED))
     if kind == SIMULATED:
         return f"simulated: priced as if on {one_line(format_pool(report.plan))}"
@@ -182,12 +202,12 @@ def _nothing_paid(report: RunReport) -> bool:
 
 
 def format_pool(plan: dict[str, Any] | None) -> str:
-    """Such as "2 × g5.xlarge spot in use1-az4"; n/a without a pool."""
+    """Format the pool of a plan, such as "2 × g5.xlarge spot in use1-az4"; "n/a" without one."""
     chosen = (plan or {}).get("chosen")
     if not chosen:
         return NONE
     pool = f"{chosen['nodes']} × {chosen['instance_type']} {str(chosen['market']).replace('_', '-')}"
-    place = chosen.get("zone") or chosen.get("region")  # plans before there were several have none
+    place = chosen.get("zone") or chosen.get("region")  # old plans have neither
     return f"{pool} in {place}" if place else pool
 
 
@@ -196,19 +216,19 @@ def get_final_loss(report: RunReport) -> float | None:
 
 
 def get_comparison_header(report: RunReport) -> tuple[str, str, str]:
-    """Column titles of `format_comparison_rows`: a local run is not what was planned, so it must not look like it."""
+    """The header of `format_comparison_rows`. It marks a local run, which did not use the planned pool."""
     if (report.plan or {}).get("simulated"):
         return "plan against actual", "planned on the pool (estimated)", "actual on this machine"
     return "plan against actual", "planned (estimated)", "actual (measured)"
 
 
 def format_comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
-    """(figure, planned, actual): what the plan promised and what came of it. Empty without a plan."""
+    """Format the rows (figure, planned, actual). Empty without a plan."""
     chosen = (report.plan or {}).get("chosen")
     if not chosen:
         return []
     actual = report.actual
-    # The newest plan of a job that went on is for the rest alone: hours and dollars are those of the first.
+    # The newest plan of a resumed job covers only the remaining work: hours and dollars are those of the first plan.
     forecast = report.money.get("forecast") or {
         "hours": chosen["expected_hours"],
         "compute_usd": chosen["expected_usd"],
@@ -228,13 +248,10 @@ def format_comparison_rows(report: RunReport) -> list[tuple[str, str, str]]:
     return [row for row in rows if not (_is_unknown(row[1]) and _is_unknown(row[2]))]
 
 
-GENERATION_HEADER = ("generation", "from step", "last step", "paid rank-seconds", "ended", "culprit")
-
-
 def format_generation_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str]]:
-    """`GENERATION_HEADER` of each start of the gang, oldest first. Empty with a single one, which the rest describes.
+    """Format the generations as rows of `GENERATION_HEADER`, oldest first. Empty for a single generation.
 
-    The displayed seconds sum to those of the ledger, but for nodes of AWS Batch that never joined a generation.
+    The displayed seconds sum to those of the ledger, except for nodes of AWS Batch that never joined a generation.
     """
     lines = report.events.get("generations", [])
     if len(lines) < 2:
@@ -254,7 +271,7 @@ def format_generation_rows(report: RunReport) -> list[tuple[str, str, str, str, 
 
 
 def format_configuration_rows(report: RunReport, *, defaults: bool) -> list[tuple[str, str, str]]:
-    """(key, value, source) of what was set, or of what was left at its default."""
+    """Format the rows (key, value, source) of the keys that were set, or of those that have their default value."""
     return [
         (one_line(row["key"]), one_line(value_text(row["value"])), one_line(row["source"]))
         for row in report.configuration
@@ -263,7 +280,7 @@ def format_configuration_rows(report: RunReport, *, defaults: bool) -> list[tupl
 
 
 def explain_figures(report: RunReport) -> list[str]:
-    """What each kind of figure rests on."""
+    """Explain what each kind of figure is based on, and what is not counted."""
     billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
     estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
     inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
@@ -271,24 +288,24 @@ def explain_figures(report: RunReport) -> list[str]:
     exact = "" if _nothing_paid(report) else "exact at that price, "
     lines = [
         *describe_damage(report),
-        "measured: losses, steps, speed and all time that agents and ranks recorded",
+        "measured: losses, steps, speed, and all time that agents and ranks recorded",
         f"dollars: {_price_in_full(report)}; {exact}no invoice (taxes, credits, storage, transfer left out)",
     ]
     if report.money.get("light_steps_away"):
         lines.append(
-            "not counted: the jobs of the steps around training (start, preflight, plan, prepare, report …), which ran "
-            "on other machines as well; the provider's bill has them, that of AWS Batch by the run's tags"
+            "not counted: jobs of the steps around training (start, preflight, plan, prepare, report …), which ran "
+            "on other machines; they are in the provider's bill, for AWS Batch with the run's tags"
         )
     if inferred:
-        why = "a node's end was not recorded, so it is billed to its last sign of life"
+        why = "a node's end was not recorded, so it is billed to its last recorded event"
         if report.money.get("attempts"):
             why += (
-                ", or as long as AWS Batch says: before the first word it is start-up, after the last what ended "
-                "it; their sum is Batch's own, how it divides follows from two clocks"
+                ", or to the stop time that AWS Batch reports: time before its first event is start-up, time after the "
+                "last an interruption or idle; the sum is Batch's, the division compares two clocks"
             )
         lines.append(f"estimated: {', '.join(inferred)}: {why}")
     if rules:
-        lines.append(f"estimated: {', '.join(rules)}: by the provider's rules, for an instance that is known by its id")
+        lines.append(f"estimated: {', '.join(rules)}: by the provider's billing rules, for instances with a known id")
     lines += format_node_prices(report)
     lines += [one_line(line) for line in (report.plan or {}).get("prices", [])]
     if (report.plan or {}).get("chosen"):
@@ -298,24 +315,24 @@ def explain_figures(report: RunReport) -> list[str]:
         lines.append(f"caution: {format_percent(share, 2)} of the paid time is unattributed, more than 1 %")
     if (report.money.get("hindsight") or {}).get("usd") is not None:
         lines.append(
-            "regret: against the cheapest recorded prices of the same shape with the whole future known, as if there "
-            "had always been capacity; estimated, the most that could have been saved"
+            "regret: against the cheapest use of the recorded prices of the same machines, with all prices known in "
+            "advance and capacity always available; estimated, an upper bound of what could have been saved"
         )
     if report.savings_usd is not None:
         lines.append(
-            "savings: the useful work alone (completed steps that are in the final weights) at the on-demand price, "
-            "less the total: start-up, saves and redone work count against"
+            "savings: the on-demand price of the useful work (completed steps that are in the final weights), less the "
+            "total: start-up, saves and redone work reduce them"
         )
     return lines
 
 
 def describe_damage(report: RunReport) -> list[str]:
-    """What is damaged or missing in the event log, the first places by name. Empty for a sound log."""
-    damage = report.events.get("damage") or []  # reports of before it was recorded have none
+    """Describe the damage of the event log, with its first places. Empty for an intact log."""
+    damage = report.events.get("damage") or []  # old reports lack it
     if not damage:
         return []
     places = format_count(len(damage), "place")
-    lines = [f"DAMAGED: the event log is damaged in {places}; time, dollars and losses are folded from what is left"]
+    lines = [f"DAMAGED: the event log is damaged in {places}; figures are computed from the rest"]
     for one in damage[:_DAMAGE_SHOWN]:
         line = f" line {one['line']}" if one.get("line") else ""
         lines.append(f"damaged: {one_line(one['segment'])}{line}: {one_line(one['what'])}")
@@ -325,10 +342,10 @@ def describe_damage(report: RunReport) -> list[str]:
 
 
 def _price_in_full(report: RunReport) -> str:
-    """The price as it was quoted, and how it was known; plans that were made before quotes were kept lack both."""
+    """The price as quoted and how it is known. Old plans have no quote."""
     chosen = (report.plan or {}).get("chosen") or {}
     text, quoted = describe_prices(report), chosen.get("quoted_usd_per_hour")
-    # The quote is of the planned pool: of other machines the lines on prices say more.
+    # The quote is for the planned pool. `format_node_prices` describes the prices of other machines.
     if not quoted or report.actual.get("price_kind") not in (SIMULATED, chosen.get("price_kind")):
         return text
     known = f" ({one_line(chosen.get('price_kind', NONE))})" if report.actual.get("price_kind") == SIMULATED else ""
@@ -336,7 +353,7 @@ def _price_in_full(report: RunReport) -> str:
 
 
 def format_failures(report: RunReport) -> list[str]:
-    """The failures, first one first."""
+    """Format the failures as lines, oldest first."""
     return [
         f"{format_duration(failure['seconds'])}: {one_line(failure['what'])}"
         + (f" ({one_line(failure['culprit'])})" if failure.get("culprit") else "")
@@ -344,38 +361,8 @@ def format_failures(report: RunReport) -> list[str]:
     ]
 
 
-def _seconds_of(hours: float | None) -> float | None:
-    return None if hours is None else hours * 3600
-
-
-_LONGEST = 48  # a generation's reason is foreign text
-CAUSE_HEADER = ("what it was paid for", "rank-seconds", "share", "USD")
-
-
-def format_cause_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
-    """`CAUSE_HEADER` of each cause and of the total. What is displayed sums to the displayed totals."""
-    causes = report.money.get("causes") or []
-    if not causes:
-        return []
-    decimals = usd_decimals(report.total_usd)
-    dollars = apportion([Decimal(str(line["usd"])) for line in causes], decimals)
-    time = apportion([Decimal(str(line["rank_seconds"])) for line in causes], 2)
-    total = float(report.total_usd)
-    rows = [
-        (
-            _short(one_line(line["cause"])),
-            f"{shown_seconds:,}",
-            format_percent(line["usd"] / total if total else None),
-            format_usd(shown_usd, decimals),
-        )
-        for line, shown_seconds, shown_usd in zip(causes, time, dollars, strict=True)
-    ]
-    whole = format_percent(1.0 if total else None)
-    return [*rows, ("total", format_seconds(report.paid_rank_seconds), whole, format_usd(report.total_usd, decimals))]
-
-
 def format_regret(report: RunReport) -> str:
-    """Such as "$0.0012 (34.0 %) over $0.0035 in hindsight, estimated"."""
+    """Format the regret, such as "$0.0012 (34.0 %) over $0.0035 in hindsight, estimated"."""
     found = report.money.get("hindsight")
     if not found:
         return NONE
@@ -385,24 +372,24 @@ def format_regret(report: RunReport) -> str:
 
 
 def format_budget(report: RunReport) -> str:
-    """Such as "62.0 % of $5.0000, told at 50 %"; n/a without a budget."""
+    """Format the use of the budget, such as "62.0 % of $5.0000, notified at 50 %"; "n/a" without a budget."""
     limit = (report.plan or {}).get("budget_usd")
     if not limit:
         return NONE
-    told = [format_percent(share, 0) for share in report.money.get("thresholds") or []]
+    notified = [format_percent(share, 0) for share in report.money.get("thresholds") or []]
     return f"{format_percent(float(report.total_usd) / limit)} of {format_usd(limit)}" + (
-        f", told at {', '.join(told)}" if told else ""
+        f", notified at {', '.join(notified)}" if notified else ""
     )
 
 
 def format_owner(report: RunReport) -> str:
-    """Owner and project of the configuration; n/a where nobody set them."""
+    """Format owner and project; "n/a" if neither is set."""
     owner, project = (one_line(report.money.get(name) or NONE) for name in ("owner", "project"))
     return NONE if owner == project == NONE else f"{owner}, project {project}"
 
 
 def format_node_prices(report: RunReport) -> list[str]:
-    """How the price of each kind of machine is known, where they were not all of one."""
+    """Format one line for each pool and kind of price, if there is more than one."""
     found = report.money.get("prices") or []
     nodes, decimals = sum(line["nodes"] for line in found), usd_decimals(report.total_usd)
     if len(found) < 2:
@@ -414,17 +401,8 @@ def format_node_prices(report: RunReport) -> list[str]:
     ]
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-
-
-ATTEMPT_HEADER = ("attempt", "ended", "waited", "hours", "planned", "USD/h", "planned", "USD")
-PLACE_HEADER = ("attempt", "where", "why")
-_NOTHING_TOLD = "not told"
-
-
 def format_attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """`ATTEMPT_HEADER` of each: hours and dollars per hour beside what was planned."""
+    """Format the attempts on AWS Batch as rows of `ATTEMPT_HEADER`: actual figures beside the planned ones."""
     return [
         (
             str(one["number"]),
@@ -441,15 +419,15 @@ def format_attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str
 
 
 def format_placement_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """`PLACE_HEADER` of each."""
+    """Format the attempts on AWS Batch as rows of `PLACE_HEADER`."""
     return [(str(one["number"]), one_line(one["where"]), one_line(one["why"])) for one in attempts]
 
 
 def format_placements(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where each was placed and why, a line for each."""
+    """Format one line for each attempt: where it was placed, and why."""
     return [f"{name}: {where}: {why}" for name, where, why in format_placement_rows(attempts)]
 
 
 def _ended(one: Mapping[str, Any]) -> str:
     cause = one_line(one["ended"] or "")
-    return _NOTHING_TOLD if cause in ("", UNKNOWN) else cause.replace("_", " ")
+    return "unknown" if cause in ("", UNKNOWN) else cause.replace("_", " ")

@@ -1,7 +1,6 @@
-"""The report as one self-contained page: no request, no script, light and dark, readable on a phone.
+"""Render the report as one self-contained HTML page: no requests, no scripts, light and dark, readable on a phone.
 
-Everything that is not ours goes through `escape`; numbers arrive as text from `cost.report.figure_text`, so that NaN
-cannot reach it.
+All text from outside goes through `escape`. Numbers arrive as text from `cost.report.figure_text`, without NaN.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from ebbflow.cost.report.report import RunReport
 from ebbflow.infra.events import LedgerClass
 from ebbflow.infra.untrusted_text import one_line
 
-# One hue per class of time: work green, its overheads blue, what interruptions cost warm, the unknown grey.
+# One colour per class of time: work green, its overheads blue, costs of interruptions warm, unknown time grey.
 COLOURS = {
     LedgerClass.USEFUL_STEP: "#2f9e64",
     LedgerClass.DATA_WAIT: "#8bc34a",
@@ -55,8 +54,8 @@ COLOURS = {
 _WIDTH, _HEIGHT = 760, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 34
 _LARGEST_POINTS = 600
-_LONGEST_NUMBER = 32  # characters; a column with a longer cell is text, which may be broken into lines
-# Below 700 px each row becomes a block with a line for each cell, so that no column is cut off on a phone.
+_LONGEST_NUMBER = 32  # characters; a column with a longer cell is text, which may wrap
+# On screens below 700 px each row becomes a block with a line for each cell, so that no column is cut off.
 TABLE_STYLE = """
 .wide{overflow-x:auto}
 .wide table{width:100%;border-collapse:collapse;font-variant-numeric:tabular-nums}
@@ -89,9 +88,11 @@ def escape(text: object) -> str:
 def render_html_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, colours: Sequence[str] = (), total: bool = False
 ) -> str:
-    """A table in one line of HTML. Cells are escaped here, once; those of a row beyond the header are left out.
+    """Render a table and escape its cells. Cells beyond the header are left out.
 
-    colours: of a mark before the first cell of each row; total: whether the last row sums up the others.
+    Args:
+        colours: The colour of a mark before the first cell of each row.
+        total: Whether the last row is the total.
     """
     kinds = [
         ' class="text"' if any(len(row[column]) > _LONGEST_NUMBER for row in rows) else ""
@@ -114,7 +115,7 @@ def _cell(cell: str, label: str, kind: str, mark: str) -> str:
 
 
 def render_ledger_bar(report: RunReport) -> str:
-    """Shares of the paid time side by side, each with its name as a tooltip."""
+    """Render a bar of the paid time by class, with class names as tooltips."""
     parts = [
         f'<span style="flex:{line.rank_microseconds} 1 0;background:{COLOURS[line.ledger_class]}" '
         f'title="{escape(line.ledger_class)} {format_number(line.rank_seconds, 2)} s"></span>'
@@ -125,7 +126,7 @@ def render_ledger_bar(report: RunReport) -> str:
 
 
 def render_loss_chart(report: RunReport) -> str:
-    """The loss over steps, gaps where it was not finite, with the unigram entropy as a dashed line."""
+    """Render the loss over steps as SVG, with gaps for non-finite losses and the unigram entropy as a dashed line."""
     points = thin_points(report.loss_curve)
     losses = [loss for _, loss in points if loss is not None and math.isfinite(loss)]
     if not losses:
@@ -161,7 +162,7 @@ def render_loss_chart(report: RunReport) -> str:
 def thin_points(
     points: Sequence[tuple[int, float | None]], largest: int = _LARGEST_POINTS
 ) -> list[tuple[int, float | None]]:
-    """At most about `largest` points, evenly taken, the last one always among them."""
+    """Keep at most `largest` evenly spaced points, plus the last one."""
     stride = max(1, math.ceil(len(points) / largest))
     kept = list(points[::stride])
     if points and kept[-1] != points[-1]:
@@ -170,7 +171,7 @@ def thin_points(
 
 
 def _pieces(points: Sequence[tuple[int, float | None]]) -> list[list[tuple[int, float]]]:
-    """Runs of finite points: a line must not bridge what was not finite."""
+    """Split the points at non-finite losses, so that no line bridges them."""
     pieces: list[list[tuple[int, float]]] = [[]]
     for step, loss in points:
         if loss is not None and math.isfinite(loss):
@@ -196,7 +197,7 @@ def _axis(
     return "".join(marks)
 
 
-# Shown large, in this order; the others follow in a table.
+# Figures shown large, in this order. The list "All figures" has the others too.
 _HEADLINES = (
     "total",
     "savings",
@@ -211,20 +212,26 @@ _HEADLINES = (
 
 
 def render(report: RunReport, *, python: str = PYTHON) -> str:
-    """The whole page. python: the interpreter that the command to go on names."""
+    """Render the whole page.
+
+    Args:
+        python: The interpreter in the command that continues the job.
+    """
     figures = format_key_figures(report)
     title = f"Ebbflow report: {figures['job']}"
     tone = "bad" if report.exit_code else "good"
+    colours = [COLOURS[line.ledger_class] for line in report.ledger]
+    ledger = render_html_table(LEDGER_HEADER, format_ledger_rows(report), colours=colours, total=True)
     body = [
         f'<header><h1>{escape(figures["job"])}</h1><p class="badge {tone}">{escape(figures["outcome"])}</p></header>',
         _message(report),
         _tiles(figures),
-        _section("Where the paid time went", render_ledger_bar(report) + _ledger(report)),
-        _causes(report),
+        _section("Where the paid time went", render_ledger_bar(report) + ledger),
+        _table_section("Dollars by cause", CAUSE_HEADER, format_cause_rows(report)),
         _section(f"Training loss, {get_loss_unit(report)}", render_loss_chart(report)),
-        _comparison(report),
+        _table_section("Plan against actual", ("", *get_comparison_header(report)[1:]), format_comparison_rows(report)),
         _attempts(report),
-        _generations(report),
+        _table_section("Generations", GENERATION_HEADER, format_generation_rows(report)),
         _list("What went wrong, first failure first", format_failures(report)),
         _section("All figures", _definitions(figures)),
         _configuration(report),
@@ -249,25 +256,6 @@ def _tiles(figures: dict[str, str]) -> str:
     return f'<div class="tiles">{tiles}</div><p class="quiet">Dollars: {escape(figures["prices"])}</p>'
 
 
-def _ledger(report: RunReport) -> str:
-    colours = [COLOURS[line.ledger_class] for line in report.ledger]
-    return render_html_table(LEDGER_HEADER, format_ledger_rows(report), colours=colours, total=True)
-
-
-def _causes(report: RunReport) -> str:
-    rows = format_cause_rows(report)
-    return _section("Dollars by cause", render_html_table(CAUSE_HEADER, rows)) if rows else ""
-
-
-def _comparison(report: RunReport) -> str:
-    rows = format_comparison_rows(report)
-    return (
-        _section("Plan against actual", render_html_table(("", *get_comparison_header(report)[1:]), rows))
-        if rows
-        else ""
-    )
-
-
 def _definitions(figures: dict[str, str]) -> str:
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in figures.items())
     return f"<dl>{rows}</dl>"
@@ -276,11 +264,6 @@ def _definitions(figures: dict[str, str]) -> str:
 def _message(report: RunReport) -> str:
     message = report.events.get("message")
     return f'<p class="message">{escape(one_line(message))}</p>' if message else ""
-
-
-def _generations(report: RunReport) -> str:
-    rows = format_generation_rows(report)
-    return _section("Generations", render_html_table(GENERATION_HEADER, rows)) if rows else ""
 
 
 def _attempts(report: RunReport) -> str:
@@ -292,7 +275,7 @@ def _attempts(report: RunReport) -> str:
 
 
 def _configuration(report: RunReport) -> str:
-    """What somebody set; the defaults fold away, without a script."""
+    """The keys that were set, with the default values in a collapsed part."""
     if not report.configuration:
         return ""
     chosen, defaults = (format_configuration_rows(report, defaults=each) for each in (False, True))
@@ -305,13 +288,17 @@ def _next_step(report: RunReport, python: str) -> str:
     following = suggest_next_step(report, python=python)
     if following is None:
         return ""
-    return _section("What next", f"<p>{escape(following.words)}:</p><pre>{escape(following.command)}</pre>")
+    return _section("What next", f"<p>{escape(following.explanation)}:</p><pre>{escape(following.command)}</pre>")
 
 
 def _list(title: str, lines: Sequence[str]) -> str:
     if not lines:
         return ""
     return _section(title, f"<ol>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ol>")
+
+
+def _table_section(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return _section(title, render_html_table(header, rows)) if rows else ""
 
 
 def _section(title: str, content: str) -> str:

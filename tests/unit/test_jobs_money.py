@@ -90,7 +90,7 @@ def test_the_forecast_is_the_first_plans_and_the_budget_says_how_much_is_gone() 
     told = event(BUDGET, 31.0, generation=2, rank=0, threshold=0.5, spent_usd=0.033, budget_usd=0.064, reserve_usd=0.0)
     report = build_report([*events, later, told])
     assert {row[0]: row[1] for row in format_comparison_rows(report)}["dollars"] == "$0.9000"
-    assert format_key_figures(report)["budget"] == "50.0 % of $0.0640, told at 50 %"
+    assert format_key_figures(report)["budget"] == "50.0 % of $0.0640, notified at 50 %"
 
 
 def test_hindsight_at_one_price_is_the_work_and_one_start() -> None:

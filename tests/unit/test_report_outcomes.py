@@ -113,7 +113,7 @@ def test_without_capacity_the_hint_of_the_plan_is_told() -> None:
     report = build_report([event(PLAN, 2.0, **plan.to_json())])
     following = suggest_next_step(report)
     assert following is not None and plan.refusal is not None
-    assert plan.refusal.hint in following.words
+    assert plan.refusal.hint in following.explanation
     assert following.command.endswith("run --job demo")
 
 
@@ -139,7 +139,7 @@ def test_a_loss_that_is_no_number_is_read_as_null_and_as_nan(strict: bool) -> No
     assert report.outcome is Outcome.NON_FINITE
     assert report.actual["held_out_loss"] is None and report.actual["mfu"] is None
     following = suggest_next_step(report)
-    assert following is not None and "would fail again at step 3" in following.words
+    assert following is not None and "would fail again at step 3" in following.explanation
     assert setting(report) == ("training.learning_rate", "0.0015")
     page, text = render_html(report), render_text(report)
     assert "nan" not in (page + text).lower()
