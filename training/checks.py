@@ -16,7 +16,7 @@ from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
 from ebbflow.training.data.build import SourceFile, check_head, find_files, split_files
 from ebbflow.training.data.tokenizer import BYTES, check_vocabulary, open_tokenizer
 from ebbflow.training.errors import DataError, WorkloadError
-from ebbflow.training.parallel_refusals import Place, find_refusals
+from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
 from ebbflow.training.weights.files import find_weights
 from ebbflow.training.workloads.examine import EXAMINE_SECONDS, examine
 
@@ -148,17 +148,17 @@ _GPU_DEVICES = "/dev/nvidia[0-9]*"
 def check_parallel(context: PreflightContext) -> CheckFinding:
     """What ranks would refuse when they start, on this machine: sizes of shards, precision, DDP's options, compiler."""
     config, place = context.config, _place(context.config)
-    found = find_refusals(config, place)
+    found = find_unsupported_options(config, place)
     if found:
         return CheckFinding.failed("; ".join(refusal.message for refusal in found), found[0].fix)
     return CheckFinding.passed("; ".join([_arrangement(config, place), *_remarks(config)]))
 
 
-def _place(config: RunConfig) -> Place:
+def _place(config: RunConfig) -> RankLayout:
     gang = local_gang(config)
     # Where the plan is to choose the ranks, what depends on their number is left to it and to the ranks themselves.
     ranks, ranks_per_node = (gang.ranks, gang.processes_per_node) if gang else (config.parallel.shard_size or 2, 1)
-    return Place(
+    return RankLayout(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         gpu=bool(glob.glob(_GPU_DEVICES)),
@@ -166,7 +166,7 @@ def _place(config: RunConfig) -> Place:
     )
 
 
-def _arrangement(config: RunConfig, place: Place) -> str:
+def _arrangement(config: RunConfig, place: RankLayout) -> str:
     mode = config.parallel.mode
     if local_gang(config) is None:
         return f"{mode}, on as many ranks as the plan says"

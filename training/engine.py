@@ -1,6 +1,6 @@
 """The training loop. It knows nothing of models, prices or stores; those stand behind the names that it calls.
 
-next_batch → split → forward and backward → pulse → guards → clip → step → heartbeat
+next_batch → split → forward and backward → step sync → guards → clip → step → heartbeat
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import torch
 
 from ebbflow.infra.errors import Outcome
 from ebbflow.training.guards.guards import Action
-from ebbflow.training.limits import Ending, Stop
+from ebbflow.training.limits import LoopResult, Stop
 from ebbflow.training.optimizer import learning_rate, scale_and_clip, set_learning_rate
 from ebbflow.training.trainer import Trainer
 from ebbflow.training.workload import Batch, Loss
 
 
-def train(trainer: Trainer) -> Ending:
+def train(trainer: Trainer) -> LoopResult:
     """Take steps until the last one, a limit, or a number that is not finite; all ranks end alike. Collective."""
     training, optimizer, spread = trainer.config.training, trainer.optimizer, trainer.spread
     at, stop = trainer.start, trainer.stop_before_first_step()
@@ -28,8 +28,8 @@ def train(trainer: Trainer) -> Ending:
         loss = forward_backward(trainer, batch, step)
 
         gradients = spread.gradient_tensors()
-        pulse = trainer.exchange_pulse(at, batch, loss, gradients)
-        judgement = trainer.judge(at, pulse)
+        sync = trainer.sync_step(at, batch, loss, gradients)
+        judgement = trainer.judge(at, sync)
         if judgement.action is Action.STOP:
             return trainer.end(at, Outcome.NON_FINITE, f"step {step}: {judgement.reason}; the last commit stands")
 
@@ -37,19 +37,19 @@ def train(trainer: Trainer) -> Ending:
         rate = learning_rate(training, step)
         set_learning_rate(optimizer, rate)
         if judgement.action is Action.STEP:
-            scale_and_clip(gradients, scale=pulse.scale, norm=pulse.gradient_norm, limit=training.gradient_clip_norm)
+            scale_and_clip(gradients, scale=sync.scale, norm=sync.gradient_norm, limit=training.gradient_clip_norm)
             trainer.saver.before_step()
             optimizer.step()
         optimizer.zero_grad()
 
-        at, stop = at.next(training.batch_size), pulse.stop
-        trainer.record_step(at, pulse, rate, judgement)
+        at, stop = at.next(training.batch_size), sync.stop
+        trainer.record_step(at, sync, rate, judgement)
         trainer.rehearse_fault(step)
         last = step == training.max_steps or stop is not Stop.NONE
         if not last and step % training.evaluation_interval_steps == 0:
             trainer.evaluate(at)
-        trainer.saves.if_due(at, pulse, last=last)
-        trainer.renew_if_due(at, pulse, last=last)
+        trainer.save_controller.save_if_due(at, sync, last=last)
+        trainer.renew_if_due(at, sync, last=last)
 
     if stop is Stop.NONE:
         stop = trainer.evaluate(at)
@@ -59,7 +59,7 @@ def train(trainer: Trainer) -> Ending:
 
 
 def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
-    """Add up gradients, loss and weight over the micro-batches; dividing is left to the pulse, which knows them all."""
+    """Add up gradients, loss and weight over the micro-batches. The step sync, which has all ranks' sums, divides."""
     accumulation = trainer.config.training.gradient_accumulation_steps
     parts = batch.split(accumulation)
     sums, weight = torch.zeros((), device=trainer.gang.device), 0.0

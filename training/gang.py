@@ -19,16 +19,18 @@ from torch import Tensor
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.launch.devices import DeviceChoice, VisibleGpus, assign_gpus, detect_gpus
 from ebbflow.training.launch.transport import is_loopback
-from ebbflow.training.wire import LARGEST_ROW_BYTES, MOST_RANKS, Wire, open_wire
+from ebbflow.training.peer_sockets import LARGEST_ROW_BYTES, MOST_RANKS, PeerSockets, connect_peers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gang:
     """One rank's place. device: where its model lives; `alone` when there is nobody to talk to.
 
-    ranks_per_node: neighbours in number are neighbours on a node, as torchrun counts them. store: this gang's own, of
-    keys and values, for what ranks tell each other beside their collectives. wire: where rows take a shorter way than
-    the group's. device_note: one line where GPUs of this machine are left unused; else "".
+    Attributes:
+        ranks_per_node: ranks on each node; ranks with neighbouring numbers share a node, as with torchrun.
+        store: the gang's own key-value store, for messages outside of collectives.
+        peers: direct connections for small rows; None where the process group carries them.
+        device_note: one line if GPUs of this machine are left unused, else "".
     """
 
     rank: int = 0
@@ -36,7 +38,7 @@ class Gang:
     ranks_per_node: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: dist.Store | None = None
-    wire: Wire | None = None
+    peers: PeerSockets | None = None
     device_note: str = ""
 
     @property
@@ -47,9 +49,9 @@ class Gang:
         """Every rank's row [k] as [world_size, k], equal on all ranks. Collective."""
         if self.alone:
             return row[None]
-        if self.wire is not None and 0 < row.nbytes <= LARGEST_ROW_BYTES:
+        if self.peers is not None and 0 < row.nbytes <= LARGEST_ROW_BYTES:
             own = row.detach().reshape(-1).view(torch.uint8).numpy().tobytes()  # numpy has no bfloat16
-            rows = torch.frombuffer(bytearray(self.wire.gather(own)), dtype=row.dtype)
+            rows = torch.frombuffer(bytearray(self.peers.gather(own)), dtype=row.dtype)
         else:
             rows = row.new_empty(self.world_size * row.numel())
             dist.all_gather_single(rows, row)
@@ -58,12 +60,12 @@ class Gang:
     def gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
         """Every rank's numbers, equal on all ranks, as float64. Collective.
 
-        For each step, in which all is cold: where nothing but the wire is needed, no tensor is made on the way.
+        For each step, in which all is cold: where nothing but the peer sockets is needed, no tensor is made on the way.
         """
         layout = struct.Struct(f"{len(numbers)}d")
         rows = layout.pack(*numbers)
-        if self.wire is not None and layout.size <= LARGEST_ROW_BYTES:
-            rows = self.wire.gather(rows)
+        if self.peers is not None and layout.size <= LARGEST_ROW_BYTES:
+            rows = self.peers.gather(rows)
         elif not self.alone:
             own = torch.frombuffer(bytearray(rows), dtype=torch.float64).to(self.device)
             rows = self.gather(own).numpy(force=True).tobytes()
@@ -88,7 +90,7 @@ def connect(
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     own_gpus = detect_gpus(device_choice, promised=promised_gpus)
-    seen, store, wire = [own_gpus], None, None
+    seen, store, peers = [own_gpus], None, None
     if "MASTER_ADDR" in os.environ:
         store = _open_store(os.environ, rank, world_size, start_seconds)
         store = dist.PrefixStore(generation, store)
@@ -110,8 +112,8 @@ def connect(
             device_id=device if device.type == "cuda" else None,
         )
         if device.type == "cpu" and 1 < world_size <= MOST_RANKS:
-            wire = open_wire(
-                dist.PrefixStore("wire", store),
+            peers = connect_peers(
+                dist.PrefixStore("peers", store),
                 rank,
                 world_size,
                 main=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
@@ -125,7 +127,7 @@ def connect(
         ranks_per_node=ranks_per_node,
         device=device,
         store=store,
-        wire=wire,
+        peers=peers,
         device_note=assigned.note,
     )
 

@@ -27,7 +27,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Ending:
+class LoopResult:
     """How the loop ended, the same on all ranks. step: the last one taken. weights_sha256: None when not computed."""
 
     outcome: Outcome
@@ -84,25 +84,25 @@ class Limits:
 
     def watch_signals(self) -> None:
         """SIGTERM from now on asks for a stop at the end of the step. To be called in the main thread."""
-        signal.signal(signal.SIGTERM, lambda *_: self.leave_within(self._stop_seconds - _LEAVING_SECONDS))
+        signal.signal(signal.SIGTERM, lambda *_: self.request_drain(self._stop_seconds - _LEAVING_SECONDS))
 
-    def leave_within(self, seconds: float) -> None:
+    def request_drain(self, seconds: float) -> None:
         """Stop at the end of the step; a save may take that long. Of several times the shortest counts."""
         self._asked = True
         self._killed_at = min(self._killed_at, time.monotonic() + seconds)
 
     @property
-    def asked_to_leave(self) -> bool:
+    def drain_requested(self) -> bool:
         """By SIGTERM, or by this node's agent."""
         if self._control is not None and (leave_at := self._control.leave_at) < math.inf:
             self._asked = True
             self._killed_at = min(self._killed_at, leave_at - _LEAVING_SECONDS)
         return self._asked
 
-    def await_word(self, seconds: float) -> None:
+    def wait_for_drain(self, seconds: float) -> None:
         """Until this rank has been asked to leave, at most so long."""
         limit = time.monotonic() + seconds
-        while not self.asked_to_leave and time.monotonic() < limit:
+        while not self.drain_requested and time.monotonic() < limit:
             time.sleep(_LOOK_SECONDS)
 
     def save_wanted(self) -> bool:
@@ -127,7 +127,7 @@ class Limits:
     def stop(self) -> Stop:
         """To be asked once in each step: the time between two askings tells what one more step would cost."""
         self._look()
-        if self.asked_to_leave:
+        if self.drain_requested:
             return Stop.INTERRUPTED
         terms = self.terms
         if terms is None:
@@ -154,7 +154,7 @@ class Limits:
         expected = self.terms.step_seconds if self.terms else 0.0
         return self.usd_per_second * max(self._steps, default=expected)
 
-    def budget_news(self, stop: Stop) -> list[dict[str, float]]:
+    def new_budget_thresholds(self, stop: Stop) -> list[dict[str, float]]:
         """The thresholds of the budget that were reached since the last call, as data of `budget` events.
 
         stop: what the ranks have agreed on; a stop for the budget is its last threshold, and what was not told before

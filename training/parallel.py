@@ -33,12 +33,12 @@ from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, RunConfig
 from ebbflow.infra.footprint import SMALL_MODEL_BYTES, shard_ranks
 from ebbflow.training.errors import ParallelError
 from ebbflow.training.gang import Gang
-from ebbflow.training.parallel_refusals import Place, find_refusals
+from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
 from ebbflow.training.weights.load import initialise, materialise
 from ebbflow.training.workload import Workload
 
 
-def tell_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     """From now on `begun` is called when torch begins to compile anything, and what it returns when that is done.
 
     The hooks are private to torch, and found by trying: without them compilation is part of the phase that it happens
@@ -93,11 +93,11 @@ def replicate_model(module: nn.Module, ddp: DdpConfig, gang: Gang) -> tuple[Dist
         bucket_cap_mb=ddp.bucket_cap_mb,
     )
     if not (ddp.static_graph or ddp.find_unused_parameters):
-        _settle_buckets(model)
+        _build_final_buckets(model)
     return model, Compression(model, ddp.gradient_compression)
 
 
-def _settle_buckets(model: DistributedDataParallel) -> None:
+def _build_final_buckets(model: DistributedDataParallel) -> None:
     """Let DDP make its final buckets now, by a backward pass through nothing but the parameters. Collective.
 
     It makes them after its first backward pass, in the order in which gradients came. Which rank's summand comes first
@@ -129,7 +129,7 @@ class Compression:
             self._state = self._fresh()
             model.register_comm_hook(self._state, powerSGD_hook)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         if self._state is not None:
             fresh = self._fresh()
             for name in PowerSGDState.__slots__:
@@ -304,12 +304,12 @@ class Spread:
     def discarded(self) -> None:
         """To be called after a step whose gradients are thrown away: what was kept of them goes too."""
         if self.compression is not None:
-            self.compression.begin_anew()
+            self.compression.reset()
 
     def committed(self) -> None:
         """To be called after every save: what a commit does not hold must not outlive it."""
         if self.compression is not None:
-            self.compression.begin_anew()
+            self.compression.reset()
 
 
 def spread_model(
@@ -349,13 +349,13 @@ def spread_model(
 
 
 def _checked_shard_size(config: RunConfig, gang: Gang, parameters: int) -> int:
-    place = Place(
+    place = RankLayout(
         ranks=gang.world_size,
         ranks_per_node=gang.ranks_per_node,
         gpu=gang.device.type == "cuda",
         parameters=parameters,
     )
-    found = find_refusals(config, place)
+    found = find_unsupported_options(config, place)
     if found:
         raise ParallelError("; and ".join(map(str, found)))
     return shard_ranks(config, place.ranks, place.ranks_per_node)

@@ -107,14 +107,14 @@ _OWN_PHASES = frozenset({"data", "forward"})
 class Reporter:
     """Phases and events. emit takes (name, step=, flush=, **data); beat takes (step, phase), where an agent watches.
 
-    `close` takes away, in turn, what was set up for it elsewhere and left here with `at_end`.
+    `close` takes away, in turn, what was set up for it elsewhere and left here with `on_close`.
     """
 
     clock: Clock
     emit: Callable[..., object]
     beat: Callable[[int, str], None] = lambda step, phase: None
     _at: list[tuple[str, int]] = field(default_factory=lambda: [("init", 0)])
-    _at_end: list[Callable[[], object]] = field(default_factory=list)
+    _on_close: list[Callable[[], object]] = field(default_factory=list)
 
     def enter(self, phase: str, step: int) -> None:
         """From now on this rank is in `phase`; its time is booked in the ledger class of that phase."""
@@ -122,16 +122,16 @@ class Reporter:
         self.beat(step, phase)
         self.clock.enter(_CLASS_OF_PHASE[phase], own=phase in _OWN_PHASES)
 
-    def enter_for_a_while(self, phase: str) -> Callable[[], None]:
+    def enter_temporarily(self, phase: str) -> Callable[[], None]:
         """Enter `phase` in the midst of another; what is returned goes back to that one."""
         before, step = self._at[0]
         self.enter(phase, step)
         return lambda: self.enter(before, step)
 
-    def at_end(self, undo: Callable[[], object]) -> None:
-        self._at_end.append(undo)
+    def on_close(self, undo: Callable[[], object]) -> None:
+        self._on_close.append(undo)
 
     def close(self) -> None:
         """Nobody tells this reporter of phases any more."""
-        while self._at_end:
-            self._at_end.pop()()
+        while self._on_close:
+            self._on_close.pop()()

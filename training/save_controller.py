@@ -1,8 +1,8 @@
 """When a rank saves, when it leaves a save out, and how often: every rank decides alike, from the step sync.
 
-Rank 0 asks; the others hear of it through the pulse, so that all save at the same step. With "auto" the time between
-two saves is Daly's, from what a save costs (the stall, and the steps that an upload slows down), and from the hazard:
-the plan's as a prior, corrected by the interruptions that the job has seen.
+Rank 0 asks for a save, and the step sync carries the request, so that all ranks save at the same step. With "auto" the
+time between two saves is Daly's interval for the measured cost of a save (the stall, and the steps that an upload slows
+down) and the hazard: the plan's as a prior, corrected by the interruptions of the job so far.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ebbflow.infra.reliability import GammaHazard, PlannedHazard, daly_interval_
 from ebbflow.training.limits import Limits, Position, Stop
 from ebbflow.training.parallel import Spread
 from ebbflow.training.reporter import Reporter
-from ebbflow.training.step_sync import Pulse
+from ebbflow.training.step_sync import StepSync
 
 # Without a plan's figure, and for capacity that is said never to be taken: machines fail all the same. An assumption.
 _HAZARD_PER_HOUR = 1.0 / (24 * 7)
@@ -49,7 +49,7 @@ class Choice:
         return asdict(self)
 
 
-class Cadence:
+class SaveSchedule:
     """hazard: what is believed of interruptions when this generation begins. now: the monotonic clock."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Cadence:
             return since >= _FIRST_SECONDS or self._steps + 1 >= self._config.interval_steps
         return since >= self.choice().seconds
 
-    def stepped(self, seconds: float, *, busy: bool) -> None:
+    def record_step(self, seconds: float, *, busy: bool) -> None:
         """A step took so long, without its save; `busy`: while an upload was under way."""
         self._steps += 1
         (self._busy if busy else self._quiet).append(seconds)
@@ -151,10 +151,10 @@ class Cadence:
         return max(0.0, longer) * self._busy_steps / self._saves
 
 
-def believed_hazard(planned_per_hour: float | None, *, interruptions: int, seconds: float) -> PlannedHazard:
-    """The plan's hazard (None: there is no plan), and what the job has seen so far: interruptions in `seconds`."""
+def prior_hazard(planned_per_hour: float | None, *, interruptions: int) -> PlannedHazard:
+    """The plan's hazard (None: there is no plan), corrected by the interruptions of the job so far."""
     plan = PlannedHazard(max(planned_per_hour or 0.0, _HAZARD_PER_HOUR))
-    return plan.seen(interruptions, seconds / 3600.0)
+    return plan.seen(interruptions, 0.0)
 
 
 class Saver(Protocol):
@@ -266,10 +266,10 @@ _LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saves:
+class SaveController:
     """One rank's. extra, carried: what every commit carries besides step, cursor and money, fixed and as it is then.
 
-    cadence: rank 0 only.
+    save_schedule: rank 0 only.
     """
 
     config: CheckpointConfig
@@ -281,23 +281,23 @@ class Saves:
     reporter: Reporter
     extra: dict[str, Any]
     carried: Callable[[int], dict[str, Any]] = lambda step: {}
-    cadence: Cadence | None = None
+    save_schedule: SaveSchedule | None = None
 
     def due(self, step: int) -> bool:
         """What this rank has to say of it, rank 0's word counts. What the agent asks for waits for the save before it,
         so that it is never left out for that."""
         asked = not self.saver.busy and self.limits.save_wanted()
-        return asked or (self.cadence is not None and self.cadence.due(step))
+        return asked or (self.save_schedule is not None and self.save_schedule.due(step))
 
-    def if_due(self, at: Position, pulse: Pulse, *, last: bool) -> None:
-        """What all ranks decide alike, from the pulse: save, leave it out, or save while there is time."""
-        if pulse.stop is Stop.INTERRUPTED:
-            self._in_time(at, pulse)
-        elif last or pulse.renew:
+    def save_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
+        """What all ranks decide alike, from the step sync: save, leave it out, or save while there is time."""
+        if sync.stop is Stop.INTERRUPTED:
+            self._save_before_exit(at, sync)
+        elif last or sync.renew:
             self.save(at)
-        elif pulse.save_due and pulse.saving and self.config.when_busy == "skip":
-            self._skip(at, f"the save before is still under way on rank {', '.join(map(str, pulse.saving[:5]))}")
-        elif pulse.save_due:
+        elif sync.save_due and sync.saving and self.config.when_busy == "skip":
+            self._skip(at, f"the save before is still under way on rank {', '.join(map(str, sync.saving[:5]))}")
+        elif sync.save_due:
             self.save(at)
 
     def save(self, at: Position, *, deadline_seconds: float | None = None) -> None:
@@ -305,18 +305,18 @@ class Saves:
         self.reporter.enter("checkpoint", at.step)
         extra = self.extra | self.carried(at.step)
         extra |= {"step": at.step, "cursor": at.cursor, "spent_usd": self.limits.spent_usd}
-        if self.cadence is not None:
-            extra["exposed_seconds"] = self.cadence.exposed_seconds
+        if self.save_schedule is not None:
+            extra["exposed_seconds"] = self.save_schedule.exposed_seconds
         module = self.spread.module
         stall = self.saver.save(at.step, module, self.optimizer, extra, deadline_seconds=deadline_seconds)
         self.spread.committed()
-        if self.cadence is not None:
-            self.cadence.saved(at.step, stall)
-            self.reporter.emit(INTERVAL, step=at.step, **self.cadence.choice().to_json())
+        if self.save_schedule is not None:
+            self.save_schedule.saved(at.step, stall)
+            self.reporter.emit(INTERVAL, step=at.step, **self.save_schedule.choice().to_json())
 
-    def _in_time(self, at: Position, pulse: Pulse) -> None:
+    def _save_before_exit(self, at: Position, sync: StepSync) -> None:
         """The last save before the machine goes, if what is measured says that it fits; else the last commit stands."""
-        needed, left = pulse.last_save
+        needed, left = sync.last_save
         self.saver.hurry()
         if needed > left:
             self._skip(at, f"a save takes {needed:.1f} s and {left:.1f} s are left; the last commit stands")
@@ -327,16 +327,16 @@ class Saves:
     def finish(self) -> None:
         """Until the newest save is a commit, by the saver's own deadlines; hurried when this rank is told to leave."""
         self.saver.before_step()
-        over = self.reporter.enter_for_a_while("store")
+        over = self.reporter.enter_temporarily("store")
         limit = time.monotonic() + self.config.deadline_seconds
-        while self.saver.busy and not self.limits.asked_to_leave and time.monotonic() < limit:
+        while self.saver.busy and not self.limits.drain_requested and time.monotonic() < limit:
             time.sleep(_LOOK_SECONDS)
         over()
-        if self.limits.asked_to_leave:
+        if self.limits.drain_requested:
             self.saver.hurry()
         self.saver.wait()
 
-    def left_behind(self, at: Position) -> str:
+    def describe_resume_point(self, at: Position) -> str:
         """What a later attempt finds, once nothing is under way any more."""
         commit = self.saver.last_commit
         if commit is None:
@@ -350,18 +350,18 @@ class Saves:
             self.reporter.emit(COMMIT_SKIPPED, step=at.step, reason=reason)
             print(f"step {at.step}: not saved: {reason}", flush=True)
 
-    def note_step(self, seconds: dict[str, float], *, saving: bool) -> dict[str, float]:
+    def record_step_time(self, seconds: dict[str, float], *, saving: bool) -> dict[str, float]:
         """What a step tells of saves; returns what the step's event has of it."""
-        cadence = self.cadence
-        if cadence is None:
+        save_schedule = self.save_schedule
+        if save_schedule is None:
             return {}
-        cadence.stepped(sum(seconds.get(name, 0.0) for name in _STEP_CLASSES), busy=saving)
+        save_schedule.record_step(sum(seconds.get(name, 0.0) for name in _STEP_CLASSES), busy=saving)
         if (durable := self.saver.last_durable) is not None:
-            cadence.committed(*durable)
-        return {"at_risk_usd": cadence.seconds_at_risk * self.limits.usd_per_second}
+            save_schedule.committed(*durable)
+        return {"at_risk_usd": save_schedule.seconds_at_risk * self.limits.usd_per_second}
 
     @property
-    def seconds_before_leaving(self) -> float:
+    def last_save_seconds(self) -> float:
         """What the last save before leaving would take, as far as it is known. It will be spared no bandwidth, so that
         what saves took under a cap says nothing of it; it is then tried, and ends at its deadline."""
         capped = self.config.upload_mib_per_second is not None

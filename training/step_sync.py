@@ -3,10 +3,10 @@
 From it all ranks learn the same things at the same step: the exact mean loss, the total weight, the gradient norm, a
 number that is not finite and whose it is, ranks that have gone apart, who is slow, and whether to stop.
 
-On a CPU the pulse is read at once. On a GPU reading it would make the host wait for the device at every step. There
+On a CPU the step sync is read at once. On a GPU reading it would make the host wait for the device at every step. There
 the row and the gathered rows stay on the device, the scale of the gradients is computed from them there, the optimizer
 step is guarded on the device (the `found_inf` tensor of fused AdamW), and the host reads the rows of step s while step
-s + 1 runs; every decision then falls one step later, on all ranks alike. `Row` and `Pulse` are the halves to keep.
+s + 1 runs; every decision then falls one step later, on all ranks alike. `Row` and `StepSync` are the halves to keep.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DATA_SHARE = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drag:
+class Slowdown:
     """rank: the one that is slow, or waits longest for its data. share: of the step's time, lost to it; the mean of
     the steps in a row. ratio: its own time over the median of the others'."""
 
@@ -56,21 +56,21 @@ def slowest(own_seconds: Sequence[float]) -> tuple[int, float]:
     return rank, own_seconds[rank] / max(statistics.median(others), 1e-9)
 
 
-class PaceWatch:
+class PaceMonitor:
     """Each drag is told once, when it has lasted; and again when it comes back after a step without it."""
 
     def __init__(self) -> None:
         self._streaks = {action: _Streak() for action in (GuardAction.SLOW_RANK, GuardAction.DATA_BOUND)}
 
-    def note(self, own_seconds: Sequence[float], data_seconds: Sequence[float], step_seconds: float) -> list[Drag]:
+    def note(self, own_seconds: Sequence[float], data_seconds: Sequence[float], step_seconds: float) -> list[Slowdown]:
         """One step. Per rank: seconds of data and forward, of data alone. step_seconds: of the longest rank."""
         whole = max(step_seconds, 1e-9)
         rank, ratio = slowest(own_seconds)
         lost = (1 - 1 / ratio) * own_seconds[rank] / whole if ratio > SLOW_RATIO else 0.0
         waiting = max(range(len(data_seconds)), key=data_seconds.__getitem__)
         share = data_seconds[waiting] / whole
-        slow = Drag(action=GuardAction.SLOW_RANK, rank=rank, share=lost, ratio=ratio)
-        bound = Drag(action=GuardAction.DATA_BOUND, rank=waiting, share=share)
+        slow = Slowdown(action=GuardAction.SLOW_RANK, rank=rank, share=lost, ratio=ratio)
+        bound = Slowdown(action=GuardAction.DATA_BOUND, rank=waiting, share=share)
         least = SMALLEST_SECONDS / whole
         found = [
             self._streaks[slow.action].note(slow, lost > max(SMALLEST_SHARE, least)),
@@ -86,10 +86,10 @@ class PaceWatch:
 
 class _Streak:
     def __init__(self) -> None:
-        self._drags: list[Drag] = []
-        self.told: Drag | None = None
+        self._drags: list[Slowdown] = []
+        self.told: Slowdown | None = None
 
-    def note(self, drag: Drag, dragging: bool) -> Drag | None:
+    def note(self, drag: Slowdown, dragging: bool) -> Slowdown | None:
         """The drag, with the means of its streak, at the step at which it has lasted long enough."""
         same = not self._drags or self._drags[-1].rank == drag.rank or drag.action is GuardAction.DATA_BOUND
         if not dragging or not same:
@@ -101,7 +101,7 @@ class _Streak:
         self._drags.append(drag)
         if len(self._drags) < STEPS_IN_A_ROW:
             return None
-        self.told = Drag(
+        self.told = Slowdown(
             action=drag.action,
             rank=drag.rank,
             share=statistics.fmean(one.share for one in self._drags),
@@ -131,13 +131,13 @@ class Row(NamedTuple):
     save_seconds: float = 0.0  # that another would take, as far as it is known
     stop_seconds: float = math.inf  # that are left for it, where this rank was told to leave
     own_seconds: float = 0.0  # without waiting for other ranks, as far as they can be told apart: data and forward
-    weights_sum: float = 0.0  # of its weights before this step, where they are to be compared
+    weights_checksum: float = 0.0  # of its weights before this step, where they are to be compared
     renew: float = 0.0  # its memory is about to run out
     failed_save: float = 0.0  # the step that this rank failed to save, 0: its last save is well or under way
 
 
 @dataclass(frozen=True)
-class Pulse:
+class StepSync:
     """All ranks' rows of one step, the same on every rank."""
 
     rows: list[Row]
@@ -215,12 +215,12 @@ class Pulse:
 
     @property
     def step_seconds(self) -> float:
-        """Of the longest rank, up to the pulse."""
+        """Of the longest rank, up to the step sync."""
         return max(row.compute_seconds + row.data_seconds for row in self.rows)
 
     @property
-    def weights_sums(self) -> list[float]:
-        return [row.weights_sum for row in self.rows]
+    def weights_checksums(self) -> list[float]:
+        return [row.weights_checksum for row in self.rows]
 
     @property
     def renew(self) -> list[int]:
@@ -243,8 +243,8 @@ class Pulse:
             )
 
 
-def exchange(gang: Gang, row: Row) -> Pulse:
+def exchange(gang: Gang, row: Row) -> StepSync:
     """Tell, hear and check. Collective."""
-    pulse = Pulse([Row._make(numbers) for numbers in gang.gather_numbers(row)])
-    pulse.check()
-    return pulse
+    sync = StepSync([Row._make(numbers) for numbers in gang.gather_numbers(row)])
+    sync.check()
+    return sync

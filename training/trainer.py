@@ -27,14 +27,14 @@ from ebbflow.infra.events import BUDGET, EVALUATION, FAULT_INJECTED, NOTICE, OUT
 from ebbflow.training.errors import CheckpointError, GenerationSuperseded
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Action, Guards, Judgement
-from ebbflow.training.limits import Ending, Limits, Position, Stop
+from ebbflow.training.limits import Limits, LoopResult, Position, Stop
 from ebbflow.training.parallel import Spread
 from ebbflow.training.progress import Progress, Status
 from ebbflow.training.rehearse import NON_FINITE, Fault
 from ebbflow.training.rehearse import NOTICE as NOTICE_KIND
 from ebbflow.training.reporter import Reporter
-from ebbflow.training.save_controller import Cadence, Saver, Saves
-from ebbflow.training.step_sync import Pulse, Row, exchange
+from ebbflow.training.save_controller import SaveController, Saver, SaveSchedule
+from ebbflow.training.step_sync import Row, StepSync, exchange
 from ebbflow.training.weights.load import weights_sha256
 from ebbflow.training.workload import Batch, Cursor, Loss, Workload, as_numbers
 
@@ -77,7 +77,7 @@ class Evaluation:
 
     def _look(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         self._pass_seconds = max(self._pass_seconds, time.monotonic() - self._looked_at)
-        if self._limits.asked_to_leave and self._agreed():
+        if self._limits.drain_requested and self._agreed():
             raise _Left
         self._looked_at = time.monotonic()
 
@@ -132,7 +132,7 @@ class Rehearsal:
 class Trainer:
     """One rank's parts. extra: what every commit carries besides step, cursor and money.
 
-    progress, cadence: rank 0 only.
+    progress, save_schedule: rank 0 only.
     """
 
     config: RunConfig
@@ -147,12 +147,12 @@ class Trainer:
     extra: dict[str, Any]
     start: Position = field(default_factory=Position)
     progress: Progress | None = None
-    cadence: Cadence | None = None
+    save_schedule: SaveSchedule | None = None
     rehearsal: Rehearsal | None = None
 
     @cached_property
-    def saves(self) -> Saves:
-        return Saves(
+    def save_controller(self) -> SaveController:
+        return SaveController(
             config=self.config.checkpoint,
             rank=self.gang.rank,
             spread=self.spread,
@@ -161,8 +161,8 @@ class Trainer:
             limits=self.limits,
             reporter=self.reporter,
             extra=self.extra,
-            carried=self.guards.at_save,
-            cadence=self.cadence,
+            carried=self.guards.commit_fields,
+            save_schedule=self.save_schedule,
         )
 
     def enter(self, phase: str, step: int) -> None:
@@ -182,10 +182,10 @@ class Trainer:
 
     def stop_before_first_step(self) -> Stop:
         """Who was told to leave while it started takes no step, and the others with it. Collective."""
-        asked = torch.tensor([float(self.limits.asked_to_leave)], dtype=torch.float64, device=self.gang.device)
+        asked = torch.tensor([float(self.limits.drain_requested)], dtype=torch.float64, device=self.gang.device)
         return Stop.INTERRUPTED if bool(self.gang.gather(asked).any()) else Stop.NONE
 
-    def exchange_pulse(self, at: Position, batch: Batch, loss: Loss, gradients: Sequence[Tensor]) -> Pulse:
+    def sync_step(self, at: Position, batch: Batch, loss: Loss, gradients: Sequence[Tensor]) -> StepSync:
         clock = self.reporter.clock
         row = Row(
             step=at.step + 1,
@@ -197,19 +197,19 @@ class Trainer:
             compute_seconds=clock.booked_seconds(LedgerClass.USEFUL_STEP),
             data_seconds=clock.booked_seconds(LedgerClass.DATA_WAIT),
             stop=self.limits.stop(),
-            save_due=self.saves.due(at.step + 1),
+            save_due=self.save_controller.due(at.step + 1),
             saving=self.saver.busy,
-            save_seconds=self.saves.seconds_before_leaving,
+            save_seconds=self.save_controller.last_save_seconds,
             stop_seconds=self.limits.stop_seconds,
             own_seconds=clock.own_seconds,
-            weights_sum=self.guards.weights_sum(at.step, self.spread.module),
-            renew=self.guards.memory_runs_out(self._seconds_to_go(at)),
+            weights_checksum=self.guards.weights_checksum(at.step, self.spread.module),
+            renew=self.guards.is_memory_running_out(self._seconds_to_go(at)),
             failed_save=self.saver.failed_step or 0,
         )
-        pulse = exchange(self.gang, row)
-        if pulse.failed_save:
-            self.saver.abandon(pulse.failed_save)
-        return pulse
+        sync = exchange(self.gang, row)
+        if sync.failed_save:
+            self.saver.abandon(sync.failed_save)
+        return sync
 
     def _loss_sum(self, loss: Loss) -> float:
         """A rehearsed loss that is no number is told as one; the gradients are as they are."""
@@ -223,9 +223,9 @@ class Trainer:
         taken, to_go = at.step - self.start.step, self.config.training.max_steps - at.step
         return self.reporter.clock.elapsed_seconds / taken * to_go if taken else 0.0
 
-    def judge(self, at: Position, pulse: Pulse) -> Judgement:
+    def judge(self, at: Position, sync: StepSync) -> Judgement:
         """Whether the optimizer may take its step, which all ranks decide alike."""
-        judgement = self.guards.judge(at, pulse, lambda: self._settle(at))
+        judgement = self.guards.judge(at, sync, lambda: self._settle(at))
         if judgement.action is Action.SKIP:
             self.spread.discarded()
         return judgement
@@ -234,30 +234,30 @@ class Trainer:
         self.enter("checkpoint", at.step)
         self.saver.wait()
 
-    def record_step(self, at: Position, pulse: Pulse, learning_rate: float, judgement: Judgement) -> None:
+    def record_step(self, at: Position, sync: StepSync, learning_rate: float, judgement: Judgement) -> None:
         """The step's event, with all time since the last one; on rank 0 also what concerns the whole gang."""
         data: dict[str, Any] = {
-            "loss": pulse.loss,
-            "tokens": pulse.weight,
+            "loss": sync.loss,
+            "tokens": sync.weight,
             "learning_rate": learning_rate,
-            "gradient_norm": pulse.gradient_norm,
+            "gradient_norm": sync.gradient_norm,
             "seconds": self.reporter.clock.take(),
         }
         if judgement.action is Action.SKIP:
             data["skipped"] = judgement.reason
         if self.gang.rank == 0:
-            self.guards.note_pace(at.step, pulse)
-        data |= self.saves.note_step(data["seconds"], saving=bool(pulse.saving))
+            self.guards.record_pace(at.step, sync)
+        data |= self.save_controller.record_step_time(data["seconds"], saving=bool(sync.saving))
         if self.progress is not None:
-            slowest, ratio = pulse.slowest
-            data |= {"flops": pulse.flops, "slowest_rank": slowest, "slowest_ratio": ratio}
+            slowest, ratio = sync.slowest
+            data |= {"flops": sync.flops, "slowest_rank": slowest, "slowest_ratio": ratio}
             commit = self.saver.last_commit
             self.progress.step(
                 Status(
                     step=at.step,
-                    loss=pulse.loss,
-                    tokens=pulse.weight,
-                    flops=pulse.flops,
+                    loss=sync.loss,
+                    tokens=sync.weight,
+                    flops=sync.flops,
                     spent_usd=self.limits.spent_usd,
                     last_commit_step=commit.step if commit else None,
                     at_risk_usd=data.get("at_risk_usd"),
@@ -266,10 +266,10 @@ class Trainer:
             )
         self.reporter.emit(STEP, step=at.step, **data)
         if self.gang.rank == 0:
-            self._tell_budget(at, pulse.stop)
+            self._report_budget(at, sync.stop)
 
-    def _tell_budget(self, at: Position, stop: Stop) -> None:
-        for news in self.limits.budget_news(stop):
+    def _report_budget(self, at: Position, stop: Stop) -> None:
+        for news in self.limits.new_budget_thresholds(stop):
             self.reporter.emit(BUDGET, step=at.step, **news)
             share = f"{news['threshold']:.0%} of the budget ${news['budget_usd']:.4f}"
             print(
@@ -296,12 +296,12 @@ class Trainer:
         aim.spoils_loss = aim.fault.kind == NON_FINITE
         if aim.fault.kind == NOTICE_KIND:
             self.enter("checkpoint", step)
-            self.limits.await_word(_WORD_SECONDS)  # short steps would be over before the agent has heard it
+            self.limits.wait_for_drain(_WORD_SECONDS)  # short steps would be over before the agent has heard it
 
-    def renew_if_due(self, at: Position, pulse: Pulse, *, last: bool) -> None:
+    def renew_if_due(self, at: Position, sync: StepSync, *, last: bool) -> None:
         """Behind the save. Raises MemoryGrowth where a rank's memory is about to run out."""
-        if pulse.renew and not last:
-            self.guards.renew(at, pulse, self.saver)
+        if sync.renew and not last:
+            self.guards.renew(at, sync, self.saver)
 
     @cached_property
     def evaluation(self) -> Evaluation:
@@ -323,11 +323,11 @@ class Trainer:
             self.reporter.emit(EVALUATION, step=at.step, metrics=metrics)
         return Stop.NONE
 
-    def end(self, at: Position, outcome: Outcome, message: str = "") -> Ending:
+    def end(self, at: Position, outcome: Outcome, message: str = "") -> LoopResult:
         """Wait for the save in flight to be committed, then tell the outcome. Collective."""
         self.enter("checkpoint", at.step)
         try:
-            self.saves.finish()
+            self.save_controller.finish()
         except GenerationSuperseded:
             raise
         except CheckpointError as error:
@@ -335,7 +335,7 @@ class Trainer:
                 raise
             message = f"{message}; the last save did not become a commit: {error}"
         if outcome is Outcome.INTERRUPTED:
-            message = f"{message}; {self.saves.left_behind(at)}"
+            message = f"{message}; {self.save_controller.describe_resume_point(at)}"
         if outcome in (Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE):
             self.guards.compare_at_end(at, self.spread.module)  # the last commit is made of them
         self.enter("done", at.step)
@@ -345,4 +345,4 @@ class Trainer:
             self.reporter.emit(
                 OUTCOME, step=at.step, flush=True, outcome=str(outcome), weights_sha256=sha256, message=message
             )
-        return Ending(outcome, at.step, message, sha256)
+        return LoopResult(outcome, at.step, message, sha256)

@@ -31,7 +31,6 @@ from ebbflow.infra.layout import check_job_name, generation_name, job_prefix
 from ebbflow.infra.process import tie_forked_children
 from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
-from ebbflow.training.assembly import build_trainer, make_reporter, open_saver, restore
 from ebbflow.training.checkpoint.lineage import CANDIDATES, GenerationOpening, open_generation, reachable_commits
 from ebbflow.training.checkpoint.rollback import PERMITS, check_rollback, newest_generation_in_events, record_permits
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
@@ -47,9 +46,10 @@ from ebbflow.training.gang import Gang, connect, disconnect, leave
 from ebbflow.training.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.launch.heartbeat import WatchHooks
 from ebbflow.training.launch.messages import WorkerSpec
-from ebbflow.training.limits import Ending
+from ebbflow.training.limits import LoopResult
 from ebbflow.training.progress import live_metrics
 from ebbflow.training.reporter import Clock
+from ebbflow.training.trainer_setup import build_trainer, make_reporter, open_saver, restore
 from ebbflow.training.workloads.examine import PREPARE_SECONDS
 from ebbflow.training.workloads.loader import prepare_data, workload_context
 from ebbflow.training.workloads.trial import try_workload
@@ -291,7 +291,7 @@ def _exit_code(error: BaseException, *, alone: bool) -> int:
     return (outcome if isinstance(outcome, Outcome) else Outcome.FAILED).exit_code
 
 
-def _train(spec: WorkerSpec | None, request: Request | None) -> Ending:
+def _train(spec: WorkerSpec | None, request: Request | None) -> LoopResult:
     config = RunConfig.model_validate(spec.config) if spec else request.config
     use_signing_key(config.checkpoint.signing_key_env)
     signer()  # a key that is missing on this node ends the start before anything is computed
@@ -312,7 +312,7 @@ def _train(spec: WorkerSpec | None, request: Request | None) -> Ending:
     return ending
 
 
-def run_rank(spec: WorkerSpec, gang: Gang) -> Ending:
+def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
     """Train, write the result file, and leave events behind however it ends."""
     origin = Origin(
         job=spec.job,
@@ -334,7 +334,7 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> Ending:
             reporter.enter("init", 0)
             if gang.device_note and gang.rank == 0:
                 emit(NOTICE, message=gang.device_note)
-            saver = open_saver(spec, gang, emit, lambda: reporter.enter_for_a_while("store"))
+            saver = open_saver(spec, gang, emit, lambda: reporter.enter_temporarily("store"))
             trainer = build_trainer(spec, gang, nodes=nodes, reporter=reporter, saver=saver)
             ending = train(replace(trainer, start=restore(trainer, saver, spec.candidates)))
             saver.close()
@@ -364,7 +364,7 @@ def _torchrun_generation() -> str:
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _write_result(path: Path, ending: Ending) -> None:
+def _write_result(path: Path, ending: LoopResult) -> None:
     result = {
         "outcome": str(ending.outcome),
         "step": ending.step,

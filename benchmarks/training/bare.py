@@ -1,4 +1,4 @@
-"""The loop that one would write with torch alone: no pulse, no events, no heartbeat, no seeds, mean loss.
+"""The loop that one would write with torch alone: no step sync, no events, no heartbeat, no seeds, mean loss.
 
 Model, initial weights, data order, AdamW and clipping are those of the engine; wrapping is torch's own.
 """

@@ -18,7 +18,6 @@ from ebbflow.infra.events import STEP, Event, Origin
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.infra.terms import Terms
-from ebbflow.training.assembly import build_trainer, make_reporter
 from ebbflow.training.data import SampleOrder, open_tokens
 from ebbflow.training.engine import train
 from ebbflow.training.errors import TrainingError
@@ -28,12 +27,13 @@ from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position
 from ebbflow.training.reporter import Clock
 from ebbflow.training.save_controller import NoSaver
+from ebbflow.training.trainer_setup import build_trainer, make_reporter
 
 _UNLIMITED = Terms(usd_per_rank_second=1e-6, budget_usd=1e6, deadline_utc=4e9)
 
 
 class EngineLoop:
-    """The whole engine: pulse, clock, heartbeat, limits, events. Each lap pays for putting its events."""
+    """The whole engine: step sync, clock, heartbeat, limits, events. Each lap pays for putting its events."""
 
     def __init__(self, spec: WorkerSpec, gang: Gang, folder: Path) -> None:
         heartbeat = folder / f"heartbeat-{spec.job}-{gang.rank}"

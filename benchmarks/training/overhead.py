@@ -1,7 +1,7 @@
-"""`ebbflow bench overhead`: what being watched costs a step: heartbeat, pulse and guards, beside none of it.
+"""`ebbflow bench overhead`: what being watched costs a step: heartbeat, step sync and guards, beside none of it.
 
 Two ranks on this machine wait 50 ms for their device (a sleep), reduce 1 MiB of gradients, and go on; step after step
-in turn without anything, with heartbeat and pulse, and with guards as well. What disturbs the machine disturbs all
+in turn without anything, with heartbeat and step sync, and with guards as well. What disturbs the machine disturbs all
 alike, so that the figure is the median over the rounds of the difference to the bare step of the same round.
 """
 
@@ -29,14 +29,14 @@ _PART_ROUNDS, _CALLS = 15, 200
 _BARE = "bare"
 _NAMES = {
     _BARE: "bare step",
-    "watched": "heartbeat and pulse",
+    "watched": "heartbeat and step sync",
     "watched_gloo": "the same, by gloo's all-gather",
-    "guarded": "heartbeat, pulse and guards",
+    "guarded": "heartbeat, step sync and guards",
 }
 
 
 def main(arguments: list[str]) -> int:
-    """0; 1 when heartbeat and pulse cost more than --at-most of a step; or the exit code of the error that ended it."""
+    """Returns 1 if heartbeat and step sync cost more than --at-most of a step, or the exit code of an error."""
     parser = argparse.ArgumentParser(prog="ebbflow bench overhead", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=300, help="steps of each kind (default 300)")
     parser.add_argument("--step-milliseconds", type=float, default=50.0, help="that the device takes (default 50)")
@@ -86,7 +86,7 @@ def overhead_figures(ranks: Sequence[dict[str, Any]], step_seconds: float) -> di
 
     share_of_step: by how much a step was longer than the bare one of its round, over step_seconds; a negative one says
     that the machine's noise is larger. The parts are seconds of a call, as it was made within a step; processor is the
-    mean of the ranks, of heartbeat, pulse and guards together.
+    mean of the ranks, of heartbeat, step sync and guards together.
     """
     bare = _slowest(ranks, _BARE, "step")
     found: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def overhead_figures(ranks: Sequence[dict[str, Any]], step_seconds: float) -> di
     return found
 
 
-_PARTS = ("beats", "pulse", "guards")
+_PARTS = ("beats", "step_sync", "guards")
 
 
 def _slowest(ranks: Sequence[dict[str, Any]], name: str, part: str) -> list[float]:
@@ -122,7 +122,7 @@ def overhead_text(figures: dict[str, Any]) -> str:
                 "" if bare else f"{1e6 * found['processor_seconds']:.0f}",
             ]
         )
-    heads = ["step with", "ms", "% of a step more", "4 beats µs", "pulse µs", "guards µs", "CPU µs"]
+    heads = ["step with", "ms", "% of a step more", "4 beats µs", "step sync µs", "guards µs", "CPU µs"]
     about = (
         f"overhead: measured · {figures['ranks']} ranks of 1 thread, a device that takes "
         f"{1e3 * figures['step_seconds']:g} ms, 1 MiB reduced\nmedians of {figures['rounds']} steps each, in turn, "

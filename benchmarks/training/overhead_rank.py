@@ -1,4 +1,4 @@
-"""One rank of `bench overhead`: the same step bare, with heartbeat and pulse, and with the guards as well, in turn."""
+"""One rank of `bench overhead`: the same step bare, with heartbeat and step sync, and with guards as well."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _WARM_UP_ROUNDS = 10
 
 @dataclass
 class _Measured:
-    """Of one contestant, by round: seconds of the whole step; its heartbeats and its pulse alone, as they took their
-    turn, in wall and in processor time."""
+    """Seconds of one contestant, by round: the whole step, and within it heartbeats, step sync and guards."""
 
     step: list[float] = field(default_factory=list)
     beats: list[float] = field(default_factory=list)
-    pulse: list[float] = field(default_factory=list)
+    step_sync: list[float] = field(default_factory=list)
     guards: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
 
@@ -45,7 +44,7 @@ class _Step:
         self._seconds, self._gang, self._heartbeat = seconds, gang, heartbeat
         self._gradients = torch.ones(_GRADIENTS)
         self._row = example_row()
-        self._gloo = replace(gang, wire=None)
+        self._gloo = replace(gang, peers=None)
         self._guards = judged(config, gang)
         self._number = 0
 
@@ -73,17 +72,17 @@ class _Step:
         self._gradients.mul_(1.0)
         found.step.append(time.perf_counter() - began)
         found.beats.append(spent[0])
-        found.pulse.append(parts[0])
+        found.step_sync.append(parts[0])
         found.guards.append(parts[1])
         found.processor.append(spent[1] + parts[2])
 
     def _watch(self, name: str) -> tuple[float, float, float]:
-        """(seconds of the pulse, of the guards, processor seconds of both)."""
+        """(seconds of the step sync, of the guards, processor seconds of both)."""
         began, cpu_began = time.perf_counter(), time.thread_time()
-        pulse = exchange(self._gloo if name == GLOO else self._gang, self._row)
+        sync = exchange(self._gloo if name == GLOO else self._gang, self._row)
         exchanged = time.perf_counter()
         if name == GUARDED:
-            self._guards(pulse)
+            self._guards(sync)
         return exchanged - began, time.perf_counter() - exchanged, time.thread_time() - cpu_began
 
 

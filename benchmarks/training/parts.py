@@ -20,7 +20,7 @@ from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Guards
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.limits import Position
-from ebbflow.training.step_sync import Pulse, Row, exchange
+from ebbflow.training.step_sync import Row, StepSync, exchange
 
 _WINDOWS = 100_000
 _STEP_DATA = {
@@ -42,15 +42,15 @@ def measure_parts(task: dict[str, Any], gang: Gang) -> dict[str, list[float]]:
     order, share = SampleOrder(_WINDOWS, seed=1), max(1, task["config"]["training"]["batch_size"] // gang.world_size)
     values = torch.tensor(row, dtype=torch.float64, device=gang.device)
     with EventLog(Store.open(task["store_uri"]).sub("jobs/parts"), Origin(job="parts", rank=gang.rank)) as log:
-        pulse = exchange(gang, row)
+        sync = exchange(gang, row)
         parts: dict[str, Callable[[], object]] = {
-            "guards": partial(judged(config, gang), pulse),
-            "guards_with_spikes": partial(judged(watchful, gang), pulse),
+            "guards": partial(judged(config, gang), sync),
+            "guards_with_spikes": partial(judged(watchful, gang), sync),
             "heartbeat_beat": lambda: heartbeat.beat(1, "forward"),
             "sample_order": lambda: order.window(10_000, share),
             "event_emit": lambda: log.emit(STEP, step=1, **_STEP_DATA),
-            "pulse": lambda: exchange(gang, row),
-            "pulse_all_gather": lambda: gang.gather(values),
+            "step_sync": lambda: exchange(gang, row),
+            "step_sync_all_gather": lambda: gang.gather(values),
         }
         return {name: _microseconds(call, task["rounds"], task["calls"]) for name, call in parts.items()}
 
@@ -71,14 +71,14 @@ def example_row() -> Row:
     )
 
 
-def judged(config: RunConfig, gang: Gang) -> Callable[[Pulse], None]:
-    """What guards do with the pulse of a step in which nothing is wrong, on rank 0."""
+def judged(config: RunConfig, gang: Gang) -> Callable[[StepSync], None]:
+    """What guards do with the step sync of a step in which nothing is wrong, on rank 0."""
     guards, at = Guards(config=config, gang=gang, copies=1, emit=lambda *_, **__: None), Position(1)
 
-    def judge(pulse: Pulse) -> None:
-        guards.judge(at, pulse, lambda: None)
-        guards.memory_runs_out(0.0)
-        guards.note_pace(1, pulse)
+    def judge(sync: StepSync) -> None:
+        guards.judge(at, sync, lambda: None)
+        guards.is_memory_running_out(0.0)
+        guards.record_pace(1, sync)
 
     return judge
 

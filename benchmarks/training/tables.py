@@ -14,8 +14,8 @@ _PARTS = {
     "heartbeat_beat": ("heartbeat beat", "4"),
     "sample_order": ("order of the samples", "1"),
     "event_emit": ("event emit", "1"),
-    "pulse": ("pulse: row, all-gather, checks", "1"),
-    "pulse_all_gather": ("  of which the all-gather", ""),
+    "step_sync": ("step sync: row, all-gather, checks", "1"),
+    "step_sync_all_gather": ("  of which the all-gather", ""),
     "guards": ("guards: numbers, pace, memory", "1"),
     "guards_with_spikes": ("  with spikes looked for", ""),
 }

@@ -125,8 +125,8 @@ def test_a_lead_that_does_not_answer_costs_no_save(make_drain: MakeDrain, tmp_pa
     limits = limits_of(OrderRecord(drain.create_order_record(tmp_path)))
     drain.on_signal()
     attend(drain, post, [])
-    assert not limits.asked_to_leave, "the lead has a moment to tell all nodes alike"
-    wait_until("the word", lambda: attend(drain, post, []) and limits.asked_to_leave, timeout=5)
+    assert not limits.drain_requested, "the lead has a moment to tell all nodes alike"
+    wait_until("the word", lambda: attend(drain, post, []) and limits.drain_requested, timeout=5)
     assert 26 < limits.stop_seconds <= 28 and limits.describe(Stop.INTERRUPTED) == "asked to leave (SIGTERM)"
 
 
@@ -137,7 +137,7 @@ def test_what_was_ordered_holds_for_ranks_that_start_later(make_drain: MakeDrain
     attend(drain, post, [])
     time.sleep(0.2)
     later = limits_of(OrderRecord(drain.create_order_record(tmp_path)))
-    assert later.asked_to_leave and later.stop_seconds <= 27.8
+    assert later.drain_requested and later.stop_seconds <= 27.8
 
 
 @pytest.mark.parametrize(("setting", "does"), [("save", "save"), ("leave", "leave"), ("nothing", "nothing")])

@@ -131,11 +131,11 @@ def test_what_being_watched_costs_is_measured_beside_the_bare_step(
     assert sorted(contestants) == ["bare", "guarded", "watched"]
     for found in contestants.values():
         assert found["step_seconds"]["rounds"] == 4 and found["step_seconds"]["low"] >= 0.002
-    assert contestants["bare"]["share_of_step"]["median"] == contestants["bare"]["pulse_seconds"]["median"] == 0.0
+    assert contestants["bare"]["share_of_step"]["median"] == contestants["bare"]["step_sync_seconds"]["median"] == 0.0
     for name in ("watched", "guarded"):
-        assert contestants[name]["pulse_seconds"]["low"] > contestants[name]["beats_seconds"]["low"] > 0.0
+        assert contestants[name]["step_sync_seconds"]["low"] > contestants[name]["beats_seconds"]["low"] > 0.0
         assert contestants[name]["processor_seconds"] > 0.0
     assert contestants["guarded"]["guards_seconds"]["median"] > 0.0
-    assert {"heartbeat_beat", "pulse", "guards"} <= set(figures["parts"])
+    assert {"heartbeat_beat", "step_sync", "guards"} <= set(figures["parts"])
     out = capsys.readouterr().out
-    assert "measured" in out and "heartbeat, pulse and guards" in out
+    assert "measured" in out and "heartbeat, step sync and guards" in out

@@ -34,16 +34,16 @@ def test_thresholds_are_told_once_and_a_step_must_be_affordable() -> None:
     seen = []
     for now in (0.0, 100.0, 550.0, 700.0, 810.0):
         stop = limits.stop()
-        seen += [(now, news["threshold"], news["spent_usd"]) for news in limits.budget_news(stop)]
+        seen += [(now, news["threshold"], news["spent_usd"]) for news in limits.new_budget_thresholds(stop)]
     # Half was told by an earlier attempt. A step of 450 s was seen: at $5.50 another one would not fit into $9.00.
     assert stop is Stop.BUDGET and seen == [(550.0, 0.8, 5.5), (550.0, 1.0, 5.5)]
     now = 0.0
     brisk = Limits(replace(terms, told_threshold=0.0), world_size=1, elapsed_seconds=lambda: now)
     told: dict[float, float] = {}
     while (stop := brisk.stop()) is Stop.NONE:
-        told |= {news["threshold"]: now for news in brisk.budget_news(stop)}
+        told |= {news["threshold"]: now for news in brisk.new_budget_thresholds(stop)}
         now += 1.0
-    told |= {news["threshold"]: now for news in brisk.budget_news(stop)}
+    told |= {news["threshold"]: now for news in brisk.new_budget_thresholds(stop)}
     assert told == {0.5: 500.0, 0.8: 800.0, 1.0: 899.0}
 
 
@@ -64,7 +64,7 @@ def test_the_first_step_of_an_attempt_has_the_price_that_the_plan_expects() -> N
 def test_without_a_budget_nothing_is_told_and_with_nothing_left_nothing_starts() -> None:
     terms = Terms(usd_per_rank_second=1.0, reserve_usd=2.0, spent_usd=1e9)
     assert terms.out_of_money() == "" and terms.reached(1e9) == []
-    assert Limits(terms, world_size=1, elapsed_seconds=lambda: 1e9).budget_news(Stop.NONE) == []
+    assert Limits(terms, world_size=1, elapsed_seconds=lambda: 1e9).new_budget_thresholds(Stop.NONE) == []
     assert replace(terms, budget_usd=10.0, spent_usd=7.9).out_of_money() == ""
     assert "$8.0000 of $10.0000" in replace(terms, budget_usd=10.0, spent_usd=8.0).out_of_money()
 

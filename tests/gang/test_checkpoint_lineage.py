@@ -16,7 +16,6 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import ObjectNotFound
 from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
-from ebbflow.training.assembly import open_saver
 from ebbflow.training.checkpoint import (
     Checkpointer,
     Generation,
@@ -36,6 +35,7 @@ from ebbflow.training.errors import (
 )
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.trainer_setup import open_saver
 
 
 @pytest.fixture

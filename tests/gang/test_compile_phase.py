@@ -11,7 +11,7 @@ import torch
 
 from ebbflow.infra.events import LedgerClass
 from ebbflow.training.launch.heartbeat import HangLimits, Heartbeat, HeartbeatReading, PhaseThresholds
-from ebbflow.training.parallel import tell_compilation
+from ebbflow.training.parallel import report_compilation
 from ebbflow.training.reporter import Clock, Reporter
 from tests.support.guard_jobs import Job
 
@@ -43,7 +43,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     import torch._dynamo
 
     rank = Rank(tmp_path)
-    stop = tell_compilation(lambda: rank.reporter.enter_for_a_while("compile"))
+    stop = report_compilation(lambda: rank.reporter.enter_temporarily("compile"))
     yield rank
     stop()
     torch._dynamo.reset()

@@ -27,7 +27,7 @@ from ebbflow.training.errors import DivergenceError
 from ebbflow.training.limits import Limits, Stop
 from ebbflow.training.progress import Progress, Status
 from ebbflow.training.reporter import Clock, process_start_monotonic
-from ebbflow.training.step_sync import Pulse, Row
+from ebbflow.training.step_sync import Row, StepSync
 from ebbflow.training.workload import Cursor
 from tests.support.gangs import run_ranks, train_gang
 
@@ -200,17 +200,17 @@ def row(**changes: float) -> Row:
     return Row(**values | changes)
 
 
-def test_the_pulse_averages_exactly_and_names_who_strays() -> None:
-    pulse = Pulse([row(loss_sum=9.0, weight=3.0, square_sum=9.0), row(loss_sum=1.0, weight=2.0, square_sum=16.0)])
-    assert (pulse.loss, pulse.weight, pulse.gradient_norm) == (2.0, 5.0, pytest.approx(2 / 5 * 5.0))
-    assert pulse.non_finite == ""
-    assert "rank 1" in Pulse([row(), row(loss_sum=math.nan)]).non_finite
-    assert "rank 0" in Pulse([row(square_sum=math.inf), row()]).non_finite
-    assert Pulse([row(), row(stop=Stop.BUDGET), row(stop=Stop.INTERRUPTED)]).stop is Stop.INTERRUPTED
+def test_the_step_sync_averages_exactly_and_names_who_strays() -> None:
+    sync = StepSync([row(loss_sum=9.0, weight=3.0, square_sum=9.0), row(loss_sum=1.0, weight=2.0, square_sum=16.0)])
+    assert (sync.loss, sync.weight, sync.gradient_norm) == (2.0, 5.0, pytest.approx(2 / 5 * 5.0))
+    assert sync.non_finite == ""
+    assert "rank 1" in StepSync([row(), row(loss_sum=math.nan)]).non_finite
+    assert "rank 0" in StepSync([row(square_sum=math.inf), row()]).non_finite
+    assert StepSync([row(), row(stop=Stop.BUDGET), row(stop=Stop.INTERRUPTED)]).stop is Stop.INTERRUPTED
     with pytest.raises(DivergenceError, match="rank 2 at step 7, sample 1; the others at step 1"):
-        Pulse([row(), row(), row(step=7.0)]).check()
+        StepSync([row(), row(), row(step=7.0)]).check()
     with pytest.raises(DivergenceError, match="nothing to average"):
-        Pulse([row(weight=0.0)]).check()
+        StepSync([row(weight=0.0)]).check()
 
 
 def test_limits_stop_before_the_money_or_the_time_is_gone() -> None:

@@ -65,7 +65,7 @@ class Ranks:
         def evaluate(model: nn.Module) -> dict[str, float]:
             for number in range(1, PASSES + 1):
                 if number == self.told.get(rank):
-                    limits.leave_within(60.0)
+                    limits.request_drain(60.0)
                 model(torch.zeros(1, 1))
                 self._collective.wait()
                 self.passes[rank] += 1
@@ -160,7 +160,7 @@ def test_a_gang_leaves_its_last_evaluation_at_a_notice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_without_a_store_only_a_rank_that_is_alone_can_leave(world_size: int) -> None:
     limits, model = Limits(None, world_size=world_size, elapsed_seconds=lambda: 0.0), nn.Linear(1, 1)
-    limits.leave_within(60.0)
+    limits.request_drain(60.0)
     workload = SimpleNamespace(evaluate=lambda model: {"score": float(model(torch.zeros(1, 1)).numel())})
     left = Evaluation(Gang(world_size=world_size), limits).run(
         cast(Any, workload), Spread(model=model, module=model, copies=1)

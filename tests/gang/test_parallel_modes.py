@@ -21,7 +21,7 @@ from ebbflow.training.data import prepare_tokens
 from ebbflow.training.errors import ParallelError
 from ebbflow.training.gang import Gang
 from ebbflow.training.parallel import spread_model
-from ebbflow.training.parallel_refusals import Place, find_refusals
+from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
 from tests.support.checks import failed, passed
 from tests.support.curves import TEXT
 from tests.support.gangs import run_ranks, train_gang
@@ -195,17 +195,17 @@ def test_recomputing_saves_memory_and_changes_no_gradient() -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused_with_its_arithmetic(sections: dict, place: dict, said: str) -> None:
-    here = Place(**({"ranks": 4, "ranks_per_node": 2, "gpu": False, "parameters": 1000} | place))
-    (refusal,) = find_refusals(make_config(**sections), here)
+    here = RankLayout(**({"ranks": 4, "ranks_per_node": 2, "gpu": False, "parameters": 1000} | place))
+    (refusal,) = find_unsupported_options(make_config(**sections), here)
     assert re.search(said, str(refusal))
 
 
 def test_nccl_and_gangs_of_one_refuse_less() -> None:
     halves = make_config(ddp={"gradient_compression": "bfloat16"})
     low_rank = make_config(ddp={"gradient_compression": "powersgd", "bucket_cap_mb": 1.0})
-    assert not find_refusals(halves, Place(ranks=2, ranks_per_node=2, gpu=True))
-    assert not find_refusals(low_rank, Place(ranks=2, ranks_per_node=2, gpu=True, parameters=10**9))
-    assert not find_refusals(halves, Place(ranks=1, ranks_per_node=1, gpu=False))
+    assert not find_unsupported_options(halves, RankLayout(ranks=2, ranks_per_node=2, gpu=True))
+    assert not find_unsupported_options(low_rank, RankLayout(ranks=2, ranks_per_node=2, gpu=True, parameters=10**9))
+    assert not find_unsupported_options(halves, RankLayout(ranks=1, ranks_per_node=1, gpu=False))
 
 
 def test_ranks_refuse_what_preflight_would_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What saves cost, in the report; and what all ranks decide alike about them, from the pulse."""
+"""What saves cost, in the report; and what all ranks decide alike about them, from the step sync."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from ebbflow.training.launch.messages import CAUSES, OrderRecord, RankOrder
 from ebbflow.training.limits import Limits, Position, Stop
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Clock, Reporter
-from ebbflow.training.save_controller import Cadence
-from ebbflow.training.step_sync import Pulse, Row
+from ebbflow.training.save_controller import SaveSchedule
+from ebbflow.training.step_sync import Row, StepSync
 from ebbflow.training.trainer import Rehearsal, Trainer
 from tests.support.flow import wait_until
 from tests.support.timelines import GangLog, event, plan_event
@@ -137,29 +137,29 @@ def trainer_of(saver: Saver, events: list, **checkpoint: Any) -> Trainer:
         reporter=Reporter(Clock(emit, started=0.0), emit),
         guards=Guards(config=config, gang=gang, copies=1, emit=emit),
         extra={},
-        cadence=Cadence(config.checkpoint, GammaHazard.from_prior(0.1)),
+        save_schedule=SaveSchedule(config.checkpoint, GammaHazard.from_prior(0.1)),
     )
 
 
-def pulse_of(*rows: dict[str, float]) -> Pulse:
+def sync_of(*rows: dict[str, float]) -> StepSync:
     values = dict.fromkeys(
         ("step", "cursor", "loss_sum", "square_sum", "flops", "compute_seconds", "data_seconds"), 1.0
     )
-    return Pulse([Row(**{**values, "weight": 1.0, "stop": 0.0, **row}) for row in rows])
+    return StepSync([Row(**{**values, "weight": 1.0, "stop": 0.0, **row}) for row in rows])
 
 
 @pytest.mark.parametrize(("when_busy", "saved"), [("wait", [(7, None)]), ("skip", [])])
 def test_a_rank_that_is_still_saving_makes_all_wait_or_all_skip(when_busy: str, saved: list) -> None:
     saver, events = Saver(), []
     trainer = trainer_of(saver, events, when_busy=when_busy)
-    trainer.saves.if_due(Position(7), pulse_of({"save_due": 1.0}, {"saving": 1.0}), last=False)
+    trainer.save_controller.save_if_due(Position(7), sync_of({"save_due": 1.0}, {"saving": 1.0}), last=False)
     assert saver.asked == saved
     skipped = [data for name, data in events if name == COMMIT_SKIPPED]
     assert bool(skipped) is not bool(saved)
     assert not skipped or (skipped[0]["step"] == 7 and "rank 1" in skipped[0]["reason"])
-    trainer.saves.if_due(Position(8), pulse_of({"saving": 1.0}, {"save_due": 1.0}), last=False)
+    trainer.save_controller.save_if_due(Position(8), sync_of({"saving": 1.0}, {"save_due": 1.0}), last=False)
     assert saver.asked == saved, "rank 0 alone decides what is due"
-    trainer.saves.if_due(Position(9), pulse_of({}, {"saving": 1.0}), last=True)
+    trainer.save_controller.save_if_due(Position(9), sync_of({}, {"saving": 1.0}), last=True)
     assert saver.asked[-1] == (9, None), "the last step is saved in any case"
 
 
@@ -199,7 +199,7 @@ def test_a_notice_hurries_the_last_save_of_a_job_that_is_done(tmp_path: Path) ->
     limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
     trainer, phases = trainer_of(saver, []), []
     reporter = replace(trainer.reporter, beat=lambda step, phase: phases.append(phase))
-    saves = replace(trainer, limits=limits, reporter=reporter).saves
+    saves = replace(trainer, limits=limits, reporter=reporter).save_controller
     reporter.enter("checkpoint", 9)
     saves.finish()
     assert saver.asked == ["before_step"]
@@ -216,11 +216,11 @@ def test_a_notice_leads_to_a_save_in_time_or_to_none() -> None:
     saver, events = Saver(), []
     trainer = trainer_of(saver, events, deadline_seconds=60)
     leaving = {"stop": float(Stop.INTERRUPTED)}
-    fits = pulse_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 9.0})
-    trainer.saves.if_due(Position(3), fits, last=True)
+    fits = sync_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 9.0})
+    trainer.save_controller.save_if_due(Position(3), fits, last=True)
     assert saver.asked == ["hurry", (3, 28.0)]
-    late = pulse_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 31.0})
-    trainer.saves.if_due(Position(4), late, last=True)
+    late = sync_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 31.0})
+    trainer.save_controller.save_if_due(Position(4), late, last=True)
     assert saver.asked == ["hurry", (3, 28.0), "hurry"]
     (skipped,) = [data for name, data in events if name == COMMIT_SKIPPED]
     assert skipped["reason"] == "a save takes 31.0 s and 28.0 s are left; the last commit stands"
@@ -238,7 +238,7 @@ def test_leaving_goes_on_without_the_last_save_but_a_finished_job_does_not() -> 
 
 def test_a_cap_says_nothing_of_a_save_that_is_spared_no_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Row] = []
-    monkeypatch.setattr("ebbflow.training.trainer.exchange", lambda gang, row: rows.append(row) or Pulse([row]))
+    monkeypatch.setattr("ebbflow.training.trainer.exchange", lambda gang, row: rows.append(row) or StepSync([row]))
     for cap in (None, 0.5):
         saver = Saver()
         saver.expected_seconds = 40.0
@@ -248,17 +248,17 @@ def test_a_cap_says_nothing_of_a_save_that_is_spared_no_bandwidth(monkeypatch: p
             workload=SimpleNamespace(flops=lambda batch: 1.0),
             spread=SimpleNamespace(module=None, square_sum=lambda gradients: 1.0),
         )
-        trainer.exchange_pulse(Position(3), None, SimpleNamespace(sum=1.0, weight=1.0), [])
+        trainer.sync_step(Position(3), None, SimpleNamespace(sum=1.0, weight=1.0), [])
     assert [row.save_seconds for row in rows] == [40.0, 0.0]
 
 
 def test_of_several_times_to_leave_the_shortest_counts() -> None:
     limits = Limits(None, world_size=1, elapsed_seconds=lambda: 0.0, stop_seconds=30.0)
     assert limits.stop() is Stop.NONE and limits.stop_seconds == math.inf
-    limits.leave_within(110.0)
+    limits.request_drain(110.0)
     assert limits.stop() is Stop.INTERRUPTED and 109 < limits.stop_seconds <= 110
-    limits.leave_within(28.0)
-    limits.leave_within(90.0)
+    limits.request_drain(28.0)
+    limits.request_drain(90.0)
     assert 27 < limits.stop_seconds <= 28
-    limits.leave_within(-5.0)
+    limits.request_drain(-5.0)
     assert limits.stop_seconds == 0.0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.training.gang import Gang
-from ebbflow.training.limits import Ending
+from ebbflow.training.limits import LoopResult
 from ebbflow.training.worker import parse_arguments, release_job, run_rank, share_spec
 
 
-def run_alone(config: RunConfig, job: str) -> Ending:
+def run_alone(config: RunConfig, job: str) -> LoopResult:
     """As `python -m training CONFIG --job JOB` does from its arguments to its result, in this process.
 
     The store must be a folder; the configuration is written beside it.

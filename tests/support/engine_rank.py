@@ -28,7 +28,7 @@ from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.parallel import spread_model
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Clock, Reporter
-from ebbflow.training.save_controller import Cadence, NoSaver, believed_hazard
+from ebbflow.training.save_controller import NoSaver, SaveSchedule, prior_hazard
 from ebbflow.training.trainer import Rehearsal, Trainer
 from ebbflow.training.workload import Cursor, Loss
 from ebbflow.training.workloads.language_model import TextBatch, TextWorkload
@@ -116,9 +116,7 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
         saver=saver,
         limits=limits,
         reporter=reporter,
-        cadence=Cadence(config.checkpoint, believed_hazard(None, interruptions=0, seconds=0))
-        if gang.rank == 0
-        else None,
+        save_schedule=SaveSchedule(config.checkpoint, prior_hazard(None, interruptions=0)) if gang.rank == 0 else None,
         guards=Guards(config=config, gang=gang, copies=spread.copies, emit=log.emit),
         extra={},
         start=Position(),

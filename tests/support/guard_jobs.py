@@ -15,7 +15,7 @@ from ebbflow.infra.layout import job_prefix
 from ebbflow.infra.store import Store
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import GangOutcome, GangSpec
-from ebbflow.training.limits import Ending
+from ebbflow.training.limits import LoopResult
 from ebbflow.training.workload import Cursor, Loss
 from tests.support.alone import run_alone
 from tests.support.workload_cases import Points, Sound
@@ -82,7 +82,7 @@ class Job:
         }
         return cls(folder, settings)
 
-    def run_alone(self, **training: Any) -> Ending:
+    def run_alone(self, **training: Any) -> LoopResult:
         """training: keys of that section, otherwise than at first. Raises what a rank raises."""
         return run_alone(self._config(training), "job")
 

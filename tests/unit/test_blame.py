@@ -84,13 +84,13 @@ USER, ENGINE = "user/loss.py:9 in log", "training/engine.py:73 in forward_backwa
         ("ggggggggg", [1], ENGINE, 10, 1),  # a step further: a row was lost on its way to who is late
     ],
 )
-def test_who_waits_in_a_collective_alone_is_no_further_than_who_has_come_to_the_pulse(
+def test_who_waits_in_a_collective_alone_is_no_further_than_who_has_come_to_the_step_sync(
     history: str, late: list[int], where: str, step: int, guilty: int
 ) -> None:
-    """A CPU's pulse is in no recorder, so that those who came to it have called less."""
-    pulse = "training/step_sync.py:155 in exchange"
+    """A CPU's step sync is in no recorder, so that those who came to it have called less."""
+    sync = "training/step_sync.py:155 in exchange"
     evidence = [hung(0, where=where, step=step, phase="backward", calls=calls(*history, "u"))]
-    evidence += [hung(rank, where=pulse, step=9, phase="backward", calls=calls(*history)) for rank in late]
+    evidence += [hung(rank, where=sync, step=9, phase="backward", calls=calls(*history)) for rank in late]
     for order in (evidence, evidence[::-1]):
         culprit = blame(order)
         kind = "hang" if guilty else "different collectives"
@@ -212,8 +212,8 @@ def test_stacks_in_every_form_name_the_users_line() -> None:
 
 def test_a_rank_in_an_exchange_stands_where_it_was_called_for() -> None:
     told = (
-        'Current thread 0x2 (most recent call first):\n  File "/a/training/wire.py", line 160 in _read\n'
-        '  File "/a/training/wire.py", line 80 in _hear\n  File "/a/training/gang.py", line 45 in gather\n'
+        'Current thread 0x2 (most recent call first):\n  File "/a/training/peer_sockets.py", line 160 in _read\n'
+        '  File "/a/training/peer_sockets.py", line 80 in _hear\n  File "/a/training/gang.py", line 45 in gather\n'
         '  File "/a/user/loss.py", line 9 in log\n'
     )
     stack = parse_faulthandler(told)

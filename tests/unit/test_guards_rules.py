@@ -25,9 +25,16 @@ from ebbflow.training.checkpoint.verified_io import sha256_text
 from ebbflow.training.errors import BatchCannotBeSplit, CorruptCommit, NothingToRestore
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards import memory
-from ebbflow.training.guards.guards import Action, NumberGuard, RobustWindow, odd_ranks, overridden, weights_sum
+from ebbflow.training.guards.guards import (
+    Action,
+    LossGuard,
+    RobustWindow,
+    apply_overrides,
+    find_divergent_ranks,
+    weights_checksum,
+)
 from ebbflow.training.guards.memory import (
-    GrowthWatch,
+    MemoryGrowthMonitor,
     fitting_accumulation,
     host_bytes_left,
     is_out_of_memory,
@@ -35,7 +42,7 @@ from ebbflow.training.guards.memory import (
     resident_bytes,
 )
 from ebbflow.training.guards.overrides import Overrides, read_overrides, record_rewind, record_split, rewind_parent
-from ebbflow.training.step_sync import STEPS_IN_A_ROW, PaceWatch
+from ebbflow.training.step_sync import STEPS_IN_A_ROW, PaceMonitor
 
 
 def test_the_window_is_median_and_mad_of_the_last_values() -> None:
@@ -59,7 +66,7 @@ def test_equal_values_make_no_spike_of_the_next_rounding() -> None:
     assert window.z_score(2.0001) < 1 < 8 < window.z_score(2.1)
 
 
-def judged(guard: NumberGuard, losses: list[float]) -> list[str]:
+def judged(guard: LossGuard, losses: list[float]) -> list[str]:
     return [
         guard.judge(
             loss=loss, gradient_norm=1.0, non_finite="" if math.isfinite(loss) else "loss is not finite on rank 0"
@@ -73,31 +80,31 @@ def judged(guard: NumberGuard, losses: list[float]) -> list[str]:
     [("stop", ["stop"]), ("skip", ["skip", "skip", "step", "skip", "skip", "rewind"]), ("rewind", ["rewind"])],
 )
 def test_what_is_not_finite_stops_is_left_out_or_goes_back(policy: str, expected: list[str]) -> None:
-    guard = NumberGuard(GuardsConfig(non_finite=policy, skips_in_a_row=2))
+    guard = LossGuard(GuardsConfig(non_finite=policy, skips_in_a_row=2))
     assert judged(guard, [1.0] * 5) == ["step"] * 5
     assert judged(guard, [math.nan, math.inf, 1.0, math.nan, math.nan, math.nan][: len(expected)]) == expected
 
 
 def test_a_spike_is_left_out_and_not_remembered_and_a_fall_is_no_spike() -> None:
-    guard = NumberGuard(GuardsConfig(spike="skip", spike_window_steps=20))
+    guard = LossGuard(GuardsConfig(spike="skip", spike_window_steps=20))
     drawn = random.Random(2)
     assert set(judged(guard, [drawn.gauss(3.0, 0.1) for _ in range(20)])) == {"step"}
     assert judged(guard, [9.0, 0.1, 9.0, 3.0]) == ["skip", "step", "skip", "step"]
     assert 9.0 not in guard.to_json()["losses"]
     judgement = guard.judge(loss=3.0, gradient_norm=50.0, non_finite="")
     assert judgement.action is Action.SKIP and "gradient norm 50 is" in judgement.reason
-    assert NumberGuard(GuardsConfig()).judge(loss=1e9, gradient_norm=1.0, non_finite="").action is Action.STEP
+    assert LossGuard(GuardsConfig()).judge(loss=1e9, gradient_norm=1.0, non_finite="").action is Action.STEP
 
 
 def test_a_guard_that_was_kept_with_a_commit_goes_on_as_one_that_was_not() -> None:
     drawn = random.Random(3)
     losses = [drawn.choice([drawn.gauss(3.0, 0.2), math.nan, 9.0]) for _ in range(300)]
     config = GuardsConfig(spike="skip", non_finite="skip", spike_window_steps=12, skips_in_a_row=2)
-    straight = NumberGuard(config)
+    straight = LossGuard(config)
     whole = judged(straight, losses)
     assert {"step", "skip", "rewind"} == set(whole)
     for cut in (1, 7, 100, 255):
-        first, second = NumberGuard(config), NumberGuard(config)
+        first, second = LossGuard(config), LossGuard(config)
         begun = judged(first, losses[:cut])
         second.restore(json.loads(json.dumps(first.to_json())))
         assert begun + judged(second, losses[cut:]) == whole
@@ -114,33 +121,33 @@ def test_a_guard_that_was_kept_with_a_commit_goes_on_as_one_that_was_not() -> No
     ],
 )
 def test_the_odd_rank_is_named_by_majority(sums: list[int], copies: int, odd: list[int], certain: bool) -> None:
-    assert odd_ranks(sums, copies) == (odd, certain)
+    assert find_divergent_ranks(sums, copies) == (odd, certain)
 
 
 def test_every_single_changed_bit_changes_the_sum() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2, dtype=torch.bfloat16))
-    before = weights_sum(model)
-    assert before == weights_sum(model) and 0 < before < 2**53
+    before = weights_checksum(model)
+    assert before == weights_checksum(model) and 0 < before < 2**53
     for parameter in model.parameters():
         bits = parameter.data.view(-1).view(torch.int32 if parameter.element_size() == 4 else torch.int16)
         for place in range(bits.numel()):
             for bit in (0, 7, 14):
                 bits[place] ^= 1 << bit
-                assert weights_sum(model) != before
+                assert weights_checksum(model) != before
                 bits[place] ^= 1 << bit
-    assert weights_sum(model) == before
+    assert weights_checksum(model) == before
 
 
 def test_the_sum_takes_little_room_beside_a_large_tensor() -> None:
     model = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        weights_sum(model)
+        weights_checksum(model)
     assert max(abs(event.self_cpu_memory_usage) for event in profile.events()) <= 32 * 2**20 + 64
 
 
 def test_a_slow_rank_and_waiting_for_data_are_told_once_with_their_share() -> None:
-    watch, told = PaceWatch(), []
+    watch, told = PaceMonitor(), []
     for step in range(3 * STEPS_IN_A_ROW):
         slow = 0.4 if 5 <= step < 2 * STEPS_IN_A_ROW + 10 else 0.1
         told += [(step, drag) for drag in watch.note([0.1, slow, 0.1], [0.0, 0.0, 0.05], 1.0)]
@@ -169,7 +176,7 @@ def test_memory_that_runs_out_soon_is_seen_coming(
     held: Callable[[float], float], left: float, needed: float, warns: bool
 ) -> None:
     now = 0.0
-    watch = GrowthWatch("memory", held=lambda: held(now), left=lambda: left, sharers=1, now=lambda: now)
+    watch = MemoryGrowthMonitor("memory", held=lambda: held(now), left=lambda: left, sharers=1, now=lambda: now)
     reasons = []
     for tick in range(2000):
         now = tick / 8
@@ -272,5 +279,5 @@ def test_commits_whose_weights_may_differ_are_left_and_not_quarantined(tmp_path:
 def test_a_job_is_never_given_fewer_micro_batches_than_it_asks_for() -> None:
     config = RunConfig(training={"batch_size": 48, "gradient_accumulation_steps": 8})
     for ordered, taken in ((None, 8), (4, 8), (24, 24)):
-        found = overridden(config, Overrides(gradient_accumulation_steps=ordered))
+        found = apply_overrides(config, Overrides(gradient_accumulation_steps=ordered))
         assert found.training.gradient_accumulation_steps == taken

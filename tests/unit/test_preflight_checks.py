@@ -23,9 +23,9 @@ from ebbflow.infra.config import RunConfig
 from ebbflow.infra.footprint import commit_bytes, size_text, staging_bytes
 from ebbflow.infra.preflight import failed_results, render_checks
 from ebbflow.infra.requirements import REQUIREMENTS
-from ebbflow.training.assembly import retention_policy
 from ebbflow.training.checkpoint.retention import WholeCommit, choose_commits
 from ebbflow.training.checks import commits_room
+from ebbflow.training.trainer_setup import retention_policy
 from tests.support.checks import ALL_CHECKS, CHECKS, ROOT, failed, passed, skipped
 
 HUGE = {"hidden_size": 65536, "num_layers": 100, "num_heads": 64}

@@ -1,7 +1,7 @@
 """One rank's guards: losses, gradients, weights and memory.
 
-A pure function of what all ranks hear in the pulse, so that all decide alike. Its memory goes with every commit: a job
-that is resumed judges each step as one that was not interrupted would have.
+`LossGuard` is a pure function of what the step sync shares, so that all ranks decide alike. Its state is in every
+commit: a resumed job judges each step as an uninterrupted one would have.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ebbflow.training.errors import (
 )
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.memory import (
-    GrowthWatch,
+    MemoryGrowthMonitor,
     fitting_accumulation,
     host_bytes_left,
     is_out_of_memory,
@@ -48,7 +48,7 @@ from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position
 from ebbflow.training.parallel import Spread
 from ebbflow.training.save_controller import Saver
-from ebbflow.training.step_sync import PaceWatch, Pulse
+from ebbflow.training.step_sync import PaceMonitor, StepSync
 from ebbflow.training.workload import Cursor, Workload
 
 # The standard deviation of a normal distribution is so many times its median absolute deviation
@@ -111,7 +111,7 @@ class Judgement:
 _GOOD = Judgement(Action.STEP)
 
 
-class NumberGuard:
+class LossGuard:
     """skipped_in_a_row: steps that were left out since the last good one."""
 
     def __init__(self, config: GuardsConfig) -> None:
@@ -169,14 +169,14 @@ class NumberGuard:
         return Judgement(action, reason, finite)
 
 
-# The pulse carries float64, which holds integers up to 2**53 exactly. A prime, so that no factor is lost to it.
+# The step sync carries float64, which holds integers up to 2**53 exactly. A prime, so that no factor is lost to it.
 _MODULUS = 2**47 - 115
 _MULTIPLIER = 1_000_003
 # Summed at once: adding up as int64 first makes a copy of up to eight times the size, for which there may be no room.
 _CHUNK = 2**22
 
 
-def weights_sum(module: nn.Module) -> int:
+def weights_checksum(module: nn.Module) -> int:
     """Of this rank's part of every parameter: from 1 to 2**47. One pass, on the parameters' own device.
 
     Each tensor's bits are added up as integers, and the sums combined in the order of the parameters. A flipped bit or
@@ -193,7 +193,7 @@ def weights_sum(module: nn.Module) -> int:
     return total + 1
 
 
-def odd_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
+def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
     """(ranks whose weights differ from those of their replicas, whether a majority says so).
 
     sums: of all ranks. copies: of the model; neighbours share one copy, so that rank r's replicas are those with the
@@ -234,15 +234,15 @@ class Guards:
     store: Store | None = None
     generation: int = 0
     overrides: Overrides = field(default_factory=Overrides)
-    growth: tuple[GrowthWatch, ...] = ()
-    pace: PaceWatch = field(default_factory=PaceWatch)
+    growth: tuple[MemoryGrowthMonitor, ...] = ()
+    pace: PaceMonitor = field(default_factory=PaceMonitor)
     agreed_step: int | None = None
     saved_step: int | None = None
 
     def __post_init__(self) -> None:
-        self.numbers = NumberGuard(self.config.guards)
+        self.numbers = LossGuard(self.config.guards)
 
-    def at_save(self, step: int) -> dict[str, Any]:
+    def commit_fields(self, step: int) -> dict[str, Any]:
         """What the commit of `step` carries of them. The next step compares the weights that it holds: what is kept of
         commits must reach back to weights that were equal."""
         self.saved_step = step
@@ -259,30 +259,30 @@ class Guards:
             print(f"samples {at.cursor} to {first - 1} are left out: a rewind passed over them", flush=True)
         return Position(at.step, first)
 
-    def weights_sum(self, step: int, module: torch.nn.Module) -> int:
+    def weights_checksum(self, step: int, module: torch.nn.Module) -> int:
         """Of the weights after `step`, where they are to be compared; else 0."""
         interval = self.config.guards.hash_interval_steps
         if interval is None or self.copies == 1:
             return 0
         due = self.agreed_step is None or step == self.saved_step or step % interval == 0
-        return weights_sum(module) if due else 0
+        return weights_checksum(module) if due else 0
 
     def compare_at_end(self, at: Position, module: torch.nn.Module) -> None:
-        """The weights that no later pulse carries. Collective. Raises DivergenceError."""
+        """The weights that no later step sync carries. Collective. Raises DivergenceError."""
         if self.config.guards.hash_interval_steps is None or self.copies == 1:
             return
-        own = torch.tensor([float(weights_sum(module))], dtype=torch.float64, device=self.gang.device)
+        own = torch.tensor([float(weights_checksum(module))], dtype=torch.float64, device=self.gang.device)
         self._compare(at, self.gang.gather(own).flatten().tolist(), seen_at=at.step)
 
-    def judge(self, at: Position, pulse: Pulse, settle: Callable[[], object]) -> Judgement:
+    def judge(self, at: Position, sync: StepSync, settle: Callable[[], object]) -> Judgement:
         """What is to be done about the step after `at`, the same on all ranks.
 
         settle: returns when no save is under way; raises CheckpointError where the last became no commit. Raises
         Rewind, TooManyRewinds, and DivergenceError when weights differ that should be equal.
         """
-        self._compare(at, pulse.weights_sums, seen_at=at.step + 1)
-        finite = not (reason := pulse.non_finite)
-        loss, norm = (pulse.loss, pulse.gradient_norm) if finite else (0.0, 0.0)
+        self._compare(at, sync.weights_checksums, seen_at=at.step + 1)
+        finite = not (reason := sync.non_finite)
+        loss, norm = (sync.loss, sync.gradient_norm) if finite else (0.0, 0.0)
         before = self.numbers.skipped_in_a_row
         judgement = self.numbers.judge(loss=loss, gradient_norm=norm, non_finite=reason)
         if judgement.action is Action.REWIND:
@@ -293,14 +293,14 @@ class Guards:
             print(f"step {at.step + 1}: left out: {judgement.reason}", flush=True)
         return judgement
 
-    def note_pace(self, step: int, pulse: Pulse) -> None:
+    def record_pace(self, step: int, sync: StepSync) -> None:
         """To be called on rank 0."""
-        if self.gang.alone and not pulse.data_seconds[0]:
+        if self.gang.alone and not sync.data_seconds[0]:
             return
-        for drag in self.pace.note(pulse.own_seconds, pulse.data_seconds, pulse.step_seconds):
+        for drag in self.pace.note(sync.own_seconds, sync.data_seconds, sync.step_seconds):
             self.emit(GUARD, step=step, action=drag.action, rank=drag.rank, share=drag.share, reason=drag.reason)
 
-    def memory_runs_out(self, needed_seconds: float) -> bool:
+    def is_memory_running_out(self, needed_seconds: float) -> bool:
         """Whether this rank's memory grows towards its limit; said once, with its arithmetic."""
         for watch in self.growth:
             reason = watch.look(needed_seconds)
@@ -310,10 +310,10 @@ class Guards:
                 return True
         return False
 
-    def renew(self, at: Position, pulse: Pulse, saver: Saver) -> None:
-        """To be called after the save of a step whose pulse says so. Raises MemoryGrowth once that is a commit."""
+    def renew(self, at: Position, sync: StepSync, saver: Saver) -> None:
+        """To be called after the save of a step whose step sync says so. Raises MemoryGrowth once that is a commit."""
         saver.wait()
-        ranks = ", ".join(map(str, pulse.renew))
+        ranks = ", ".join(map(str, sync.renew))
         raise MemoryGrowth(f"memory of rank {ranks} would have run out; saved at step {at.step}, to go on anew")
 
     def raise_if_out_of_memory(self, error: BaseException, step: int, accumulation: int) -> None:
@@ -337,7 +337,7 @@ class Guards:
     def _compare(self, at: Position, sums: Sequence[float], *, seen_at: int) -> None:
         if not sums[0]:
             return
-        odd, certain = odd_ranks(sums, self.copies)
+        odd, certain = find_divergent_ranks(sums, self.copies)
         if not odd:
             self.agreed_step = at.step
             return
@@ -391,7 +391,7 @@ class Guards:
 _REPLICATED = "ddp"
 
 
-def overridden(config: RunConfig, overrides: Overrides) -> RunConfig:
+def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
     """What the job was configured with, as far as no guard has changed it since: never fewer micro-batches."""
     accumulation = overrides.gradient_accumulation_steps
     if accumulation is None or accumulation <= config.training.gradient_accumulation_steps:
@@ -402,9 +402,9 @@ def overridden(config: RunConfig, overrides: Overrides) -> RunConfig:
 
 def make_guards(spec: WorkerSpec, config: RunConfig, gang: Gang, *, copies: int, emit: Callable[..., object]) -> Guards:
     """copies: of the model, over all ranks."""
-    growth: tuple[GrowthWatch, ...] = ()
+    growth: tuple[MemoryGrowthMonitor, ...] = ()
     if config.guards.memory_growth == "renew":
-        growth = _growth_watches(gang, spec.colocated_ranks)
+        growth = _growth_monitors(gang, spec.colocated_ranks)
     return Guards(
         config=config,
         gang=gang,
@@ -443,16 +443,16 @@ def fit_micro_batch(guards: Guards, workload: Workload, spread: Spread, optimize
         record_split(guards.store, generation=guards.generation, rank=0, accumulation=accumulation)
         reason = f"tried before the first step: {accumulation} micro-batches fit"
         guards.emit(GUARD, action=GuardAction.SPLIT, rank=0, accumulation=accumulation, reason=reason)
-    return overridden(config, Overrides(gradient_accumulation_steps=accumulation))
+    return apply_overrides(config, Overrides(gradient_accumulation_steps=accumulation))
 
 
-def _growth_watches(gang: Gang, colocated_ranks: int) -> tuple[GrowthWatch, ...]:
-    host = GrowthWatch(
+def _growth_monitors(gang: Gang, colocated_ranks: int) -> tuple[MemoryGrowthMonitor, ...]:
+    host = MemoryGrowthMonitor(
         "memory", held=resident_bytes, left=host_bytes_left, sharers=max(1, colocated_ranks), now=time.monotonic
     )
     if gang.device.type != "cuda":
         return (host,)
-    device = GrowthWatch(
+    device = MemoryGrowthMonitor(
         "memory of the GPU",
         held=lambda: float(torch.cuda.memory_allocated(gang.device)),
         left=lambda: float(torch.cuda.mem_get_info(gang.device)[0] + _cached_bytes(gang.device)),

@@ -29,7 +29,7 @@ HORIZON_SECONDS = 300.0
 _GIB = 2**30
 
 
-class GrowthWatch:
+class MemoryGrowthMonitor:
     """Samples once a second what this process holds, and warns when its growth meets the limit within the horizon.
 
     The slope is that of Theil and Sen, the median over all pairs of samples: a single leap, such as a first save or
@@ -143,7 +143,7 @@ def more_micro_batches(config: RunConfig, world_size: int, accumulation: int, *,
     one sample each.
 
     Raises BatchCannotBeSplit with the arithmetic when there is one sample in each already, and where the next start
-    would refuse more than one (`ebbflow.training.parallel_refusals`).
+    would refuse more than one (`ebbflow.training.parallel_limits`).
     """
     ddp = config.ddp
     if config.parallel.mode == "ddp" and ddp.static_graph and ddp.gradient_compression != "none":

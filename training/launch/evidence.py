@@ -34,14 +34,12 @@ _STACK_SECONDS = 1.0
 _LAST_BYTES = 65536
 _MAIN = "MainThread"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)', re.MULTILINE)
-_WAITING_FILES = ("training/gang.py", "training/step_sync.py", "training/wire.py")
-_EXCHANGE_FILES = ("training/gang.py", "training/wire.py")
+_WAITING_FILES = ("training/gang.py", "training/step_sync.py", "training/peer_sockets.py")
+_EXCHANGE_FILES = ("training/gang.py", "training/peer_sockets.py")
 # There, who called it is where a rank stands.
 _EXCHANGE = ("gather", "gather_numbers", "_tell", "_hear", "_read", "_lost")
-_ENGINE_PLACES = (*_WAITING_FILES, "training/assembly.py", "training/guards/", "training/trainer.py")
-_WAITING_FUNCTIONS = (
-    "exchange_pulse",
-)  # where the host of a GPU waits for its stream, and so for the collectives on it
+_ENGINE_PLACES = (*_WAITING_FILES, "training/trainer_setup.py", "training/guards/", "training/trainer.py")
+_WAITING_FUNCTIONS = ("sync_step",)  # where the host of a GPU waits for its stream, and so for the collectives on it
 _NOT_WAITING = ("/torch/distributed/checkpoint/", "/torch/distributed/elastic/")
 # The kernel ends what is run by this (its path and arguments follow) with the thread that waits for it.
 _WITH_ME = (

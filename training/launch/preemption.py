@@ -4,7 +4,7 @@ To leave for one at once would take attempt after attempt for the same notice, a
 train. Whatever goes with the machine then goes with this one attempt.
 
 Whoever hears that a machine goes tells the lead, and the lead tells all nodes. Each agent writes the order into the
-record of its ranks (`ebbflow.training.launch.messages`), and through the pulse all ranks leave after the same step.
+record of its ranks (`ebbflow.training.launch.messages`), and through the step sync all ranks leave after the same step.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class Drain:
             self._own, self._echo_by = self._own or order, min(self._echo_by, now + _ECHO_SECONDS)
 
     def _order_without_coordinator(self) -> None:
-        """A lead that is frozen or gone must not cost the last save: the pulse tells the other nodes' ranks."""
+        """A lead that is frozen or gone must not cost the last save: the step sync tells the other nodes' ranks."""
         now = time.monotonic()
         if self._own is not None and self._control is not None and now >= self._echo_by:
             self._control.tell(replace(self._own, seconds=self._leave_at - now))

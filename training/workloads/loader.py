@@ -35,15 +35,15 @@ from ebbflow.training.workloads.language_model import TextWorkload
 _MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
-def guarded(workload: Workload, name: str) -> Workload:
+def wrap_user_workload(workload: Workload, name: str) -> Workload:
     """`workload`, whose required methods raise WorkloadError with file and line for a mistake in the user's own line.
 
     Everything else passes as it is: what a library raises may come from another rank or machine.
     """
-    return cast(Workload, _Guarded(workload, name))
+    return cast(Workload, _WrappedWorkload(workload, name))
 
 
-class _Guarded:
+class _WrappedWorkload:
     def __init__(self, workload: Workload, name: str) -> None:
         self._workload, self._name = workload, name
 
@@ -58,7 +58,7 @@ def _named(method: Callable[..., Any], what: str) -> Callable[..., Any]:
         try:
             return method(*arguments, **options)
         except _MISTAKES as error:
-            line = own_line(error)
+            line = user_line(error)
             if line is None:
                 raise
             text = " ".join(str(error).split()) or "no message"
@@ -117,7 +117,7 @@ def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
     door = find_workload(config)
     described: dict[str, Any] = {}
     if has_prepare(door):
-        with users_code(f"{config.workload or 'text'}: prepare"):
+        with user_code(f"{config.workload or 'text'}: prepare"):
             described = door.prepare(context)  # type: ignore[attr-defined]
         described = _as_json(described, config)
     content = described or {"workload": config.workload, "options": config.workload_options}
@@ -143,7 +143,7 @@ def has_prepare(door: Door) -> bool:
 def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
     """The workload of this rank, with all of its methods. Raises WorkloadError."""
     door = find_workload(config)
-    with users_code(f"{config.workload or 'text'}(context)"):
+    with user_code(f"{config.workload or 'text'}(context)"):
         workload = door(context)
     missing = [name for name in REQUIRED if not callable(getattr(workload, name, None))]
     if missing:
@@ -155,7 +155,7 @@ def make_workload(config: RunConfig, context: WorkloadContext) -> Workload:
 
 
 @contextmanager
-def users_code(what: str) -> Iterator[None]:
+def user_code(what: str) -> Iterator[None]:
     """Turns whatever the user's code raises into one line with the place in that code."""
     try:
         yield
@@ -166,7 +166,7 @@ def users_code(what: str) -> Iterator[None]:
         raise WorkloadError(f"{_frame(error)}{what} raised {type(error).__name__}: {text}") from error
 
 
-def own_line(error: BaseException) -> str | None:
+def user_line(error: BaseException) -> str | None:
     """ "file:line: " of what raised it, where that is the user's own; None where it is ours or a library's."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return None if _foreign(frame.filename) else f"{frame.filename}:{frame.lineno}: "

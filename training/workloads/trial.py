@@ -27,7 +27,7 @@ from ebbflow.training.errors import WorkloadError
 from ebbflow.training.weights.files import find_weights
 from ebbflow.training.weights.load import check_weights_fit, initialise, materialise, tied_names
 from ebbflow.training.workload import Batch, Cursor, Loss, Workload, WorkloadContext, as_numbers
-from ebbflow.training.workloads.loader import DEFAULT_WEIGHT_UNIT, make_workload, users_code
+from ebbflow.training.workloads.loader import DEFAULT_WEIGHT_UNIT, make_workload, user_code
 
 _FLOAT32_BYTES = 4
 
@@ -118,7 +118,7 @@ def try_evaluate(name: str, workload: Workload, model: nn.Module, *, seconds: fl
         return "evaluate not tried, because the ranks of the gang are not all here"
     torch.manual_seed(0)
     try:
-        with users_code(f"{name}.evaluate"), torch.no_grad(), _at_most(seconds):
+        with user_code(f"{name}.evaluate"), torch.no_grad(), _at_most(seconds):
             metrics = as_numbers(workload.evaluate(model))
     except _Enough:
         return f"evaluate not tried to its end, because it takes longer than {seconds:g} s here"
@@ -179,10 +179,10 @@ def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
     """Raises WorkloadError for the first thing that would keep the job from training, or from training exactly."""
     trial = Trial(config.workload or "text")
     workload = make_workload(config, context)
-    with users_code(f"{trial.name}.model()"):
+    with user_code(f"{trial.name}.model()"):
         model = workload.model()
     check_model(trial.name, model)
-    with users_code(f"{trial.name}.units()"):
+    with user_code(f"{trial.name}.units()"):
         units = list(workload.units(model))
     check_units(trial.name, model, units)
     if config.parallel.mode != "ddp":
@@ -257,7 +257,7 @@ def check_tied(name: str, model: nn.Module, units: list[nn.Module]) -> None:
 def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: RunConfig) -> None:
     blank = workload.model()
     materialise(model, "cpu")
-    with users_code(f"{trial.name}: reset_parameters"):
+    with user_code(f"{trial.name}: reset_parameters"):
         initialise(model, blank, seed=config.training.seed)
     count = min(_MOST_SAMPLES, config.training.batch_size)
     batch = _draw(trial.name, workload, model, count)
@@ -269,7 +269,7 @@ def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: Run
     trial.done.append(try_evaluate(trial.name, workload, model))
     model.train()
     one = _draw(trial.name, workload, model, 1)
-    with users_code(f"{trial.name}.loss"):
+    with user_code(f"{trial.name}.loss"):
         trial.shape, loss = measure_shape(workload, model, one, unit=_unit(workload))
     _check_flops(trial.name, trial.shape)
     _check_backward(trial, model, loss, config)
@@ -277,7 +277,7 @@ def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: Run
 
 def _look_at_sample(trial: Trial, workload: Workload, model: nn.Module) -> None:
     one = _draw(trial.name, workload, model, 1)
-    with users_code(f"{trial.name}.loss"), without_memory():
+    with user_code(f"{trial.name}.loss"), without_memory():
         materialise(model, "cpu")
         trial.shape, _ = measure_shape(workload, model, one, unit=_unit(workload))
     _check_flops(trial.name, trial.shape)
@@ -293,7 +293,7 @@ def _unit(workload: Workload) -> str:
 
 def _draw(name: str, workload: Workload, model: nn.Module, count: int) -> Batch:
     torch.manual_seed(0)  # as the engine does before each step
-    with users_code(f"{name}.next_batch"):
+    with user_code(f"{name}.next_batch"):
         batch = workload.next_batch(model, Cursor(0, count))
     weight = getattr(batch, "weight", None)
     if not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
@@ -306,7 +306,7 @@ def _draw(name: str, workload: Workload, model: nn.Module, count: int) -> Batch:
 
 def _loss(name: str, workload: Workload, model: nn.Module, batch: Batch) -> Loss:
     torch.manual_seed(0)
-    with users_code(f"{name}.loss"):
+    with user_code(f"{name}.loss"):
         loss = workload.loss(model, batch)
     if not isinstance(loss, Loss):
         raise WorkloadError(f"{name}.loss returned a {type(loss).__name__}; fix: return Loss(sum, weight)")
@@ -329,7 +329,7 @@ def _check_same_again(name: str, workload: Workload, model: nn.Module, count: in
 
 def _check_sum(trial: Trial, workload: Workload, model: nn.Module, batch: Batch, whole: Loss) -> None:
     """The arithmetic that exactness at any world size and accumulation stands on."""
-    with users_code(f"{trial.name}: batch.split"):
+    with user_code(f"{trial.name}: batch.split"):
         parts = batch.split(2)
     if len(parts) != 2:
         raise WorkloadError(f"{trial.name}: batch.split(2) made {len(parts)} parts; fix: make exactly as many as asked")
@@ -364,7 +364,7 @@ def _check_flops(name: str, shape: ModelShape) -> None:
 def _check_backward(trial: Trial, model: nn.Module, loss: Loss, config: RunConfig) -> None:
     if not loss.sum.requires_grad:
         raise WorkloadError(f"{trial.name}.loss: the sum has no gradient; fix: do not detach it")
-    with users_code(f"{trial.name}: backward"):
+    with user_code(f"{trial.name}: backward"):
         loss.sum.backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if not unused:

@@ -28,23 +28,23 @@ from ebbflow.training.checkpoint import (
 )
 from ebbflow.training.errors import DataError
 from ebbflow.training.gang import Gang
-from ebbflow.training.guards.guards import fit_micro_batch, make_guards, overridden
+from ebbflow.training.guards.guards import apply_overrides, fit_micro_batch, make_guards
 from ebbflow.training.guards.overrides import Overrides
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import Limits, Position
 from ebbflow.training.optimizer import make_optimizer
-from ebbflow.training.parallel import spread_model, tell_compilation
+from ebbflow.training.parallel import report_compilation, spread_model
 from ebbflow.training.progress import Progress, peak_flops_per_second
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.retry import retry_until_deadline
-from ebbflow.training.save_controller import Cadence, believed_hazard
+from ebbflow.training.save_controller import SaveSchedule, prior_hazard
 from ebbflow.training.trainer import Rehearsal, Trainer
 from ebbflow.training.weights.files import describe_files
 from ebbflow.training.weights.load import load_weights
 from ebbflow.training.workload import Workload
-from ebbflow.training.workloads.loader import guarded, make_workload, users_code, workload_context
+from ebbflow.training.workloads.loader import make_workload, user_code, workload_context, wrap_user_workload
 
 Emit = Callable[..., object]
 _RECORD_SECONDS = 30.0  # for a store in trouble to give the record of the generation
@@ -56,7 +56,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     Raises DataError when that commit was trained on other data, CheckpointError when no candidate can be restored,
     WorkloadError for a workload that cannot be trained as it is.
     """
-    config = overridden(RunConfig.model_validate(spec.config), Overrides.from_json(spec.overrides))
+    config = apply_overrides(RunConfig.model_validate(spec.config), Overrides.from_json(spec.overrides))
     terms = Terms.from_json(spec.terms) if spec.terms else None
     clock = reporter.clock
     limits = Limits(
@@ -70,9 +70,9 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
     store = Store.open(spec.store_uri)
     workload = make_workload(config, workload_context(config, gang, store=store, prepared=spec.prepared))
     if config.workload is not None:
-        workload = guarded(workload, config.workload)
+        workload = wrap_user_workload(workload, config.workload)
     spread = spread_model(workload, config, gang)
-    reporter.at_end(tell_compilation(lambda: reporter.enter_for_a_while("compile")))
+    reporter.on_close(report_compilation(lambda: reporter.enter_temporarily("compile")))
     optimizer = _optimizer(workload, spread.module, config)
     guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)
     guards.config = config = fit_micro_batch(guards, workload, spread, optimizer)
@@ -92,7 +92,7 @@ def build_trainer(spec: WorkerSpec, gang: Gang, *, nodes: int, reporter: Reporte
             "schedule": config.training.scheduler.model_dump(mode="json"),
         },
         progress=_progress(gang, config, terms, reporter, unit=_unit(spec), kept=_kept_peak(spec)),
-        cadence=_cadence(spec, config, terms) if gang.rank == 0 else None,
+        save_schedule=_save_schedule(spec, config, terms) if gang.rank == 0 else None,
         rehearsal=_rehearsal(spec, nodes),
         guards=guards,
     )
@@ -162,8 +162,8 @@ def restore(trainer: Trainer, saver: Checkpointer, candidates: list[str]) -> Pos
                 f"{trainer.extra[key]}: sample {restored.extra['cursor']} would be another; "
                 "fix: bring back the former data, workload_options, seed and tokenizers package, or start a new job"
             )
-    if trainer.cadence is not None:
-        trainer.cadence.remember(restored.extra.get("exposed_seconds", 0.0))
+    if trainer.save_schedule is not None:
+        trainer.save_schedule.remember(restored.extra.get("exposed_seconds", 0.0))
     if trainer.gang.rank == 0:
         rejected = [_rejected(one, restored) for one in restored.rejected]
         for one in rejected[:1]:  # the newest of them: the others lie between
@@ -215,7 +215,7 @@ def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torc
     own = getattr(workload, "optimizer", None)
     if own is None:
         return make_optimizer(module, config.training)
-    with users_code(f"{config.workload}.optimizer"):
+    with user_code(f"{config.workload}.optimizer"):
         return own(module)
 
 
@@ -244,10 +244,10 @@ def _unit(spec: WorkerSpec) -> str:
     return "tok" if unit == "tokens" else str(unit)
 
 
-def _cadence(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> Cadence:
+def _save_schedule(spec: WorkerSpec, config: RunConfig, terms: Terms | None) -> SaveSchedule:
     """Each generation but the first followed an interruption, of whatever kind."""
     planned = terms.hazard_per_hour if terms is not None else None
-    return Cadence(config.checkpoint, believed_hazard(planned, interruptions=max(0, spec.generation - 1), seconds=0.0))
+    return SaveSchedule(config.checkpoint, prior_hazard(planned, interruptions=max(0, spec.generation - 1)))
 
 
 def _rehearsal(spec: WorkerSpec, nodes: int) -> Rehearsal | None:

@@ -1,6 +1,6 @@
 """Small rows of numbers between all ranks of a CPU's gang, over connections of their own.
 
-A pulse is a few hundred bytes on the path of every step. gloo's all-gather hands them to a thread and back, which
+A step sync is a few hundred bytes on the path of every step. gloo's all-gather hands them to a thread and back, which
 takes 0.5 ms where wake-ups are slow; a write and a read, called again and again, take a tenth of that
 (`ebbflow bench overhead`). Every rank has one connection to every other, so that a row takes one way. In a
 large gang that is too many: there the group's all-gather serves.
@@ -34,7 +34,7 @@ _LOOK_SECONDS = 0.5
 _BACKLOG = 128
 
 
-class Wire:
+class PeerSockets:
     """One rank's connections, by rank. All ranks call `gather` in the same order, with rows of the same size."""
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], seconds: float) -> None:
@@ -95,9 +95,9 @@ class Wire:
         raise RuntimeError(f"exchange {self._number} of rank {self._rank}: {text}") from error
 
 
-def open_wire(
+def connect_peers(
     store: dist.Store, rank: int, world_size: int, *, main: tuple[str, int], start_seconds: float, seconds: float
-) -> Wire:
+) -> PeerSockets:
     """Connect with every other rank; who is to be found where is told through `store`. Collective.
 
     main: an address by which all nodes reach the gang's main one. What leads there is the way on which the others
@@ -126,7 +126,7 @@ def open_wire(
             f"rank {rank}: no connection of its own to rank {missing or 'none'} within {start_seconds:g} s "
             f"(cluster.start_deadline_seconds): {error}; fix: let the nodes reach each other on all TCP ports"
         ) from error
-    return Wire(rank, peers, seconds)
+    return PeerSockets(rank, peers, seconds)
 
 
 def _addresses(host: str, port: int, seconds: float) -> tuple[str, str]:

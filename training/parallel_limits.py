@@ -21,7 +21,7 @@ _COMPILERS = {"CXX": ("g++", "clang++"), "CC": ("gcc", "cc", "clang")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankLayout:
     """Where a model is to be spread. parameters: of the model, None where unknown. gpu: NCCL on GPUs, else gloo."""
 
     ranks: int
@@ -31,7 +31,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class UnsupportedOption:
     """message names key and arithmetic."""
 
     message: str
@@ -41,7 +41,7 @@ class Refusal:
         return f"{self.message}; fix: {self.fix}"
 
 
-def find_refusals(config: RunConfig, place: Place) -> list[Refusal]:
+def find_unsupported_options(config: RunConfig, place: RankLayout) -> list[UnsupportedOption]:
     """All reasons against `config` in `place`; empty when it can be done."""
     found = [*_shards(config, place), *_precision(config), *_replicas(config, place)]
     if config.parallel.compile:
@@ -49,46 +49,46 @@ def find_refusals(config: RunConfig, place: Place) -> list[Refusal]:
     return found
 
 
-def _shards(config: RunConfig, place: Place) -> Iterator[Refusal]:
+def _shards(config: RunConfig, place: RankLayout) -> Iterator[UnsupportedOption]:
     size = shard_ranks(config, place.ranks, place.ranks_per_node)
     if place.ranks % size:
         copies, rest = divmod(place.ranks, size)
         given = "parallel.shard_size" if config.parallel.shard_size else "parallel.shard_size (ranks per node)"
         fitting = [number for number in range(1, place.ranks + 1) if place.ranks % number == 0]
-        yield Refusal(
+        yield UnsupportedOption(
             f"mode hsdp: {place.ranks} ranks are no multiple of {given} {size}: {place.ranks} = {size} × {copies} "
             f"+ {rest}",
             f"set parallel.shard_size to one of {', '.join(map(str, fitting))}, or parallel.mode to fsdp2",
         )
     if config.fsdp.cpu_offload and config.parallel.mode == "ddp":
-        yield Refusal(
+        yield UnsupportedOption(
             "fsdp.cpu_offload: mode ddp has no shards that could stay in host memory",
             "set parallel.mode to fsdp2 or hsdp, or fsdp.cpu_offload to false",
         )
 
 
-def _precision(config: RunConfig) -> Iterator[Refusal]:
+def _precision(config: RunConfig) -> Iterator[UnsupportedOption]:
     if config.fsdp.use_mixed_precision and config.fsdp.param_dtype == "float16":
-        yield Refusal(
+        yield UnsupportedOption(
             "fsdp.param_dtype float16: on a CPU it is hundreds of times slower than bfloat16, and on a GPU its small "
             "range needs loss scaling, which the engine does not do",
             "set fsdp.param_dtype to bfloat16, which has the range of float32",
         )
 
 
-def _replicas(config: RunConfig, place: Place) -> Iterator[Refusal]:
+def _replicas(config: RunConfig, place: RankLayout) -> Iterator[UnsupportedOption]:
     if config.parallel.mode != "ddp" or place.ranks == 1:
         return
     compression = config.ddp.gradient_compression
     if compression == "bfloat16" and not place.gpu:
-        yield Refusal(
+        yield UnsupportedOption(
             "ddp.gradient_compression bfloat16: torch has it for NCCL on GPUs only, and these ranks talk over gloo",
             "set ddp.gradient_compression to none",
         )
     if compression == "powersgd" and not place.gpu and place.parameters is not None:
         gradients, bucket = 4 * place.parameters, int(config.ddp.bucket_cap_mb * 2**20)
         if gradients > bucket:
-            yield Refusal(
+            yield UnsupportedOption(
                 f"ddp.gradient_compression powersgd: hangs on gloo with more than one bucket, and {gradients:,} bytes "
                 f"of gradients ({place.parameters:,} parameters × 4) exceed ddp.bucket_cap_mb "
                 f"{config.ddp.bucket_cap_mb:g} = {bucket:,} bytes",
@@ -96,26 +96,26 @@ def _replicas(config: RunConfig, place: Place) -> Iterator[Refusal]:
             )
     accumulation = config.training.gradient_accumulation_steps
     if compression != "none" and config.ddp.static_graph and accumulation > 1:
-        yield Refusal(
+        yield UnsupportedOption(
             f"ddp.static_graph with {accumulation} micro-batches reduces the gradients after each of them, and "
             f"{compression} would compress what was compressed before",
             "set ddp.static_graph to false",
         )
 
 
-def _compiler(place: Place) -> Iterator[Refusal]:
+def _compiler(place: RankLayout) -> Iterator[UnsupportedOption]:
     """inductor writes C++ for CPUs, with Python's own header; Triton builds its launcher for GPUs in C."""
     variable = "CC" if place.gpu else "CXX"
     named = os.environ.get(variable, "")
     if not any(shutil.which(name) for name in ([named] if named else _COMPILERS[variable])):
         looked = f"{variable}={named}" if named else " or ".join(_COMPILERS[variable])
-        yield Refusal(
+        yield UnsupportedOption(
             f"parallel.compile: torch.compile needs a compiler of its own, and {looked} is not on PATH",
             "install one (apt-get install g++), or set parallel.compile to false",
         )
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.exists():
-        yield Refusal(
+        yield UnsupportedOption(
             f"parallel.compile: the compiled code includes Python.h, and {header} does not exist",
             "install the headers of this Python (apt-get install python3-dev), or set parallel.compile to false",
         )

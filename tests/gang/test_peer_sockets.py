@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.evidence import is_peer_loss_error
-from ebbflow.training.wire import Wire, open_wire
 
 
 def open_wires(
@@ -29,14 +28,14 @@ def open_wires(
     start: float = 60.0,
     host: str = "127.0.0.1",
     told: dict[int, str] | None = None,
-) -> list[Wire]:
+) -> list[PeerSockets]:
     """Of `ranks` ranks, the first `present` come; each in a thread with a client of its own. told: what each says of
     where it is to be found."""
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
-    def one(rank: int) -> Wire:
+    def one(rank: int) -> PeerSockets:
         client = dist.TCPStore("127.0.0.1", master.port, wait_for_workers=False, timeout=timedelta(seconds=60))
-        return open_wire(client, rank, ranks, main=(host, master.port), start_seconds=start, seconds=seconds)
+        return connect_peers(client, rank, ranks, main=(host, master.port), start_seconds=start, seconds=seconds)
 
     with ThreadPoolExecutor(ranks) as pool:
         wires = list(pool.map(one, range(present or ranks)))
@@ -58,14 +57,14 @@ def test_a_main_node_whose_name_leads_home_at_home_is_told_by_that_name(monkeypa
     assert gather(wires, [b"0", b"1"]) == [b"01", b"01"]
 
 
-def gather(wires: list[Wire], rows: list[bytes]) -> list[bytes]:
+def gather(wires: list[PeerSockets], rows: list[bytes]) -> list[bytes]:
     with ThreadPoolExecutor(len(wires)) as pool:
-        return list(pool.map(lambda wire, row: wire.gather(row), wires, rows))
+        return list(pool.map(lambda peers, row: peers.gather(row), wires, rows))
 
 
 def in_gangs(call: Callable[[Gang, int], Any], ranks: int) -> list[Any]:
     """What `call` returns on each rank of a gang whose rows go over wires."""
-    gangs = [Gang(rank=rank, world_size=ranks, wire=wire) for rank, wire in enumerate(open_wires(ranks))]
+    gangs = [Gang(rank=rank, world_size=ranks, peers=peers) for rank, peers in enumerate(open_wires(ranks))]
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(call, gangs, range(ranks)))
 
@@ -114,7 +113,7 @@ def test_a_silent_rank_is_waited_for_no_longer_than_the_deadline() -> None:
 def test_rows_of_different_exchanges_are_not_taken_for_each_other() -> None:
     wires = open_wires(2)
     with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(wire.gather, bytes(1 + rank)) for rank, wire in enumerate(wires)]
+        calls = [pool.submit(peers.gather, bytes(1 + rank)) for rank, peers in enumerate(wires)]
     for call in calls:
         error = str(call.exception())
         assert "called another exchange" in error and is_peer_loss_error(error)
@@ -130,13 +129,13 @@ def test_callers_without_a_word_delay_no_peer() -> None:
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     main, found = ("127.0.0.1", master.port), []
     opened = threading.Thread(
-        target=lambda: found.append(open_wire(master, 0, 2, main=main, start_seconds=60, seconds=60))
+        target=lambda: found.append(connect_peers(master, 0, 2, main=main, start_seconds=60, seconds=60))
     )
     opened.start()
     client = dist.TCPStore(*main, wait_for_workers=False, timeout=timedelta(seconds=60))
     host, port = client.get("0").decode().split()
     idle = [socket.create_connection((host, int(port))) for _ in range(100)]
-    peer = open_wire(client, 1, 2, main=main, start_seconds=60, seconds=60)
+    peer = connect_peers(client, 1, 2, main=main, start_seconds=60, seconds=60)
     opened.join(60)
     for one in idle:
         one.close()
@@ -148,14 +147,14 @@ def test_a_stranger_is_sent_away() -> None:
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     main, found = ("127.0.0.1", master.port), []
     opened = threading.Thread(
-        target=lambda: found.append(open_wire(master, 0, 2, main=main, start_seconds=60, seconds=60))
+        target=lambda: found.append(connect_peers(master, 0, 2, main=main, start_seconds=60, seconds=60))
     )
     opened.start()
     client = dist.TCPStore(*main, wait_for_workers=False, timeout=timedelta(seconds=60))
     host, port = client.get("0").decode().split()
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(b"\0\0\0\1" + b"another gang's ." + b"\0" * 8)
-        peer = open_wire(client, 1, 2, main=main, start_seconds=60, seconds=60)
+        peer = connect_peers(client, 1, 2, main=main, start_seconds=60, seconds=60)
         opened.join(60)
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
