@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.evidence import is_peer_loss_error
+from ebbflow.training.peer_sockets import PeerSockets, connect_peers
 
 
 def open_wires(

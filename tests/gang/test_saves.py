@@ -166,7 +166,7 @@ def test_a_rank_that_is_still_saving_makes_all_wait_or_all_skip(when_busy: str, 
 def test_a_save_that_is_asked_for_waits_for_the_one_under_way(tmp_path: Path) -> None:
     saver, control = Saver(), OrderRecord.create(tmp_path / "record")
     limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
-    saves = replace(trainer_of(saver, [], interval="steps", interval_steps=100), limits=limits).saves
+    saves = replace(trainer_of(saver, [], interval="steps", interval_steps=100), limits=limits).save_controller
     control.tell(RankOrder(seconds=math.inf, cause=CAUSES[5], node=0))
     saver.busy = True
     assert not saves.due(7)

@@ -160,8 +160,8 @@ def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | No
 
 def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure]) -> bool:
     """Whether those who called more are the odd ones: the others have come to an exchange of the engine's own at the
-    same step, and those of a CPU's gang are in no recorder (`training.peer_sockets`). Of equally many, those whose call is not
-    the usual one at that place."""
+    same step, and those of a CPU's gang are in no recorder (`training.peer_sockets`). Of equally many,
+    those whose call is not the usual one at that place."""
     if not ahead or not all(one.waiting and is_engine_location(one.where) for one in late):
         return False
     if any(is_engine_location(one.where) for one in ahead) or max(one.step for one in ahead) > min(
