@@ -159,7 +159,7 @@ class Coordinator:
             self._wait_out_notices()
             lead.roll_call(self._own.start_seconds, self._own.is_leaving)
             self._withdraw_secret()
-            start = self._retry_store(lambda: leader.plan(generation, nodes, lead.hosts(nodes)), lead.hold)
+            start = self._retry_store(lambda: leader.plan(generation, nodes, lead.hosts(nodes)), lead.keep_in_touch)
             if broke := end_if_unaffordable(start, generation.parent_step):
                 print_line(broke.outcome.message)
                 self._log.emit(OUTCOME, **asdict(broke.outcome))
@@ -222,7 +222,7 @@ class Coordinator:
                 return loop or self._planner.open()
 
             try:
-                last = self._retry_store(open_next, self._peers.hold)
+                last = self._retry_store(open_next, self._peers.keep_in_touch)
             except (TrainingError, InfraError) as error:
                 leaving = self._drain.leaving
                 last = (
@@ -234,7 +234,7 @@ class Coordinator:
 
     def _keep_in_touch(self) -> None:
         """What goes on while the store is asked."""
-        self._peers.hold()
+        self._peers.keep_in_touch()
         self._log.beat()
 
     def _record_end(self, ended: GenerationEnd, last: GenerationEnd) -> None:
