@@ -1,4 +1,4 @@
-"""The one typed configuration: its schema, and how it is read from a file and the command line."""
+"""The typed configuration of a job: its schema, and how it is read from a file, the environment and --set."""
 
 from __future__ import annotations
 

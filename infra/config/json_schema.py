@@ -1,6 +1,6 @@
-"""The JSON schema of a configuration, for editors that complete and check while one types (configs/schema.json).
+"""JSON schema of a configuration (configs/schema.json), for editors that complete and check while one types.
 
-It knows keys, types and ranges. Rules about several keys are left to the loader, which shows their arithmetic.
+The schema knows keys, types and ranges. Rules about several keys are checked by the loader only.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 from ebbflow.infra.config.keys import OPTION_NAME
 from ebbflow.infra.config.schema import RENAMED_KEYS, RunConfig
 
-_DIALECT = "http://json-schema.org/draft-07/schema#"  # what language servers for YAML understand
+_DIALECT = "http://json-schema.org/draft-07/schema#"  # the newest that YAML language servers understand
 
 
 def json_schema() -> dict[str, Any]:
-    """One tree without references: in draft 7 what stands beside a reference would be ignored, descriptions too."""
+    """Return the schema as one tree without references: draft 7 ignores whatever is beside a reference."""
     generated = RunConfig.model_json_schema()
     tree = _inlined(generated, generated.get("$defs", {}))
     for old, new in RENAMED_KEYS.items():
@@ -28,7 +28,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """What configs/schema.json holds."""
+    """Return the content of configs/schema.json."""
     return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
@@ -38,7 +38,7 @@ def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
-        # A section's default is that of its keys; a section may also be left empty.
+        # A section's default follows from its keys; a section may also be empty.
         section = _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
         return section | {"type": [section["type"], "null"]}
     # pydantic's titles repeat the names; but a key may be called title.

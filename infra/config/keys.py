@@ -1,4 +1,4 @@
-"""x"""
+"""Keys of the configuration, and the values that a file, the environment and --set give them."""
 
 from __future__ import annotations
 
@@ -38,37 +38,37 @@ class Entry:
     given_key: str
 
     def place_of(self, part: Node | None) -> SourceSpan:
-        """Where a part of the value stands, such as an item of a list."""
+        """Return the place of a part of the value, such as an item of a list."""
         return self.place if part is None else self.source.span_of(part)
 
 
 @cache
 def leaf_fields() -> dict[str, FieldInfo]:
-    """Every dotted key that holds a value, in the schema's order."""
+    """Return every dotted key that holds a value, in the schema's order."""
     return dict(_walk(RunConfig, ""))
 
 
 @cache
 def free_mappings() -> frozenset[str]:
-    """The leaves that hold names of the user's own, such as workload_options."""
+    """Return the keys whose value is a mapping with names of the user's choice, such as workload_options."""
     return frozenset(key for key, field in leaf_fields().items() if get_origin(field.annotation) is dict)
 
 
 def mapping_of(key: str) -> str | None:
-    """The free mapping that a dotted key is a name of: workload_options for workload_options.width."""
+    """Return the free mapping that a dotted key belongs to: workload_options for workload_options.width."""
     parent, dot, name = key.rpartition(".")
     return parent if dot and parent in free_mappings() and OPTION_NAME.fullmatch(name) else None
 
 
 def annotation_of(key: str) -> Any:
-    """What the schema says of the values of a leaf, or of a name in a free mapping."""
+    """Return the type annotation of a key's value."""
     mapping = mapping_of(key)
     return leaf_fields()[key].annotation if mapping is None else get_args(leaf_fields()[mapping].annotation)[1]
 
 
 @cache
 def sections() -> dict[str, type[BaseModel]]:
-    """Every section by its dotted name; "" is the whole."""
+    """Return every section by its dotted name; "" is the whole configuration."""
     found: dict[str, type[BaseModel]] = {"": RunConfig}
     pending = [("", RunConfig)]
     while pending:
@@ -83,7 +83,12 @@ def sections() -> dict[str, type[BaseModel]]:
 def collect_entries(
     node: Node | None, section: str, source: SourceText, origin: Origin, at: SourceSpan | None = None
 ) -> tuple[dict[str, Entry], list[Problem]]:
-    """The leaves that a node gives for a section. at: where to point when the node is no section at all."""
+    """Collect the values that a node gives for a section, and the problems of its keys.
+
+    Args:
+      section: the section's dotted name; "" for the whole configuration.
+      at: the place to point at when the node is no section.
+    """
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
     if node is None or is_empty(node):
@@ -119,7 +124,7 @@ def collect_entries(
 
 
 def unknown_key(key: str, place: SourceSpan) -> Problem:
-    """A key that the schema does not have, with the one that was probably meant."""
+    """Describe a key that the schema lacks, with a hint at the key that was probably meant."""
     shown = key if key.isprintable() and len(key) <= 80 else repr(key[:80])
     return Problem(message=f"unknown key {shown}", key=key, place=place, hint=_meant(key))
 
@@ -132,18 +137,18 @@ def _what_goes_into(section: str) -> str:
 
 
 def _meant(key: str) -> str:
-    """The closest sibling, or the place where a key of that name belongs, or what there is to choose from."""
+    """Suggest the closest key, the section where a key of that name belongs, or the known keys."""
     mapping = next((name for name in free_mappings() if key.startswith(f"{name}.")), None)
     if mapping is not None and mapping_of(key):
         return f"write {key.removeprefix(f'{mapping}.')} on a line of its own in the section {mapping}"
     if mapping is not None:
         return f"a name in {mapping} has letters, digits, '_' and '-' and begins with a letter"
     known = [*leaf_fields(), *(section for section in sections() if section)]
-    if key in known:  # only the nesting is wrong: `model.hidden_size: 64` as one key of the file
+    if key in known:  # wrong nesting: `model.hidden_size: 64` as one key of the file
         parent, _, leaf = key.rpartition(".")
         return f"write {leaf} on a line of its own in the section {parent}"
     section, _, name = key.rpartition(".")
-    while section not in sections():  # of `modle.hidden_size`, as an override gives it, only `modle` is wrong
+    while section not in sections():  # an override `modle.hidden_size`: only `modle` is wrong
         section, _, name = section.rpartition(".")
     siblings = list(sections()[section].model_fields)
     prefix = f"{section}." if section else ""
@@ -184,18 +189,18 @@ def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
-# EBBFLOW__MODEL__NUM_LAYERS=6: two underscores stand for the dot, since keys have single ones.
+# EBBFLOW__MODEL__NUM_LAYERS=6: two underscores stand for the dot, because keys contain single ones.
 PREFIX = "EBBFLOW__"
-ENVIRONMENT = f"environment {PREFIX}"  # how sources and messages about such a variable begin
+ENVIRONMENT = f"environment {PREFIX}"  # prefix of sources and messages
 
 
 def environment_source(key: str) -> str:
-    """How the variable that overrides a key is named: "environment EBBFLOW__MODEL__NUM_HEADS"."""
+    """Return the source text of a key's environment variable: "environment EBBFLOW__MODEL__NUM_HEADS"."""
     return ENVIRONMENT + key.replace(".", "__").upper()
 
 
 def read_environment(environment: Mapping[str, str]) -> tuple[dict[str, Entry], list[Problem]]:
-    """The entries of all variables that begin with EBBFLOW__, in the order of their names. Keys are lower-case."""
+    """Read all variables that begin with EBBFLOW__, in the order of their names; keys are lower-case."""
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
     for name in sorted(name for name in environment if name.startswith(PREFIX)):
@@ -207,7 +212,7 @@ def read_environment(environment: Mapping[str, str]) -> tuple[dict[str, Entry], 
 
 
 def read_override(override: str) -> tuple[dict[str, Entry], list[Problem]]:
-    """The entries of one "key=value". A whole section can be given too: "model={num_heads: 8}"."""
+    """Read one "key=value" of --set; the key may be a whole section: "model={num_heads: 8}"."""
     key, equals, value = override.partition("=")
     stripped = key.strip()
     if not equals or not stripped:
@@ -218,12 +223,17 @@ def read_override(override: str) -> tuple[dict[str, Entry], list[Problem]]:
 
 
 def override_name(override: str) -> str:
-    """How an override is named in messages."""
+    """Return the name of an override in messages."""
     return f"--set {override}" if override.isprintable() else f"--set {override!r}"
 
 
 def _read(key: str, written: str, value: str, name: str, origin: Origin) -> tuple[dict[str, Entry], list[Problem]]:
-    """written: what stands before the equals sign. name: under which problems are reported."""
+    """Read one value.
+
+    Args:
+      written: the text before the equals sign.
+      name: the name that problems are reported under.
+    """
     source = SourceText(name, value, first_column=len(written) + 1, before=f"{written}=")
     if key in sections() or key in free_mappings():
         node, problems = parse(source)

@@ -1,4 +1,4 @@
-"""One YAML file, the environment and the command line become one typed configuration, or all problems at once."""
+"""Load one typed configuration from a YAML file, the environment and --set, or report all problems at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RULES = (*MODEL_RULES, *DERIVED_RULES, *PARALLEL_RULES, *NAMES_RULES, *SURVIVAL
 
 
 def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Violation]:
-    """The rules that a configuration breaks. Rules about a key in `without` are left out."""
+    """Return the rules that a configuration breaks, except rules about a key in `without`."""
     broken = []
     for rule in _RULES:
         if any(key in without for key in rule.keys):
@@ -52,12 +52,12 @@ def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Viol
     return broken
 
 
-# Who is blamed for a broken rule: the last word had it, and never a default.
+# Rank of each origin when a broken rule is reported at one key: the highest wins.
 _BLAME: dict[Origin | None, int] = {None: 0, "file": 1, "environment": 2, "set": 3}
 
 
 def convert_entries(entries: Mapping[str, Entry]) -> tuple[dict[str, Any], list[Problem]]:
-    """Values of the types that the schema wants, by dotted key."""
+    """Convert each value to the type that the schema expects; returns values by dotted key, and problems."""
     values: dict[str, Any] = {}
     problems = []
     for key, entry in entries.items():
@@ -72,9 +72,12 @@ def convert_entries(entries: Mapping[str, Entry]) -> tuple[dict[str, Any], list[
 def validate(
     values: Mapping[str, Any], entries: Mapping[str, Entry], unknown: Collection[str]
 ) -> tuple[RunConfig, list[Problem]]:
-    """The configuration, with defaults in the place of what is wrong, and what is wrong with ranges and rules.
+    """Check ranges and rules.
 
-    unknown: keys whose meant value is not known; rules about them are left out.
+    Args:
+      unknown: keys whose intended value is unknown; rules about them are skipped.
+
+    Returns: the configuration, with defaults in place of wrong values, and the problems.
     """
     problems = []
     good = dict(values)
@@ -92,7 +95,7 @@ def validate(
 
 
 def _errors_by_key(error: ValidationError) -> dict[str, ErrorDetails]:
-    """One error for each key. Of a union's branches, a broken limit tells more than "not the other branch"."""
+    """Choose one error per key. In a union, a broken limit says more than a mismatch with the other branch."""
     found: dict[str, ErrorDetails] = {}
     for details in error.errors():
         key = ".".join(str(part) for part in details["loc"])
@@ -115,9 +118,9 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
 
 
 def _rule_problem(violation: Violation, entries: Mapping[str, Entry]) -> Problem:
-    """Blames the key that was given last: on the command line before the environment before the file."""
+    """Report a broken rule at the key that was given last: --set before environment before file."""
     given = {key: _entry(key, entries) for key in violation.keys}
-    blamed = max(violation.keys, key=lambda key: _rank(given[key]))  # the first of equals
+    blamed = max(violation.keys, key=lambda key: _rank(given[key]))  # the first one wins a tie
     entry = given[blamed]
     return Problem(
         message=violation.message, key=blamed, place=None if entry is None else entry.place, hint=violation.hint
@@ -125,7 +128,7 @@ def _rule_problem(violation: Violation, entries: Mapping[str, Entry]) -> Problem
 
 
 def _entry(key: str, entries: Mapping[str, Entry]) -> Entry | None:
-    """Of a free mapping, the first name in it."""
+    """Return the entry of a key; of a free mapping, the entry of its first name."""
     names = (name for name in entries if mapping_of(name) == key)
     return entries.get(key) or entries.get(next(names, ""))
 
@@ -146,7 +149,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _LARGEST_FILE_BYTES = 1 << 20
-# Keys whose value is a path, and the words that are none in its place.
+# Keys whose value is a path, and special words that are valid instead.
 _PATHS: dict[str, tuple[str, ...]] = {
     "store": (),
     "data.path": (),
@@ -158,7 +161,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """config, with paths made absolute.
+    """A configuration with absolute paths, the file it came from, and the source of each value.
 
     sources: dotted key → "default", "configs/x.yaml:3", "environment EBBFLOW__MODEL__NUM_LAYERS" or "--set".
     """
@@ -178,11 +181,15 @@ def load_config(
 ) -> LoadedConfig:
     """Read a configuration.
 
-    path: the YAML file, relative to cwd (the current directory when None).
-    overrides: "model.num_heads=8" and the like; later ones win, and all win over the environment and the file.
-    environment: its EBBFLOW__MODEL__NUM_HEADS=8 and the like win over the file; os.environ when None.
-    Relative folders in the file count from project_root, those in overrides and the environment from cwd.
-    Raises ConfigError with every problem at once.
+    Args:
+      path: the YAML file, relative to `cwd`.
+      overrides: "model.num_heads=8" and the like; later ones win, and all win over the environment and the file.
+      project_root: base of relative paths in the file; those in overrides and the environment are relative to `cwd`.
+      cwd: the current directory when None.
+      environment: variables such as EBBFLOW__MODEL__NUM_HEADS=8 win over the file; os.environ when None.
+
+    Raises:
+      ConfigError: carries every problem at once.
     """
     cwd = Path.cwd() if cwd is None else Path(cwd)
     file = Path(os.path.abspath(cwd / Path(path).expanduser()))
@@ -197,7 +204,7 @@ def load_config(
     values, mismatches = convert_entries(entries)
     problems += mismatches
     _resolve_paths(values, entries, project_root=project_root, cwd=cwd)
-    # What could not be read may be anything: rules about it would compare defaults that nobody chose.
+    # Values that could not be read are unknown: rules about them would compare defaults that nobody chose.
     unknown = {key for key in leaf_fields() if not readable and key not in entries}
     unknown |= {key for problem in problems for key in leaf_fields() if _hides(problem.key, key, entries, values)}
     config, found = validate(values, entries, unknown)
@@ -219,7 +226,7 @@ def _warn(line: str) -> None:
 def _read_entries(
     file: Path, given: Path | str, project_root: Path, cwd: Path
 ) -> tuple[dict[str, Entry], list[Problem], bool]:
-    """What the file gives, what is wrong with its form, and whether it could be read at all."""
+    """Read the file's values, the problems of its form, and whether it could be read at all."""
     text, problems = _read(file, given, project_root, cwd)
     if text is None:
         return {}, problems, False
@@ -232,7 +239,7 @@ def _read_entries(
 
 
 def _read(file: Path, given: Path | str, project_root: Path, cwd: Path) -> tuple[str | None, list[Problem]]:
-    """The text of the file, or the problem that prevents it."""
+    """Return the text of the file, or the problem that prevented reading it."""
     try:
         if file.is_dir():
             message = f"{given}: is a folder, not a configuration file"
@@ -246,7 +253,7 @@ def _read(file: Path, given: Path | str, project_root: Path, cwd: Path) -> tuple
         reason = f"there is no such file (looked in {cwd})" if missing else f"cannot be read: {error}"
         return None, [Problem(message=f"{given}: {reason}", hint=_configs_there_are(file, project_root, cwd))]
     if len(raw) > _LARGEST_FILE_BYTES:
-        return None, [Problem(message=f"{given}: is larger than 1 MiB, which no configuration is")]
+        return None, [Problem(message=f"{given}: is larger than 1 MiB; expected a configuration file")]
     try:
         return raw.decode("utf-8-sig"), []
     except UnicodeDecodeError as error:
@@ -256,7 +263,7 @@ def _read(file: Path, given: Path | str, project_root: Path, cwd: Path) -> tuple
 
 
 def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
-    """Names the configurations of the project and of the place that was looked in, the closest first."""
+    """List the configurations of the project and of the given folder, the closest name first."""
     folders = dict.fromkeys([file, file.parent, project_root / "configs"])
     try:
         names = [_display(found, cwd) for folder in folders for found in sorted(folder.glob("*.yaml"))]
@@ -270,7 +277,7 @@ def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
 
 
 def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, project_root: Path, cwd: Path) -> None:
-    """Makes paths absolute. What is empty, a word of its own or an address is left to the rules."""
+    """Make paths absolute. Empty values, special words and addresses are left to the rules."""
     values.setdefault("store", leaf_fields()["store"].default)
     for key, words in _PATHS.items():
         value = values.get(key)
@@ -278,7 +285,7 @@ def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, proj
             continue
         if ADDRESS.match(value) and not (key == "store" and value.startswith("file://")):
             continue
-        if key == "cost.prices" and not Path(value).suffix:  # a word that nobody knows is no file either
+        if key == "cost.prices" and not Path(value).suffix:  # an unknown word is not a file
             continue
         base = project_root if key not in entries or entries[key].origin == "file" else cwd
         value = value.removeprefix("file://") if key == "store" else value
@@ -286,14 +293,14 @@ def _resolve_paths(values: dict[str, Any], entries: Mapping[str, Entry], *, proj
 
 
 def _hides(bad: str, key: str, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> bool:
-    """Whether a problem with `bad` leaves it open what the value of `key` was meant to be."""
+    """Whether a problem with key `bad` leaves the intended value of `key` unknown."""
     if key in values and key in entries:
         return False
     return bool(bad) and (key == bad or key.startswith(f"{bad}."))
 
 
 def _in_reading_order(problems: Sequence[Problem], overrides: Sequence[str]) -> list[Problem]:
-    """The file from top to bottom, then the environment, then the overrides as they were given."""
+    """Sort problems: the file from top to bottom, then the environment, then the overrides in order."""
     order = {override_name(override): number for number, override in enumerate(overrides, start=2)}
 
     def position(problem: Problem) -> tuple[int, int, int]:
@@ -307,7 +314,7 @@ def _in_reading_order(problems: Sequence[Problem], overrides: Sequence[str]) -> 
 
 
 def _display(file: Path, cwd: Path) -> str:
-    """Relative to where the user stands, where it lies below."""
+    """Return the path relative to the current directory if it is below it."""
     return str(file.relative_to(cwd)) if file.is_relative_to(cwd) else str(file)
 
 
@@ -315,7 +322,7 @@ DEFAULT = "default"
 
 
 def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Every leaf in the schema's order; in the place of a free mapping the names that were given in it."""
+    """Return the source of every key in the schema's order; of a free mapping, of each name given in it."""
     sources: dict[str, str] = {}
     for key in leaf_fields():
         names = [name for name in entries if mapping_of(name) == key] if key in free_mappings() else []
@@ -324,15 +331,23 @@ def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def values_with_sources(config: Mapping[str, Any], sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """[{key, value, source}] in the order of `sources`. config: as JSON, nested; a key that it lacks is null."""
+    """Return rows of key, value and source in the order of `sources`.
+
+    Args:
+      config: the nested configuration as JSON; a key that it lacks gets the value null.
+    """
     return [{"key": key, "value": _at(config, key), "source": source} for key, source in sources.items()]
 
 
 def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) -> str:
-    """One line for each key: "model.num_layers  6  --set". defaults: whether to show those that nobody has set."""
+    """Render one line per key: "model.num_layers  6  --set".
+
+    Args:
+      defaults: whether to show keys that have their default value.
+    """
     shown = [row for row in rows if defaults or row["source"] != DEFAULT]
     texts = [(row["key"], value_text(row["value"]), row["source"]) for row in shown]
-    # A long list runs over instead of moving every other line to the right.
+    # A long list overflows its column instead of widening it for every line.
     widths = [min(60, max((len(text[column]) for text in texts), default=0)) for column in range(2)]
     lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}" for key, value, source in texts]
     left_out = len(rows) - len(shown)
@@ -340,7 +355,7 @@ def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) 
 
 
 def value_text(value: Any) -> str:
-    """As YAML would take it: null, true, [.py, .txt], 0.001."""
+    """Render a value as YAML: null, true, [.py, .txt], 0.001."""
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 

@@ -13,7 +13,7 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.config.yaml_values import closest_match
 from ebbflow.infra.signing_key import NAME_PATTERN
 
-# Such as s3://bucket, and s3:/bucket too, which nobody means as a folder called "s3:".
+# Such as s3://bucket; s3:/bucket too, because no one means a folder called "s3:".
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _REGION = re.compile(r"([a-z]{2,4})((?:-[a-z]+)+)-([0-9]+)")
 _ZONE_ID = re.compile(r"([a-z]{2,}[0-9]+)(-[a-z]+[0-9]+)?-az[0-9]+")
@@ -23,9 +23,9 @@ _PRICE_SOURCES = ("static", "live")
 
 
 def zone_prefix(region: str) -> str | None:
-    """How the zone ids of a region begin: use1 for us-east-1, apse2 for ap-southeast-2; None for no region's name.
+    """Return the prefix of a region's zone ids: use1 for us-east-1, apse2 for ap-southeast-2; None for no region.
 
-    AWS shortens each point of the compass and each other word to its first letter: southeast → se, central → c.
+    AWS shortens each compass point and each other word to its first letter: southeast → se, central → c.
     """
     match = _REGION.fullmatch(region)
     if match is None:
@@ -47,7 +47,7 @@ def _store_is_known(config: RunConfig) -> Breach:
 
 
 def _named(key: str, hint: str) -> Rule:
-    """A path that is given must not be empty, and is one of this machine."""
+    """Make the rule that a path is not empty and is on this machine."""
 
     def check(config: RunConfig) -> Breach:
         value = value_of(config, key)
@@ -94,7 +94,7 @@ def _regions_are_regions(config: RunConfig) -> Breach:
 
 
 def region_problem(key: str, name: str | None) -> Breach:
-    """For a key that may be null."""
+    """Check that a key, which may be null, is the name of an AWS region."""
     if name is None or zone_prefix(name) is not None:
         return None
     return f"{key} must be the name of an AWS region, not {name!r}", "such as us-east-1"
@@ -107,7 +107,7 @@ def _store_region_is_a_region(config: RunConfig) -> Breach:
 def _zones_lie_in_the_regions(config: RunConfig) -> Breach:
     prefixes = {zone_prefix(region): region for region in config.cost.regions}
     if None in prefixes:
-        return None  # no region's name, which is a violation of its own
+        return None  # an invalid region breaks a rule of its own
     for name, times in Counter(config.cost.zones).items():
         match = _ZONE_ID.fullmatch(name)
         if match is None:
@@ -171,7 +171,7 @@ def _metrics_address_is_an_ip_address(config: RunConfig) -> Breach:
 
 
 def _signing_key_env_is_a_name(config: RunConfig) -> Breach:
-    """The message leaves the value out: it may be the key itself, put here by mistake."""
+    """Check the variable's name; the message omits the value, which may be the key itself by mistake."""
     name = config.checkpoint.signing_key_env
     if name is None or NAME_PATTERN.fullmatch(name):
         return None
@@ -300,7 +300,7 @@ def _tags_are_tags(config: RunConfig) -> Breach:
 
 
 def _value_problem(value: str) -> str | None:
-    """Names are narrower already, as keys of the configuration."""
+    """Describe why AWS or Metaflow rejects a tag's value; None if they accept it."""
     if "=" in value:
         return "has '=' in it: Metaflow hands tags on as NAME=VALUE and splits them at each '='"
     if value.lower().startswith("aws:"):

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, where, and what to do about it."""
+"""Problems of a configuration: where each one is, what is wrong, and how to fix it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ebbflow.infra.errors import InfraError, Outcome
 
 _WIDEST_LINE = 160
-_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # of an address; terminals are recorded
+_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # password in a URL: terminals are recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class SourceSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing to mend. key is dotted ("model.hidden_size"), or "" for the file as a whole."""
+    """One error in a configuration. key is dotted ("model.hidden_size"), or "" for the file as a whole."""
 
     message: str
     key: str = ""
@@ -58,7 +58,7 @@ class ConfigError(InfraError):
 
 
 def render_problems(problems: Sequence[Problem]) -> str:
-    """The problems as text for a terminal: place and message, the line with a caret, the hint."""
+    """Render the problems for a terminal: place and message, the line with a caret, the hint."""
     return _PASSWORD.sub(lambda found: "*" * len(found[0]), "\n\n".join(_render(problem) for problem in problems))
 
 
@@ -72,7 +72,7 @@ def _render(problem: Problem) -> str:
 
 
 def _excerpt(place: SourceSpan) -> list[str]:
-    """The line and the caret below it; a very long line is shown from shortly before the place."""
+    """Return the line and the caret below it; a long line is cut around the place."""
     start = max(0, place.column - 1 - _WIDEST_LINE // 2) if len(place.text) > _WIDEST_LINE else 0
     shown = place.text[start : start + _WIDEST_LINE]
     before = place.column - 1 - start
@@ -82,12 +82,12 @@ def _excerpt(place: SourceSpan) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """One character for each: what a file contains must not be able to steer the terminal."""
+    """Replace unprintable characters one for one: a file must not be able to control the terminal."""
     return "".join(char if char.isprintable() else " " if char == "\t" else "?" for char in text)
 
 
 def _cells(text: str) -> int:
-    """Columns of a terminal that the text takes (East Asian wide characters take two, combining ones none)."""
+    """Count the terminal columns of a text: East Asian wide characters take two, combining characters none."""
     return sum(
         0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
     )

@@ -12,55 +12,55 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
-    """A frozen section that knows no key beyond its own and converts no type behind the user's back."""
+    """A frozen section that rejects unknown keys and converts no types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-# Old names of keys: configurations and stored jobs may still have them.
+# Old names of keys, which configurations and stored jobs may still have.
 RENAMED_KEYS = {"cluster.backend": "cluster.plan_for"}
 
 Count = Annotated[int, Field(ge=1)]
 
 
 class QueueConfig(Section):
-    """A job queue that training may go to. The market is the queue's: Batch knows it of compute environments only."""
+    """A job queue for training. `market` is set per queue: AWS Batch knows it of compute environments only."""
 
     name: str = Field(description="the job queue's name or ARN")
-    market: Literal["spot", "on_demand"] = Field(description="what its compute environments are made of")
-    instance_types: list[str] = Field([], description="by name or prefix (g5, p4d.24xlarge); empty: any")
+    market: Literal["spot", "on_demand"] = Field(description="purchase option of its compute environments")
+    instance_types: list[str] = Field([], description="names or prefixes (g5, p4d.24xlarge); empty: any")
     multi_node: bool = Field(
-        False, description="takes jobs of several nodes; Batch runs them on-demand only, in managed EC2 environments"
+        False, description="accepts multi-node jobs; Batch runs them on-demand only, in managed EC2 environments"
     )
 
 
 class BatchConfig(Section):
-    """AWS Batch. `ebbflow adopt` writes this section from what an account has."""
+    """AWS Batch. `ebbflow adopt` writes this section from the queues and roles of an account."""
 
     queues: list[QueueConfig] = Field(
-        [], description="where training may go; empty: the queues of the account, as they are found at launch"
+        [], description="queues for training; empty: the account's queues, looked up at launch"
     )
     light_queue: str | None = Field(
         None,
-        description="for the steps around training; null: METAFLOW_BATCH_JOB_QUEUE, else the smallest machines",
+        description="queue for the steps around training; null: METAFLOW_BATCH_JOB_QUEUE, else the smallest machines",
     )
-    image: str | None = Field(None, description="of the containers; null: METAFLOW_BATCH_CONTAINER_IMAGE")
-    region: str | None = Field(None, description="of queues and jobs; null: as every AWS tool finds it")
-    efa_interfaces: int = Field(0, ge=0, description="EFA devices of each node of a job of several nodes; 0: none")
-    shared_memory_mib: Count = Field(4096, description="/dev/shm of a container, which NCCL and loaders use")
-    tags: dict[str, str] = Field({}, description="put on every job, for cost allocation")
+    image: str | None = Field(None, description="container image; null: METAFLOW_BATCH_CONTAINER_IMAGE")
+    region: str | None = Field(None, description="region of queues and jobs; null: the AWS SDK's")
+    efa_interfaces: int = Field(0, ge=0, description="EFA devices of each node of a multi-node job; 0: none")
+    shared_memory_mib: Count = Field(4096, description="size of a container's /dev/shm, for NCCL and data loaders")
+    tags: dict[str, str] = Field({}, description="tags of every job, for cost allocation")
     runnable_minutes: float = Field(
-        30.0, gt=0, description="a job may wait for capacity this long before it is placed elsewhere"
+        30.0, gt=0, description="longest wait for capacity before a job is placed elsewhere"
     )
     job_role: str | None = Field(None, description="ARN of the containers' role; null: METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
     metadata_fixes: Literal["auto", "refuse"] = Field(
         "auto",
-        description="what Metaflow gets wrong on Batch without a metadata service: mend what is known, or refuse",
+        description="known faults of Metaflow on Batch without a metadata service: fix them, or refuse to run",
     )
 
 
 class ModelConfig(Section):
-    """The shape of the causal language model."""
+    """Shape of the causal language model."""
 
     hidden_size: int = Field(128, ge=1, description="width of the residual stream")
     num_layers: int = Field(4, ge=1, description="transformer blocks")
@@ -73,29 +73,29 @@ class SchedulerConfig(Section):
     """Learning rate over steps."""
 
     type: Literal["constant", "linear_warmup", "cosine", "wsd"] = Field(
-        "cosine", description="all warm up first; wsd holds, then decays over the last fifth"
+        "cosine", description="shape after the warm-up; wsd is constant, then decays over the last fifth of the steps"
     )
     warmup_steps: int = Field(20, ge=0, description="steps of linear warm-up from zero")
-    final_ratio: float = Field(0.1, ge=0, le=1, description="last learning rate as a share of the peak")
+    final_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate as a fraction of the peak")
 
 
 class TrainingConfig(Section):
-    """Optimisation. batch_size counts global sequences per step at any world size."""
+    """Optimization. batch_size counts sequences of the whole gang, at any number of ranks."""
 
-    batch_size: int = Field(32, ge=1, description="global sequences per step, whatever the world size")
+    batch_size: int = Field(32, ge=1, description="sequences per step over all ranks")
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per step and rank")
     max_steps: int = Field(300, ge=1, description="optimizer steps of the job")
-    seed: int = Field(1234, ge=0, description="initial weights and data order")
+    seed: int = Field(1234, ge=0, description="seed of the initial weights and the data order")
     micro_batch: Literal["fixed", "auto"] = Field(
         "fixed",
-        description="auto: the fewest micro-batches that fit into memory, from gradient_accumulation_steps on",
+        description="auto: the fewest micro-batches that fit into memory, at least gradient_accumulation_steps",
     )
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay on matrices")
     initial_weights: str | None = Field(
-        None, description="safetensors file, or folder of them (Hugging Face layout), to start from; null: by the seed"
+        None, description="safetensors file or folder (Hugging Face layout) to start from; null: random from the seed"
     )
-    gradient_clip_norm: float | None = Field(1.0, gt=0, description="global norm limit; null turns clipping off")
+    gradient_clip_norm: float | None = Field(1.0, gt=0, description="largest global gradient norm; null: no clipping")
     evaluation_interval_steps: int = Field(100, ge=1, description="steps between held-out evaluations")
     scheduler: SchedulerConfig = SchedulerConfig()
 
@@ -104,16 +104,18 @@ class DataConfig(Section):
     """Text to train on. Without a path: the standard library of the running Python, tests excluded."""
 
     path: str | None = Field(None, description="folder, file or glob; null: the interpreter's standard library")
-    suffixes: list[str] = Field([".py"], description="file endings taken from a folder")
-    tokenizer: str = Field("bytes", description="bytes (one token per byte), or a tokenizer.json of Hugging Face")
+    suffixes: list[str] = Field([".py"], description="file extensions to read in a folder")
+    tokenizer: str = Field(
+        "bytes", description="bytes (one token per byte), or the path of a Hugging Face tokenizer.json"
+    )
     held_out_fraction: float = Field(
-        0.05, gt=0, lt=1, description="share of the files kept for evaluation; of a single file, its last part"
+        0.05, gt=0, lt=1, description="fraction of the files kept for evaluation; of a single file, its end"
     )
     held_out_samples: int = Field(64, ge=1, description="sequences per evaluation")
 
 
 class ParallelConfig(Section):
-    """How the model is spread over ranks, and what its units trade: memory against compute, start-up against speed."""
+    """How the model is spread over ranks, and how memory is traded for compute."""
 
     mode: Literal["ddp", "fsdp2", "hsdp"] = Field(
         "fsdp2", description="replicate (ddp), shard (fsdp2), or shard within groups that are replicated (hsdp)"
@@ -122,50 +124,52 @@ class ParallelConfig(Section):
         None, description="hsdp: ranks that share one copy of the model; null: cluster.processes_per_node"
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="activations computed again in backward: none, all but matrix products, or all of a unit"
+        "none", description="activations recomputed in backward: none, all but matrix products, or all of a unit"
     )
-    compile: bool = Field(False, description="torch.compile of each unit")
+    compile: bool = Field(False, description="apply torch.compile to each unit")
 
 
 class DdpConfig(Section):
-    """Options of mode ddp, as torch's DistributedDataParallel has them."""
+    """Options of mode ddp, named as in torch's DistributedDataParallel."""
 
-    find_unused_parameters: bool = Field(False, description="for models that leave parameters out of some steps")
+    find_unused_parameters: bool = Field(False, description="for models that do not use every parameter in every step")
     static_graph: bool = Field(False, description="promise that every step uses the same parameters")
-    gradient_as_bucket_view: bool = Field(True, description="gradients share the memory of the buckets")
-    bucket_cap_mb: float = Field(25.0, gt=0, description="MiB of gradients reduced together")
+    gradient_as_bucket_view: bool = Field(True, description="gradients are views into the buckets")
+    bucket_cap_mb: float = Field(25.0, gt=0, description="size of a gradient bucket, MiB")
     gradient_compression: Literal["none", "bfloat16", "powersgd"] = Field(
-        "none", description="what is sent of the gradients: all, halves, or a low-rank approximation"
+        "none", description="compression of gradients before the reduction: none, half precision, or low rank"
     )
 
 
 class FsdpConfig(Section):
-    """Options of the sharded modes; mixed precision holds for ddp as well, by autocast."""
+    """Options of the sharded modes; mixed precision applies to ddp as well, through autocast."""
 
     use_mixed_precision: bool = Field(False, description="compute in param_dtype; master weights stay float32")
-    param_dtype: Literal["bfloat16", "float16"] = Field("bfloat16", description="with mixed precision: of the compute")
-    reduce_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="with mixed precision: in which gradients are added up over ranks"
+    param_dtype: Literal["bfloat16", "float16"] = Field(
+        "bfloat16", description="dtype of the compute with mixed precision"
     )
-    cpu_offload: bool = Field(False, description="shards, gradients and optimizer state stay in host memory")
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="dtype of the gradient reduction with mixed precision"
+    )
+    cpu_offload: bool = Field(False, description="keep shards, gradients and optimizer state in host memory")
 
 
 class ClusterConfig(Section):
-    """The gang: how many nodes and ranks, and how long its parts may keep each other waiting."""
+    """Number of nodes and ranks, machine types, and deadlines for joining and for a step."""
 
-    nodes: Count | Literal["auto"] = Field(2, description="nodes, or auto: as the plan says")
-    processes_per_node: Count | Literal["auto"] = Field(1, description="ranks per node, or auto: one per GPU")
+    nodes: Count | Literal["auto"] = Field(2, description="number of nodes; auto: chosen by the plan")
+    processes_per_node: Count | Literal["auto"] = Field(1, description="ranks per node; auto: one per GPU")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="auto: a GPU for each rank where there are enough, else the CPU for all; GPUs that do not work are "
+        description="auto: one GPU per rank if there are enough, else the CPU for all; GPUs that do not work are "
         "refused; cpu: never a GPU; cuda: refuse to train without a GPU for each rank",
     )
-    max_nodes: Count | None = Field(None, description="with nodes: auto, at most so many; null: 8")
+    max_nodes: Count | None = Field(None, description="largest number of nodes with nodes: auto; null: 8")
     min_nodes: Count | None = Field(
-        None, description="go on with so many when nodes are lost, node 0 not among them; null: only with all of them"
+        None, description="continue with this many nodes when others are lost (not node 0); null: only with all"
     )
     instance_types: list[str] = Field([], description="candidates by name or prefix (g5, p4d); empty: all")
-    market: Literal["auto", "spot", "on_demand"] = Field("auto", description="which markets the plan may choose")
+    market: Literal["auto", "spot", "on_demand"] = Field("auto", description="markets that the plan may choose")
     plan_for: Literal["local", "batch", "kubernetes"] = Field(
         "batch",
         description="backend whose prices and limits the plan uses, wherever the run is; AWS Batch runs several nodes "
@@ -174,116 +178,125 @@ class ClusterConfig(Section):
     expected_start_seconds: float = Field(
         240.0,
         gt=0,
-        description="by the plan, from asking for a node to its first step: boot, image, model",
+        description="expected time from requesting a node to its first step: boot, image, model",
     )
-    start_deadline_seconds: float = Field(120.0, gt=0, description="for all nodes and ranks to have joined")
-    step_deadline_seconds: float = Field(300.0, gt=0, description="without progress of a rank")
+    start_deadline_seconds: float = Field(120.0, gt=0, description="time limit for all nodes and ranks to join")
+    step_deadline_seconds: float = Field(300.0, gt=0, description="time limit without progress of a rank")
 
     @model_validator(mode="before")
     @classmethod
     def _accept_old_names(cls, data: Any) -> Any:
-        """Load configurations that jobs stored before a key was renamed."""
+        """Accept the old names of keys in configurations that jobs have stored."""
         if not isinstance(data, dict):
             return data
         return {RENAMED_KEYS.get(f"cluster.{name}", name).rpartition(".")[2]: value for name, value in data.items()}
 
 
 class CheckpointConfig(Section):
-    """Commits: how often and how many."""
+    """When checkpoints are saved, and which commits are kept."""
 
     interval: Literal["steps", "seconds", "auto"] = Field(
-        "steps", description="what decides when to save: interval_steps, interval_seconds, or measured cost and hazard"
+        "steps", description="save every interval_steps, every interval_seconds, or by measured cost and hazard"
     )
-    interval_steps: int = Field(50, ge=1, description="steps between commits; auto: before the first, at most")
-    interval_seconds: float = Field(600.0, gt=0, description="with interval: seconds")
+    interval_steps: int = Field(
+        50, ge=1, description="steps between commits; with auto, at most this many before the first"
+    )
+    interval_seconds: float = Field(600.0, gt=0, description="seconds between commits with interval: seconds")
     when_busy: Literal["wait", "skip"] = Field(
-        "wait", description="a save that is due while the last one is still uploaded: wait for it, or leave it out"
+        "wait", description="when a save is due while the last one is still uploading: wait for it, or skip the new one"
     )
-    upload_mib_per_second: float | None = Field(None, gt=0, description="cap of each rank's upload; null: none")
-    stop_seconds: float = Field(
-        30.0, gt=0, description="from SIGTERM until the process is killed: the container's stop time-out"
-    )
-    keep_last: int = Field(3, ge=1, description="commits kept: the newest so many")
+    upload_mib_per_second: float | None = Field(None, gt=0, description="upload limit of each rank; null: none")
+    stop_seconds: float = Field(30.0, gt=0, description="time from SIGTERM to SIGKILL: the container's stop timeout")
+    keep_last: int = Field(3, ge=1, description="number of newest commits to keep")
     keep_every_steps: int | None = Field(
-        None, ge=1, description="also keep the first commit at or after each multiple of so many steps; null: none"
+        None, ge=1, description="also keep the first commit at or after each multiple of this many steps; null: none"
     )
-    keep_best: int = Field(0, ge=0, description="also keep so many commits of the lowest held_out_loss")
+    keep_best: int = Field(0, ge=0, description="also keep this many commits with the lowest held_out_loss")
     max_total_gib: float | None = Field(
-        None, gt=0, description="of all kept commits; the least valued go, the newest and pinned stay; null: no limit"
+        None,
+        gt=0,
+        description="limit for all kept commits; the least valuable are deleted, the newest and pinned stay; null: none",
     )
     orphan_hours: float = Field(
-        24.0, gt=0, description="data of saves that never came to a commit, and commits that do not count, are kept"
+        24.0, gt=0, description="data of saves without a commit, and invalid commits, are deleted after this time"
     )
-    deadline_seconds: float = Field(120.0, gt=0, description="for one save to be durable")
+    deadline_seconds: float = Field(120.0, gt=0, description="time limit for one save to be durable")
     signing_key_env: str | None = Field(
-        None, description="environment variable with the key that signs commits; unsigned ones are refused; null: off"
+        None,
+        description="environment variable with the key that signs commits; unsigned commits are rejected; null: off",
     )
 
 
 class CostConfig(Section):
-    """The limits the plan and the run must keep, and where its prices come from."""
+    """Budget and deadline, and the source of prices."""
 
-    budget_usd: float | None = Field(None, gt=0, description="the most the job may cost")
-    owner: str | None = Field(None, description="who answers for the cost; stands in the ledger and the reports")
-    project: str | None = Field(None, description="what the cost is booked on; stands in the ledger and the reports")
-    deadline_hours: float | None = Field(None, gt=0, description="hours from the start to the finish")
+    budget_usd: float | None = Field(None, gt=0, description="spending limit of the job")
+    owner: str | None = Field(None, description="owner of the cost, shown in the ledger and the reports")
+    project: str | None = Field(None, description="project of the cost, shown in the ledger and the reports")
+    deadline_hours: float | None = Field(None, gt=0, description="time limit from start to finish")
     prices: str = Field(
         "static", description="static (shipped, dated), live (DescribeSpotPriceHistory), or a file of recorded prices"
     )
     regions: list[str] = Field(["us-east-1"], description="AWS regions whose pools are candidates")
-    zones: list[str] = Field([], description="zone ids (use1-az1) to choose from; empty: all of the regions")
-    max_price_age_hours: float = Field(24.0, gt=0, description="older spot prices are used, and said to be stale")
-    store_region: str | None = Field(
-        None, description="where an s3:// store lies, for what transfer costs; null: with the pool, wherever that is"
+    zones: list[str] = Field([], description="zone ids (use1-az1) to choose from; empty: all zones of the regions")
+    max_price_age_hours: float = Field(
+        24.0, gt=0, description="age from which spot prices are reported as stale; they are still used"
     )
-    volume_gib_per_node: float = Field(100.0, ge=0, description="EBS gp3 of each node, for what storage costs")
+    store_region: str | None = Field(
+        None, description="region of an s3:// store, for the cost of transfer; null: the pool's region"
+    )
+    volume_gib_per_node: float = Field(100.0, ge=0, description="EBS gp3 volume of each node, for the cost of storage")
 
 
 class SurvivalConfig(Section):
-    """When a gang is watched closely, and what is done when a part of it fails."""
+    """Hang detection, spot interruption notices and logs of a gang."""
 
     hang_floor_seconds: float = Field(
-        60.0, ge=3, description="a rank that is only slow is ended after this, or 10 × the p99 of its phase if longer"
+        60.0, ge=3, description="hang threshold of a rank: this, or 10 × the p99 of its phase if longer"
     )
     standby: bool = Field(
-        True, description="each node keeps a process that has imported everything: ranks start from it in no time"
+        True, description="keep a process on each node that has imported everything; restarted ranks fork from it"
     )
     on_rebalance: Literal["save", "leave", "nothing"] = Field(
-        "save", description="what EC2's recommendation to rebalance leads to, which is no notice yet"
+        "save", description="response to EC2's rebalance recommendation, which comes before a notice"
     )
     notice_margin_seconds: float = Field(
-        10.0, ge=0, description="kept back from a spot notice's time: the save must be durable before the machine goes"
+        10.0, ge=0, description="time between the last durable save and the termination that a spot notice announces"
     )
     notice_file: str = Field(
-        "/tmp/spot_termination_notice", description="where Metaflow's spot monitor writes the time of termination"
+        "/tmp/spot_termination_notice",
+        description="file to which Metaflow's spot monitor writes the time of termination",
     )
     rank_log_mib: int = Field(
-        64, ge=1, description="of what a rank prints in a generation, this much is kept: the first part and the last"
+        64, ge=1, description="limit of a rank's output in a generation; the first and the last part are kept"
     )
 
 
 class GuardsConfig(Section):
-    """What is done when numbers, weights or memory go wrong (docs/survival.md)."""
+    """Responses to non-finite losses, spikes, diverged weights and out-of-memory errors (docs/survival.md)."""
 
     non_finite: Literal["stop", "skip", "rewind"] = Field(
-        "stop", description="a loss or gradient that is not finite: end the job, leave the step out, or go back"
+        "stop",
+        description="response to a non-finite loss or gradient: stop the job, skip the step, or rewind to a commit",
     )
     spike: Literal["off", "skip", "rewind"] = Field(
-        "off", description="a loss or gradient norm far above those before: leave the step out, or go back"
+        "off", description="response to a spike of loss or gradient norm: skip the step, or rewind to a commit"
     )
-    spike_z: float = Field(8.0, gt=0, description="how far: in robust standard deviations (median, MAD)")
-    spike_window_steps: int = Field(100, ge=10, description="steps that are compared with; none is judged before half")
-    skips_in_a_row: int = Field(3, ge=1, description="steps left out one after the other before going back")
-    rewind_margin_steps: int = Field(0, ge=0, description="at least so far before the first bad step")
-    max_rewinds: int = Field(3, ge=0, description="of the whole job; then it ends")
+    spike_z: float = Field(8.0, gt=0, description="size of a spike in robust standard deviations (median, MAD)")
+    spike_window_steps: int = Field(
+        100, ge=10, description="steps to compare with; no step is judged before half of them"
+    )
+    skips_in_a_row: int = Field(3, ge=1, description="consecutive skipped steps before a rewind")
+    rewind_margin_steps: int = Field(0, ge=0, description="smallest distance of a rewind before the first bad step")
+    max_rewinds: int = Field(3, ge=0, description="rewinds of the whole job before it ends")
     hash_interval_steps: int | None = Field(
-        100, ge=1, description="steps between comparisons of the weights of equal ranks; null: never"
+        100, ge=1, description="steps between comparisons of the weights of replicas; null: never"
     )
     out_of_memory: Literal["split", "stop"] = Field(
-        "split", description="a micro-batch that does not fit: start again with smaller ones, or end"
+        "split", description="response to out of memory: restart with smaller micro-batches, or stop"
     )
     memory_growth: Literal["renew", "off"] = Field(
-        "renew", description="memory that will run out within minutes: save, and go on in new processes"
+        "renew", description="response to memory that will run out within minutes: save and restart the processes"
     )
 
 
@@ -291,25 +304,23 @@ class MetricsConfig(Section):
     """Prometheus metrics. metrics.prom is written with every report in any case."""
 
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
-        None, description="each node serves /metrics here while it trains; null: it does not"
+        None, description="port on which each node serves /metrics while it trains; null: none"
     )
     address: str | None = Field(
-        None, description="IP address that /metrics listens on; null: 127.0.0.1 for a gang on this machine, else all"
+        None, description="IP address of /metrics; null: 127.0.0.1 for a gang on this machine, else all"
     )
-    push_url: str | None = Field(None, description="Pushgateway that the nodes push to; null: none")
-    interval_seconds: float = Field(15.0, ge=1, description="between pushes")
+    push_url: str | None = Field(None, description="URL of a Pushgateway that the nodes push to; null: none")
+    interval_seconds: float = Field(15.0, ge=1, description="time between pushes")
 
 
 class RunConfig(Section):
-    """All of a job's configuration."""
+    """The whole configuration of a job."""
 
-    store: str = Field("runs", description="folder or s3://bucket/prefix; relative: from the project's root")
+    store: str = Field("runs", description="folder or s3://bucket/prefix; a relative path starts at the project root")
     workload: str | None = Field(
-        None, description="what is trained, as package.module:Class; null: the built-in language model on text"
+        None, description="the workload as package.module:Class; null: the built-in language model"
     )
-    workload_options: dict[str, bool | int | float | str] = Field(
-        {}, description="options of a workload of your own, any names"
-    )
+    workload_options: dict[str, bool | int | float | str] = Field({}, description="options of the workload; any names")
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()

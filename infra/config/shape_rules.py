@@ -22,7 +22,7 @@ from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, RunConfig
 
 def _heads_divide_width(config: RunConfig) -> Breach:
     width, heads = config.model.hidden_size, config.model.num_heads
-    if width % heads == 0 or width < heads:  # the latter is a derived quantity of less than 1
+    if width % heads == 0 or width < heads:  # less than 1: reported as a derived quantity
         return None
     message = f"model.hidden_size must be divisible by model.num_heads: {division(width, heads)}"
     return message, suggest_values(
@@ -37,7 +37,7 @@ def _batch_divides_evenly(config: RunConfig) -> Breach:
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     batch, parts = config.training.batch_size, config.training.gradient_accumulation_steps
     unit = world_size * parts
-    if batch % unit == 0 or batch < unit:  # the latter is a derived quantity of less than 1
+    if batch % unit == 0 or batch < unit:  # less than 1: reported as a derived quantity
         return None
     message = (
         "training.batch_size must be a multiple of cluster.nodes × cluster.processes_per_node × "
@@ -99,9 +99,11 @@ MODEL_RULES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """name = top / (bottom × …), rounded down. why: what it means when nothing is left. applies: whether it exists.
+    """A quantity name = top / (bottom × …), rounded down, that must be at least 1.
 
-    spare: offered instead of the bare minimum, in parts of the whole: an interval of a quarter makes four of them.
+    why: the consequence when it is 0.
+    applies: whether the quantity exists in a configuration.
+    spare: the hint offers this many times the minimum, such as 4 commits of a job.
     """
 
     name: str
@@ -115,7 +117,7 @@ class Derived:
         return self._product(config, self.top) // self._product(config, self.bottom)
 
     def formula(self, config: RunConfig) -> str:
-        """Such as "training.batch_size / (cluster.nodes × …) = 4 / (2 × 4) = 0.5"; a part that is auto is left out."""
+        """Render "training.batch_size / (cluster.nodes × …) = 4 / (2 × 4) = 0.5", without keys that are auto."""
         top, bottom = self._known(config, self.top), self._known(config, self.bottom)
         exact = self._product(config, self.top) / self._product(config, self.bottom)
         numbers = (
@@ -124,7 +126,7 @@ class Derived:
         return f"{product(top)} / {product(bottom)} = {numbers} = {exact:.4g}"
 
     def check(self, config: RunConfig) -> Breach:
-        """The rule that every derived quantity is at least 1."""
+        """Check that the quantity is at least 1."""
         if not self.applies(config) or self.value(config) >= 1:
             return None
         return f"{self.name} must be at least 1, or {self.why}: {self.formula(config)}", self._hint(config)
@@ -136,7 +138,7 @@ class Derived:
             offers.append((self.top[0], [unit * self.spare]))
         for key in self._known(config, self.bottom):
             own = value_of(config, key)
-            largest = whole * own // unit  # what this divisor may be when the others stay
+            largest = whole * own // unit  # largest value of this divisor if the others stay
             if self.spare > 1:
                 offers.append((key, [max(1, largest // self.spare)]))
             elif largest and whole % (unit // own * largest) == 0:
@@ -194,7 +196,7 @@ def _shards_divide_ranks(config: RunConfig) -> Breach:
     shard, world_size = config.parallel.shard_size, count_ranks(config)
     if config.parallel.mode != "hsdp" or shard is None or world_size is None:
         return None
-    if world_size % shard == 0 or world_size < shard:  # the latter is a derived quantity of less than 1
+    if world_size % shard == 0 or world_size < shard:  # less than 1: reported as a derived quantity
         return None
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     message = (
@@ -254,7 +256,7 @@ def _compressed_once(config: RunConfig) -> Breach:
 
 
 def _only_with_modes(key: str, default: object, modes: tuple[str, ...]) -> Rule:
-    """An option that another mode would not look at must be left at its default there."""
+    """Make the rule that an option has its default in modes that ignore it."""
 
     def check(config: RunConfig) -> Breach:
         mode, value = config.parallel.mode, value_of(config, key)
@@ -315,7 +317,7 @@ def _no_more_than_allowed(config: RunConfig) -> Breach:
 
 
 def _shards_stay_on_a_node(config: RunConfig) -> Breach:
-    """A number of nodes that the configuration does not know must not be what a group of shards needs."""
+    """Check that a group of shards fits on one node where nodes may be lost."""
     shard, processes = config.parallel.shard_size, config.cluster.processes_per_node
     if config.cluster.min_nodes is None or config.parallel.mode != "hsdp" or shard is None or processes == "auto":
         return None

@@ -136,7 +136,7 @@ def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
 
 
 class MismatchError(InfraError):
-    """The value does not fit. message goes on from the name of the key: "must be a whole number, not …"."""
+    """A value does not fit its key. The message continues the key's name: "must be a whole number, not …"."""
 
     outcome = Outcome.CONFIG
 
@@ -144,21 +144,24 @@ class MismatchError(InfraError):
         super().__init__(message)
         self.message = message
         self.hint = hint
-        self.node = node  # where to point, when it is not the value as a whole
+        self.node = node  # the part of the value to point at; None: all of it
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a field takes: some of int, float, str, bool, list, and names out of a fixed set, and perhaps nothing."""
+    """The values that a field accepts: types, names from a fixed set, and null.
+
+    section: the type of a list's items where they are sections; None where they are texts.
+    """
 
     types: frozenset[type]
     choices: tuple[str, ...]
     nullable: bool
-    section: type[BaseModel] | None = None  # of a list: what its items are, where they are no texts
+    section: type[BaseModel] | None = None
 
     @classmethod
     def of(cls, annotation: Any) -> Expected:
-        """Read from the annotation of a field, such as ``int | Literal["auto"]``."""
+        """Read a field's annotation, such as ``int | Literal["auto"]``."""
         types, choices, nullable, section = set(), [], False, None
         for part in _alternatives(annotation):
             if part in (None, type(None)):
@@ -183,7 +186,7 @@ class Expected:
 
 
 def convert(node: Node, expected: Expected) -> Any:
-    """The value of a node. Raises MismatchError, which says what was given and what is expected."""
+    """Convert a node to the expected type. Raises MismatchError."""
     tag = _foreign_tag(node)
     if tag is not None:
         raise MismatchError(f"has the tag {tag}, which a configuration has no use for", "remove the tag")
@@ -197,14 +200,14 @@ def convert(node: Node, expected: Expected) -> Any:
 
 
 def describe_node(node: Node) -> str:
-    """What was given, in words."""
+    """Describe a value in words, such as "the number 3"."""
     if isinstance(node, ScalarNode):
         return _describe_value(_interpret(node))
     return "a list" if isinstance(node, SequenceNode) else "a section"
 
 
 def closest_match(word: str, known: list[str] | tuple[str, ...]) -> str | None:
-    """The known word that was probably meant, whatever its case and its dashes."""
+    """Return the known word that was probably meant, ignoring case and dashes; None if no word is close."""
     folded = {_fold(name): name for name in known}
     matches = difflib.get_close_matches(_fold(word), folded, n=1, cutoff=0.7)
     return folded[matches[0]] if matches else None
@@ -220,7 +223,7 @@ def _convert_item(node: Node, number: int, section: type[BaseModel] | None) -> A
 
 
 def _convert_section(node: Node, section: type[BaseModel]) -> dict[str, Any]:
-    """The values of a section that stands in a list: unknown, missing and duplicate keys are found here."""
+    """Convert a section in a list; reports unknown, missing and duplicate keys."""
     fields = section.model_fields
     known = _known_keys(section)
     if not isinstance(node, MappingNode):
@@ -315,7 +318,7 @@ def _interpret(node: ScalarNode) -> Value:
     digits = text.replace("_", "").lower()
     try:
         if kind == "int" and not _LEADING_ZERO.fullmatch(text):
-            return int(digits[:1000], 0)  # Python refuses thousands of digits; too large is too large
+            return int(digits[:1000], 0)  # Python rejects thousands of digits
         if kind == "float" or _FRACTION.fullmatch(text):
             return float(re.sub(r"\.(?=inf|nan)", "", digits))
     except ValueError:
@@ -342,7 +345,7 @@ def _mapping_hint(expected: Expected) -> str | None:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """The members of a union, unwrapped from Annotated."""
+    """Return the members of a union, unwrapped from Annotated."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _alternatives(get_args(annotation)[0])
