@@ -1,4 +1,4 @@
-"""`python -m infra`: commands of the ground. A composition root: it may ask any room, and only when it needs it."""
+"""Commands that `ebbflow` runs for preflight, configuration, logs and AWS. Each imports only the rooms it needs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def preflight(options: argparse.Namespace) -> int:
-    """Exit code 0, 2 for a configuration that cannot be used, 3 for a check that stops the job."""
+    """Run preflight. Exit code 0; 2 for an unusable configuration; 3 for a failed check."""
     from ebbflow.flows.checks import all_checks, run_all_checks
 
     if options.list:
@@ -64,7 +64,7 @@ def preflight(options: argparse.Namespace) -> int:
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print every value with its source. Exit code 2 for a configuration that cannot be used."""
+    """Print every value with its source. Exit code 2 for an unusable configuration."""
     try:
         loaded = load_config(options.config, options.set, project_root=PROJECT_ROOT)
     except ConfigError as error:
@@ -76,7 +76,7 @@ def config(options: argparse.Namespace) -> int:
 
 
 def schema(options: argparse.Namespace) -> int:
-    """Print the JSON schema of configurations, or write it to where editors look for it."""
+    """Print the JSON schema of configurations, or write configs/schema.json."""
     text = schema_text()
     if not options.write:
         print(text, end="")
@@ -87,7 +87,7 @@ def schema(options: argparse.Namespace) -> int:
 
 
 def _document(outcome: Outcome | None, *, problems: Sequence[dict] = (), results: Sequence[CheckResult] = ()) -> str:
-    """The machine's form. outcome: null when nothing stops the job."""
+    """Return the results as JSON. outcome: null if no check failed."""
     document = {
         "schema": 1,
         "outcome": outcome,

@@ -1,4 +1,4 @@
-"""Exit outcomes of a job with their exit codes, and the exceptions of this room."""
+"""Outcomes of a job with their exit codes, and the exceptions of the infra room."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """The end of a job. The exit codes are part of the public contract and never change meaning."""
+    """How a job ended. Exit codes are part of the public contract and never change meaning."""
 
     COMPLETED = "completed"
     FAILED = "failed"
@@ -43,13 +43,13 @@ _EXIT_CODES = {
 
 
 class InfraError(Exception):
-    """Anything the ground could not do. `outcome` says how a job that dies of it ends."""
+    """Base class of this room's exceptions. `outcome` is the outcome of a job that ends with it."""
 
     outcome = Outcome.FAILED
 
 
 class LayoutError(InfraError):
-    """A name that cannot stand in the layout of a store."""
+    """A name is not valid in the layout of a store."""
 
     outcome = Outcome.CONFIG
 
@@ -61,7 +61,7 @@ class JobIsRunning(InfraError):
 
 
 class StoreError(InfraError):
-    """The object store did not do what was asked, within its deadline. Names store, key, operation and cause."""
+    """An operation on the object store failed or missed its deadline. Names store, key, operation and cause."""
 
 
 class ObjectNotFound(StoreError):
@@ -69,41 +69,41 @@ class ObjectNotFound(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """Nobody answers, the answer comes too late, or the store is in trouble itself: a later try may do better."""
+    """The store cannot be reached, timed out, or reports an internal error: a retry may succeed."""
 
 
 class StoreTimeout(StoreUnavailable):
-    """An operation on a folder did not come back in time and was abandoned. It may still finish, at any later time."""
+    """An operation on a folder missed its deadline and was abandoned. It may still finish at any later time."""
 
 
 class StoreForbidden(StoreError):
-    """The store is there and refuses: no credentials, wrong ones, expired ones, or ones without this right."""
+    """The store denied access: credentials are missing, wrong, expired, or lack a right."""
 
 
 class StoreFull(StoreError):
-    """No room, or a quota is used up: nothing can be written until something is deleted."""
+    """No space or quota is left: nothing can be written until something is deleted."""
 
 
 class StoreMisconfigured(StoreError):
-    """There is no such store: an unknown kind, no such bucket, or a bucket of another region."""
+    """The store does not exist: an unknown kind, no such bucket, or a bucket of another region."""
 
     outcome = Outcome.CONFIG
 
 
 class CloudError(InfraError):
-    """AWS did not do what was asked within its deadline. Names the action, the region and the cause."""
+    """A request to AWS failed or missed its deadline. Names the action, the region and the cause."""
 
 
 class CloudUnavailable(CloudError):
-    """Nobody answers, the answer comes too late, or requests are throttled: a later try may do better."""
+    """AWS cannot be reached, timed out, or throttles requests: a retry may succeed."""
 
 
 class CloudForbidden(CloudError):
-    """No credentials, wrong or expired ones, or ones without this right."""
+    """AWS denied access: credentials are missing, wrong, expired, or lack a right."""
 
 
 class CloudRefused(CloudError):
-    """AWS finds the request wrong. code: its word for it, "" where the request did not even leave."""
+    """AWS rejected the request. code: AWS's error code, "" if the request was not sent."""
 
     outcome = Outcome.CONFIG
 

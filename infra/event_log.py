@@ -1,4 +1,4 @@
-"""Writing the event log: a process's events as segments, without anybody waiting for the store."""
+"""Writer of the event log: puts a process's events into the store as segments, from a background thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ebbflow.infra.segments import seal_segment
 from ebbflow.infra.store import Store
 
 _LOCAL_FLUSH_SECONDS = 2.0
-_REMOTE_FLUSH_SECONDS = 10.0  # each put of an object store is a request to be paid for
+_REMOTE_FLUSH_SECONDS = 10.0  # each put to an object store is billed
 _DURABLE_DEADLINE_SECONDS = 10.0
 _CLOSE_DEADLINE_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
@@ -25,7 +25,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
 @dataclass(frozen=True)
 class _Sealed:
-    """A segment with its seal. count: events in it; last: none follows."""
+    """A segment with its seal. count: number of events; last: the writer's last segment."""
 
     key: str
     content: bytes
@@ -34,12 +34,13 @@ class _Sealed:
 
 
 class EventLog:
-    """Buffers events; a thread of its own puts them as segments, at the latest `flush_seconds` after they were emitted.
+    """Buffer of events that a background thread puts as segments, at most `flush_seconds` after they were emitted.
 
-    A store that is away costs nothing but memory: what was not put is kept and tried again. Nobody waits for the store
-    but who asks for it: `emit(..., flush=True)` and `flush`, and `close` for its last try, each within a deadline.
+    While the store is unavailable, events stay in memory and are retried. Only `emit(..., flush=True)`, `flush` and
+    `close` wait for the store, each within a deadline.
 
-    flush_seconds: None for 2 s where the store is a local folder and 10 s where it is remote.
+    Args:
+      flush_seconds: None for 2 s if the store is a local folder and 10 s if it is remote.
     """
 
     def __init__(self, job_store: Store, origin: Origin, *, flush_seconds: float | None = None) -> None:
@@ -48,15 +49,15 @@ class EventLog:
         if flush_seconds is None:
             flush_seconds = _REMOTE_FLUSH_SECONDS if job_store.local_path("events") is None else _LOCAL_FLUSH_SECONDS
         self._flush_seconds = flush_seconds
-        self._changed = threading.Condition()  # guards what follows
-        self._lines: list[str] = []  # emitted and not yet durable
-        self._emitted = self._durable = self._wanted = 0  # events since the start; wanted: to be durable at once
-        self._error: BaseException | None = None  # why the last put failed
+        self._changed = threading.Condition()  # guards the fields below
+        self._lines: list[str] = []  # emitted, not yet durable
+        self._emitted = self._durable = self._wanted = 0  # numbers of events; wanted: to be durable at once
+        self._error: BaseException | None = None  # of the last failed put
         self._closed = self._given_up = False
         self._complete = False  # the segment that is sealed as the last one is durable
         self._segment = 0
-        self._unanswered: _Sealed | None = None  # its put failed: it may arrive late, so that it is put again as it is
-        self._writer = secrets.token_hex(3)  # two processes never share a segment, across attempts and resumes
+        self._unanswered: _Sealed | None = None  # its put failed and may arrive late: it is retried unchanged
+        self._writer = secrets.token_hex(3)  # unique, so that two processes never share a segment
         self._thread = threading.Thread(target=self._put_forever, name="events", daemon=True)
         self._thread.start()
 
@@ -69,10 +70,15 @@ class EventLog:
         at: tuple[float, float] | None = None,
         **data: Any,
     ) -> Event:
-        """Append one event. `at`: (Unix time, monotonic time) of something that happened before now.
+        """Append one event.
 
-        flush: return when the event is durable, for those that must survive what comes next. Raises StoreError when
-        it could not be made durable within 10 s (it is kept and tried again), TypeError for data that is not JSON.
+        Args:
+          at: (Unix time, monotonic time) of an event in the past; None: now.
+          flush: return when the event is durable.
+
+        Raises:
+          StoreError: with `flush`, the event was not durable within 10 s; it is kept and retried.
+          TypeError: the data is not JSON.
         """
         origin = self.origin
         t_wall, t_mono = at or (time.time(), time.monotonic())
@@ -104,7 +110,7 @@ class EventLog:
         return event
 
     def flush(self, *, deadline_seconds: float = _DURABLE_DEADLINE_SECONDS) -> None:
-        """Wait until all that was emitted so far is durable. Raises StoreError at the deadline; nothing is dropped."""
+        """Wait until all emitted events are durable. Raises StoreError at the deadline; no event is dropped."""
         with self._changed:
             target = self._emitted
             self._wanted = max(self._wanted, target)
@@ -116,7 +122,7 @@ class EventLog:
                 ) from self._error
 
     def close(self, *, deadline_seconds: float = _CLOSE_DEADLINE_SECONDS) -> None:
-        """A last try to make everything durable; what is lost is told on stderr. Never raises."""
+        """Try once more to make everything durable, and report lost events on stderr. Never raises."""
         with self._changed:
             if self._closed:
                 return
@@ -137,19 +143,19 @@ class EventLog:
         self.close()
 
     def _put_forever(self) -> None:
-        """The only place that puts: a store that hangs holds up this thread and no other."""
+        """Put segments until the log is closed. Only this thread waits for a store that hangs."""
         backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
         while (sealed := self._next_segment()) is not None:
             try:
                 self._put(sealed)
                 backoff.reset()
-            except BaseException as error:  # whatever it was, the lines are still there and the next try may do
+            except BaseException as error:  # the lines are kept, and a retry may succeed
                 with self._changed:
                     self._error = error
                     self._changed.wait_for(lambda: self._given_up, backoff.next_pause())
 
     def _next_segment(self) -> _Sealed | None:
-        """What to put next, after waiting until it is time to; None: all is done."""
+        """Wait for the next segment to put; None when all are durable."""
         with self._changed:
             while not (self._given_up or self._complete):
                 self._changed.wait_for(lambda: self._closed or self._wanted > self._durable, self._flush_seconds)
@@ -167,7 +173,7 @@ class EventLog:
         return _Sealed(key, seal_segment(key, lines, last=last), len(lines), last)
 
     def _put(self, sealed: _Sealed) -> None:
-        """A put that failed may arrive later all the same, also after the next try: equal bytes do no harm then."""
+        """Put a segment. A failed put may still arrive, even after its retry: equal bytes do no harm."""
         self._store.put(sealed.key, sealed.content)
         with self._changed:
             self._unanswered = None

@@ -1,10 +1,10 @@
-"""Typed events of a job's history, and the ledger classes of paid time.
+"""Typed events of a job's history, the ledger classes of paid time, and reading a job's event log.
 
     event = {v, t_wall, t_mono, job, run, attempt, generation, node, rank, step, name, data}
 
-Object stores cannot append, so each process writes segments of its own (`infra.segments`). Names are free; the ones
-that the ledger reads are constants here, with the data they carry. `_DATA` has the types of that data: an event that
-does not fit is damage, as is a line whose checksum does not match, and `read_log` names both.
+Object stores cannot append, so each process writes its own segments (`infra.segments`). The names that the ledger reads
+are constants here, with the data that they carry; other names are free. `_DATA` has the types of that data. `read_log`
+reports an event that does not fit, and a line whose checksum does not match, as damage.
 """
 
 from __future__ import annotations
@@ -26,116 +26,116 @@ from ebbflow.infra.store import Store
 
 
 class LedgerClass(StrEnum):
-    """Where paid time goes. Ranks report those down to HANG; the others follow from the whole event log."""
+    """Use of paid time. Ranks report the classes down to HANG; the others follow from the whole event log."""
 
     USEFUL_STEP = "useful_step"  # forward, backward, optimizer of a completed step that is in the final weights
     DATA_WAIT = "data_wait"  # waiting for the next batch
-    CHECKPOINT_STALL = "checkpoint_stall"  # training held up by a save
+    CHECKPOINT_STALL = "checkpoint_stall"  # training waits for a save
     EVALUATION = "evaluation"
-    STARTUP = "startup"  # from the node's start to the first step: processes, rendezvous, model; and what is compiled
+    STARTUP = "startup"  # from the node's start to the first step: processes, rendezvous, model, compilation
     RESTORE = "restore"  # reading a commit
     SHUTDOWN = "shutdown"  # from the last step to the node's end
-    HANG = "hang"  # a step that never completed in a generation that hung, until it was noticed
-    REDONE_STEP = "redone_step"  # a step whose result was thrown away and had to be computed again
-    SKIPPED_STEP = "skipped_step"  # a step whose update a guard left out
-    INTERRUPTION = "interruption"  # from a rank's last completed step to its node's end, in a generation cut short
+    HANG = "hang"  # the step that did not complete, until the hang was detected
+    REDONE_STEP = "redone_step"  # a step that was lost and computed again
+    SKIPPED_STEP = "skipped_step"  # a step whose update a guard skipped
+    INTERRUPTION = "interruption"  # from a rank's last step to its node's end, in an interrupted generation
     UNATTRIBUTED = "unattributed"  # paid, but no interval covers it
-    IDLE = "idle"  # between two generations on the same instance, which went on being billed
-    MINIMUM_CHARGE = "minimum_charge"  # what an instance's start is billed beyond its life: 60 s at the least
+    IDLE = "idle"  # between two generations on the same billed instance
+    MINIMUM_CHARGE = "minimum_charge"  # an instance is billed for at least 60 s
 
 
-VERSION = 2  # of a line: 1 in segments without a seal
+VERSION = 2  # of a line; 1: segments without a seal
 
 # Written by the lead agent. started: parent (commit key or null), parent_step, nodes, processes_per_node.
 # ended: reason (an EndReason, or the Outcome of a planned end), culprit (text), user_code (bool).
 GENERATION_STARTED = "generation_started"
 GENERATION_ENDED = "generation_ended"
-# Written by each node's agent: what is paid for. started: ranks (list), host, and of the machine what is known of it
+# Written by each node's agent: the paid time. started: ranks (list), host, and the known facts of its machine
 # (`infra.instance`): instance_id, instance_type, zone, zone_id, market, uptime_seconds, identified_by; batch_job_id.
 # ended: seconds (since started), reason.
 NODE_STARTED = "node_started"
 # seconds (since started), resident_bytes (of the ranks), and of the machine memory_available_bytes, disk_free_bytes,
-# shared_memory_free_bytes; where GPUs can be asked gpus, gpu_memory_used_bytes, gpu_memory_free_bytes, gpu_busy_percent
+# shared_memory_free_bytes; with GPUs also gpus, gpu_memory_used_bytes, gpu_memory_free_bytes, gpu_busy_percent
 # and gpu_celsius
 NODE_HEARTBEAT = "node_heartbeat"
 NODE_ENDED = "node_ended"
-# Written by each rank. phase: class (a ledger class), seconds. step: loss, tokens (the batch's weight, whatever it
-# counts), seconds ({ledger class: seconds}), skipped (why its update was left out); on rank 0 also flops (of all).
+# Written by each rank. phase: class (a ledger class), seconds. step: loss, tokens (the batch's weight in the unit it
+# counts), seconds ({ledger class: seconds}), skipped (why its update was skipped); on rank 0 also flops (of all).
 PHASE = "phase"
 STEP = "step"
-STAGED = "staged"  # step, bytes: a save is on its way; what came before it is put at once, to be durable as it is
+STAGED = "staged"  # step, bytes: a save is in flight; earlier events are flushed with it
 COMMIT = "commit"  # step, key, bytes, seconds, stall_seconds
-COMMIT_SKIPPED = "commit_skipped"  # step, reason: a save that was due was left out, by policy or for want of time
+COMMIT_SKIPPED = "commit_skipped"  # step, reason: a due save was skipped, by policy or for lack of time
 INTERVAL = "interval"  # seconds, stall_seconds, slow_down_seconds, upload_seconds, hazard_per_hour, predicted_loss
 COMMIT_FAILED = "commit_failed"  # step, message
 RESTORE = "restore"  # step, key, seconds, split, rejected (list of {key, reason, lost_steps, lost_usd, lost})
-# step, key (of the newest commit that the events know), found_step, found_key (of the newest in the store, null: none):
-# the store was restored from an older snapshot, and a person has accepted it
+# step, key (newest commit in the events), found_step, found_key (newest in the store; null: none): the store
+# was restored from an older snapshot, and a person has accepted it
 ROLLBACK = "rollback"
 INITIAL_WEIGHTS = "initial_weights"  # tensors, seconds, files (list of {path, bytes, modified_unix, sha256})
 PEAK = "peak"  # flops_per_second (measured, of one rank), dtype
 EVALUATION = "evaluation"  # metrics {name: value}
-# Written by the agent that hears of it. notice: source, action, seconds_left (null: no time was said), save_seconds
-# (that are left for a save), does (leave, save, nothing), detail.
+# Written by the agent that receives it. notice: source, action, seconds_left (null: unknown), save_seconds
+# (left for a save), does (leave, save, nothing), detail.
 # sources: watched (list), absent ({source: why}), or problem (text).
 NOTICE = "notice"
 NOTICE_SOURCES = "notice_sources"
 FAULT_INJECTED = "fault_injected"  # kind, target, step
-# What a guard did, told by the rank that saw it, or by rank 0 where all did. action (`GuardAction`), reason (text);
+# Action of a guard, by the rank that detected it, or by rank 0 if all did. action (`GuardAction`), reason (text);
 # skip: samples ([first, end)); rewind: limit (the newest commit to go back to), first_sample, samples; split:
 # accumulation (micro-batches per step); slow_rank, data_bound: rank, share; diverged: ranks.
 GUARD = "guard"
 # culprit (text), reason, fingerprint; of the culprit rank, node, kind, because (the rule that named it), where, step,
 # phase, certainty, cascades (ranks), next_action, dump (path); lost_rank_seconds and usd_lost since the newest commit.
 FAULT_DETECTED = "fault_detected"
-# Written by the flow's steps, or by rank 0 where there is no flow.
+# Written by the flow's steps, or by rank 0 without a flow.
 CONFIGURED = "configured"  # settings (list of {key, value, source}, one for each key of the configuration)
-PREFLIGHT = "preflight"  # results (list), sent_away (the step ran in a container that Metaflow sent somewhere)
+PREFLIGHT = "preflight"  # results (list), sent_away (the step ran in a container)
 # prepared: fingerprint, weight_unit, and of text train_tokens, held_out_tokens, unigram_entropy_nats, files, bytes …
 PREPARED = "prepared"
 PLAN = "plan"  # the plan as JSON
-# Written by whoever submits an attempt to AWS Batch. placed: placement (`cost.capacity.Placement` as JSON), attempt,
-# round, why, after_generation (the newest that was known then).
-# batch_attempt: what Batch told of the job once it was over (`ebbflow.infra.batch.jobs.BatchAttempt`): job_id,
-# job_name, queue, nodes, status, created_utc, started_utc, stopped_utc (Unix times by Batch's clock, null: it did not
-# come to that), exit_code, reason, cause, node_times (of several nodes: [started, stopped] of each); and of its
+# Written by the process that submits an attempt to AWS Batch. placed: placement (`cost.capacity.Placement` as JSON),
+# attempt, round, why, after_generation (the newest known generation).
+# batch_attempt: Batch's record of the finished job (`ebbflow.infra.batch.jobs.BatchAttempt`): job_id,
+# job_name, queue, nodes, status, created_utc, started_utc, stopped_utc (Unix times by Batch's clock; null: not
+# reached), exit_code, reason, cause, node_times (of several nodes: [started, stopped] of each); and of its
 # placement instance_type, market, region, zone, processes_per_node, usd_per_hour, quoted_usd_per_hour, price_kind.
 # `ebbflow.cost.capacity.attempt_record` makes it.
 PLACED = "placed"
-# Written by the process that submitted: job_id, job_name, step, task (of the flow); twin_of: of a job that an
-# unanswered submit has made and nobody waits for, so that it was ended: the one that is waited for, None without any.
+# Written by the process that submitted: job_id, job_name, step, task (of the flow); twin_of: the job was created by
+# an unanswered submit and was terminated; the id of the job that is used instead, or None.
 BATCH_SUBMITTED = "batch_submitted"
 BATCH_ATTEMPT = "batch_attempt"
 BUDGET = "budget"  # threshold (share of the budget), spent_usd, budget_usd, reserve_usd
 # prices: pools (list of {instance_type, market, region, zone, kind, changes: [[Unix time, "dollars per hour"], …]})
 PRICES = "prices"
-# certificate: the resume certificate as JSON (ebbflow.training.certify), where one was asked for.
+# certificate: the resume certificate as JSON (ebbflow.training.certify), if requested.
 CERTIFICATE = "certificate"
 OUTCOME = "outcome"  # outcome, step, weights_sha256, message
 # Written by the supervisor after each run of the flow: verdict (`flows.supervising.verdict.Verdict`), exit_code,
-# seconds, commit (key of the newest one, or null), failures (that it counts for).
+# seconds, commit (key of the newest one, or null), failures (that the run counts for).
 SUPERVISED = "supervised"
 
 
 class EndReason(StrEnum):
-    """Why a generation or a node's part of it ended; one that ended as planned has an `Outcome` instead."""
+    """Why a generation, or a node's part of it, ended; a planned end has an `Outcome` instead."""
 
     RANK_FAILED = "rank_failed"
     RANK_KILLED = "rank_killed"
     NODE_LOST = "node_lost"
     HANG = "hang"
-    AGENT_FAILED = "agent_failed"  # the agent itself raised
+    AGENT_FAILED = "agent_failed"  # the agent raised
     ROLL_CALL = "roll_call"
     AGENT_STOPPED = "agent_stopped"
     SUPERSEDED = "superseded"
     STORE = "store"
     REWIND = "rewind"  # a guard went back to an older commit
     SPLIT = "split"  # a micro-batch did not fit into memory
-    RENEWAL = "renewal"  # memory grew: processes were replaced before it ran out
+    RENEWAL = "renewal"  # memory grew: processes were restarted before it ran out
 
 
 class GuardAction(StrEnum):
-    """What a guard can do. `ebbflow.training.guards.overrides` hands rewind and split to the next start of the gang."""
+    """Action of a guard. `ebbflow.training.guards.overrides` passes rewind and split to the gang's next start."""
 
     SKIP = "skip"
     REWIND = "rewind"
@@ -147,7 +147,7 @@ class GuardAction(StrEnum):
 
 
 def _is_dollars(value: Any) -> bool:
-    """Whether it is a number or a numeral of at least 0."""
+    """Whether a value is a number, or a decimal numeral, of at least 0."""
     try:
         usd = Decimal(str(value))
     except InvalidOperation:
@@ -156,7 +156,7 @@ def _is_dollars(value: Any) -> bool:
 
 
 def _is_measurement(value: Any) -> bool:
-    """Whether it is a finite number: the norm of a gradient that overflows soon is up to 3e38."""
+    """Whether a value is a finite number; the norm of an overflowing gradient is up to 3e38."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -175,8 +175,8 @@ _CHOSEN = _POOL | {
     "mfu": float,
     "interruptions": float,
 }
-# The types of each event's data, as far as a reader depends on them. A key that ends with "!" must be there; the others
-# may be absent or null. float: a number up to 1e30, as seconds, dollars and counts are, which are added up; [shape]: a
+# The types of each event's data, as far as a reader depends on them. A key that ends with "!" is required; the others
+# may be absent or null. float: a number up to 1e30, such as seconds, dollars and counts, which are summed; [shape]: a
 # list; {type: shape}: a mapping with keys of that type.
 _DATA: dict[str, dict[str, Any]] = {
     GENERATION_STARTED: {"parent": str, "parent_step": int, "nodes": int, "processes_per_node": int},
@@ -258,12 +258,12 @@ _FIELDS = {
 }
 _OF_FLOW_STEPS = frozenset({PLACED, BATCH_SUBMITTED})  # their `step` is the name of a step of the flow
 _LARGEST_FLOAT, _LARGEST_INT = 1e30, 2**63
-_LARGEST_SECONDS = 1e11  # some thousand years: beyond it a time or a duration is damage
+_LARGEST_SECONDS = 1e11  # some thousand years: a longer time or duration is damage
 # Ends after which every process of a generation has closed its log.
 _CLOSED_BY = frozenset({Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE})
-_HEARD_SECONDS = 30.0  # a rank that says nothing for so long while another reports steps has lost its events
+_HEARD_SECONDS = 30.0  # a rank without events for this long, while another reports steps, has lost its events
 _RANK_PREFIX = re.compile(r"events/(\d+)/\d+-\d+")
-_UNCLOSED_SECONDS = 60.0  # a step of the flow that wrote its last event so long ago has closed its log
+_UNCLOSED_SECONDS = 60.0  # a flow step that wrote its last event this long ago has closed its log
 _MOST_NODES = 100_000
 # Steps that every job of the flow took before its first generation.
 _FLOW_STEPS = frozenset(f"events/000000/0-{step}" for step in ("preflight", "plan", "prepare"))
@@ -271,7 +271,7 @@ _FLOW_STEPS = frozenset(f"events/000000/0-{step}" for step in ("preflight", "pla
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One line of the log. t_wall: Unix time; t_mono: monotonic clock of the writing machine; rank -1: no rank."""
+    """One event. t_wall: Unix time; t_mono: monotonic clock of the writing machine; rank -1: not a rank."""
 
     name: str
     job: str
@@ -291,16 +291,16 @@ class Event:
         return cls(**json.loads(line))
 
     def to_json(self) -> str:
-        """One line of strict JSON: a number that is not finite becomes null. Raises TypeError for foreign objects."""
+        """Return one line of strict JSON; non-finite numbers become null. Raises TypeError for other objects."""
         try:
             return json.dumps(self.__dict__, separators=(",", ":"), allow_nan=False)
-        except ValueError:  # rare, so that only these events pay for the walk
+        except ValueError:  # rare: only these events pay for the walk
             return json.dumps(_finite(self.__dict__), separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Who writes: the fields that every event of a process shares. `process` names one that is no rank."""
+    """Fields that all events of a process share. `process` names a process that is not a rank."""
 
     job: str
     run: str = ""
@@ -317,7 +317,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class LogContent:
-    """All events of a job, by wall time, and the parts of its log that are damaged or missing."""
+    """All events of a job by wall time, and the damaged or missing parts of its log."""
 
     events: list[Event]
     damage: tuple[Damage, ...]
@@ -327,9 +327,9 @@ _warned: set[str] = set()
 
 
 def read_events(job_store: Store) -> list[Event]:
-    """All events of a job, by wall time. Raises StoreError.
+    """Return all events of a job by wall time. Raises StoreError.
 
-    Damage is one line on stderr, once for each job; `read_log` returns it.
+    Prints damage to stderr, one line per job; `read_log` returns it.
     """
     content = read_log(job_store)
     if content.damage and job_store.uri not in _warned:
@@ -341,7 +341,7 @@ def read_events(job_store: Store) -> list[Event]:
 
 
 def read_log(job_store: Store) -> LogContent:
-    """All events of a job and the damage of its log. Raises StoreError where the store does not answer."""
+    """Return all events of a job and the damage of its log. Raises StoreError."""
     unsealed = unseal(read_segments(job_store))
     events: list[Event] = []
     damage = list(unsealed.damage)
@@ -365,7 +365,7 @@ def read_log(job_store: Store) -> LogContent:
 
 
 def _parse(line: Line) -> tuple[Event | None, str]:
-    """The event, or why there is none."""
+    """Return the event of a line, or the reason why there is none."""
     try:
         fields = json.loads(line.content, parse_constant=_as_null)
     except (ValueError, RecursionError):
@@ -384,12 +384,12 @@ def _parse(line: Line) -> tuple[Event | None, str]:
 
 
 def _as_null(word: str) -> None:
-    """Of NaN and infinities, which early logs have and JSON does not."""
+    """Return None for NaN and infinities, which old logs have and JSON has not."""
     return None
 
 
 def _mismatch(value: Any, shape: Any, path: str) -> str:
-    """Where a value does not have the shape; empty: it has. path: with its trailing dot."""
+    """Return the path of the first part that does not have the shape, or "". path: ends with a dot."""
     here = path.removesuffix(".")
     if isinstance(shape, tuple):
         return "" if any(not _mismatch(value, one, path) for one in shape) else _is_wrong(here, value)
@@ -437,7 +437,7 @@ def _is_wrong(path: str, value: Any) -> str:
 
 
 def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mapping[str, float]) -> Iterator[Damage]:
-    """Processes that must have written and left nothing, or whose log must have been closed and was not."""
+    """Return damage for processes that must have written events and did not, or did not close their log."""
     prefixes = {prefix for prefix, _ in unsealed.writers}
     closed_by_plan = {
         event.generation
@@ -456,7 +456,7 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
             must = int(folder) in closed_by_plan and node.isdecimal() and (int(folder), int(node)) not in ended_nodes
         elif name.isdecimal():
             must = int(folder) in closed_by_plan
-        else:  # others wait on jobs of AWS Batch and may be killed at any time; a step of the flow is tried again
+        else:  # others wait for AWS Batch jobs and may be killed at any time; a flow step is retried
             tried_again = any(other == prefix and again != token for other, again in unsealed.writers)
             must = prefix in _FLOW_STEPS and not tried_again and last < latest - _UNCLOSED_SECONDS
         if must:
@@ -464,7 +464,7 @@ def _missing_writers(unsealed: Unsealed, events: Sequence[Event], newest: Mappin
 
 
 def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: set[str]) -> set[str]:
-    """Key prefixes of the agents, ranks and steps of the flow of which there must be events; none in an old log."""
+    """Return the key prefixes of the agents, ranks and steps that must have events; none in an old log."""
     if all(event.v == 1 for event in events):
         return set()
     found: set[str] = set()
@@ -485,11 +485,11 @@ def _expected_writers(events: Sequence[Event], closed_by_plan: set[int], heard: 
 
 
 def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], with_ranks: set[int]) -> set[int]:
-    """Those in which each rank must have put events.
+    """Return the generations in which each rank must have put events.
 
-    Planned ends: a completed one, and others of which there is any rank: without money left, none is started. Other
-    ends: one rank has reported steps for a while. Steps are taken together, so that every rank had something to put;
-    before the first one, a rank may be killed with nothing on record.
+    Of planned ends: a completed one, and others with any rank, because no gang starts without budget. Of other ends:
+    those in which a rank reported steps for a while. Ranks step together, so each had something to put; before the
+    first step, a rank may be killed without an event.
     """
     completed = {
         event.generation
@@ -507,7 +507,7 @@ def _generations_of_ranks(events: Sequence[Event], closed_by_plan: set[int], wit
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for each float that JSON has no word for."""
+    """Replace each float that JSON cannot represent by None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""Model shape, and the memory a rank needs for it: parameters, optimizer, activations, staging.
+"""Model shape, and the memory that a rank, a host and a commit need for it.
 
-`training` tests these figures against the real modules; `cost` reads them for memory fit and throughput.
+`training` tests these numbers against the real modules; `cost` uses them for memory fit and throughput.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ from typing import Any
 
 from ebbflow.infra.config.schema import ModelConfig, RunConfig
 
-BLOCK_FLOATS = 16  # of activations that a block keeps per token and unit of width: see `causal_lm_shape`
-STREAM_FLOATS = 2  # of them the residual stream: the inputs of both norms
-NORM_FLOATS = 2  # more where a norm is not one kernel, as on CPUs: each keeps its normalised input as well
+BLOCK_FLOATS = 16  # activations of a block per token and unit of width: see `causal_lm_shape`
+STREAM_FLOATS = 2  # the part of the residual stream: the inputs of both norms
+NORM_FLOATS = 2  # added where a norm is not one kernel (CPUs): each also keeps its normalized input
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """parameters: count of all; largest_unit_parameters: of the largest unit that FSDP gathers at once.
+    """Size of a model in numbers.
 
+    parameters: number of all parameters.
+    largest_unit_parameters: parameters of the largest unit that FSDP gathers at once.
     activation_bytes_per_sample: kept for backward, one sequence, float32.
-    logits_bytes_per_sample: at their peak, float32: log-probabilities, their gradient and that of the logits.
-    backward_bytes_per_sample: gradients of activations inside one unit, float32; 0: part of the others, or unknown.
-    flops_per_sample: forward and backward of one sequence (multiply and add counted as two).
-    tokens_per_sample: sequence length; of a workload of one's own the weight of a sample, in `weight_unit`.
-    units: what is sharded and started as one; the built-in model's are its blocks, embeddings and head.
+    logits_bytes_per_sample: at their peak, float32: log-probabilities, their gradient and the logits' gradient.
+    backward_bytes_per_sample: gradients of activations inside one unit, float32; 0: included elsewhere, or unknown.
+    flops_per_sample: forward and backward of one sequence; multiply and add count as two.
+    tokens_per_sample: sequence length; with another workload the weight of a sample, in `weight_unit`.
+    units: number of modules that are sharded as one: blocks, embeddings and head of the built-in model.
     kind: "computed" from the formulas below, or "measured" on one sample.
     """
 
@@ -48,14 +50,16 @@ class ModelShape:
 
 
 def causal_lm_shape(model: ModelConfig) -> ModelShape:
-    """The shape of `ebbflow.training.workloads.language_model.CausalLM`.
+    """Compute the shape of `ebbflow.training.workloads.language_model.CausalLM`.
 
-    Flops: 6 per matmul parameter and token, plus 12·L·T·d per token for attention scores and values
-    (Chowdhery et al. 2022, PaLM, appendix B). Activations per block and token in floats, as autograd keeps them without
-    recomputation: for each of two norms its input and output (2·d), qkv 3·d, attention output d, the MLP's hidden layer
-    before and after its activation (4·d each): 16·d. `scaled_dot_product_attention` keeps one float per head (its
-    log-sum-exp) and makes no matrix of length × length. Fused norms are assumed, as CUDA has them (`NORM_FLOATS`).
-    Backward holds the gradient of the residual stream and of the MLP's hidden layer: 5·d, and 6·d with temporaries.
+    Flops: 6 per matmul parameter and token, plus 12·L·T·d per token for attention scores and values (Chowdhery et al.
+    2022, PaLM, appendix B).
+
+    Activations per block and token in floats, as autograd keeps them without recomputation: input and output of each of
+    two norms (2·d), qkv 3·d, attention output d, the MLP's hidden layer before and after its activation (4·d each):
+    16·d. `scaled_dot_product_attention` keeps one float per head (its log-sum-exp) and makes no matrix of length ×
+    length. Fused norms are assumed, as on CUDA (`NORM_FLOATS`). Backward holds the gradients of the residual stream and
+    of the MLP's hidden layer: 5·d, and 6·d with temporaries.
     """
     d, layers, heads = model.hidden_size, model.num_layers, model.num_heads
     length, vocab = model.sequence_length, model.vocab_size
@@ -79,14 +83,14 @@ def causal_lm_shape(model: ModelConfig) -> ModelShape:
 
 FLOAT32_BYTES = 4
 BFLOAT16_BYTES = 2
-# Up to this, FSDP2 keeps parameters gathered from forward to backward, and whole gradients between micro-batches, which
-# it then reduces once per step. Above, both go back to shards at once: they are the memory that sharding is to save.
+# Up to this size, FSDP2 keeps parameters gathered until backward and whole gradients between micro-batches, and
+# reduces once per step. Above it, both are sharded again at once, which is the memory that sharding saves.
 SMALL_MODEL_BYTES = 2**30
-# A commit holds what training goes on from: float32 weights (4 bytes) and AdamW's two float32 moments (4 + 4).
+# A commit holds float32 weights (4 bytes) and AdamW's two float32 moments (4 + 4).
 COMMIT_BYTES_PER_PARAMETER = 12
 GRADIENT_BYTES_PER_PARAMETER = 4
 STAGING_SLABS = 2
-# A rank before its model: Python, torch, gloo and their buffers. Importing torch 2.13 alone measured 0.21 GiB.
+# A rank without its model: Python, torch, gloo and their buffers. Importing torch 2.13 alone measured 0.21 GiB.
 PROCESS_BYTES = 1 << 29
 # Shares of a block's activations (`ebbflow.infra.footprint`) that recomputation keeps until backward: its input, and
 # selectively the outputs of its matrix products and attention as well: 3 + 1 + 1 + 4 + 1 widths.
@@ -100,7 +104,7 @@ NODE_PROCESSES_BYTES = 3 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class GangShape:
-    """The ranks of a job on one machine. On a laptop that is all of them, whatever number of nodes they play."""
+    """Number of ranks on one machine. On a laptop that is the whole gang, which plays several nodes."""
 
     nodes: int
     processes_per_node: int
@@ -114,7 +118,7 @@ class GangShape:
 
 
 def local_gang(config: RunConfig) -> GangShape | None:
-    """The gang as the configuration gives it, or None where the plan is to choose it."""
+    """Return the gang of the configuration, or None where the plan chooses it."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     if nodes == "auto" or processes == "auto":
         return None
@@ -122,29 +126,28 @@ def local_gang(config: RunConfig) -> GangShape | None:
 
 
 def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> int:
-    """Ranks that hold one copy of the model between them: 1 is mode ddp, all are fsdp2."""
+    """Return the number of ranks that share one copy of the model: 1 in mode ddp, all in fsdp2."""
     if config.parallel.mode == "hsdp":
         return config.parallel.shard_size or ranks_per_node or ranks
     return ranks if config.parallel.mode == "fsdp2" else 1
 
 
 def stays_gathered(parameters: int) -> bool:
-    """Whether a sharded model of so many parameters is small: see SMALL_MODEL_BYTES, of float32 parameters."""
+    """Whether a sharded model of this many float32 parameters counts as small (SMALL_MODEL_BYTES)."""
     return FLOAT32_BYTES * parameters <= SMALL_MODEL_BYTES
 
 
 def reduced_bytes_per_parameter(config: RunConfig) -> int:
-    """Of a gradient while the ranks of a sharded mode add it up."""
+    """Return the bytes per parameter of a gradient while a sharded mode reduces it."""
     halves = config.fsdp.use_mixed_precision and config.fsdp.reduce_dtype == "bfloat16"
     return BFLOAT16_BYTES if halves else FLOAT32_BYTES
 
 
 def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
-    """What one rank of fsdp2 or hsdp holds beside its shards at the peak of a step, in bytes; 0 with ddp.
+    """Return the bytes that a rank of fsdp2 or hsdp holds beside its shards at the peak of a step; 0 with ddp.
 
-    A small model: all its parameters and the newest gradient of one unit, and where a step has several micro-batches
-    the whole gradients that wait for the last of them. A larger one: the unit in use, the one that is prefetched, and
-    the gradient of one.
+    A small model: all parameters, the newest gradient of one unit, and, with several micro-batches per step, the whole
+    gradients that wait for the last of them. A larger one: the unit in use, the prefetched one, and a gradient.
     """
     fsdp = config.fsdp
     if config.parallel.mode == "ddp" or (ranks == 1 and not fsdp.use_mixed_precision and not fsdp.cpu_offload):
@@ -159,7 +162,7 @@ def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RankBytes:
-    """Bytes of tensors that one rank holds at the peak of a step, by what they are.
+    """Bytes of tensors that one rank holds at the peak of a step, by kind.
 
     unsharded: parameters that a sharded mode gathers and gradients that it has not reduced; buckets and copies of ddp.
     """
@@ -185,15 +188,17 @@ def rank_bytes(
     ranks_per_node: int | None = None,
     fused_norms: bool = True,
 ) -> RankBytes:
-    """Bytes of one rank's tensors at the peak of a step.
+    """Estimate the bytes of one rank's tensors at the peak of a step.
 
     Three moments can be the peak: the loss (all activations and the logits), the backward pass of the last block (all
-    activations but no logits), and its end (all gradients, one block's activations). Between them one kind shrinks as
-    the other grows, both evenly. State is float32: parameters 4 bytes, gradients 4, AdamW's moments 8 per parameter.
+    activations but no logits), and its end (all gradients, one block's activations). In between, one kind shrinks
+    evenly as the other grows. State is float32: parameters 4 bytes, gradients 4, AdamW's moments 8 per parameter.
 
     Args:
-        ranks: of the gang. samples: per rank and micro-batch. ranks_per_node: what hsdp shards over where no
-            parallel.shard_size says so; None: all ranks. fused_norms: whether a norm is one kernel, as on CUDA.
+      ranks: number of ranks in the gang.
+      samples: number per rank and micro-batch.
+      ranks_per_node: shard size of hsdp without parallel.shard_size; None: all ranks.
+      fused_norms: whether a norm is one kernel, as on CUDA.
     """
     mode, several = config.parallel.mode, config.training.gradient_accumulation_steps > 1
     state = -(-shape.parameters // min(ranks, shard_ranks(config, ranks, ranks_per_node)))
@@ -201,7 +206,7 @@ def rank_bytes(
         state = 0
     gradients = FLOAT32_BYTES * state
     buckets = mode == "ddp" and ranks > 1
-    early = gradients if buckets or several else 0  # there before backward ends
+    early = gradients if buckets or several else 0  # allocated before backward ends
     unsharded = gathered_bytes(config, shape, ranks)
     if mode == "ddp":
         # With gradient_as_bucket_view gradients are views of the buckets that are all-reduced.
@@ -212,18 +217,18 @@ def rank_bytes(
     backward = shape.backward_bytes_per_sample * (1.0 if mode == "ddp" else _compute_share(config))
     blocks = max(1, shape.units - 2) if shape.kind == "computed" else shape.units
     kept, one = whole * _KEPT_FLOATS[config.parallel.recompute] / BLOCK_FLOATS, whole / blocks
-    again = one - kept / blocks  # of the block that is computed again
+    again = one - kept / blocks  # of the recomputed block
     if config.parallel.recompute != "none":
-        kept += one * STREAM_FLOATS / BLOCK_FLOATS  # the head's input, and that of the block computed again
+        kept += one * STREAM_FLOATS / BLOCK_FLOATS  # the inputs of the head and of the recomputed block
     logits = shape.logits_bytes_per_sample
     if config.parallel.recompute == "selective" and logits:
-        logits += int(logits / 3 * _compute_share(config))  # the output of the head's product is kept besides
+        logits += int(logits / 3 * _compute_share(config))  # the output of the head's matrix product is kept too
     moments = [
         (early, samples * kept, float(samples * logits)),
         (early, samples * (kept + again + backward), 0.0),
         (gradients, samples * (one + backward), 0.0),
     ]
-    if shape.kind == "measured":  # its activations hold the loss, and no part of backward is known by itself
+    if shape.kind == "measured":  # its activations include the loss; the parts of backward are unknown
         moments = [(gradients, samples * (kept + again), float(samples * logits))]
     held, activations, logits_held = max(moments, key=sum)
     return RankBytes(
@@ -237,15 +242,15 @@ def rank_bytes(
 
 
 def _compute_share(config: RunConfig) -> float:
-    """Of float32's bytes that a tensor takes in the precision that units compute in."""
+    """Return the bytes of a tensor in the compute precision, as a fraction of its float32 bytes."""
     return BFLOAT16_BYTES / FLOAT32_BYTES if config.fsdp.use_mixed_precision else 1.0
 
 
 def _activation_bytes(config: RunConfig, shape: ModelShape, *, fused_norms: bool) -> float:
-    """Per sample, of the whole model without recomputation.
+    """Return the activation bytes per sample of the whole model without recomputation.
 
     FSDP2 computes all of a unit in bfloat16. Under autocast (ddp) the residual stream stays float32. A norm of several
-    kernels keeps its normalised input besides, and with bfloat16 a float32 copy of its input.
+    kernels also keeps its normalized input, and with bfloat16 a float32 copy of its input.
     """
     mixed = config.fsdp.use_mixed_precision
     narrow = BFLOAT16_BYTES if mixed else FLOAT32_BYTES
@@ -259,17 +264,17 @@ def _activation_bytes(config: RunConfig, shape: ModelShape, *, fused_norms: bool
 
 
 def commit_bytes(config: RunConfig) -> int:
-    """One commit: weights and optimizer state of the whole model, once, whatever the number of ranks."""
+    """Return the bytes of one commit: weights and optimizer state of the whole model, at any number of ranks."""
     return COMMIT_BYTES_PER_PARAMETER * causal_lm_shape(config.model).parameters
 
 
 def staging_bytes(config: RunConfig) -> int:
-    """Memory of all ranks together: each keeps two slabs for its share of a commit. /dev/shm does not limit it."""
+    """Return the memory of all ranks' staging buffers, two per rank; /dev/shm does not limit it."""
     return STAGING_SLABS * commit_bytes(config)
 
 
 def host_memory_bytes(config: RunConfig, gang: GangShape) -> int:
-    """Main memory of a gang that trains on the CPUs of one machine, at the peak of a step."""
+    """Estimate the main memory of a gang that trains on the CPUs of one machine, at the peak of a step."""
     shape = causal_lm_shape(config.model)
     parts = gang.ranks * config.training.gradient_accumulation_steps
     here = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"cpu_offload": False})})
@@ -285,10 +290,10 @@ def host_memory_bytes(config: RunConfig, gang: GangShape) -> int:
 
 
 def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: GangShape) -> int:
-    """Main memory of one node of a gang that trains on GPUs: processes, staging buffers, and what is offloaded.
+    """Estimate the main memory of one node of a gang on GPUs: processes, staging buffers, offloaded tensors.
 
-    Each rank keeps STAGING_SLABS buffers for its share of a commit, page-locked. The built-in data pipeline maps its
-    tokens and has no worker processes; those of a workload of one's own are not known.
+    Each rank keeps STAGING_SLABS page-locked buffers for its share of a commit. The built-in data pipeline maps its
+    tokens and has no worker processes; those of other workloads are unknown.
     """
     here = gang.processes_per_node
     staged = STAGING_SLABS * COMMIT_BYTES_PER_PARAMETER * shape.parameters * here // gang.ranks
@@ -301,12 +306,12 @@ def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: GangShape) -> int
 
 
 def open_files_per_rank(gang: GangShape) -> int:
-    """Descriptors of the busiest process: a floor for Python and torch, and sockets to each other rank."""
+    """Estimate the file descriptors of the busiest process: those of Python and torch, and a socket per rank."""
     return 256 + 16 * gang.ranks
 
 
 def size_text(size: float) -> str:
-    """Bytes in the binary unit that reads well: ``11.3 MiB``."""
+    """Render bytes in a binary unit: ``11.3 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

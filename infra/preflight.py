@@ -1,7 +1,7 @@
-"""Preflight: everything that can be known to be wrong before anything is paid for, checked at once.
+"""Preflight: run checks in parallel before anything is paid for, and render their results.
 
-Each room keeps its checks beside what they check, as `CHECKS` in its `checks.py`. They run in parallel, each within its
-deadline; one that hangs or raises is reported and holds up nobody. Results are plain data, in the order of the checks.
+Each room has a table CHECKS beside its checks. Each check runs within its deadline; one that hangs or raises is
+reported and delays no other. Results are plain data, in the order of the checks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from ebbflow.infra.config.schema import RunConfig
 
-Severity = Literal["error", "warning"]  # of a check that fails: does it stop the job?
-Target = Literal["local", "batch", "kubernetes"]  # where the steps of a run are sent
-Tier = Literal["quick", "full"]  # quick: pure or local, well under a second, imports no torch
+Severity = Literal["error", "warning"]  # effect of a failed check: error stops the job
+Target = Literal["local", "batch", "kubernetes"]  # where a run's steps are sent
+Tier = Literal["quick", "full"]  # quick: local, well under a second, imports no torch
 Status = Literal["passed", "failed", "warning", "skipped"]
 
 _MARKS: dict[Status, str] = {"passed": "ok", "failed": "FAIL", "warning": "warn", "skipped": "skip"}
@@ -26,9 +26,11 @@ _MARKS: dict[Status, str] = {"passed": "ok", "failed": "FAIL", "warning": "warn"
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightContext:
-    """What the checks look at. config_path: None when the configuration was not read from a file. job: its name, where
-    it has been given one: there may be something of it in the store already. target: where the run is sent; None when
-    nobody has said, and the configuration is to be judged for where it could go.
+    """The input of all checks.
+
+    config_path: None when the configuration was not read from a file.
+    job: the job's name, if it has one: the store may have objects of it already.
+    target: where the run is sent; None: unknown, check for any place the configuration allows.
     """
 
     config: RunConfig
@@ -40,7 +42,7 @@ class PreflightContext:
 
 @dataclass(frozen=True)
 class CheckFinding:
-    """What a check found. Made by `passed`, `failed` or `skipped`."""
+    """The finding of a check: passed, failed or skipped, with a detail and a fix."""
 
     status: Literal["passed", "failed", "skipped"]
     detail: str
@@ -56,13 +58,13 @@ class CheckFinding:
 
     @classmethod
     def skipped(cls, reason: str) -> CheckFinding:
-        """The check could not be made. reason goes on from "skipped, because "."""
+        """Make the finding of a check that could not run. The reason continues "skipped, because "."""
         return cls("skipped", f"skipped, because {reason}")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check. symptoms: the ids of the troubles that it catches, from the table of known symptoms."""
+    """A check. symptoms: ids from the table of known symptoms that the check catches."""
 
     id: str
     title: str
@@ -75,7 +77,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """What became of one check. seconds: how long it took, or was waited for."""
+    """The result of a check. seconds: its duration, or how long it was waited for."""
 
     id: str
     title: str
@@ -96,10 +98,16 @@ class CheckResult:
 
 
 def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only: bool = False) -> list[CheckResult]:
-    """Run the checks side by side and return their results in the order of the checks.
+    """Run the checks in parallel and return their results in the order of the checks.
 
-    Takes no longer than the longest deadline. The threads are daemons: a check that never returns keeps no process
-    from ending. quick_only leaves out the full tier. Raises ValueError when two checks share an id.
+    It takes no longer than the longest deadline. The threads are daemons, so that a check that never returns keeps no
+    process from exiting.
+
+    Args:
+      quick_only: skip checks of the full tier.
+
+    Raises:
+      ValueError: two checks share an id.
     """
     ids = [check.id for check in checks]
     if len(set(ids)) != len(ids):
@@ -109,19 +117,19 @@ def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only
 
 
 def failed_results(results: Sequence[CheckResult]) -> list[CheckResult]:
-    """The results that forbid the run: warnings and skips do not."""
+    """Return the results that forbid the run; warnings and skipped checks do not."""
     return [result for result in results if result.status == "failed"]
 
 
 def render_results(results: Sequence[CheckResult]) -> str:
-    """One line for each check with the fix under those that need one, and a line that counts."""
+    """Render one line per check, with the fix below those that need one, and a line of counts."""
     width = max((len(result.id) for result in results), default=0)
     lines = [line for result in results for line in _lines(result, width)]
     return "\n".join([*lines, _summary(results)])
 
 
 def render_checks(checks: Sequence[Check]) -> str:
-    """What is checked, as a table in Markdown: the one of docs/preflight.md."""
+    """Render the table of checks in docs/preflight.md."""
     rows = [
         f"| `{check.id}` | {_purpose(check)} | {check.severity} | {check.tier} | {check.deadline_seconds:g} s "
         f"| {', '.join(check.symptoms)} |"
@@ -133,13 +141,13 @@ def render_checks(checks: Sequence[Check]) -> str:
 
 
 def _purpose(check: Check) -> str:
-    """The first paragraph of the docstring beside the check."""
+    """Return the first paragraph of the docstring of the check's function."""
     paragraph = (check.run.__doc__ or check.title).strip().split("\n\n")[0]
     return " ".join(paragraph.split()).replace("|", "\\|")
 
 
 class _Running:
-    """A check in a thread of its own."""
+    """A check that runs in a thread."""
 
     def __init__(self, check: Check, context: PreflightContext) -> None:
         self._check = check
@@ -152,7 +160,7 @@ class _Running:
     def result(self) -> CheckResult:
         check = self._check
         self._thread.join(max(0.0, self._started + check.deadline_seconds - time.monotonic()))
-        answer = self._answer  # read once: a late answer must not come between the two uses
+        answer = self._answer  # read once: a late answer could come between two reads
         finding, seconds = answer or (_no_answer(check), time.monotonic() - self._started)
         warns = finding.status == "failed" and check.severity == "warning"
         return CheckResult(
@@ -170,7 +178,7 @@ class _Running:
     def _run(self) -> None:
         try:
             finding = self._check.run(self._context)
-        except BaseException as error:  # even SystemExit: a check that leaves has not passed
+        except BaseException as error:  # even SystemExit: a check that exits has not passed
             finding = _raised(error)
         self._answer = (finding, time.monotonic() - self._started)
 

@@ -28,14 +28,14 @@ from ebbflow.infra.store.s3 import split_uri
 # "A request must reach AWS within five minutes of the time stamp in the request":
 # https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_sigv.html
 _AWS_REFUSES_SECONDS = 300.0
-# What a node does in the store, by action and what it is done to.
+# Rights that a node needs in the store, on objects and on the bucket.
 _OBJECT_ACTIONS = ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
 _BUCKET_ACTIONS = ("s3:ListBucket", "s3:ListBucketMultipartUploads")
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::[0-9]{12}:role/.+")
 
 
 def check_batch_role(context: PreflightContext) -> CheckFinding:
-    """The role of the containers exists, and containers may take it on."""
+    """The containers' role exists, and containers may assume it."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     arn = _role(context)
@@ -61,7 +61,7 @@ def check_batch_role(context: PreflightContext) -> CheckFinding:
 
 
 def check_batch_rights(context: PreflightContext) -> CheckFinding:
-    """The role may do in the store what a node does there, by IAM's simulation of its own policies."""
+    """The role has the rights that a node needs in the store, by IAM's simulation of the role's own policies."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     arn = _role(context)
@@ -86,7 +86,7 @@ def check_batch_rights(context: PreflightContext) -> CheckFinding:
 
 
 def check_batch_bucket(context: PreflightContext) -> CheckFinding:
-    """The bucket lies in the queues' region, is closed to the public, and drops parts of unfinished uploads."""
+    """The bucket is in the queues' region, blocks public access, and deletes parts of unfinished uploads."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     if not context.config.store.startswith("s3://"):
@@ -118,7 +118,7 @@ def check_batch_bucket(context: PreflightContext) -> CheckFinding:
 
 
 def check_batch_image(context: PreflightContext) -> CheckFinding:
-    """The image of the containers exists, where it is one of ECR."""
+    """The container image exists, if it is in ECR."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     image = context.config.batch.image or _metaflow_image()
@@ -142,7 +142,7 @@ def check_batch_image(context: PreflightContext) -> CheckFinding:
 
 
 def _metaflow_image() -> str:
-    """As Metaflow puts it together: an image that names no registry gets the one of its setting."""
+    """Return the image that Metaflow would use: one without a registry gets the registry of its setting."""
     image, registry = (metaflow_setting(f"METAFLOW_BATCH_CONTAINER_{part}") for part in ("IMAGE", "REGISTRY"))
     host, slash, _ = image.partition("/")
     named = bool(slash) and ("." in host or ":" in host or host == "localhost")
@@ -165,13 +165,13 @@ def _patience() -> RequestDeadline:
     return RequestDeadline.after(ANSWER_SECONDS)
 
 
-# For all answers of one check; its own deadline is a little longer.
+# For all requests of one check; the check's own deadline is a little longer.
 ANSWER_SECONDS = 12.0
 _ADOPT = "ebbflow adopt shows what there is"
 
 
 def skip_reason(context: PreflightContext) -> str:
-    """Why nothing is asked of an AWS account for this job; "" when it is to run there."""
+    """Explain why the AWS account is not checked for this job; "" when it is."""
     cluster = context.config.cluster
     if context.target not in (None, "batch"):
         return "the job does not go to AWS Batch"
@@ -183,7 +183,7 @@ def skip_reason(context: PreflightContext) -> str:
 
 
 def check_batch_queues(context: PreflightContext) -> CheckFinding:
-    """The queues exist, take jobs, are of the declared market, and one of them takes the job's number of nodes."""
+    """The queues exist, accept jobs, have the declared market, and one accepts the job's number of nodes."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     batch = context.config.batch
@@ -213,7 +213,7 @@ def check_batch_queues(context: PreflightContext) -> CheckFinding:
 
 
 def check_batch_metaflow(context: PreflightContext) -> CheckFinding:
-    """Metaflow's own records lie where containers reach them, and its containers have a role."""
+    """Metaflow's own records are where containers reach them, and its containers have a role."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     lacks, fixes = [], []
@@ -241,7 +241,7 @@ def check_batch_metaflow(context: PreflightContext) -> CheckFinding:
 
 
 def _nodes_have_a_queue(context: PreflightContext, usable: Mapping[str, QueueState]) -> CheckFinding | None:
-    """The finding when none of the queues takes the job's nodes."""
+    """Return the failure when no queue accepts the job's number of nodes."""
     cluster = context.config.cluster
     if cluster.nodes == "auto" or cluster.nodes == 1 or any(state.multi_node for state in usable.values()):
         return None
@@ -268,7 +268,7 @@ def _told(usable: Mapping[str, QueueState]) -> str:
 
 
 def _fargate(light: Mapping[str, QueueState]) -> list[str]:
-    """`--with cloud` sends no step there, so that this refuses nothing."""
+    """List the Fargate queues for light steps. They refuse nothing: `--with cloud` sends no step there."""
     role = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"
     found = [name for name, state in light.items() if state.fargate and not metaflow_setting(role)]
     return [
@@ -290,9 +290,10 @@ def _kinds(state: QueueState) -> str:
 
 
 def _unanswered(said: str) -> CheckFinding:
-    """Without an answer of Batch there is no submit either: Metaflow asks the same before each job.
+    """Make the finding for Batch queues that could not be described.
 
-    But a container submits nothing, and its role need not have the right to ask.
+    Metaflow describes them before each job, so that a launch would fail. A container submits no jobs, and its role may
+    lack the right.
     """
     if "AWS_BATCH_JOB_ID" in os.environ:
         return CheckFinding.skipped(f"{said}; whoever launched the run has asked before")
@@ -301,7 +302,7 @@ def _unanswered(said: str) -> CheckFinding:
 
 
 def check_batch_clock(context: PreflightContext) -> CheckFinding:
-    """This machine's clock against Batch's: AWS refuses requests that are signed 5 minutes off."""
+    """This machine's clock agrees with AWS Batch's: AWS rejects requests that are signed 5 minutes off."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     try:

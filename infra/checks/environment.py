@@ -27,7 +27,7 @@ _INSTALL = f"{sys.executable} -m pip install -r requirements.txt"
 
 
 def check_configuration(context: PreflightContext) -> CheckFinding:
-    """The rules once more, on the configuration that the job will really run with, wherever it came from."""
+    """The final configuration, from whatever source, breaks no rule."""
     broken = violations(context.config)
     if broken:
         hints = [violation.hint or f"change {violation.keys[0]}" for violation in broken]
@@ -37,7 +37,7 @@ def check_configuration(context: PreflightContext) -> CheckFinding:
 
 
 def check_signing_key(context: PreflightContext) -> CheckFinding:
-    """The variable with the key that signs commits is set here; the ranks look for it once more where they run."""
+    """The environment variable with the key that signs commits is set here; ranks check again where they run."""
     name = context.config.checkpoint.signing_key_env
     if name is None:
         return CheckFinding.passed("commits are not signed (checkpoint.signing_key_env is null)")
@@ -49,7 +49,7 @@ def check_signing_key(context: PreflightContext) -> CheckFinding:
 
 
 def check_interpreter(context: PreflightContext) -> CheckFinding:
-    """Metaflow starts the further nodes of a local run as the bare word `python`: it must mean this interpreter."""
+    """`python` is this interpreter: Metaflow starts the other nodes of a local run with that bare word."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < TESTED_PYTHON:
         return CheckFinding.failed(f"Python {version} is too old", "use Python 3.11 or newer")
@@ -72,7 +72,7 @@ def check_interpreter(context: PreflightContext) -> CheckFinding:
 
 
 def check_packages(context: PreflightContext) -> CheckFinding:
-    """Everything needed is installed, and torch is of the range that was tested. Imports nothing."""
+    """All packages are installed, and torch is in the tested range. Imports nothing."""
     versions = {requirement: requirement.installed() for requirement in REQUIREMENTS}
     wrong = [f"{requirement} is not installed" for requirement, version in versions.items() if version is None]
     wrong += [
@@ -86,7 +86,7 @@ def check_packages(context: PreflightContext) -> CheckFinding:
 
 
 def check_versions(context: PreflightContext) -> CheckFinding:
-    """Versions that should work and that nobody has tested."""
+    """Package versions are in the tested ranges."""
     untested = []
     if sys.version_info[:2] != TESTED_PYTHON:
         untested.append(f"Python {sys.version_info[0]}.{sys.version_info[1]} (tested: 3.11)")
@@ -100,7 +100,7 @@ def check_versions(context: PreflightContext) -> CheckFinding:
 
 
 def check_imports(context: PreflightContext) -> CheckFinding:
-    """What a rank imports can be imported, in a process of its own, from any folder."""
+    """The imports of a rank work in a new process, from any folder."""
     code = "import torch.distributed, numpy, obstore, awscrt.checksums, ebbflow.training; print(torch.__version__)"
     environment = os.environ | {"PYTHONPATH": python_path(os.environ.get("PYTHONPATH"))}
     try:
@@ -124,7 +124,7 @@ def check_imports(context: PreflightContext) -> CheckFinding:
 
 
 def check_ports(context: PreflightContext) -> CheckFinding:
-    """A connection over the loopback, as between the ranks of this machine."""
+    """The loopback interface accepts connections, as between the ranks of this machine."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(_ANSWER_SECONDS)
@@ -141,7 +141,7 @@ def check_ports(context: PreflightContext) -> CheckFinding:
 
 
 def check_host_name(context: PreflightContext) -> CheckFinding:
-    """Gloo looks for its interface by the host's name; a name that hangs or leads elsewhere delays every start."""
+    """The hostname resolves to this host. Gloo looks up its interface by it; a slow lookup delays every start."""
     if context.config.cluster.nodes == 1:
         return CheckFinding.skipped("a single node looks up no names")
     name = socket.gethostname()
@@ -162,11 +162,11 @@ def check_host_name(context: PreflightContext) -> CheckFinding:
 
 
 def _same_environment(python: str) -> bool:
-    """Two names of one folder are one environment; links into another folder are not (a venv is a folder of links)."""
+    """Whether a Python executable belongs to this environment; a venv's links point into another folder."""
     return os.path.dirname(os.path.abspath(python)) == os.path.dirname(os.path.abspath(sys.executable))
 
 
-# All that some part of Ebbflow reads, whether a user sets it or another part; a test finds them in the code.
+# All variables that Ebbflow reads, set by a user or by another part of it; a test finds them in the code.
 _OWN_VARIABLES = (
     *("EBBFLOW_RUNS", "EBBFLOW_PARENT_PID", "EBBFLOW_SPEC", "EBBFLOW_STANDBY_OF", "EBBFLOW_EXECUTION"),
     *("EBBFLOW_SUBMIT", "EBBFLOW_UNPLACED", "EBBFLOW_RUNNABLE_SECONDS", "EBBFLOW_GRACE_SECONDS", "EBBFLOW_TASK_FILE"),
@@ -201,7 +201,7 @@ def _is_detail(value: str, context: PreflightContext) -> bool:
 
 @dataclass(frozen=True)
 class Advice:
-    """A variable, what is wrong with setting it, what to do instead, and for which values that holds."""
+    """Advice about one environment variable: the problem, the alternative, and the values it applies to."""
 
     variable: str
     why: str
@@ -253,7 +253,7 @@ ADVICE = (
 
 
 def check_advice(context: PreflightContext) -> CheckFinding:
-    """Variables of this environment that do not do what whoever set them hopes for."""
+    """No environment variable is set that has another effect than it seems to have."""
     found = [
         (f"{one.variable}={os.environ[one.variable]} {one.why}", f"{one.variable}: {one.instead}")
         for one in ADVICE
@@ -266,7 +266,7 @@ def check_advice(context: PreflightContext) -> CheckFinding:
 
 
 def check_debug_level(context: PreflightContext) -> CheckFinding:
-    """No debugging level at which DDP dies of a segmentation fault in its constructor (torch 2.13 on CPUs)."""
+    """No debugging level is set at which DDP crashes in its constructor (torch 2.13 on CPUs)."""
     level, mode = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF"), context.config.parallel.mode
     detail = f"TORCH_DISTRIBUTED_DEBUG={level}, parallel.mode {mode}"
     if mode == "ddp" and _is_detail(level, context) and not gpu_files():
@@ -281,7 +281,7 @@ def _is_unknown(name: str, context: PreflightContext) -> bool:
 
 
 def _unknown(name: str) -> tuple[str, str]:
-    """A variable that looks like ours: perhaps an override with one underscore too few."""
+    """Advise about a variable that looks like ours, such as an override with one underscore too few."""
     close = difflib.get_close_matches(name, _OWN_VARIABLES, n=1, cutoff=0.85)
     if close:
         return f"{name} is read by nobody", f"{name}: did you mean {close[0]}?"

@@ -1,6 +1,6 @@
 """Preflight checks of GPUs: the driver, CUDA and the GPUs that torch finds.
 
-Made by preflight on the launching machine, and by the agent of each node (`training.launch.devices.NodeGpuCheck`).
+They run in preflight on the launching machine, and in the agent of each node (`training.launch.devices.NodeGpuCheck`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def gpus_hidden() -> bool:
 
 
 def visible_gpus() -> int:
-    """Count of the GPUs that a process started here would see, as far as files and CUDA_VISIBLE_DEVICES show it."""
+    """Count the GPUs that a process started here would see, as far as files and CUDA_VISIBLE_DEVICES show it."""
     if gpus_hidden():
         return 0
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
@@ -45,14 +45,14 @@ def has_rdma() -> bool:
 
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
-_ANSWER_SECONDS = 15.0  # nvidia-smi initialises each GPU when no process keeps it awake
+_ANSWER_SECONDS = 15.0  # nvidia-smi initializes each GPU that no process keeps awake
 _TORCH_SECONDS = 75.0
 # The oldest driver of each CUDA release family: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1
 # (read in November 2026).
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 _WHEELS = "https://pytorch.org/get-started/locally"
 
-# Run in a child: a broken driver may crash or hang whoever asks it. One addition on each GPU is what proves a kernel.
+# Runs in a child process, which a broken driver may crash or hang. One addition proves that a GPU runs kernels.
 _ASK_TORCH = """
 import json, torch
 seen, error = (torch.cuda.device_count() if torch.version.cuda else 0), ""
@@ -82,11 +82,11 @@ class _Driver:
 
 
 class _NoAnswer(Exception):
-    """The driver or torch did not say what was asked."""
+    """The driver or torch did not answer."""
 
 
 def check_gpu(context: PreflightContext) -> CheckFinding:
-    """Driver, CUDA and architecture fit together, shown by one addition on each GPU; there are GPUs for all ranks."""
+    """Driver, CUDA and GPUs work together, as one addition on each GPU shows, and there is a GPU for each rank."""
     config = context.config
     if config.cluster.device == "cpu":
         return CheckFinding.skipped("cluster.device is cpu")
@@ -113,18 +113,24 @@ def check_gpu(context: PreflightContext) -> CheckFinding:
 
 
 def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = True) -> bool:
-    """Whether the placement, the configuration or the kernel says that there are GPUs here.
+    """Whether the placement, the configuration or the kernel indicates GPUs here.
 
-    by_tool: nvidia-smi on the path says so too. Each node of a GPU image has it, those without a GPU as well.
+    Args:
+      promised: number of GPUs in the placement.
+      wanted: whether the configuration demands GPUs.
+      by_tool: also count nvidia-smi on the path; GPU images have it on machines without a GPU as well.
     """
     here = bool(gpu_files()) or (by_tool and shutil.which("nvidia-smi") is not None)
     return promised > 0 or wanted or (here and not gpus_hidden())
 
 
 def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
-    """(finding, count of GPUs): passed where torch computes on every GPU; else failed with the reason and the fix.
+    """Compute on each GPU.
 
-    promised: GPUs of this node by its placement; 0: the placement names none.
+    Args:
+      promised: GPUs of this node in its placement; 0: the placement names none.
+
+    Returns: a finding, passed if torch computes on every GPU; and the number of GPUs.
     """
     if gpus_hidden():
         hidden = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
@@ -148,11 +154,14 @@ def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
 
 
 def has_kernels_for(capability: int, architectures: list[str]) -> bool:
-    """Whether a GPU can run what was compiled: machine code of its own generation, or portable code that is older.
+    """Whether a GPU can run compiled kernels: machine code of its generation, or portable code (PTX) that is older.
 
-    capability: 90 for 9.0. architectures: as torch.cuda.get_arch_list tells them, sm_80 or compute_90. Machine code
-    runs on the same major and the same or a later minor version; that of sm_90a only on just that (CUDA C++
-    Programming Guide, "Application Compatibility").
+    Machine code runs on the same major and the same or a later minor version; that of sm_90a on exactly that one (CUDA
+    C++ Programming Guide, "Application Compatibility").
+
+    Args:
+      capability: 90 for compute capability 9.0.
+      architectures: from torch.cuda.get_arch_list: sm_80 or compute_90.
     """
     for name in architectures:
         match = re.fullmatch(r"(sm|compute)_([0-9]+)([a-z]?)", name)
@@ -198,7 +207,7 @@ def _compare(driver: _Driver, answer: dict) -> CheckFinding:
 
 
 def _fix_of(said: str) -> str:
-    """By torch's own words. Error 802 is cudaErrorSystemNotReady: GPUs behind NVSwitch wait for the fabric manager."""
+    """Choose the fix by torch's message. Error 802 is cudaErrorSystemNotReady: the fabric manager is not ready."""
     if "802" in said or "system not yet initialized" in said:
         return "start NVIDIA Fabric Manager of the driver's version: systemctl start nvidia-fabricmanager"
     if "too old" in said or "insufficient" in said:
@@ -207,7 +216,7 @@ def _fix_of(said: str) -> str:
 
 
 def _ask_driver() -> _Driver:
-    """From nvidia-smi, or from the kernel module where a container lacks the tool."""
+    """Read the driver's version from nvidia-smi, or from the kernel module where a container lacks the tool."""
     if shutil.which("nvidia-smi") is None:
         match = re.search(r"\b([0-9]{3,}\.[0-9.]+)\b", _DRIVER_FILE.read_text() if _DRIVER_FILE.exists() else "")
         if match is None:

@@ -35,7 +35,7 @@ _INTERFACES = Path("/sys/class/net")
 
 
 def check_imds(context: PreflightContext) -> CheckFinding:
-    """EC2's metadata service: where spot notices and a role's credentials come from. Only ever read, with a token."""
+    """EC2's metadata service answers with a token (IMDSv2). Spot notices and a role's credentials come from it."""
     if reason := metadata_unavailable_reason(os.environ):
         return CheckFinding.skipped(f"{reason}: neither spot notices nor a role's credentials")
     service = MetadataService(metadata_endpoint(os.environ))
@@ -70,7 +70,7 @@ def check_interfaces(context: PreflightContext) -> CheckFinding:
 
 
 def _ask(service: MetadataService) -> CheckFinding:
-    """All answers within one deadline."""
+    """Make all requests within one deadline."""
     limit = time.monotonic() + _ALL_ANSWERS_SECONDS
 
     def get(path: str, token: str) -> tuple[int, str]:
@@ -98,9 +98,10 @@ def _ask(service: MetadataService) -> CheckFinding:
 
 
 def _matches(variable: str, value: str, there: list[str]) -> bool:
-    """gloo takes names. NCCL takes prefixes, all but them after '^', and whole names after '='.
+    """Whether an interface name of gloo or NCCL matches an interface of this machine.
 
-    (NCCL user guide, "NCCL_SOCKET_IFNAME")
+    gloo takes names. NCCL takes prefixes, exclusions after '^', and exact names after '=' (NCCL user guide,
+    "NCCL_SOCKET_IFNAME").
     """
     if variable.startswith("GLOO"):
         return all(name.strip() in there for name in value.split(","))
@@ -112,15 +113,15 @@ def _matches(variable: str, value: str, there: list[str]) -> bool:
 
 
 _SHARED_MEMORY = Path("/dev/shm")
-_NCCL_SHARED_BYTES = 1 << 30  # what the NCCL user guide advises for containers, whose default is 64 MiB
-_NO_LIMIT = 1 << 60  # version 1 of cgroups writes a huge number where there is no limit
+_NCCL_SHARED_BYTES = 1 << 30  # advised by the NCCL user guide for containers, whose default is 64 MiB
+_NO_LIMIT = 1 << 60  # cgroups v1 shows a huge number where there is no limit
 
 
 def check_shared_memory(context: PreflightContext) -> CheckFinding:
-    """Room for what lies in /dev/shm: the segments that NCCL makes between processes, and those of loader processes.
+    """/dev/shm has room for the shared-memory segments of NCCL and of data loaders.
 
-    The staging slabs of commits are no part of it: they are anonymous files, to which its limit does not apply, and
-    count as memory (`check_memory`). On CPUs nothing uses it, since gloo talks over TCP.
+    Staging buffers of checkpoints are anonymous files, which its limit does not cover; `check_memory` counts them. On
+    CPUs nothing uses /dev/shm, because gloo uses TCP.
     """
     if not _SHARED_MEMORY.is_dir():
         return CheckFinding.skipped(f"this system ({sys.platform}) has no {_SHARED_MEMORY}")
@@ -141,7 +142,7 @@ def check_shared_memory(context: PreflightContext) -> CheckFinding:
 
 
 def check_locked_memory(context: PreflightContext) -> CheckFinding:
-    """RLIMIT_MEMLOCK where there is an RDMA device: what it reads by itself must stay where it is."""
+    """RLIMIT_MEMLOCK is large enough for RDMA devices, which need memory that stays in place."""
     if not has_rdma():
         return CheckFinding.skipped("this machine has no InfiniBand or EFA device")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -154,7 +155,7 @@ def check_locked_memory(context: PreflightContext) -> CheckFinding:
 
 
 def check_cores(context: PreflightContext) -> CheckFinding:
-    """Cores of this machine, or of the container, against the ranks that would compute on them."""
+    """This machine, or its container, has a core for each rank."""
     gang = local_gang(context.config)
     if gang is None:
         return CheckFinding.skipped("the number of ranks is auto")
@@ -170,7 +171,7 @@ def check_cores(context: PreflightContext) -> CheckFinding:
 
 
 def check_open_files(context: PreflightContext) -> CheckFinding:
-    """RLIMIT_NOFILE against the sockets and files of the busiest rank."""
+    """RLIMIT_NOFILE is large enough for the sockets and files of the busiest rank."""
     gang = local_gang(context.config)
     if gang is None:
         return CheckFinding.skipped("the number of ranks is auto")
@@ -187,7 +188,7 @@ def check_open_files(context: PreflightContext) -> CheckFinding:
 
 
 def check_memory(context: PreflightContext) -> CheckFinding:
-    """Main memory of this machine, or of the container, against the gang that would train on it."""
+    """This machine, or its container, has enough main memory for the gang."""
     config, gang = context.config, local_gang(context.config)
     if gang is None:
         return CheckFinding.skipped("the number of ranks is auto")
@@ -206,7 +207,7 @@ def check_memory(context: PreflightContext) -> CheckFinding:
 
 
 def _cores() -> float:
-    """What the scheduler lets this process have: its affinity, and the quota of its control group."""
+    """Return the number of cores that this process may use, by its affinity and its control group's quota."""
     available = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
     quota, period = (*_read("/sys/fs/cgroup/cpu.max").split(), "", "")[:2]  # version 2
     if not quota:
@@ -217,7 +218,7 @@ def _cores() -> float:
 
 
 def _memory_limits() -> dict[str, int]:
-    """Bytes this process could get, by who says so."""
+    """Return the bytes that this process could get, by the source of each limit."""
     limits = {}
     for line in _read("/proc/meminfo").splitlines():
         name, _, value = line.partition(":")
@@ -226,7 +227,7 @@ def _memory_limits() -> dict[str, int]:
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         base, name = ("memory", "memory.limit_in_bytes") if controllers == "memory" else ("", "memory.max")
-        for folder in (group, "/"):  # inside a container its own group is mounted as the root
+        for folder in (group, "/"):  # inside a container, its own group is mounted as the root
             value = _read(f"/sys/fs/cgroup/{base}{folder}/{name}").strip()
             if controllers in ("", "memory") and value.isdecimal() and int(value) < _NO_LIMIT:
                 limit = limits.get("is this container's limit", _NO_LIMIT)
@@ -247,11 +248,11 @@ def _smaller(config: RunConfig) -> str:
     return f"set training.gradient_accumulation_steps to {larger}{shard}, or use fewer ranks or a smaller model"
 
 
-_NEAR = 4  # a batch beyond so many times the given one is no advice
+_NEAR = 4  # largest batch to suggest, as a multiple of the given one
 
 
 def check_derived(context: PreflightContext) -> CheckFinding:
-    """Whatever a division leaves must be at least 1: a job that rounds to nothing would do nothing, and not say so."""
+    """Every quantity that follows by a division is at least 1: a job that rounds to nothing would do nothing."""
     config = context.config
     known = [one for one in DERIVED if one.applies(config)]
     wrong = [found for one in known if (found := one.check(config)) is not None]
@@ -277,7 +278,7 @@ def check_batch(context: PreflightContext) -> CheckFinding:
 
 
 def check_elastic(context: PreflightContext) -> CheckFinding:
-    """Whether the job could go on with fewer nodes: for each number of them, whether batch and shards still divide."""
+    """Batch and shards still divide at every smaller number of nodes that the job may continue with."""
     config, gang = context.config, local_gang(context.config)
     if gang is None:
         return CheckFinding.skipped("the number of ranks is auto")
@@ -300,7 +301,7 @@ def check_elastic(context: PreflightContext) -> CheckFinding:
 
 
 def _trouble(batch: int, accumulation: int, shard: int | None, gang: GangShape) -> str | None:
-    """What does not divide on a smaller gang, and which accumulation would; None when all does."""
+    """Describe what does not divide on a smaller gang, with an accumulation that would; None if all divides."""
     if shard is not None and gang.ranks % shard:
         return f"groups of parallel.shard_size do not divide the ranks: {division(gang.ranks, shard)}"
     if batch % (gang.ranks * accumulation) == 0:

@@ -26,7 +26,7 @@ _MISSING_RIGHT = ("AccessDenied", "403")
 
 
 def store_folder(context: PreflightContext) -> Path | None:
-    """The folder of a local store, or None for a remote one."""
+    """Return the folder of a local store, or None for a remote one."""
     store = context.config.store
     if "://" in store and not store.startswith("file://"):
         return None
@@ -34,14 +34,14 @@ def store_folder(context: PreflightContext) -> Path | None:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that exists."""
+    """Return the folder itself, or its nearest parent that exists."""
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     return folder
 
 
 def check_store_folder(context: PreflightContext) -> CheckFinding:
-    """A local store can be made where it is to be. Writes nothing."""
+    """A local store can be created in its place. Writes nothing."""
     folder = store_folder(context)
     if folder is None:
         return CheckFinding.skipped("the store is remote; the check store-probe asks it")
@@ -59,7 +59,7 @@ def check_store_folder(context: PreflightContext) -> CheckFinding:
 
 
 def check_records_folder(context: PreflightContext) -> CheckFinding:
-    """This machine's part of a job can be written: reports and logs (runs/), and Metaflow's records. Writes nothing."""
+    """Reports, logs (runs/) and Metaflow's records can be written on this machine. Writes nothing."""
     runs = runs_folder(context.project_root)
     metaflow = Path(
         os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL") or records_root(context.project_root, METAFLOW_FOLDER)
@@ -76,9 +76,9 @@ def check_records_folder(context: PreflightContext) -> CheckFinding:
 
 
 def check_store_probe(context: PreflightContext) -> CheckFinding:
-    """Put, list, get, compare and delete one object where jobs lie. Leaves nothing, not even a folder it made.
+    """An object can be put, listed, read, compared and deleted in the store. Leaves nothing behind.
 
-    A store that is away ends it at once; a right that is missing does not, so that all missing ones are named.
+    An unavailable store ends the check at once; a missing right does not, so that the result names all missing rights.
     """
     folder = store_folder(context)
     uri = context.config.store if folder is None else str(folder)
@@ -92,12 +92,12 @@ def check_store_probe(context: PreflightContext) -> CheckFinding:
         for path in made:
             try:
                 path.rmdir()
-            except OSError:  # a job has moved in meanwhile
+            except OSError:  # a job has started to use it
                 break
 
 
 def check_store_multipart(context: PreflightContext) -> CheckFinding:
-    """A multipart upload can be started and given up: commits are put in parts, and a part left behind is billed."""
+    """A multipart upload can be started and aborted: commits are put in parts, and leftover parts are billed."""
     if not context.config.store.startswith("s3://"):
         return CheckFinding.skipped("the store is a folder: files are not put in parts")
     from botocore.exceptions import BotoCoreError, ClientError
@@ -139,7 +139,7 @@ def _probe(store: Store, place: str) -> CheckFinding:
         except ObjectNotFound:
             if "put" not in refused:
                 raise
-    if len(refused) == 1 or len(refused) == len(trials):  # one right is missing, or no request is taken at all
+    if len(refused) == 1 or len(refused) == len(trials):  # one right is missing, or every request is rejected
         return _failed(next(iter(refused.values())))
     if refused:
         actions = ", ".join(ACTIONS[operation] for operation in refused)
@@ -155,7 +155,7 @@ def _failed(error: StoreError | str) -> CheckFinding:
 
 
 def _missing_folders(folder: Path) -> list[Path]:
-    """The folders that a probe would make, innermost first."""
+    """Return the folders that a probe would create, innermost first."""
     return [path for path in [folder, *folder.parents] if not os.path.lexists(path)]
 
 
@@ -174,7 +174,7 @@ _FIX = "set the clock: chronyc makestep, or timedatectl set-ntp true"
 
 
 def check_store_clock(context: PreflightContext) -> CheckFinding:
-    """This machine's clock against the store's: S3 refuses requests that are signed 15 minutes off."""
+    """This machine's clock agrees with the store's: S3 rejects requests that are signed 15 minutes off."""
     if not context.config.store.startswith("s3://"):
         return CheckFinding.skipped("the store is a folder: nothing is signed")
     try:
@@ -186,14 +186,19 @@ def check_store_clock(context: PreflightContext) -> CheckFinding:
 
 
 def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
-    """warned, refused: seconds apart from which it is told, and from which nothing that is signed is taken."""
+    """Compare this machine's clock with a server's.
+
+    Args:
+      warned: difference in seconds from which the check fails.
+      refused: difference in seconds from which the server rejects signed requests.
+    """
     before = time.time()
     try:
         date = _date_of(url)
     except (OSError, ValueError, http.client.HTTPException) as error:
         return CheckFinding.skipped(f"{url} tells no time: {error}")
     after = time.time()
-    # The header is cut to whole seconds, and was written at some moment between the two readings of our clock.
+    # The header has whole seconds, and was written between the two readings of our clock.
     skew = max(before - date - 1.0, date - after, 0.0)
     direction = "ahead of" if before > date else "behind"
     if skew <= warned:
@@ -205,9 +210,9 @@ def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
 
 
 def _date_of(url: str) -> float:
-    """Unix time in the Date header of whatever `url` answers, even a refusal.
+    """Return the Unix time in the Date header of a response, even of a refusal.
 
-    Raises OSError, ValueError, HTTPException.
+    Raises: OSError, ValueError or HTTPException.
     """
     opener = urllib.request.build_opener(_NoRedirect)
     request = urllib.request.Request(url, method="HEAD")
@@ -222,7 +227,7 @@ def _date_of(url: str) -> float:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Another server's clock is not the one to compare with."""
+    """Follows no redirect: another server's clock is not the one to compare with."""
 
     def redirect_request(self, *_: object) -> None:
         return None

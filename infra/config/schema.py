@@ -215,7 +215,7 @@ class CheckpointConfig(Section):
     max_total_gib: float | None = Field(
         None,
         gt=0,
-        description="limit for all kept commits; the least valuable are deleted, the newest and pinned stay; null: none",
+        description="limit for all kept commits; the newest and pinned ones always stay; null: none",
     )
     orphan_hours: float = Field(
         24.0, gt=0, description="data of saves without a commit, and invalid commits, are deleted after this time"
