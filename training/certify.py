@@ -1,4 +1,8 @@
-"""Certify"""
+"""`ebbflow certify CONFIG`: prove that a job resumes exactly.
+
+Runs a small copy of the job without and with interruptions on this machine, and compares losses, batches and weights.
+Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +46,11 @@ _SAVES = 6
 
 
 def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
-    """The same model, data, batch, optimizer and mode; fewer steps, with a commit after each sixth of them.
+    """Make a small copy of a job: same model, data, batch, optimizer and mode; fewer steps, six commits.
 
-    Ranks: as configured, as far as this machine has cores for them; two nodes where there are several, and never fewer
-    after a loss, since other ranks add up otherwise. Figures that would reach others (metrics) are off.
+    Ranks are as configured, as far as this machine has cores; at most two nodes, and never fewer after a loss, since
+    another
+    number of ranks adds up in another order. Metrics are not published.
     """
     nodes, processes = gang_size(config)
     sections = {
@@ -64,13 +69,13 @@ def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
 
 
 def record_batches(config: RunConfig, folder: Path) -> RunConfig:
-    """The same with the workload behind its witness, whose records go to `folder`."""
+    """Wrap the configured workload so that its batches are recorded in `folder`."""
     options = {**config.workload_options, WORKLOAD_OPTION: config.workload or "", FOLDER_OPTION: str(folder)}
     return config.model_copy(update={"workload": RECORDED, "workload_options": options})
 
 
 def gang_size(config: RunConfig) -> tuple[int, int]:
-    """(nodes, ranks of each) for this machine."""
+    """Return (nodes, ranks per node) for this machine."""
     nodes, processes = config.cluster.nodes, config.cluster.processes_per_node
     nodes = 2 if nodes == "auto" else min(nodes, 2)
     processes = 1 if processes == "auto" else processes
@@ -79,7 +84,10 @@ def gang_size(config: RunConfig) -> tuple[int, int]:
 
 
 class RecordedWorkload:
-    """Options: those of the workload itself, its name, and the folder for the records; the latter two it never sees."""
+    """A workload that records the batches of another one.
+
+    Its options are those of the wrapped workload, plus that one's name and the folder for the records.
+    """
 
     def __init__(self, context: WorkloadContext) -> None:
         from ebbflow.training.workloads.loader import make_workload
@@ -109,7 +117,7 @@ class RecordedWorkload:
 
 
 def wrapped_config(config: RunConfig) -> RunConfig:
-    """The configuration as the workload itself is to see it."""
+    """Return the configuration for the wrapped workload."""
     assert config.workload == RECORDED
     options = dict(config.workload_options)
     options.pop(FOLDER_OPTION)
@@ -121,7 +129,7 @@ def _own_context(context: WorkloadContext) -> WorkloadContext:
 
 
 def content_sha256(batch: Any) -> str:
-    """Of every tensor and number that a batch holds, in the order of its fields."""
+    """Return the SHA-256 of every tensor and number of a batch, in the order of its fields."""
     digest = hashlib.sha256()
     for part in _parts(batch):
         digest.update(part)
@@ -154,7 +162,7 @@ def _parts(value: Any) -> Iterator[bytes]:
 _SECONDS = 900.0  # for one start of the gang
 _MOST_STARTS = 4
 _NUMBERS = ("loss", "gradient_norm", "tokens", "learning_rate")
-# By name: what is rehearsed at which share of the steps. Off the commits, so that work is lost or saved just in time.
+# The rehearsed fault by interruption, at steps between commits, so that work is lost or must be saved in time.
 UNINTERRUPTED, NODE_LOST = "none", "a node is lost"
 INTERRUPTIONS = {
     "a rank is killed": "rank-kill@55%",
@@ -167,8 +175,12 @@ INTERRUPTIONS = {
 class CertifiedRun:
     """What one run left behind.
 
-    steps: (step, its numbers), as often as each was taken. samples: (rank, first sample, hash of the batch), likewise.
-    generations: how many. resumed: the steps that were restored.
+    Args:
+        steps: (step, its figures) for each time a step was taken.
+        samples: (rank, first sample, SHA-256 of the batch) for each batch read.
+        starts: attempts of the gang.
+        generations: generations that took steps.
+        resumed: restored steps.
     """
 
     interruption: str
@@ -181,7 +193,7 @@ class CertifiedRun:
 
 
 def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption: str) -> CertifiedRun:
-    """Run the job to its end under one of INTERRUPTIONS or in PEACE, started as often as it needs."""
+    """Run the job to its end with one of INTERRUPTIONS or UNINTERRUPTED, restarted as often as needed."""
     job = interruption.replace(" ", "-")
     records, logs = folder / job / "records", folder / job / "logs"
     records.mkdir(parents=True)
@@ -216,6 +228,7 @@ def certified_run(config: RunConfig, prepared: dict, folder: Path, interruption:
 
 
 def _to_the_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
+    last = ""
     for attempt in range(_MOST_STARTS):
         gang = LocalGang(replace(spec, attempt=attempt), folder / f"start-{attempt}", folder / "output.log")
         try:
@@ -230,7 +243,7 @@ def _to_the_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
         if outcome.outcome != Outcome.INTERRUPTED:
             return outcome, attempt + 1
         last = outcome.message
-    raise TrainingError(f"certify: {spec.job}: {_MOST_STARTS} starts did not bring the job to its end; last: {last}")
+    raise TrainingError(f"certify: {spec.job}: the job did not end within {_MOST_STARTS} starts; last error: {last}")
 
 
 def _numbers(event: Event) -> dict[str, Any]:
@@ -238,7 +251,7 @@ def _numbers(event: Event) -> dict[str, Any]:
 
 
 def _samples(folder: Path) -> list[tuple[int, int, str]]:
-    """A last line that a kill tore apart is passed over."""
+    """Read the recorded batches. A last line that was cut off by a kill is skipped."""
     found = []
     for path in sorted(folder.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
@@ -257,9 +270,14 @@ VERSION = 1
 def build_certificate(
     config: RunConfig, small: RunConfig, runs: Sequence[CertifiedRun], machine: dict[str, object]
 ) -> dict[str, Any]:
-    """As JSON. runs: the quiet one first. config: the job's; small: what was run of it."""
-    quiet, *interrupted = runs
-    compared = [_compare(quiet, run) for run in interrupted]
+    """Compare runs and return the certificate as JSON.
+
+    Args:
+        config: the job's configuration; small: that of the runs.
+        runs: the uninterrupted one first.
+    """
+    uninterrupted, *interrupted = runs
+    compared = [_compare(uninterrupted, run) for run in interrupted]
     nodes, processes = small.cluster.nodes, small.cluster.processes_per_node
     return {
         "version": VERSION,
@@ -268,13 +286,13 @@ def build_certificate(
         "issued_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "config_sha256": config_sha256(config),
         "workload": config.workload or "text",
-        "steps": quiet.outcome.step,
+        "steps": uninterrupted.outcome.step,
         "nodes": nodes,
         "processes_per_node": processes,
         "mode": small.parallel.mode,
-        "weights_sha256": quiet.outcome.weights_sha256,
-        "samples_sha256": _sha256(sorted(set(quiet.samples))),
-        "losses_sha256": _sha256(_by_step(quiet)),
+        "weights_sha256": uninterrupted.outcome.weights_sha256,
+        "samples_sha256": _sha256(sorted(set(uninterrupted.samples))),
+        "losses_sha256": _sha256(_by_step(uninterrupted)),
         "interruptions": compared,
         "machine": machine,
     }
@@ -285,7 +303,7 @@ def config_sha256(config: RunConfig) -> str:
 
 
 def format_certificate(found: dict[str, Any]) -> str:
-    """The certificate in lines of text."""
+    """Format a certificate as text."""
     verdict = "holds" if found["holds"] else "DOES NOT HOLD"
     ranks = f"{found['nodes']} × {found['processes_per_node']} ranks, {found['mode']}"
     lines = [f"resume certificate {verdict}: {found['workload']}, {found['steps']} steps on {ranks}"]
@@ -296,15 +314,15 @@ def format_certificate(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _compare(quiet: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
-    """differences: in words, empty where there is none. Redone steps count too: each time they must be the same."""
-    found = [*_losses(quiet, run), *_batches(quiet, run)]
+def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
+    """Compare one interrupted run with the uninterrupted one. Repeated steps must be equal each time."""
+    found = [*_losses(uninterrupted, run), *_batches(uninterrupted, run)]
     for name in ("outcome", "step", "weights_sha256"):
-        was, now = getattr(quiet.outcome, name), getattr(run.outcome, name)
+        was, now = getattr(uninterrupted.outcome, name), getattr(run.outcome, name)
         if was != now or was is None:
-            found.append(f"{name}: {was} in peace, {now} here")
+            found.append(f"{name}: {was} uninterrupted, {now} interrupted")
     if run.generations < 2 or not any(run.resumed):
-        found.append("it was never interrupted after a commit, so that this proves nothing")
+        found.append("it was never interrupted after a commit, so this run proves nothing")
     return {
         "interruption": run.interruption,
         "starts": run.starts,
@@ -315,19 +333,19 @@ def _compare(quiet: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
     }
 
 
-def _losses(quiet: CertifiedRun, run: CertifiedRun) -> list[str]:
-    expected, seen = _by_step(quiet), {step for step, _ in run.steps}
-    found = [f"step {step}: {expected.get(step)} in peace, {numbers} here" for step, numbers in run.steps
+def _losses(uninterrupted: CertifiedRun, run: CertifiedRun) -> list[str]:
+    expected, seen = _by_step(uninterrupted), {step for step, _ in run.steps}
+    found = [f"step {step}: {expected.get(step)} uninterrupted, {numbers} interrupted" for step, numbers in run.steps
              if expected.get(step) != numbers]  # fmt: skip
     if missing := sorted(set(expected) - seen):
         found.append(f"{len(missing)} steps have no record, the first is {missing[0]}")
     return found[:3]
 
 
-def _batches(quiet: CertifiedRun, run: CertifiedRun) -> list[str]:
-    expected = {(rank, first): sha256 for rank, first, sha256 in quiet.samples}
+def _batches(uninterrupted: CertifiedRun, run: CertifiedRun) -> list[str]:
+    expected = {(rank, first): sha256 for rank, first, sha256 in uninterrupted.samples}
     found = [
-        f"rank {rank}: the batch from sample {first} on held something else"
+        f"rank {rank}: the batch from sample {first} on differs"
         for rank, first, sha256 in run.samples
         if expected.get((rank, first)) != sha256
     ]
@@ -350,7 +368,7 @@ _CHILD_SECONDS = 3600.0
 
 
 def main(arguments: list[str]) -> int:
-    """0 when the certificate holds, 1 when not; what could not be run at all has its own exit code."""
+    """Run the command; return 0 if the certificate holds, 1 if not, else the exit code of the error."""
     parser = argparse.ArgumentParser(
         prog="ebbflow certify",
         description="Run a job small, with and without interruptions, and compare losses, samples and weights.",
@@ -366,7 +384,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--resolved", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.steps < _FEWEST_STEPS:
-        parser.error(f"--steps {given.steps}: at least {_FEWEST_STEPS}, or no commit comes before the interruptions")
+        parser.error(f"--steps {given.steps}: at least {_FEWEST_STEPS}, so that a commit precedes each interruption")
     if given.config is None and given.resolved is None:
         parser.error("CONFIG is missing")
     try:
@@ -395,7 +413,7 @@ def certify(
     parent: Path | None = None,
     interruptions: Sequence[str] = tuple(INTERRUPTIONS),
 ) -> dict[str, Any]:
-    """The certificate as JSON. Runs the job once in peace and once under each of `interruptions`; some minutes."""
+    """Run the job once uninterrupted and once per interruption, and return the certificate as JSON. Takes minutes."""
     from ebbflow.training.gang import Gang
     from ebbflow.training.workloads.loader import prepare_data, workload_context
 
@@ -407,7 +425,7 @@ def certify(
         runs = []
         for interruption in (UNINTERRUPTED, *interruptions):
             if interruption == NODE_LOST and small.cluster.nodes == 1:
-                continue  # it is the whole gang
+                continue  # one node is the whole gang
             runs.append(certified_run(small, prepared, folder, interruption))
             print(f"{interruption}: step {runs[-1].outcome.step}, {runs[-1].starts} starts", flush=True)
         return build_certificate(config, small, runs, describe_machine())
@@ -416,7 +434,9 @@ def certify(
 def certify_in_child(
     config: RunConfig, *, steps: int = DEFAULT_STEPS, interruptions: Sequence[str] = tuple(INTERRUPTIONS)
 ) -> dict[str, Any]:
-    """The same from a process that imports no torch. Raises TrainingError when no certificate could be made."""
+    """Run `certify` in a process of its own, since this one imports no torch. Raises TrainingError without a
+    certificate.
+    """
     with tempfile.TemporaryDirectory(prefix="ebbflow-certify-") as folder:
         given, found = Path(folder, "config.json"), Path(folder, "certificate.json")
         given.write_text(config.model_dump_json())
@@ -431,5 +451,5 @@ def certify_in_child(
         except subprocess.TimeoutExpired:
             raise TrainingError(f"certify: no certificate within {_CHILD_SECONDS:g} s") from None
         if not found.exists():
-            raise TrainingError(f"certify: ended with exit code {done.returncode}; its output stands above")
+            raise TrainingError(f"certify: ended with exit code {done.returncode}; see its output above")
         return json.loads(found.read_text())

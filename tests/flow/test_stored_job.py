@@ -37,7 +37,7 @@ def test_a_job_stored_by_an_earlier_version_resumes_and_ends_with_the_same_weigh
         "checkpoint__interval_steps": 4,
         "checkpoint__when_busy": "wait",
         "checkpoint__keep_last": 1,
-        "data__path": tmp_path / "texts",
+        "data__path": "texts",
         "data__suffixes": '[".txt"]',
         "data__held_out_fraction": 0.3,
         "data__held_out_samples": 4,

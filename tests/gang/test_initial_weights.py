@@ -121,17 +121,17 @@ def test_files_that_cannot_serve_are_named(trouble: str, source: CausalLM, tmp_p
     if trouble == "absent":
         path, message = tmp_path / "nowhere", "no such file or folder"
     elif trouble == "no safetensors":
-        path, message = tmp_path / "weights.bin", "is no safetensors file"
+        path, message = tmp_path / "weights.bin", "is not a safetensors file"
         path.write_bytes(b"PK\x03\x04 a pickle")
     elif trouble == "cut off":
-        path, message = folder / "model-00001-of-00002.safetensors", "is no safetensors file"
+        path, message = folder / "model-00001-of-00002.safetensors", "is not a safetensors file"
         path.write_bytes(path.read_bytes()[:-4])
     elif trouble == "an empty folder":
         path, message = tmp_path / "empty", "it holds nothing"
         path.mkdir()
     else:
         (folder / "model-00002-of-00002.safetensors").unlink()
-        message = "1 of its 2 files are not there: model-00002"
+        message = "1 of its 2 files are missing: model-00002"
     with pytest.raises(WorkloadError, match=message):
         load_weights(str(path), CausalLM(MODEL))
 

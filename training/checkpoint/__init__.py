@@ -1,6 +1,6 @@
-"""Asynchronous, sharded, verified commits with lineage. The names here are the public door; `docs/` has the protocol.
+"""Asynchronous, sharded, verified commits with lineage: the public names. `docs/checkpoints.md` describes the protocol.
 
-Names are resolved on first use, so that lineage, uploader and commands, which import this package, load no torch.
+Names are imported on first use, so that importing lineage, uploader and commands loads no torch.
 """
 
 from __future__ import annotations

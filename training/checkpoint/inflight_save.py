@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import operator
 import os
 import queue
 import subprocess
@@ -279,8 +278,10 @@ class SaveTracker:
 
     def _on_uploaded(self, answer: dict[str, Any]) -> None:
         """Record that this rank's part is durable. Rank 0's save stays in flight until the commit is seen."""
-        added = (answer[name] for name in UploadCost._fields)
-        self.cost = UploadCost(*map(operator.add, self.cost, added))
+        was = self.cost
+        self.cost = UploadCost(
+            was.bytes + answer["bytes"], was.cpu_seconds + answer["cpu_seconds"], was.seconds + answer["seconds"]
+        )
         self._measure(answer["step"], answer["bytes"])
         if self._rank != 0:
             self._done(answer["step"])

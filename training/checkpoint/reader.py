@@ -281,8 +281,9 @@ class VerifiedReader:
         for block in read_blocks(self._store, data.key, chunk.start, buffers, block_bytes=_BLOCK_BYTES):
             read = time.perf_counter()
             value = crc_of_pieces(block, value)
-            for piece in block if sha256 is not None else ():
-                sha256.update(piece)
+            if sha256 is not None:
+                for piece in block:
+                    sha256.update(piece)
             summed = time.perf_counter()
             download, verify, mark = download + read - mark, verify + summed - read, summed
         if not chunk.disjoint:

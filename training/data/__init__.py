@@ -1,4 +1,4 @@
-"""Text as token shards, and the order in which samples are drawn from them. Imports no torch."""
+"""Build token shards from text, and draw samples from them in a fixed order. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""B"""
+"""Find text files, split them into train and held out, and build token shards, one piece of a file at a time."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from ebbflow.training.data.tokens import (
 )
 from ebbflow.training.errors import DataError
 
-# Folders of the standard library (or of a source tree) whose text is test data, caches or other people's packages.
+# Folders with test data, caches or third-party packages.
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "node_modules", ".git", ".venv"}
 )
 
 
-# First bytes of formats that are kept beside text, and what they are called.
+# First bytes of formats that are often stored beside text, and their names.
 _SIGNATURES = (
     (b"\x89PNG\r\n", "a PNG image"),
     (b"\xff\xd8\xff", "a JPEG image"),
@@ -64,9 +64,9 @@ _SIGNATURES = (
     (b"\xff\xfe", "text in UTF-16 or UTF-32"),
     (b"\xfe\xff", "text in UTF-16"),
 )
-_ASCII_ONLY = (b"%PDF-",)  # a whole file of these may look like text
+_ASCII_ONLY = (b"%PDF-",)  # such files may look like text throughout
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# Latin-1 text of European languages has up to 5 %; compressed data and images have more than 30 %.
+# Latin-1 text of European languages has up to 5 %, compressed data and images more than 30 %.
 _MOST_INVALID_SHARE = 0.1
 _HEAD_BYTES = 64 * 1024
 _LINE_SEARCH_BYTES = 2**20
@@ -74,9 +74,12 @@ _LINE_SEARCH_BYTES = 2**20
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read; `name` is its path below the data's root, with "/" on every system.
+    """A file, or a part of it, to read.
 
-    start, end: the bytes that belong to it, where a single file is split into two sides; None: to its end.
+    Args:
+        name: path below the data's root, with "/" on every system.
+        start: first byte of the part.
+        end: end of the part; None: of the file.
     """
 
     name: str
@@ -91,7 +94,10 @@ class SourceFile:
 
 
 def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
-    """The files of `data`, sorted by name. Relative paths count from `project_root`. Raises DataError."""
+    """List the files of `data`, sorted by name. Raises DataError.
+
+    project_root: base of relative paths.
+    """
     if data.path is None:
         root = Path(sysconfig.get_path("stdlib"))
         return _below(root, tuple(data.suffixes), f"the standard library at {root}")
@@ -110,21 +116,21 @@ def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Whether one of several files is kept for evaluation: by its name alone, so that others cannot move it over.
+    """Whether one of several files is held out for evaluation; depends on its name alone, so adding files moves none.
 
-    Whole files are kept apart: windows of one file share vocabulary and copied passages.
+    Whole files are held out, because windows of one file share vocabulary and copied passages.
     """
     return _lot(name) < fraction
 
 
 def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
-    """(train, held out), neither of them empty. A single file is split inside: its last part is held out.
+    """Split files into train and held out, neither of them empty. A single file is cut: its last part is held out.
 
-    Raises DataError when that cannot be done.
+    Raises DataError if the text is too short.
     """
     if len(files) == 1:
         return _split_inside(files[0], fraction)
-    # With few files all lots can fall on one side; then the lowest (or highest) changes it.
+    # With few files all may fall on one side; then the lowest (or highest) lot changes sides.
     lots = sorted(_lot(file.name) for file in files)
     limit = min(max(fraction, lots[1]), lots[-1])
     train = [file for file in files if not is_held_out(file.name, limit)]
@@ -132,13 +138,13 @@ def split_files(files: list[SourceFile], fraction: float) -> tuple[list[SourceFi
 
 
 def describe_split(files: list[SourceFile], fraction: float) -> str:
-    """The rule of `split_files` in words that change when it does, for fingerprints."""
+    """Describe the rule of `split_files` in words that change when it does, for fingerprints."""
     return f"last {fraction!r} of one file" if len(files) == 1 else f"sha256(name) < {fraction!r}"
 
 
 @contextmanager
 def open_source(file: SourceFile) -> Iterator[BinaryIO]:
-    """The file, at the first byte of its part. Never waits, as opening a FIFO would. Raises DataError."""
+    """Open a file at the first byte of its part, without blocking on a FIFO. Raises DataError."""
     try:
         descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as stream:
@@ -152,9 +158,9 @@ def open_source(file: SourceFile) -> Iterator[BinaryIO]:
 
 
 class TextDetector:
-    """Whether the bytes of a file are text, piece by piece: binary files would train a model on noise.
+    """Decides piece by piece whether a file is text: binary files would train a model on noise.
 
-    UTF-8 without NUL bytes is text; up to 10 % of bytes that are no UTF-8 pass, since older encodings have them.
+    Text is UTF-8 without NUL bytes; up to 10 % of invalid bytes are accepted, as in older encodings.
     """
 
     def __init__(self, file: SourceFile) -> None:
@@ -162,8 +168,8 @@ class TextDetector:
         self._bytes = self._invalid = 0
         self._signature = ""
 
-    def look(self, piece: bytes) -> None:
-        """Judge the next bytes. Raises DataError as soon as they cannot be text."""
+    def examine(self, piece: bytes) -> None:
+        """Examine the next bytes. Raises DataError as soon as they cannot be text."""
         if not self._bytes and self._file.start == 0:
             self._signature = next((name for head, name in _SIGNATURES if piece.startswith(head)), "")
             if piece.startswith(_ASCII_ONLY):
@@ -180,7 +186,7 @@ class TextDetector:
             self.decide()
 
     def decide(self) -> None:
-        """Judge what was seen so far as a whole. Raises DataError."""
+        """Decide on everything seen so far. Raises DataError."""
         if self._invalid > _MOST_INVALID_SHARE * self._bytes:
             share = 100 * self._invalid / self._bytes
             raise self._refusal(f"is no UTF-8 text: {share:.0f} % of its first {self._bytes:,} bytes are invalid")
@@ -194,22 +200,22 @@ class TextDetector:
 
 
 def check_head(file: SourceFile) -> None:
-    """Judge the first 64 KiB. Raises DataError for a file that is not text or cannot be read."""
+    """Examine the first 64 KiB. Raises DataError if the file is not text or unreadable."""
     with open_source(file) as stream:
         head = stream.read(_HEAD_BYTES)
-    judge = TextDetector(file)
-    judge.look(head)
-    judge.decide()
+    detector = TextDetector(file)
+    detector.examine(head)
+    detector.decide()
 
 
 def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
-    """Cut before the last `fraction` of the bytes, at the next line, or where there is none between two characters."""
+    """Cut before the last `fraction` of the bytes, at the next line, or between two characters if there is none."""
     with open_source(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         nominal = size - max(1, round(size * fraction))
         stream.seek(max(0, nominal - 1))
         block = stream.read(_LINE_SEARCH_BYTES)
-    feed = block.find(b"\n", 0, -1)  # not the last byte, which would leave nothing
+    feed = block.find(b"\n", 0, -1)  # not the last byte: nothing would be left
     if feed >= 0 and nominal > 0:
         cut = nominal + feed
     else:
@@ -224,7 +230,7 @@ def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], 
 
 
 def _invalid_bytes(piece: bytes) -> int:
-    """Bytes that are part of no UTF-8 character."""
+    """Count bytes that are part of no UTF-8 character."""
     return len(piece) - len(piece.decode("utf-8", "ignore").encode())
 
 
@@ -234,7 +240,7 @@ def _kind(mode: int) -> str:
 
 
 def _lot(name: str) -> float:
-    """A number in [0, 1) drawn by the name."""
+    """Return a number in [0, 1) that depends on the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
@@ -267,7 +273,7 @@ def _matching(pattern: str, written: str) -> list[SourceFile]:
 
 @dataclass(frozen=True)
 class _Hashed:
-    """A file with what was in it when it was read first."""
+    """A file with the SHA-256 and size of its content at the first reading."""
 
     file: SourceFile
     sha256: str
@@ -282,10 +288,11 @@ class _Shard:
 
 
 def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tokens:
-    """Build the shards of `data` in `store` unless they are there already. Raises DataError, StoreError.
+    """Build the shards of `data` in `store` unless they exist. Raises DataError, StoreError.
 
-    The fingerprint covers format, tokenizer, split rule, and each file's name and content, and nothing of this
-    machine: the same text has the same fingerprint everywhere.
+    The fingerprint covers format, tokenizer, split rule, and each file's name and content, and nothing about this
+    machine:
+    the same text has the same fingerprint everywhere.
     """
     tokenizer = open_tokenizer(data, project_root=project_root)
     files = find_files(data, project_root=project_root)
@@ -313,13 +320,13 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
 
 
 def _hash(file: SourceFile) -> _Hashed:
-    """Read the whole part once. Raises DataError when it is not text."""
-    digest, size, judge = hashlib.sha256(), 0, TextDetector(file)
+    """Read and hash the whole part. Raises DataError if it is not text."""
+    digest, size, detector = hashlib.sha256(), 0, TextDetector(file)
     for piece in _pieces_of(file):
-        judge.look(piece)
+        detector.examine(piece)
         digest.update(piece)
         size += len(piece)
-    judge.decide()
+    detector.decide()
     return _Hashed(file, digest.hexdigest(), size)
 
 
@@ -334,7 +341,7 @@ def _fingerprint(split: str, tokenizer: Tokenizer, hashed: list[_Hashed]) -> str
 
 
 def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -> _Shard:
-    """One shard, by way of a temporary file, since its size is known only at its end."""
+    """Build one shard via a temporary file, since its size is known only at the end."""
     counts, digest = np.zeros(tokenizer.vocab_size, dtype=np.int64), hashlib.sha256()
     with tempfile.TemporaryFile() as file:
         for tokens in encode_files((_unchanged(one) for one in side), tokenizer):
@@ -344,15 +351,15 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
             file.write(content)
         file.flush()
         if counts.any():
-            # Not closed here: a put that failed may still hold the map, and closing it would hide the store's error.
-            shards.put(key, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            # Not closed: a failed put may still hold the map, and closing it would hide the store's error.
+            shards.put(key, memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
         else:
             shards.put(key, b"")
     return _Shard(int(counts.sum()), digest.hexdigest(), entropy_nats(counts))
 
 
 def _unchanged(one: _Hashed) -> Iterator[bytes]:
-    """The pieces again. Raises DataError at the end of a file that is not what was hashed."""
+    """Read the pieces again. Raises DataError at the end of a file that has changed since it was hashed."""
     digest = hashlib.sha256()
     for piece in _pieces_of(one.file):
         digest.update(piece)

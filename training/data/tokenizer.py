@@ -1,7 +1,8 @@
-"""Text to token numbers: bytes as they are, or a vocabulary of Hugging Face's `tokenizers`, an optional package.
+"""Turn text into token numbers: bytes, or a vocabulary of Hugging Face's optional package `tokenizers`.
 
-A file is cut into pieces of whole lines before it is encoded, so that neither a large file nor its tokens have to fit
-in memory. Where the cuts are depends on the file alone.
+Files are cut into pieces of whole lines before they are encoded, so that neither a large file nor its tokens need to
+fit
+in memory. The cuts depend on the file alone.
 """
 
 from __future__ import annotations
@@ -21,28 +22,34 @@ from ebbflow.training.errors import DataError
 
 BYTES = "bytes"
 PIECE_BYTES = 2**20
-# What tokenizers call the end of a text, in the order in which they are looked for.
+# Names of the end-of-text token, in order of preference.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
 
 class Tokenizer(Protocol):
-    """identity: changes with anything that could change a token.
+    """Turns text into token numbers.
 
-    separator: stands between two files, so that a window which spans them does not read as one text; None: there is
-    nothing between them.
+    Attributes:
+        identity: changes with anything that could change a token.
+        separator: token between two files, so that a window across both does not read as one text; None: none.
     """
 
-    identity: str
-    vocab_size: int
-    separator: int | None
+    @property
+    def identity(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def separator(self) -> int | None: ...
 
     def encode(self, piece: bytes) -> np.ndarray:
-        """Token numbers [tokens] of a piece of a file, in `dtype_of(vocab_size)`."""
+        """Return the token numbers, shape [tokens], of a piece of a file, in `dtype_of(vocab_size)`."""
         ...
 
 
 class ByteTokenizer:
-    """One token per byte. Byte 0, which is in no text file, is the separator."""
+    """One token per byte. Byte 0, which no text file contains, is the separator."""
 
     identity = BYTES
     vocab_size = 256
@@ -53,12 +60,14 @@ class ByteTokenizer:
 
 
 class VocabularyTokenizer:
-    """A tokenizer.json. Bytes that are no UTF-8 become U+FFFD; special tokens are not added, but for the separator."""
+    """The vocabulary of a tokenizer.json. Invalid UTF-8 becomes U+FFFD; of the special tokens only the separator is
+    added.
+    """
 
     def __init__(self, path: Path) -> None:
         content = _read(path)
         self._tokenizer = _parse(path, content)
-        # Another version of the package may cut the same text in other places.
+        # Another version of the package may split the same text differently.
         version = importlib.metadata.version("tokenizers")
         self.identity = f"tokenizer.json sha256 {hashlib.sha256(content).hexdigest()}, tokenizers {version}"
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -71,14 +80,17 @@ class VocabularyTokenizer:
 
 
 def open_tokenizer(data: DataConfig, *, project_root: Path) -> Tokenizer:
-    """Relative paths count from `project_root`. Raises DataError: no such file, damaged, or the package is missing."""
+    """Open the configured tokenizer. Raises DataError if the file or the package is missing, or the file damaged.
+
+    project_root: base of relative paths.
+    """
     if data.tokenizer == BYTES:
         return ByteTokenizer()
     return VocabularyTokenizer(tokenizer_path(data, project_root=project_root))
 
 
 def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
-    """Raises DataError when the model has no row for some token."""
+    """Raise DataError if the model's vocabulary is too small."""
     if vocab_size > config.model.vocab_size:
         raise DataError(
             f"data.tokenizer {config.data.tokenizer} has {vocab_size} tokens, model.vocab_size is "
@@ -88,13 +100,13 @@ def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
 
 
 def tokenizer_path(data: DataConfig, *, project_root: Path) -> Path:
-    """A folder stands for the tokenizer.json in it."""
+    """Return the path of the tokenizer file; for a folder, of the tokenizer.json in it."""
     path = project_root / Path(data.tokenizer).expanduser()
     return path / "tokenizer.json" if path.is_dir() else path
 
 
 def dtype_of(vocab_size: int) -> np.dtype:
-    """The smallest unsigned little-endian integers that hold every token."""
+    """Return the smallest unsigned little-endian integer type that holds every token."""
     return np.dtype("u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -116,7 +128,7 @@ def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
 
 
 def _whole_characters(text: bytes) -> int:
-    """Where the last UTF-8 character that may be incomplete begins."""
+    """Return where the last, possibly incomplete UTF-8 character begins."""
     end = len(text)
     while end > len(text) - 4 and text[end - 1] & 0xC0 == 0x80:
         end -= 1
@@ -124,7 +136,7 @@ def _whole_characters(text: bytes) -> int:
 
 
 def encode_files(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The tokens of files, each given as pieces, in arrays of one piece each, with separators between the files."""
+    """Yield the tokens of files, given as pieces, one array per piece, with separators between files."""
     for number, content in enumerate(files):
         if number and tokenizer.separator is not None:
             yield np.array([tokenizer.separator], dtype=dtype_of(tokenizer.vocab_size))
@@ -152,6 +164,6 @@ def _parse(path: Path, content: bytes) -> Any:
         return tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the package raises plain Exception
         raise DataError(
-            f"data.tokenizer {path} is no tokenizer.json: {' '.join(str(error).split())[:200]}; "
+            f"data.tokenizer {path} is not a tokenizer.json: {' '.join(str(error).split())[:200]}; "
             "fix: the file that tokenizers' Tokenizer.save writes"
         ) from error

@@ -1,12 +1,12 @@
-"""T
+"""Token shards in the store, and the order in which samples are drawn from them.
 
 Sample i belongs to epoch i // n and takes window permutation(seed, epoch)(i % n) of the n windows of the text. The
 permutation is a keyed Feistel network over the next power of four, with cycle walking down to n (Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3): no table of n entries, any index in constant
-time, each epoch another order that visits every window exactly once. It shuffles; it is no encryption.
+"Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3): it needs no table, takes constant time per
+index, and visits every window exactly once per epoch, in another order each time. It shuffles; it does not encrypt.
 
 <store>/tokens/<fingerprint>/train.bin  held_out.bin    unsigned little-endian integers of 1, 2 or 4 bytes
-                             tokens.json                written last: where it is, the shards are complete
+                             tokens.json                written last: if it exists, the shards are complete
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _U64 = np.uint64
 
 
 class SampleOrder:
-    """Windows of `windows` non-overlapping pieces of text, in an order that `seed` fixes."""
+    """An order of `windows` non-overlapping windows of text, determined by `seed`."""
 
     def __init__(self, windows: int, seed: int) -> None:
         if windows < 1:
@@ -44,7 +44,7 @@ class SampleOrder:
         self._remembered: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def window(self, first: int, count: int) -> np.ndarray:
-        """Window numbers, int64 [count], of the global sample indices first … first + count − 1."""
+        """Return the window numbers, int64 [count], of global samples first … first + count − 1."""
         parts = []
         while count > 0:
             number, start = divmod(first, _BLOCK)
@@ -53,7 +53,7 @@ class SampleOrder:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def _block(self, number: int) -> np.ndarray:
-        """One block of the order. The last one is remembered: numpy's calls cost more than the numbers they make."""
+        """Return one block of the order; the last one is cached, since NumPy's call overhead dominates."""
         if self._remembered[0] != number:
             self._remembered = (number, self._compute(number * _BLOCK, _BLOCK))
         return self._remembered[1]
@@ -78,7 +78,7 @@ class SampleOrder:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014): 64 bits to 64 bits, each depending on all."""
+    """Apply the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014) to 64-bit integers."""
     values = values + _U64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> _U64(27))) * _U64(0x94D049BB133111EB)
@@ -94,10 +94,13 @@ _READ_BYTES = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What is known of a set of shards. bytes: of the source files; files: their number, both sides together.
+    """Description of a set of token shards.
 
-    unigram_entropy_nats: of the train text, per token: the loss of a model that knows token frequencies only.
-    held_out_bytes: of the held-out files, which make a loss per token comparable between tokenizers.
+    Args:
+        unigram_entropy_nats: per token of the train text: the loss of a model that knows only token frequencies.
+        files: number of source files, train and held out.
+        bytes: of the source files.
+        held_out_bytes: of the held-out files, which make a loss per token comparable between tokenizers.
     """
 
     fingerprint: str
@@ -117,7 +120,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TokenArrays:
-    """Memory-mapped shards, unsigned [tokens], and their description."""
+    """Memory-mapped shards, unsigned integers of shape [tokens], and their description."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -125,10 +128,12 @@ class TokenArrays:
 
 
 def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) -> TokenArrays:
-    """The shards as memory-mapped arrays: in place on a local store, else downloaded once into `cache`.
+    """Open shards as memory-mapped arrays: in place in a local store, otherwise downloaded once into `cache`.
 
-    A download is verified by sha256 and becomes visible whole or not at all. Raises DataError when the shards are
-    missing, incomplete or changed.
+    A download is verified by SHA-256 and appears whole or not at all.
+
+    Raises:
+        DataError: the shards are missing, incomplete or changed.
     """
     shards = store.sub(tokens_prefix(fingerprint))
     about = read_description(shards)
@@ -145,13 +150,13 @@ def open_tokens(store: Store, fingerprint: str, *, cache: Path | None = None) ->
                 f"{path} is not the {sizes[name]} bytes that {DESCRIPTION} promises; "
                 f"fix: delete {shards.uri} and prepare the tokens again"
             )
-        # As plain arrays over the mapped file: each indexing of a np.memmap costs as much as the copy of a batch.
+        # A plain array over the mapped file: indexing a np.memmap costs as much as copying a batch.
         arrays[name] = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     return TokenArrays(arrays["train"], arrays["held_out"], about)
 
 
 def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """How often each token occurs, int64 [vocab_size]."""
+    """Count each token: int64 [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, tokens.size, _CHUNK_TOKENS):  # bincount widens its input to eight bytes per token
         counts += np.bincount(tokens[start : start + _CHUNK_TOKENS], minlength=vocab_size)
@@ -159,13 +164,13 @@ def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def entropy_nats(counts: np.ndarray) -> float:
-    """Entropy of frequencies, in nats."""
+    """Return the entropy of token counts in nats."""
     shares = counts[counts > 0] / max(counts.sum(), 1)
     return float(-(shares * np.log(shares)).sum()) + 0.0
 
 
 def read_description(shards: Store) -> Tokens | None:
-    """The description of complete shards, None where there are none. Raises DataError for a damaged one."""
+    """Read the description of complete shards; None if there are none. Raises DataError if it is damaged."""
     try:
         return Tokens(**json.loads(shards.get(DESCRIPTION)))
     except ObjectNotFound:
@@ -175,7 +180,7 @@ def read_description(shards: Store) -> Tokens | None:
 
 
 def _downloaded(shards: Store, key: str, sha256: str, size: int, cache: Path) -> Path:
-    """Named by content, so that a file with this name is the right one; two ranks may race and write the same."""
+    """Download a shard to a file named by its content. Two ranks may race and write the same."""
     path = cache / f"{sha256}.bin"
     if path.is_file():
         return path

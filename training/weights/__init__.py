@@ -1,1 +1,1 @@
-"""The weights themselves: where they start, files they are loaded from, and the one number that tells them apart."""
+"""Initial weights, files they are loaded from, and the digest that compares them."""

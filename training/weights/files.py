@@ -1,4 +1,4 @@
-"""Files of weights in the safetensors format: which they are, and what their headers say. Imports no torch."""
+"""Find and describe weights in safetensors files, from their headers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ebbflow.training.errors import WorkloadError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# Up to here the whole content is hashed, at about 1.3 s per GB; of larger files size and time say which they were.
+# Larger files are identified by size and time only: hashing takes about 1.3 s per GB.
 _LARGEST_HASHED_BYTES = 4 << 30
 _NAMED = 3
 
@@ -24,7 +24,7 @@ Translate = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file. name: as the file has it."""
+    """One tensor of a file, under its name there."""
 
     name: str
     file: Path
@@ -33,9 +33,13 @@ class StoredTensor:
 
 
 def find_weights(path: str, translate: Translate | None = None) -> dict[str, StoredTensor]:
-    """What there is to load, by the model's names. Reads headers only.
+    """Find the tensors to load, by the model's names, from headers only.
 
-    translate: the model's name of a stored one, or None to leave that tensor out. Raises WorkloadError.
+    Args:
+        translate: returns the model's name of a stored tensor, or None to leave it out.
+
+    Raises:
+        WorkloadError: files are missing or damaged, or two tensors get the same name.
     """
     found: dict[str, StoredTensor] = {}
     for file in list_weight_files(path):
@@ -53,12 +57,14 @@ def find_weights(path: str, translate: Translate | None = None) -> dict[str, Sto
 
 
 def list_weight_files(path: str) -> list[Path]:
-    """The files of a checkpoint: itself, or what the folder's index lists, or its one file. Raises WorkloadError."""
+    """List a checkpoint's files: the file itself, those in the folder's index, or the folder's only one. Raises
+    WorkloadError.
+    """
     root = Path(path)
     if root.is_file():
         return [root]
     if not root.is_dir():
-        raise WorkloadError(f"training.initial_weights {path}: there is no such file or folder")
+        raise WorkloadError(f"training.initial_weights {path}: no such file or folder")
     index = root / INDEX
     if index.is_file():
         return _indexed(index)
@@ -72,7 +78,7 @@ def list_weight_files(path: str) -> list[Path]:
 
 
 def describe_files(path: str) -> list[dict[str, Any]]:
-    """What was read, for the record: names, bytes, times, and sha256 where all of it is not too much to hash."""
+    """Describe the files that were read: path, bytes, time, and SHA-256 unless they are too large to hash."""
     files = list_weight_files(path)
     small = sum(file.stat().st_size for file in files) <= _LARGEST_HASHED_BYTES
     return [
@@ -87,19 +93,19 @@ def describe_files(path: str) -> list[dict[str, Any]]:
 
 
 def open_weights(file: Path, *, framework: str) -> Any:
-    """The file, to read from: framework "np" knows names and shapes, "pt" gives tensors. Raises WorkloadError."""
+    """Open a file: framework "np" reads names and shapes, "pt" tensors. Raises WorkloadError."""
     try:
         return safe_open(file, framework=framework, device="cpu")
     except (OSError, SafetensorError) as error:
         text = " ".join(str(error).split())
         raise WorkloadError(
-            f"training.initial_weights {file} is no safetensors file: {text}; fix: convert it with "
+            f"training.initial_weights {file} is not a safetensors file: {text}; fix: convert it with "
             "safetensors.torch.save_file, or copy it again if it was cut off"
         ) from error
 
 
 def abbreviate(names: Iterable[str]) -> str:
-    """The first few, and how many more there are."""
+    """Join the first few names, and count the rest."""
     names = list(names)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
@@ -109,7 +115,9 @@ def _indexed(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WorkloadError(f"{index}: is no index of safetensors files: {type(error).__name__}: {error}") from error
+        raise WorkloadError(
+            f"{index}: is not an index of safetensors files: {type(error).__name__}: {error}"
+        ) from error
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise WorkloadError(
@@ -120,7 +128,7 @@ def _indexed(index: Path) -> list[Path]:
 
 def _headers(file: Path) -> Iterator[StoredTensor]:
     with open_weights(file, framework="np") as content:
-        for name in content.keys():  # noqa: SIM118 - no mapping
+        for name in content.keys():  # noqa: SIM118 - not a mapping
             part = content.get_slice(name)
             yield StoredTensor(name, file, tuple(part.get_shape()), part.get_dtype())
 

@@ -1,7 +1,7 @@
-"""W
+"""Initialise weights from the seed, load them from safetensors files, and compute the digest that compares runs.
 
-Each rank reads of each tensor only the rows that it holds, in any parallel mode, without a collective. Names and shapes
-must be those of the model: a weight that is silently left at random is worse than a refusal.
+In every parallel mode each rank reads only the rows that it holds, without a collective. Names and shapes must match
+the model: a weight that silently stayed random would be worse than an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ebbflow.training.errors import WorkloadError
@@ -23,12 +23,19 @@ from ebbflow.training.weights.files import StoredTensor, Translate, abbreviate, 
 
 
 def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
-    """Fill `module`, sharded or not, with initial weights; `blank` is the same model, whole, on the meta device.
+    """Fill `module`, sharded or not, with initial weights.
 
-    Each module of `blank` that holds parameters or buffers is materialised alone on the CPU, initialised by its own
-    `reset_parameters` under a generator seeded by (seed, its name), and copied. So a weight depends on nothing but
-    the seed and its name: not on mode, world size, device, or the order of modules. A tied parameter starts as the
-    first of its names does. Raises WorkloadError.
+    Each module that holds parameters or buffers is materialised alone on the CPU, initialised by its own
+    `reset_parameters`
+    with a generator seeded by (seed, module name), and copied. So a weight depends only on the seed and its name, not
+    on
+    mode, world size, device or the order of modules. A tied parameter starts as the first of its names does.
+
+    Args:
+        blank: the same whole model on the meta device.
+
+    Raises:
+        WorkloadError: a module has no `reset_parameters`.
     """
     tied = tied_names(blank)
     targets = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -54,14 +61,14 @@ def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Each further name of a parameter that has several, with the first of them."""
+    """Map each further name of a tied parameter to its first name."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(value)] for name, value in named if first.setdefault(id(value), name) != name}
 
 
 def materialise(module: nn.Module, device: torch.device | str) -> None:
-    """Memory in place of the meta device, as `to_empty` gives it, which by itself would part tied parameters."""
+    """Allocate a meta-device module's memory like `to_empty`, but keep tied parameters tied."""
     tied = tied_names(module)
     module.to_empty(device=device)
     for name, first in tied.items():
@@ -77,7 +84,7 @@ def _seed_of(seed: int, name: str) -> int:
 def _copy(target: Tensor, value: Tensor) -> None:
     with torch.no_grad():
         if isinstance(target, DTensor):
-            # Every rank has the whole value, so that each cuts its own part out of it and none sends any.
+            # Every rank has the whole value and cuts out its own part.
             mesh, placements = target.device_mesh, target.placements
             own = distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
             target.to_local().copy_(own.to_local())
@@ -89,9 +96,9 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path: str) -> None:
-    """Raises WorkloadError with what is missing, unexpected or of another shape: counts, and a few of each.
+    """Raise WorkloadError if tensors are missing, unexpected or of another shape or kind.
 
-    A tensor that the model has under several names (tied weights) is wanted once, under any of them.
+    A tied weight is required once, under any of its names.
     """
     targets, names = _targets(model)
     missing = [alike[0] for alike in names if not set(alike) & set(found)]
@@ -106,9 +113,9 @@ def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path:
         for name, stored in found.items()
         if name in targets and targets[name].is_floating_point() != (stored.dtype in _FLOATS)
     ]
-    said = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "of another kind": kinds}
-    if any(said.values()):
-        parts = [f"{len(names)} {what}: {abbreviate(names)}" for what, names in said.items() if names]
+    problems = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "of another kind": kinds}
+    if any(problems.values()):
+        parts = [f"{len(names)} {what}: {abbreviate(names)}" for what, names in problems.items() if names]
         raise WorkloadError(
             f"training.initial_weights {path} does not fit the model; {'; '.join(parts)}; fix: the model's "
             "configuration, or translate_weights(name) of the workload, which gives the model's names"
@@ -117,9 +124,9 @@ def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path:
 
 @torch.no_grad()
 def load_weights(path: str, model: nn.Module, translate: Translate | None = None) -> int:
-    """Fill the model, sharded or not, and return the number of tensors. Raises WorkloadError before it changes any.
+    """Fill the model, sharded or not, and return the number of tensors. Raises WorkloadError before changing any.
 
-    Numbers are converted to the model's own type: half-precision files fill float32 weights.
+    Values are converted to the model's dtype: half-precision files fill float32 weights.
     """
     found = find_weights(path, translate)
     check_weights_fit(found, model, path)
@@ -135,7 +142,7 @@ def load_weights(path: str, model: nn.Module, translate: Translate | None = None
 
 
 def _targets(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
-    """Parameters and persistent buffers by each of their names, and the names of each tensor together."""
+    """Return parameters and persistent buffers by each name, and the groups of names of one tensor."""
     targets = dict(model.state_dict(keep_vars=True))
     alike: dict[int, list[str]] = {}
     for name, tensor in targets.items():
@@ -144,7 +151,7 @@ def _targets(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
 
 
 def _fill(target: Tensor, file: Any, name: str) -> None:
-    """The rows (and columns) that are here, straight from the file."""
+    """Copy the local rows (and columns) straight from the file."""
     if not isinstance(target, DTensor):
         target.copy_(file.get_tensor(name))
         return
@@ -155,16 +162,17 @@ def _fill(target: Tensor, file: Any, name: str) -> None:
 
 
 def _boxes(tensor: DTensor) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the local piece in the whole, as DCP's planner sees them."""
+    """Yield offsets and sizes of the local piece in the whole, from DCP's planner."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner({"tensor": tensor}, None, True)
     for item in planner.create_local_plan().items:
+        assert item.tensor_data is not None  # only a tensor was given
         chunk = item.tensor_data.chunk
         yield tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def weights_sha256(module: nn.Module) -> str:
-    """SHA-256 of all weights, the same for equal weights in any mode and at any world size. Collective.
+    """Return the SHA-256 of all weights, equal for equal weights in any mode and at any world size. Collective.
 
     For each parameter, in ascending order of its name's UTF-8 bytes, the digest takes
         name + "\\n" + dtype + "\\n" + shape + "\\n"    in UTF-8: dtype as "float32", shape as "64,128" (scalar: "")
@@ -181,13 +189,15 @@ def weights_sha256(module: nn.Module) -> str:
 
 
 def _whole(value: DTensor) -> Tensor:
-    """Gathered where the mesh can talk: shards that are offloaded lie in host memory, which NCCL does not reach."""
-    return value.to(value.device_mesh.device_type).full_tensor()
+    """Gather a DTensor on its mesh's device: NCCL does not reach shards that are offloaded to host memory."""
+    moved = value.to(value.device_mesh.device_type)
+    assert isinstance(moved, DTensor)
+    return moved.full_tensor()
 
 
 def _little_endian(value: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor; by way of uint8, since numpy knows no bfloat16."""
+    """Return the bytes of a contiguous CPU tensor; via uint8, since NumPy has no bfloat16."""
     elements = value.reshape(-1).view(torch.uint8).numpy()
     if sys.byteorder == "big":
         elements = elements.reshape(-1, value.element_size())[:, ::-1].copy().reshape(-1)
-    return memoryview(elements)
+    return elements.data
