@@ -23,6 +23,8 @@ ARCHIVE = Path(__file__).with_name("stored_job.tar.gz")
 def test_a_job_stored_by_an_earlier_version_resumes_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
+    config = tmp_path / "runs" / "jobs" / "stored" / "config.json"
+    config.write_text(config.read_text().replace("/srv/job/part/texts", str(tmp_path / "texts")))  # the text moved too
     expected = json.loads((tmp_path / "expected.json").read_text())
     flow = FlowRunner(tmp_path)
     settings = {
@@ -37,7 +39,7 @@ def test_a_job_stored_by_an_earlier_version_resumes_and_ends_with_the_same_weigh
         "checkpoint__interval_steps": 4,
         "checkpoint__when_busy": "wait",
         "checkpoint__keep_last": 1,
-        "data__path": "texts",
+        "data__path": tmp_path / "texts",
         "data__suffixes": '[".txt"]',
         "data__held_out_fraction": 0.3,
         "data__held_out_samples": 4,
