@@ -74,7 +74,7 @@ def test_equal_runs_make_a_certificate_that_stands_in_the_report() -> None:
         (lambda run: replace(run, steps=run.steps[:-1]), "1 steps have no record, the first is 3"),
         (lambda run: replace(run, samples=[*run.samples, (1, 10, "other")]), "rank 1: the batch from sample 10 on"),
         (lambda run: replace(run, samples=run.samples[:-1]), "rank 1 never read sample 14"),
-        (lambda run: replace(run, outcome=replace(OUTCOME, weights_sha256="beef")), "weights_sha256: feed uninterrupted"),
+        (lambda run: replace(run, outcome=replace(OUTCOME, weights_sha256="beef")), "weights_sha256: feed uninterr"),
         (lambda run: replace(run, outcome=replace(OUTCOME, weights_sha256=None)), "weights_sha256: feed uninterrupted"),
         (lambda run: replace(run, generations=1), "never interrupted"),
     ],
