@@ -1,10 +1,10 @@
-"""The machine a process runs on: EC2 instance metadata, hardware and file systems.
+"""The machine that a process runs on: EC2 instance metadata, hardware and file systems.
 
-Who the instance is (`infra.instance`), what preflight tries (`infra.checks.machine`) and notices that it is about to be
-taken away (`ebbflow.infra.notices`) are asked of it by this one client.
+`MetadataService` is the only client of the instance metadata service: `identify_machine`, preflight
+(`infra.checks.machine`) and spot interruption notices (`ebbflow.infra.notices`) use it.
 
-Asked in this order: variables that whoever starts the container sets, the instance metadata service (IMDSv2, only where
-something says that this is EC2), and what a Nitro instance's firmware shows. Nothing is asked of the network elsewhere.
+A machine is identified by environment variables that the container's creator sets, then by the metadata service
+(IMDSv2, only where something indicates EC2), then by the firmware of a Nitro instance. Elsewhere no network is used.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ HOP_LIMIT_FIX = (
 )
 _TTL_HEADER = "X-aws-ec2-metadata-token-ttl-seconds"
 _ENDPOINT, _ENDPOINT_IPV6 = "http://169.254.169.254", "http://[fd00:ec2::254]"
-# Any of them says that AWS has started this process.
+# Any of these variables shows that AWS started this process.
 _AWS_VARIABLES = ("AWS_BATCH_JOB_ID", "ECS_CONTAINER_METADATA_URI_V4", "AWS_EXECUTION_ENV")
 _LARGEST_ANSWER = 65536
 _SHORTEST_SECONDS = 0.05
 
 
 def metadata_endpoint(environment: Mapping[str, str]) -> str:
-    """Where the service is, by the variables that every AWS tool knows."""
+    """Return the service's address, from the variables that every AWS tool reads."""
     ipv6 = environment.get(MODE_VARIABLE, "").lower() == "ipv6"
     return (environment.get(ENDPOINT_VARIABLE) or (_ENDPOINT_IPV6 if ipv6 else _ENDPOINT)).rstrip("/")
 
 
 def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = Path("/")) -> str:
-    """Why nobody need ask, or "": asking the network would cost a machine elsewhere its time-out.
+    """Explain why the metadata service is not to be asked; "" if it is. Elsewhere a request would time out.
 
-    system: where /sys lies, whose firmware tells an instance from another machine.
+    Args:
+      system: folder that contains /sys, whose firmware files identify an EC2 instance.
     """
     if environment.get(DISABLED_VARIABLE, "").lower() == "true":
         return f"{DISABLED_VARIABLE} is true"
@@ -56,14 +57,20 @@ def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = P
 
 
 class MetadataService:
-    """One service at one address. Proxies of the environment are not for it."""
+    """Client of one metadata service. Ignores proxies of the environment."""
 
     def __init__(self, address: str) -> None:
         self.endpoint = address.rstrip("/")
 
     def ask(self, method: str, path: str, headers: Mapping[str, str], *, seconds: float) -> tuple[int, str]:
-        """Status and body. Raises TimeoutError when connected and not answered in time, ConnectionError or another
-        OSError when not even connected, HTTPException for what is not HTTP, ValueError for an address that is none."""
+        """Send a request and return status and body.
+
+        Raises:
+          TimeoutError: connected, but no answer in time.
+          OSError: not connected; ConnectionError without a connection in time.
+          HTTPException: the answer is not HTTP.
+          ValueError: the address is invalid.
+        """
         limit = time.monotonic() + seconds
         parts = urlsplit(self.endpoint)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=_left(limit))
@@ -78,18 +85,18 @@ class MetadataService:
             body = b""
             while len(body) < _LARGEST_ANSWER and (piece := answer.read1(4096)):
                 body += piece
-                if time.monotonic() > limit:  # one that drips must not hold anybody up either
+                if time.monotonic() > limit:  # an answer that arrives byte by byte has the same deadline
                     raise TimeoutError("an answer that does not end")
             return answer.status, body.decode("utf-8", "replace").strip()
         finally:
             connection.close()
 
     def token(self, *, ttl_seconds: int, seconds: float) -> tuple[int, str]:
-        """A session of version 2: status and token. Raises as `ask` does."""
+        """Start an IMDSv2 session; returns status and token. Raises as `ask` does."""
         return self.ask("PUT", "/latest/api/token", {_TTL_HEADER: str(ttl_seconds)}, seconds=seconds)
 
     def get(self, path: str, token: str, *, seconds: float) -> tuple[int, str]:
-        """What lies at /latest/PATH; without a token: by version 1. Raises as `ask` does."""
+        """Read /latest/PATH; without a token by IMDSv1. Raises as `ask` does."""
         return self.ask("GET", f"/latest/{path}", {TOKEN_HEADER: token} if token else {}, seconds=seconds)
 
 
@@ -104,7 +111,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-# What a pod's downward API or a job definition can set: {field: variable}.
+# Variables that a pod's downward API or a job definition can set: {field: variable}.
 VARIABLES = {
     "instance_id": "EBBFLOW_INSTANCE_ID",
     "instance_type": "EBBFLOW_INSTANCE_TYPE",
@@ -122,11 +129,13 @@ HINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class MachineIdentity:
-    """What is known of it; None: not known. uptime_seconds: since it booted. market: spot or on_demand.
+    """Known facts of a machine; None: unknown.
 
-    batch_job_id: of the AWS Batch job that this container runs, without a node's number; None: it runs none.
-    identified_by: what said so: environment, metadata, firmware; empty: nobody. problem: why an instance of AWS stays
-    unknown; empty elsewhere.
+    uptime_seconds: since boot.
+    market: spot or on_demand.
+    batch_job_id: the AWS Batch job of this container, without a node's number; None: no Batch job.
+    identified_by: environment, metadata or firmware; empty: unidentified.
+    problem: why an AWS instance is unidentified; empty elsewhere.
     """
 
     instance_id: str | None = None
@@ -141,15 +150,15 @@ class MachineIdentity:
     problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """What is known, and nothing of a machine that is nobody's instance."""
+        """Return the known facts; empty for a machine that is not an instance."""
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
 
 def identify_machine(
     environment: Mapping[str, str] = os.environ, *, system: Path = Path("/"), deadline_seconds: float = 2.0
 ) -> MachineIdentity:
-    """This machine. Never raises, and returns within the deadline. system: where /proc and /sys lie."""
-    job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[0]  # of a node of several: "<job>#<node>"
+    """Identify this machine within the deadline. Never raises. system: folder that contains /proc and /sys."""
+    job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[0]  # of a multi-node job: "<job>#<node>"
     return replace(_identify(environment, system, deadline_seconds), batch_job_id=job or None)
 
 
@@ -165,7 +174,7 @@ def _identify(environment: Mapping[str, str], system: Path, deadline_seconds: fl
             source, found = "firmware", _firmware(system)
             problem = "" if found else f"the instance metadata service did not answer: {error!r}"[:300]
     known = {**found, **{name: value for name, value in told.items() if value}}
-    if known.get("market"):  # a label of Kubernetes says ON_DEMAND, the metadata service on-demand
+    if known.get("market"):  # a Kubernetes label is ON_DEMAND, the metadata service's value on-demand
         known["market"] = _MARKETS.get(known["market"].lower().replace("_", "-"), known["market"])
     if not known.get("instance_id"):
         return MachineIdentity(
@@ -175,7 +184,7 @@ def _identify(environment: Mapping[str, str], system: Path, deadline_seconds: fl
 
 
 def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, Any]:
-    """By IMDSv2: a token first. Raises OSError, ValueError, KeyError or HTTPException, within the deadline."""
+    """Read the facts with IMDSv2. Raises OSError, ValueError, KeyError or HTTPException, within the deadline."""
     limit = time.monotonic() + deadline_seconds
 
     def left() -> float:
@@ -205,12 +214,12 @@ def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, An
         try:
             found[name] = ask(f"meta-data/{path}")
         except (OSError, ValueError, http.client.HTTPException):
-            continue  # an older service does not know it
+            continue  # unknown to an older service
     return found
 
 
 def _firmware(system: Path) -> dict[str, Any]:
-    """Nitro instances show their id and type in DMI; not verified on an instance."""
+    """Read id and type that Nitro instances show in DMI; not verified on an instance."""
     board = _text(system / "sys/class/dmi/id/board_asset_tag")
     if not board.startswith("i-"):
         return {}
@@ -243,12 +252,12 @@ def describe_machine() -> dict[str, object]:
 
 
 def file_system(folder: Path) -> str:
-    """The kind of file system that `folder` is on, such as ext4 or tmpfs; "unknown" where the system does not say."""
+    """Return the kind of file system of a folder, such as ext4 or tmpfs; "unknown" where the system does not tell."""
     path = str(folder.resolve())
     best, kind = "", "unknown"
     for _, mount, mounted, *_ in _lines("/proc/mounts"):
         inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):  # of two on one place, the later one hides the earlier
+        if inside and len(mount) >= len(best):  # a later mount hides an earlier one on the same place
             best, kind = mount, mounted
     return kind
 

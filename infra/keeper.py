@@ -1,8 +1,8 @@
-"""A small process between an agent and all that it starts, which leaves nothing behind when the agent ends.
+"""The keeper: a small process between an agent and all that the agent starts, which leaves no process behind.
 
-The keeper is a subreaper (`PR_SET_CHILD_SUBREAPER`): whatever loses its parent below it becomes its child, daemons with
-a session and an environment of their own too. So all that a rank ever started is found by parentage alone. When the
-agent ends, however it ends, the keeper kills everything below it and exits.
+The keeper is a subreaper (`PR_SET_CHILD_SUBREAPER`): a process below it that loses its parent becomes its child, even a
+daemon with its own session and environment. So every process that a rank ever started is found by parentage alone. When
+the agent ends for whatever reason, the keeper kills everything below it and exits.
 
     agent → {"spawn": 7, "argv": […], "environment": {…}} and three file descriptors: stdin, stdout, stderr
     agent ← {"spawned": 7, "pid": 4711}  {"refused": 7, "errno": 12}  {"ended": 4711, "status": -9}
@@ -35,19 +35,19 @@ from ebbflow.infra.program import IMPORT_ROOT
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _ANSWER_SECONDS = 10.0
-_LOOK_SECONDS = 1.0  # between two looks whether the agent is still the parent
-_UNREAPED_SECONDS = 1.0  # a parent that does not report an ended child for so long is stopped
+_LOOK_SECONDS = 1.0  # between checks that the agent is still the parent
+_UNREAPED_SECONDS = 1.0  # a parent that does not report an ended child for this long is stopped
 _LINGER_SECONDS = 1.0
-_STUCK_SECONDS = 0.5  # what was killed so long ago and is in state D cannot be ended
+_STUCK_SECONDS = 0.5  # a process killed this long ago and in state D cannot be ended
 _END_SECONDS = 30.0
 _FDS = 3
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); from ebbflow.infra.keeper import serve; "
     "serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
-# They give back what killed processes held (shared memory, semaphores), and leave by themselves.
+# They release resources of killed processes (shared memory, semaphores) and exit by themselves.
 _CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-# A fault of the keeper's own, and what no process can handle.
+# Faults of the keeper itself, and signals that no process can handle.
 _NOT_IGNORED = {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT),
     *(signal.SIGSYS, signal.SIGTRAP, signal.SIGCONT),
@@ -55,18 +55,18 @@ _NOT_IGNORED = {
 
 
 class Parent(Protocol):
-    """What reaps a process for us: a keeper, or a standby."""
+    """The process that reaps a child for the agent: a keeper, or a standby."""
 
     @property
     def pid(self) -> int: ...
     def ended(self, pid: int) -> int | None:
-        """Exit status of a child that has ended, negative for a signal's number; None while it lives."""
+        """Return a finished child's exit status, negative for a signal's number; None while it lives."""
 
 
 class RemoteChild:
-    """A process that is another process's child; its parent reports how it ended.
+    """A child of another process, which reports how the child ended.
 
-    Where the parent does not (it is stopped), the kernel is asked: the exit status of a zombie can be read.
+    While that parent is stopped, the exit status of the zombie is read from the kernel.
     """
 
     def __init__(self, pid: int, parent: Parent) -> None:
@@ -93,7 +93,7 @@ class RemoteChild:
     def send_signal(self, number: int) -> None:
         if self.poll() is not None:
             return
-        # Its parent waits for it before the news of its end is here: the number may be another process's by then.
+        # Its parent reaps it before the report arrives here: by then the number may belong to another process.
         stat = process_stat(self.pid)
         if stat is None or stat.parent == self._parent.pid:
             try:
@@ -105,7 +105,7 @@ class RemoteChild:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float) -> int:
-        """Its exit status. Raises TimeoutExpired, as for a process in uninterruptible sleep (state D)."""
+        """Return the exit status. Raises TimeoutExpired, also for uninterruptible sleep (state D)."""
         import subprocess
 
         limit = time.monotonic() + timeout
@@ -117,7 +117,7 @@ class RemoteChild:
 
 
 class Keeper:
-    """The agent's side. log: the file for the keeper's own errors."""
+    """The agent's handle of its keeper. log: the file for the keeper's own errors."""
 
     def __init__(self, log: Path) -> None:
         import subprocess
@@ -132,7 +132,7 @@ class Keeper:
                     stdout=subprocess.DEVNULL,
                     stderr=errors,
                     pass_fds=[other.fileno()],
-                    start_new_session=True,  # a signal for the agent's whole group is none of the keeper's
+                    start_new_session=True,  # signals to the agent's process group must not reach the keeper
                 )
         except OSError:
             own.close()
@@ -154,7 +154,7 @@ class Keeper:
     def spawn(
         self, argv: Iterable[str], environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
     ) -> RemoteChild:
-        """Start a program in a session of its own, below the keeper. Raises OSError when it cannot be started."""
+        """Start a program in its own session below the keeper. Raises OSError if it cannot be started."""
         self._number += 1
         request = {"spawn": self._number, "argv": list(argv), "environment": dict(environment)}
         limit = time.monotonic() + _ANSWER_SECONDS
@@ -176,7 +176,7 @@ class Keeper:
         return self._ended.get(pid, -signal.SIGKILL if self.lost else None)
 
     def close(self) -> None:
-        """Nothing is left below the keeper when this returns, but what is in uninterruptible sleep (state D)."""
+        """End everything below the keeper; only processes in uninterruptible sleep (state D) may remain."""
         import subprocess
 
         self._channel.close()
@@ -187,7 +187,7 @@ class Keeper:
         self._lose()
 
     def _ask(self, request: bytes, descriptors: list[int], limit: float) -> None:
-        """A stopped keeper reads nothing, and a socket holds some 200 kB."""
+        """Send a request. A stopped keeper reads nothing; the socket holds some 200 kB."""
         unsent = memoryview(request)
         while unsent and not self.lost:
             left = limit - time.monotonic()
@@ -210,7 +210,7 @@ class Keeper:
     def _note(self, message: dict[str, Any]) -> None:
         if "spawned" in message:
             self._spawned[message["spawned"]] = message["pid"]
-            self._ended.pop(message["pid"], None)  # of one that had this number before
+            self._ended.pop(message["pid"], None)  # of an earlier process with this number
         elif "refused" in message:
             number = message["errno"]
             self._spawned[message["refused"]] = OSError(number, os.strerror(number))
@@ -218,7 +218,7 @@ class Keeper:
             self._ended[message["ended"]] = message["status"]
 
     def _lose(self) -> None:
-        """The kernel ends with it what it has spawned, and with a standby its ranks."""
+        """Record that the keeper is gone; with it, the kernel ends what it spawned, and the ranks of a standby."""
         import subprocess
 
         self.lost = True
@@ -232,9 +232,11 @@ class Keeper:
 def end_below(
     keeper: int, seconds: float, *, spare: Collection[int] = (), spare_trees: Collection[int] = ()
 ) -> list[int]:
-    """Kill what is below the keeper. Returns what is left after `seconds`.
+    """Kill the processes below the keeper and return those left after `seconds`.
 
-    spare: processes that stay, but not what is below them; spare_trees: those that stay with all below them.
+    Args:
+      spare: processes that stay, but not their descendants.
+      spare_trees: processes that stay with all their descendants.
     """
     spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
     groups = {stat.group for stat in spared}
@@ -248,11 +250,14 @@ def end_all(
     spare_groups: Collection[int] = (),
     reap: Callable[[], bool] = lambda: True,
 ) -> list[int]:
-    """Kill what `find` finds until it finds nothing and `reap` confirms it, for at most `seconds`; returns the rest.
+    """Kill the processes that `find` returns until it returns none and `reap` confirms it; return those left.
 
-    Processes that fork faster than one look get SIGKILL by their process group: the kernel lets no fork escape a signal
-    to its group. The others are stopped before they are killed, so that none can start another one in between. No group
-    has members that are not below the keeper, since all that it spawns has a session of its own.
+    Processes that fork faster than one look are killed by their process group: the kernel lets no fork escape a signal
+    to its group. Others are stopped before they are killed, so that none can start another in between. No group has
+    members outside the keeper's tree, because everything that the keeper spawns has its own session.
+
+    Args:
+      seconds: time limit.
     """
     begun, known, rounds = time.monotonic(), set(), 0
     while True:
@@ -293,11 +298,11 @@ def _cleans_up(pid: int) -> bool:
 
 
 def serve(agent: int, channel: int) -> None:
-    """The keeper's own life: spawn and reap until the agent ends, then end all that is below it. Does not return."""
+    """Run the keeper: spawn and reap until the agent ends, then end everything below. Does not return."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     for number in signal.valid_signals() - _NOT_IGNORED:
-        # A handler and not SIG_IGN, which what it spawns would inherit.
+        # A handler instead of SIG_IGN, which spawned programs would inherit.
         try:
             signal.signal(number, lambda *_: None)
         except (OSError, ValueError):
@@ -305,17 +310,17 @@ def serve(agent: int, channel: int) -> None:
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     os.set_inheritable(channel, False)
     try:
-        if die_with_parent(agent, by=signal.SIGUSR1):  # which wakes it, and no more
+        if die_with_parent(agent, by=signal.SIGUSR1):  # only wakes the keeper
             _Desk(agent, socket.socket(fileno=channel), woken).serve()
     finally:
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, -10)  # what forks without end leaves little time to others
+            os.setpriority(os.PRIO_PROCESS, 0, -10)  # endless forks leave little time to other processes
         end_all(lambda: descendants(os.getpid()), _END_SECONDS, reap=_reap_all)
         os._exit(0)
 
 
 class _Desk:
-    """Hears the agent and reaps what ended, whichever comes first."""
+    """The keeper's loop: receives requests of the agent and reaps children."""
 
     def __init__(self, agent: int, channel: socket.socket, woken: int) -> None:
         self._agent, self._channel, self._woken = agent, channel, woken
@@ -324,7 +329,7 @@ class _Desk:
         self._descriptors: list[int] = []
 
     def serve(self) -> None:
-        """Until the agent has closed its end, or is gone."""
+        """Run until the agent has closed its end or is gone."""
         while os.getppid() == self._agent:
             ready, _, _ = select.select([self._channel, self._woken], [], [], _LOOK_SECONDS)
             if self._woken in ready:
@@ -333,12 +338,12 @@ class _Desk:
                 self._reap()
                 if self._channel in ready and not self._hear():
                     return
-            except OSError:  # the agent has gone meanwhile
+            except OSError:  # the agent is gone
                 return
 
     def _hear(self) -> bool:
         data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 20, 4 * _FDS)
-        for descriptor in descriptors:  # received as inheritable: no program may get another one's pipes
+        for descriptor in descriptors:  # received as inheritable: no program may get another's pipes
             os.set_inheritable(descriptor, False)
         self._descriptors += descriptors
         *lines, self._heard = (self._heard + data).split(b"\n")
@@ -348,7 +353,7 @@ class _Desk:
         return bool(data)
 
     def _spawn(self, request: dict[str, Any], fds: list[int]) -> None:
-        # A signal for the child that comes before it has its own handlers waits until then.
+        # A signal that arrives before the child has its own handlers waits until then.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             pid = os.fork()
@@ -375,7 +380,7 @@ class _Desk:
 
 
 def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: Collection[int]) -> NoReturn:
-    """In the child: the program, in a session of its own, with nothing of the keeper's but the three descriptors."""
+    """Turn a forked child into the program, in its own session, with only the three given descriptors of the keeper."""
     try:
         keeper = os.getppid()
         signal.set_wakeup_fd(-1)
@@ -387,7 +392,7 @@ def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: 
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.setsid()
         die_with_parent(keeper)
-        for target, descriptor in enumerate(fds):  # all above 2, which the keeper has open
+        for target, descriptor in enumerate(fds):  # all above 2: the keeper has 0 to 2 open
             os.dup2(descriptor, target)  # the copy is inheritable
         os.execve(argv[0], argv, environment)
     finally:
@@ -395,7 +400,7 @@ def _become(argv: list[str], environment: dict[str, str], fds: list[int], mask: 
 
 
 def _reap_one() -> tuple[int, int] | None:
-    """(pid, status) of a child that ended, (0, 0) when none has, None without children."""
+    """Return (pid, status) of a finished child, (0, 0) if none has finished, None without children."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -404,7 +409,7 @@ def _reap_one() -> tuple[int, int] | None:
 
 
 def _reap_all() -> bool:
-    """Whether there is no child any more, as only the kernel can confirm."""
+    """Reap all finished children; whether none is left, as only the kernel can confirm."""
     while (ended := _reap_one()) is not None:
         if not ended[0]:
             return False

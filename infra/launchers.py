@@ -1,13 +1,12 @@
 """Claims on a job: each launcher (`run`, `resume`, `supervise`, torchrun) writes one, so that no two run the same job.
 
-A claim is the object launchers/<number>.json in the job's part of the store. It is created only where no object of that
+A claim is the object launchers/<number>.json in the job's part of the store. It is created only if no object of that
 number exists, so of two launchers that start together one succeeds. The highest number holds the job. Its launcher
-renews the claim while it lives, and marks it as released when it ends. Taking over means creating the next number:
-the former launcher looks for that number, and leaves when it exists.
+renews the claim while it lives, and marks it as released when it ends. A launcher takes over by creating the next
+number; the former launcher looks for that number, and exits when it exists.
 
-A claim without renewal for 60 s is stale, and the next launcher takes the job without a question. Where the claim's
-process is on this machine, the process decides: alive, it holds the job at any age, stopped (Ctrl-Z) too; gone, its
-claim is free at once.
+A claim without renewal for 60 s is stale, and the next launcher takes the job. If the claim's process is on this
+machine, the process decides: while it lives, even stopped (Ctrl-Z), it holds the job; once gone, its claim is free.
 """
 
 from __future__ import annotations
@@ -31,26 +30,28 @@ from ebbflow.infra.process import process_stat
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.objects import StoreClock
 
-# The id of the claim under which a process runs the flow: the supervisor's runs have none of their own.
+# Id of the claim under which a process runs the flow: runs of a supervisor have no claim of their own.
 CLAIM_VARIABLE = "EBBFLOW_LAUNCHER"
-# The id of the claim that this launcher's own processes work under. Unlike the one above it does not replace a claim.
+# Id of the claim that this launcher's child processes work under. It does not replace a claim.
 RUN_CLAIM_VARIABLE = "EBBFLOW_RUN_CLAIM"
 STALE_SECONDS = 60.0
-HAND_OVER_SECONDS = 90.0  # a launcher that leaves waits 60 s for the last save
-# Each put and each request to a bucket is paid for: 360 puts and 1,200 HEADs an hour cost $0.002.
+HAND_OVER_SECONDS = 90.0  # a leaving launcher waits 60 s for the last save
+# Puts and requests to a bucket are billed: 360 puts and 1,200 HEADs an hour cost $0.002.
 _RENEW_SECONDS = {"folder": 2.0, "bucket": 10.0}
 _LOOK_SECONDS = {"folder": 0.5, "bucket": 3.0}
 _WATCH_SECONDS = 0.5
-_UNREADABLE = ""  # the id of a claim whose content is damaged
-_LONGEST_READ = 200  # claims that are tried for a free number before something else must be wrong
+_UNREADABLE = ""  # id of a claim whose content is damaged
+_LONGEST_READ = 200  # numbers to try before the store must be faulty
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """A claim's content.
+    """Content of a claim.
 
-    since_utc: Unix time by the launcher's clock. renewals: grows while the launcher lives. released: it has ended.
-    boot_id, pid_namespace, started_ticks: with pid they name one process for good.
+    since_utc: Unix time by the launcher's clock.
+    renewals: grows while the launcher lives.
+    released: the launcher has ended.
+    boot_id, pid_namespace, started_ticks: identify the process, with pid, even after numbers are reused.
     """
 
     number: int
@@ -71,7 +72,7 @@ class Launcher:
 
     @classmethod
     def from_json(cls, content: bytes) -> Launcher:
-        """Raises StoreError for anything that is no claim."""
+        """Read a claim. Raises StoreError if the content is not one."""
         try:
             document = json.loads(content)
             return cls(**{field.name: document[field.name] for field in fields(cls) if field.name in document})
@@ -83,14 +84,14 @@ class Launcher:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_utc))
 
     def describe(self) -> str:
-        """Such as "`run` of ann on host node-7 (pid 4711), since 2026-11-22 20:51:03 UTC"."""
+        """Render "`run` of ann on host node-7 (pid 4711), since 2026-11-22 20:51:03 UTC"."""
         if self.id == _UNREADABLE:
             return f"an unknown launcher, whose claim {launcher_key(self.number)} cannot be read"
         return f"`{self.command}` of {self.user} on host {self.host} (pid {self.pid}), since {self.since}"
 
     @property
     def was_here(self) -> bool:
-        """Whether its process belongs to this machine's present boot, and to the same PID namespace."""
+        """Whether its process belongs to this machine's current boot and to the same PID namespace."""
         return bool(self.boot_id) and (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
 
     @property
@@ -104,7 +105,7 @@ class Launcher:
 
     @property
     def _state_here(self) -> str:
-        """The kernel's letter for its process's state, "" for one that is not on this machine or is gone."""
+        """Return the kernel's state letter of its process, "" if it is gone or not on this machine."""
         stat = process_stat(self.pid) if self.was_here else None
         return stat.state if stat is not None and stat.started_ticks == self.started_ticks else ""
 
@@ -129,7 +130,7 @@ class RunningLauncher:
 
 
 def running_launcher(job_store: Store) -> RunningLauncher | None:
-    """The launcher that lives on this machine or has a fresh claim by the store's clock, None without one.
+    """Return the launcher that lives on this machine or has a fresh claim by the store's clock; None without one.
 
     Raises: StoreError.
     """
@@ -140,7 +141,7 @@ def running_launcher(job_store: Store) -> RunningLauncher | None:
     is_alive_here = launcher.is_alive_here
     if launcher.was_here and not is_alive_here:
         return None
-    # Where the store takes no object to learn its time from (read-only), this machine's clock must do.
+    # A read-only store cannot tell its time: use this machine's clock.
     now = StoreClock().now(job_store, newest=time.time())
     age = max(0.0, now - modified)
     return RunningLauncher(launcher, age) if is_alive_here or age <= STALE_SECONDS else None
@@ -149,7 +150,7 @@ def running_launcher(job_store: Store) -> RunningLauncher | None:
 class Claim:
     """This process's hold on a job, renewed by a thread until `release`.
 
-    fenced_by: the launcher that has taken the job over, None while this one holds it.
+    fenced_by: the launcher that has taken the job over; None while this one holds it.
     """
 
     def __init__(self, job_store: Store, launcher: Launcher, on_fenced: Callable[[], None]) -> None:
@@ -164,19 +165,18 @@ class Claim:
         self._thread.start()
 
     def successor(self) -> Launcher | None:
-        """The launcher that has taken the job over, asked of the store now; None while this one holds it.
+        """Ask the store which launcher has taken the job over; None while this one holds it. Raises StoreError.
 
-        A process that was stopped or cut off asks here before it changes what a successor may own. Raises StoreError.
+        Call it after a pause (stopped process, network outage), before changing anything that a successor may own.
         """
         if self.fenced_by is None:
             self.fenced_by = self._successor()
         return self.fenced_by
 
     def release(self) -> None:
-        """Mark the claim as released, so that the next launcher need not wait. Never raises: a stale one does too.
+        """Mark the claim as released, so that the next launcher need not wait for it to become stale. Never raises.
 
-        Returns at once where a release is under way already: a signal handler may have interrupted it in this thread,
-        which would wait for itself.
+        Returns at once during another release: a signal handler in the same thread would wait for itself.
         """
         if self._releasing:
             return
@@ -186,7 +186,7 @@ class Claim:
             self._put(replace(self.launcher, released=True))
 
     def _keep(self) -> None:
-        # The first renewal comes early: it finds out whether another launcher wrote the same number at the same moment.
+        # The first renewal is early: it detects a launcher that wrote the same number at the same moment.
         renewed = time.monotonic() - self._renew_seconds
         while not self._ended.wait(self._look_seconds):
             try:
@@ -198,7 +198,7 @@ class Claim:
                     self._renew()
                     renewed = time.monotonic()
             except InfraError:
-                continue  # the store is away: the claim grows stale, and is renewed once the store is back
+                continue  # store unavailable: the claim becomes stale until it can be renewed
 
     def _successor(self) -> Launcher | None:
         if self._store.head(launcher_key(self.launcher.number + 1)) is None:
@@ -207,7 +207,7 @@ class Claim:
         return None if newest is None else newest[0]
 
     def _renew(self) -> None:
-        """In a store that ignores the condition of `create`, another launcher may have written the same number."""
+        """Renew the claim. Detects a store that ignores the condition of `create`: two launchers share a number."""
         written = _read(self._store, self.launcher.number)
         if written is not None and written.id not in (_UNREADABLE, self.launcher.id):
             self.fenced_by = written
@@ -237,13 +237,16 @@ def claim_job(
 ) -> Claim:
     """Claim the job for this process.
 
-    A claim of another machine that was renewed within 60 s is watched until it is renewed again (then the job runs)
-    or is stale (then it is taken). on_fenced: called in a thread of its own when another launcher takes the job over.
+    A claim of another machine that was renewed within 60 s is watched until its next renewal (the job runs) or until
+    it is stale (the job is taken).
 
     Args:
-        take_over: take the job from a launcher that lives, and wait at most 90 s until that one has saved and left.
+      take_over: take the job from a living launcher, and wait at most 90 s until it has saved and exited.
+      on_fenced: called in its own thread when another launcher takes the job over.
 
-    Raises: JobIsRunning where another launcher runs the job; StoreError.
+    Raises:
+      JobIsRunning: another launcher runs the job.
+      StoreError: the store failed.
     """
     for _ in range(_LONGEST_READ):
         newest = _newest(job_store)
@@ -255,7 +258,7 @@ def claim_job(
             )
         launcher = _new_launcher(1 if newest is None else newest[0].number + 1, command)
         if not job_store.create(launcher_key(launcher.number), launcher.to_json()):
-            continue  # another launcher was faster: judge its claim
+            continue  # another launcher was faster: check its claim
         claim = Claim(job_store, launcher, on_fenced)
         if holder is not None:
             _wait_for_leaving(job_store, job, holder, say)
@@ -264,20 +267,20 @@ def claim_job(
 
 
 def check_inherited_claim(job_store: Store, job: str, claim_id: str) -> None:
-    """Raise JobIsRunning where the claim of the process that started this one no longer holds the job."""
+    """Raise JobIsRunning if the claim of the process that started this one no longer holds the job."""
     newest = _newest(job_store)
-    if newest is not None and newest[0].id not in (_UNREADABLE, claim_id):  # a holder that lives renews a damaged claim
+    if newest is not None and newest[0].id not in (_UNREADABLE, claim_id):  # a living holder renews a damaged claim
         raise JobIsRunning(f"job {job} was taken over: {newest[0].describe()}")
 
 
 def check_run_claim(job_store: Store, job: str) -> None:
-    """Raise JobIsRunning where this process belongs to a launcher that no longer holds the job; StoreError."""
+    """Raise JobIsRunning if this process belongs to a launcher that no longer holds the job. Raises StoreError."""
     if claim_id := os.environ.get(RUN_CLAIM_VARIABLE):
         check_inherited_claim(job_store, job, claim_id)
 
 
 def claim_of_parent() -> str | None:
-    """The id of the claim that this process runs under, None where it needs one of its own."""
+    """Return the id of the claim that this process runs under; None if it needs its own."""
     return os.environ.get(CLAIM_VARIABLE) or None
 
 
@@ -290,7 +293,7 @@ def _living(
     watch: bool,
     say: Callable[[str], None],
 ) -> Launcher | None:
-    """The launcher when it lives, None when its claim is free. watch: wait for a sign of life where there is doubt."""
+    """Return the launcher if it lives, None if its claim is free. watch: wait for a renewal in doubt."""
     if launcher.released or (launcher.was_here and not launcher.is_alive_here):
         return None
     if launcher.is_alive_here:
@@ -325,7 +328,7 @@ def _wait_for_leaving(job_store: Store, job: str, former: Launcher, say: Callabl
 
 
 def _newest(job_store: Store) -> tuple[Launcher, float] | None:
-    """The claim with the highest number, and when it was last written by the store's clock."""
+    """Return the claim with the highest number, and when it was last written by the store's clock."""
     listed = job_store.list(LAUNCHERS_PREFIX)
     for meta in reversed(listed):
         name = meta.key.rpartition("/")[2].removesuffix(".json")
@@ -335,9 +338,9 @@ def _newest(job_store: Store) -> tuple[Launcher, float] | None:
 
 
 def _read(job_store: Store, number: int) -> Launcher | None:
-    """The claim of that number, None without one; an unknown launcher's where it is damaged. Raises StoreError.
+    """Return the claim of a number, None without one. Raises StoreError.
 
-    A damaged claim holds the job like any other: until it is stale, or its launcher renews it.
+    A damaged claim is that of an unknown launcher. It holds the job like any other, until it is stale or renewed.
     """
     try:
         content = job_store.get(launcher_key(number))

@@ -9,17 +9,17 @@
                    quarantine/<sha256>.json   tombstones/<sha256>.json   never to be read again; being deleted
                    pins/<sha256>.json         verified/<sha256>.json     never to be deleted; every byte was read
                    signatures/<sha256>.json   HMAC of the commit, where the job signs; put before the commit
-                   overrides/<generation>-<rank>-<what>.json  what guards have ordered for the starts to come
-                   permits/<what>/<generation>.json           what a person has allowed a start to give up
-                   orders/<run>-<step>-<task>-<attempt>.json  what an attempt is told that runs on another machine
-                   secrets/<run>-<attempt>    by which a start's agents know each other; deleted after the roll-call
-                   launchers/<number>.json    claims on the job, one for each launcher; the highest number holds it
-                   clock/<random>             put to learn the store's time, and deleted at once
+                   overrides/<generation>-<rank>-<what>.json  orders of guards for later starts of the gang
+                   permits/<what>/<generation>.json           permissions of a person for a start
+                   orders/<run>-<step>-<task>-<attempt>.json  order for an attempt on another machine
+                   secrets/<run>-<attempt>    shared secret of a start's agents; deleted after the roll-call
+                   launchers/<number>.json    claims on the job, one per launcher; the highest number holds it
+                   clock/<random>             put and deleted to read the store's clock
                    plan.json                  the newest plan with all pools
                    report.json  report.html  metrics.prom
 <store>/tokens/<sha256>/...
-<store>/workloads/<module and name>/...                what a workload of one's own prepares
-<store>/experience/<day>-<job>.json                    what a job has shown of pools and speeds
+<store>/workloads/<module and name>/...                prepared data of a user's workload
+<store>/experience/<day>-<job>.json                    job history: pools and throughput
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from pathlib import Path
 from ebbflow.infra.errors import LayoutError
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-# runs/<job> stands beside these on the launching machine.
+# Names that runs/<job> cannot have.
 _TAKEN = frozenset({"jobs", "tokens", "workloads", "experience", "latest"})
 EXPERIENCE_PREFIX = "experience/"
 LAUNCHERS_PREFIX = "launchers/"
 PLAN_KEY = "plan.json"
-# What the lifecycle rule of infra/aws/template.yaml knows tombstones by: jobs that never run again do not drop theirs.
+# Tag for the lifecycle rule of infra/aws/template.yaml, which deletes tombstones of jobs that never run again.
 TOMBSTONE_TAGS = {"ebbflow": "tombstone"}
 _STEP_LIMIT = 10**12 - 1
 _GENERATION_LIMIT = 10**6 - 1
 
 
 def check_job_name(name: str) -> str:
-    """The name itself. Raises LayoutError for one that cannot stand as a folder in every store."""
+    """Return the name. Raises LayoutError if it is not valid as a folder in every store."""
     if not _JOB_NAME.fullmatch(name) or name in _TAKEN:
         raise LayoutError(
             f"--job {name!r} cannot be a job's name\n"
@@ -64,17 +64,17 @@ def tokens_prefix(fingerprint: str) -> str:
 
 
 def workload_prefix(workload: str) -> str:
-    """workload: ``package.module:Name``. The colon is no letter of a portable file name."""
+    """Return the prefix of a workload, given as ``package.module:Name``; a colon is not portable in file names."""
     return f"workloads/{workload.replace(':', '.')}"
 
 
 def experience_key(day: str, job: str) -> str:
-    """day: such as 20261121, so that keys sort by time."""
+    """Return the key of a job's history. day: such as 20261121, so that keys sort by time."""
     return f"{EXPERIENCE_PREFIX}{day}-{job}.json"
 
 
 def generation_name(generation: int, generation_id: str) -> str:
-    """The name of one start of the gang, such as ``000002-9f3c01ab``."""
+    """Return the name of one start of the gang, such as ``000002-9f3c01ab``."""
     return f"{generation:06d}-{generation_id}"
 
 
@@ -83,17 +83,17 @@ def generation_key(generation: int, generation_id: str) -> str:
 
 
 def event_key(generation: int, node: int | str, rank: int | str, segment: str) -> str:
-    """``rank`` is a number, or the name of a process that is no rank (``agent``, a flow step)."""
+    """Return the key of an event segment. rank: a number, or the name of another process (``agent``, a flow step)."""
     return f"events/{generation:06d}/{node}-{rank}-{segment}.jsonl"
 
 
 def log_key(generation: int, node: int, rank: int, segment: str) -> str:
-    """Lines of one rank's output (`infra.rank_logs`), where the store is not the disk that the agent writes them to."""
+    """Return the key of a segment of one rank's output (`infra.rank_logs`)."""
     return f"logs/{generation:06d}/{node}-{rank}-{segment}.jsonl"
 
 
 def override_key(generation: int, rank: int, what: str) -> str:
-    """what: makes the record of one order different from that of any other of this rank."""
+    """Return the key of a guard's order. what: distinguishes the orders of one rank."""
     return f"overrides/{generation:06d}-{rank}-{what}.json"
 
 
@@ -102,22 +102,22 @@ def permit_prefix(what: str) -> str:
 
 
 def permit_key(what: str, generation: int) -> str:
-    """what: such as ``from-scratch``. generation: the newest one that it holds for."""
+    """Return the key of a permission. what: such as ``from-scratch``; generation: the newest one it is valid for."""
     return f"{permit_prefix(what)}/{generation:06d}.json"
 
 
 def order_key(run: str, step: str, task: str, attempt: int) -> str:
-    """What one try of one task of the flow is told (`ebbflow.flows.attempts.order`)."""
+    """Return the key of the order for one attempt of a flow task (`ebbflow.flows.attempts.order`)."""
     return f"orders/{run}-{step}-{task}-{attempt}.json"
 
 
 def secret_key(run: str, attempt: int) -> str:
-    """By which the agents of one start know each other (`ebbflow.training.launch.transport`)."""
+    """Return the key of the secret that a start's agents share (`ebbflow.training.launch.transport`)."""
     return f"secrets/{run}-{attempt}"
 
 
 def data_key(generation: str, step: int, rank: int) -> str:
-    """``generation`` is a `generation_name`: its random id keeps two gangs from ever sharing a key."""
+    """Return the key of a rank's data. generation: a `generation_name`; its random id makes the key unique."""
     return f"{data_prefix(generation, step)}{rank:05d}.bin"
 
 
@@ -134,7 +134,7 @@ def index_key(generation: str, step: int, rank: int) -> str:
 
 
 def commit_prefix(step: int, generation: int) -> str:
-    """Inverted numbers: a plain ascending listing begins with the newest step."""
+    """Return the prefix of a step's commits. Inverted numbers make an ascending listing begin with the newest."""
     return f"commits/{_STEP_LIMIT - step:012d}/{_GENERATION_LIMIT - generation:06d}/"
 
 
@@ -143,7 +143,7 @@ def commit_key(step: int, generation: int, sha256: str) -> str:
 
 
 def parse_commit_key(key: str) -> tuple[int, int, str]:
-    """(step, generation, sha256 of the manifest) of a commit key. Raises ValueError for any other key."""
+    """Return (step, generation, sha256 of the manifest) of a commit key. Raises ValueError for other keys."""
     head, inverted_step, inverted_generation, name = key.split("/")
     if head != "commits" or not name.endswith(".json"):
         raise ValueError(f"not a commit key: {key}")
@@ -151,37 +151,37 @@ def parse_commit_key(key: str) -> tuple[int, int, str]:
 
 
 def quarantine_key(sha256: str) -> str:
-    """Says why the commit with this manifest is never to be restored again."""
+    """Return the key of the record that the commit with this manifest must not be restored again."""
     return f"quarantine/{sha256}.json"
 
 
 def tombstone_key(sha256: str) -> str:
-    """Stands from before the first key of a commit is deleted until after the last is."""
+    """Return the key of the object that exists while the commit with this manifest is being deleted."""
     return f"tombstones/{sha256}.json"
 
 
 def pin_key(sha256: str) -> str:
-    """While it stands, the commit with this manifest is not deleted."""
+    """Return the key of the object that protects the commit with this manifest from deletion."""
     return f"pins/{sha256}.json"
 
 
 def launcher_key(number: int) -> str:
-    """One launcher's claim on the job (`ebbflow.infra.launchers`)."""
+    """Return the key of a launcher's claim on the job (`ebbflow.infra.launchers`)."""
     return f"{LAUNCHERS_PREFIX}{number:06d}.json"
 
 
 def clock_key(name: str) -> str:
-    """An object that is put for its date alone."""
+    """Return the key of an object that is put to read the store's clock."""
     return f"clock/{name}"
 
 
 def signature_key(sha256: str) -> str:
-    """The signature of the commit with this manifest (`ebbflow.training.checkpoint.signing`)."""
+    """Return the key of the signature of a commit (`ebbflow.training.checkpoint.signing`)."""
     return f"signatures/{sha256}.json"
 
 
 def verified_key(sha256: str) -> str:
-    """Says when every byte of the commit was last read and found sound."""
+    """Return the key of the record that every byte of a commit was read and is intact."""
     return f"verified/{sha256}.json"
 
 
@@ -190,14 +190,14 @@ METAFLOW_FOLDER = ".metaflow"
 
 
 def runs_folder(project_root: Path) -> Path:
-    """Reports and logs of this machine, and runs/latest. EBBFLOW_RUNS moves it; jobs lie where `store` says."""
+    """Return the folder of this machine's reports and logs. EBBFLOW_RUNS moves it; jobs are in `store`."""
     own = os.environ.get("EBBFLOW_RUNS")
     return Path(own).absolute() if own else records_root(project_root, "runs") / "runs"
 
 
 def records_root(project_root: Path, name: str) -> Path:
-    """The folder that has `name` (runs, .metaflow) in it: the project, or the user's state folder where the project
-    cannot be written to. The same from any working directory, so that every command finds what another one left.
+    """Return the folder that contains `name` (runs, .metaflow): the project, or the user's state folder if the
+    project is read-only. The same from any working directory, so that commands find each other's records.
     """
     folder = project_root / name
     if os.access(folder if folder.exists() else project_root, os.W_OK | os.X_OK):
@@ -208,23 +208,23 @@ def records_root(project_root: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class KnownJob:
-    """What the note says. store: as in the configuration, paths absolute."""
+    """Note in runs/<job> about the store of a job. store: as in the configuration, with absolute paths."""
 
     name: str
     store: str
 
     @property
     def uri(self) -> str:
-        """The job's own folder, or s3://bucket/prefix/jobs/NAME."""
+        """Return the job's own folder, or s3://bucket/prefix/jobs/NAME."""
         return f"{self.store.rstrip('/')}/{job_prefix(self.name)}"
 
     def note(self) -> bytes:
-        """The content of the note."""
+        """Return the content of the note."""
         return json.dumps({"schema": 1, "job": self.name, "store": self.store}, indent=1).encode()
 
 
 def known_job(folder: Path) -> KnownJob | None:
-    """The job that a folder such as runs/latest stands for; None without a note that can be read."""
+    """Return the job of a folder such as runs/latest; None without a readable note."""
     try:
         note = json.loads((folder / NOTE).read_text())
         return KnownJob(str(note["job"]), str(note["store"]))

@@ -1,4 +1,4 @@
-"""Nothing of a job outlives it: ties a process to the life of the one that started it."""
+"""Process control: children die with their parent, Ctrl-C ends all descendants, and lost readers do no harm."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> bool:
-    """Have the kernel kill this process (SIGKILL, or `by`) as soon as its parent ends, however that ends.
+    """Have the kernel kill this process (SIGKILL, or `by`) as soon as its parent ends for whatever reason.
 
-    parent_pid: who must be the parent, as told by the parent itself; a parent that died before this call is then
-    noticed and the process exits at once. Without it only a death during the call is. Returns False where the
-    system has no such service (anything but Linux); callers that can should then watch a pipe for its end.
+    The kernel watches the parent *thread*: start such a process from a thread that lives as long as its process.
 
-    The kernel means the parent *thread*: start such a process from a thread that lives as long as the parent does.
+    Args:
+      parent_pid: number of the expected parent, which detects a parent that died before this call; the process then
+        exits.
+
+    Returns: False where the system has no such service (all but Linux); then watch a pipe for its end.
     """
     expected = os.getppid() if parent_pid is None else parent_pid
     if not sys.platform.startswith("linux"):
@@ -38,16 +40,15 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0) != 0:
         return False
-    if os.getppid() != expected:  # it died before the kernel knew of the request
+    if os.getppid() != expected:  # it died before the kernel got the request
         os._exit(Outcome.INTERRUPTED.exit_code)
     return True
 
 
 def tie_forked_children() -> None:
-    """From now on the kernel ends whatever this process's main thread forks (a data loader's workers) along with it.
+    """Have the kernel kill what this process's main thread forks (data-loader workers) when the process ends.
 
-    Other threads may end before their children do, and what a child forks may be meant to outlive that child: both are
-    left alone.
+    Children of other threads, which may end earlier, and grandchildren are not affected.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -65,7 +66,7 @@ def tie_forked_children() -> None:
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """Of /proc/PID/stat (proc(5)). started_ticks: since boot; with the number it names one process for good."""
+    """Fields of /proc/PID/stat (proc(5)). started_ticks: since boot; with the pid it identifies a process for good."""
 
     pid: int
     state: str
@@ -77,14 +78,14 @@ class ProcessStat:
 
     @property
     def living(self) -> bool:
-        """A zombie with more than one thread has only lost its main thread."""
+        """Whether the process lives. A zombie with more than one thread has only lost its main thread."""
         return self.state not in ("Z", "X") or self.threads > 1
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """None when it is gone, or where there is no /proc."""
+    """Read a process's state; None if it is gone, or without /proc."""
     try:
-        # The second field is the command in parentheses, which may hold anything; count from its end.
+        # The second field is the command in parentheses, which may contain anything: count from its end.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         parent, group, session = (int(field) for field in fields[1:4])
         return ProcessStat(pid, fields[0], parent, group, session, int(fields[17]), int(fields[19]))
@@ -93,7 +94,7 @@ def process_stat(pid: int) -> ProcessStat | None:
 
 
 def all_processes() -> Iterator[ProcessStat]:
-    """That live, as far as this process may see them."""
+    """Yield the living processes that this process can see."""
     try:
         numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
@@ -104,8 +105,14 @@ def all_processes() -> Iterator[ProcessStat]:
 
 
 def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[int] = ()) -> list[ProcessStat]:
-    """Living processes below `root`, which must be a subreaper, without those in `spare`, and without those in
-    `spare_trees` and all below them. An empty answer is confirmed by a look at all processes."""
+    """Return the living processes below `root`, which must be a subreaper.
+
+    An empty result is confirmed by a look at all processes.
+
+    Args:
+      spare: processes to leave out, but not their descendants.
+      spare_trees: processes to leave out with all their descendants.
+    """
     found: list[ProcessStat] = []
     ahead = [root]
     while ahead:
@@ -140,7 +147,7 @@ def _descendants_by_parent(root: int, spare: Collection[int], spare_trees: Colle
 
 
 def zombie_status(pid: int, parent: int) -> int | None:
-    """Exit status of a child of `parent` that has ended and was not waited for, negative for a signal's number."""
+    """Return the exit status of a zombie child of `parent`, negative for a signal's number."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] != "Z" or int(fields[1]) != parent or int(fields[17]) > 1:
@@ -151,7 +158,7 @@ def zombie_status(pid: int, parent: int) -> int | None:
 
 
 def children(pid: int) -> list[int]:
-    """Living processes that `pid`'s main thread started; those that ended and were not waited for are left out."""
+    """Return the living children of `pid`'s main thread."""
     try:
         listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
@@ -160,7 +167,7 @@ def children(pid: int) -> list[int]:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for a process (R, S, D, T stopped, Z …), "" when it is gone."""
+    """Return the kernel's state letter of a process (R, S, D, T stopped, Z …), "" if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -168,7 +175,7 @@ def process_state(pid: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Of any signal that can end a process: real-time ones have no name of their own in `signal.Signals`."""
+    """Return the name of a signal; real-time signals have no name in `signal.Signals`."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -177,10 +184,10 @@ def signal_name(number: int) -> str:
 
 
 class AwakeClock:
-    """Seconds in which this process ran its loop, for judging how long others have been silent.
+    """Clock of the time in which this process ran its loop, to judge how long other processes were silent.
 
-    A turn of the loop counts for at most `longest_turn_seconds`. So a pause of the whole process (SIGSTOP, `docker
-    pause`, a frozen virtual machine) counts for next to nothing, and a slow loop still gets on.
+    Each turn of the loop counts for at most `longest_turn_seconds`. A pause of the whole process (SIGSTOP, `docker
+    pause`, a frozen virtual machine) then counts for next to nothing, and a slow loop still makes progress.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, *, longest_turn_seconds: float = 0.25) -> None:
@@ -189,7 +196,7 @@ class AwakeClock:
         self.seconds = 0.0
 
     def tick(self) -> float:
-        """Once in each turn; the seconds so far."""
+        """Count one turn of the loop; returns the seconds so far."""
         now = self._now()
         self.seconds += min(max(now - self._last, 0.0), self._longest)
         self._last = now
@@ -197,9 +204,9 @@ class AwakeClock:
 
 
 class StoppedProcesses:
-    """Finds processes that stay stopped (state T; a debugger's are in state t) for longer than `limit_seconds`.
+    """Detects processes that stay stopped (state T, not a debugger's t) for longer than `limit_seconds`.
 
-    Time in which this process was stopped as well, as by Ctrl-Z in a terminal, does not count.
+    Time in which this process was stopped too, as by Ctrl-Z in a terminal, does not count.
     """
 
     def __init__(self, limit_seconds: float, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -207,7 +214,7 @@ class StoppedProcesses:
         self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
 
     def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """Of these processes, those over the limit, with the seconds since when; to be called about once a second."""
+        """Return the processes over the limit, with the seconds stopped. Call it about once a second."""
         awake = self._awake.tick()
         stopped = [pid for pid in pids if process_state(pid) == "T"]
         self._since = {pid: self._since.get(pid, awake) for pid in stopped}
@@ -215,9 +222,9 @@ class StoppedProcesses:
 
 
 def exit_when_interrupted() -> None:
-    """From now on Ctrl-C ends this process with one line and exit code 75, as SIGTERM and a closed terminal do.
+    """Make Ctrl-C, SIGTERM and a closed terminal end this process with one line and exit code 75.
 
-    What it has started is killed. Where Ctrl-C or SIGHUP is ignored (a job in the background, nohup) it stays so.
+    Child processes are killed. A Ctrl-C or SIGHUP that is ignored (background job, nohup) stays ignored.
     """
 
     def leave(number: int, frame: object) -> None:
@@ -232,9 +239,9 @@ def exit_when_interrupted() -> None:
 
 
 def end_with_descendants(number: int, frame: object) -> None:
-    """A signal handler: kill everything that this process has started, then exit at once, without a traceback.
+    """Signal handler: kill all descendants, then exit at once without a traceback.
 
-    The exit code is that of a shell whose command died of the signal.
+    The exit code is 128 + the signal's number, as in a shell.
     """
     _end_descendants()
     os._exit(128 + number)
@@ -251,9 +258,9 @@ def _end_descendants() -> None:
 
 
 def survive_lost_readers() -> None:
-    """From now on a reader of stdout or stderr that is gone (`| head`, a closed terminal) costs the output alone.
+    """Keep running when the reader of stdout or stderr is gone (`| head`, a closed terminal); drop the output.
 
-    Python would raise BrokenPipeError at the next line, in the middle of the work.
+    Otherwise Python raises BrokenPipeError at the next line, in the middle of the work.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -270,13 +277,13 @@ def survive_lost_readers() -> None:
 
 
 class _LastingOutput(io.FileIO):
-    """A descriptor that becomes /dev/null once its reader is gone, and drops what a full disk does not take."""
+    """A descriptor that becomes /dev/null once its reader is gone, and drops output that a full disk rejects."""
 
     def write(self, data: Any) -> int | None:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # there may be room again later
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # space may be free again later
                 return len(data)
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
@@ -287,13 +294,13 @@ class _LastingOutput(io.FileIO):
 
 
 def reader_has_left() -> int:
-    """After a BrokenPipeError on stdout (`… | head`): nothing more is said, at exit neither. The shell's exit code."""
+    """Stop all output after a BrokenPipeError on stdout (`… | head`), also at exit; returns the shell's exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 
 
 def run_benchmarks(arguments: list[str]) -> NoReturn:
-    """Replace this process by `python -m benchmarks ARGUMENTS`, from a source checkout; exit with 2 without one."""
+    """Replace this process by `python -m benchmarks ARGUMENTS`, in a source checkout; exit with 2 elsewhere."""
     root = IMPORT_ROOT
     if not (root / "benchmarks").is_dir():
         print("benchmarks are part of the source checkout only: clone the repository to run them", file=sys.stderr)
@@ -303,9 +310,10 @@ def run_benchmarks(arguments: list[str]) -> NoReturn:
 
 
 class MessageReader:
-    """JSON messages, one per line, that a child process writes to a non-blocking pipe or socket.
+    """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or socket.
 
-    receive: reads what has arrived, b"" at the end; raises BlockingIOError while there is nothing.
+    Args:
+      receive: returns available bytes, b"" at the end; raises BlockingIOError if there are none.
     """
 
     def __init__(self, receive: Callable[[], bytes]) -> None:
@@ -313,9 +321,9 @@ class MessageReader:
         self._unfinished = b""
 
     def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
-        """Pass all messages that have arrived to `note`; False once no further one can be trusted to come.
+        """Pass all available messages to `note`; False when no more valid ones can come.
 
-        That is at the end of the pipe, and after bytes that are no message: another process wrote them.
+        That is at the end of the pipe, and after bytes that are not a message: another process wrote them.
         """
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Begin any program of the project: where its files are, a missing package explained, output on any terminal.
+"""Start of every program: project folders, one line for a missing package, output on any terminal.
 
 Imports only the standard library, and parses on Python versions that are too old for the rest.
 """
@@ -24,8 +24,8 @@ DEFAULT_CONFIG = PACKAGE_ROOT / "configs" / "laptop.yaml"
 PROJECT_ROOT = Path(os.environ.get(_PROJECT_VARIABLE) or os.getcwd()) if INSTALLED else IMPORT_ROOT
 _OLDEST_PYTHON = (3, 11)
 _PREFLIGHT_CODE = 3  # Outcome.PREFLIGHT, whose module needs Python 3.11
-REPLACE_UNPRINTABLE = "ebbflow-plain"  # an error handler, as in str.encode(encoding, errors)
-# The characters of our own output; a reader can still tell a table's bar from a letter.
+REPLACE_UNPRINTABLE = "ebbflow-plain"  # name of an error handler for str.encode
+# ASCII in place of the characters that our own output uses.
 _PLAIN = {
     "│": "|", "┌": "+", "└": "+", "─": "-", "–": "-", "—": "-", "−": "-", "·": "|", "×": "x", "÷": "/", "…": "...",
     "→": "->", "←": "<-", "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~", "±": "+-", "²": "^2", "µ": "u", "μ": "u",
@@ -34,10 +34,10 @@ _PLAIN = {
 
 
 def begin_program() -> None:
-    """Call it before any import that needs a package.
+    """Prepare a program; call it before any import that needs a package.
 
-    Exits with 3 and one line on a Python that is too old. A package that is missing, now or later, ends the program
-    with 3 and one line instead of a traceback.
+    Exits with 3 and one line on a Python that is too old. A missing package, now or later, ends the program with 3 and
+    one line instead of a traceback.
     """
     _open_missing_streams()
     print_on_any_terminal()
@@ -50,7 +50,7 @@ def begin_program() -> None:
 
 
 def _open_missing_streams() -> None:
-    """A program started with a closed descriptor 0, 1 or 2 (`>&-`) gets /dev/null there, before a file takes it."""
+    """Open /dev/null as descriptor 0, 1 or 2 if it is closed (`>&-`), before a file takes the number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -60,13 +60,13 @@ def _open_missing_streams() -> None:
 
 
 def python_path(given):  # type: ignore[no-untyped-def]
-    """PYTHONPATH with which a child process finds the package. given: its value now, or None."""
+    """Return the PYTHONPATH with which a child process finds the package. given: the current value, or None."""
     own = None if INSTALLED else str(IMPORT_ROOT)  # site-packages must not come before the standard library
     return os.pathsep.join(filter(None, [own, given]))
 
 
 def own_command():  # type: ignore[no-untyped-def]
-    """The command `ebbflow` as a user in the project's folder types it."""
+    """Return the command `ebbflow` as a user in the project's folder types it."""
     if shutil.which("ebbflow"):
         return "ebbflow"
     beside = Path(sys.executable).with_name("ebbflow")
@@ -75,7 +75,7 @@ def own_command():  # type: ignore[no-untyped-def]
 
 
 def print_on_any_terminal() -> None:
-    """Replace what an output cannot encode by similar ASCII, else by its escape, instead of raising."""
+    """Replace characters that an output cannot encode by similar ASCII or an escape, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=REPLACE_UNPRINTABLE)
@@ -93,14 +93,14 @@ codecs.register_error(REPLACE_UNPRINTABLE, _replace_unprintable)
 
 
 def _explain_missing_package(kind, error, trace):  # type: ignore[no-untyped-def]
-    """An excepthook: one line for a package of ours that is missing, Python's own words for everything else."""
+    """Exception hook: one line for a missing package of ours, Python's traceback for everything else."""
     module = (getattr(error, "name", None) or "").partition(".")[0]
     if not issubclass(kind, ModuleNotFoundError) or module not in _needed_modules():
         sys.__excepthook__(kind, error, trace)
         return
     code = _refuse(f"{module} is not installed for {sys.executable}; fix: {_right_command()}")
     sys.stderr.flush()
-    os._exit(code)  # after an excepthook Python exits with 1, which means a job that failed
+    os._exit(code)  # after an excepthook Python exits with 1, the code of a failed job
 
 
 def _needed_modules():  # type: ignore[no-untyped-def]
@@ -110,7 +110,7 @@ def _needed_modules():  # type: ignore[no-untyped-def]
 
 
 def _right_command() -> str:
-    """With the project's own environment where there is one."""
+    """Return the install command, or the project's own environment if there is one."""
     if INSTALLED:
         return f"{sys.executable} -m pip install ebbflow"
     python = IMPORT_ROOT / ".venv" / "bin" / "python"

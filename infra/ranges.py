@@ -1,4 +1,4 @@
-"""Ranges of a local file, read straight into memory that is already there: no copy between, and the GIL is free."""
+"""Reads of byte ranges of a local file into existing memory, without a copy and without the GIL."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from ebbflow.infra.errors import ObjectNotFound, StoreError
 from ebbflow.infra.store import Store
 from ebbflow.infra.store.folder import open_regular
 
-_MOST_BUFFERS = 1024  # of one preadv, by POSIX
+_MOST_BUFFERS = 1024  # limit of one preadv (POSIX IOV_MAX)
 
 
 def read_blocks(
     store: Store, key: str, start: int, buffers: Sequence[memoryview], *, block_bytes: int
 ) -> Iterator[list[memoryview]]:
-    """Fill the buffers, one after the other, with the bytes of `key` from `start` on; yields what has been filled.
+    """Fill the buffers in order with the bytes of `key` from `start` on; yields each block that was filled.
 
-    In blocks of `block_bytes`, so that who sums them finds them in the cache. The store is a local one. Raises
-    ObjectNotFound, and StoreError naming what is missing when the object is shorter.
+    Blocks have `block_bytes`, so that a checksum finds them in the CPU cache. The store must be a local one.
+
+    Raises:
+      ObjectNotFound: there is no such object.
+      StoreError: the object is shorter than the buffers.
     """
     path = store.local_path(key)
     if path is None:
