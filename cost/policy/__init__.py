@@ -1,7 +1,4 @@
-"""Policies: where a job runs next. One interface, several answers, and a safety net that stands outside all of them.
-
-The table of names is made on demand, so that importing the interface imports no policy.
-"""
+"""Policies, which decide where a job runs next, and the safety net around them. `policies` imports them on demand."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from ebbflow.cost.policy.interface import PolicyFactory
 
 
 def policies() -> dict[str, PolicyFactory]:
-    """Name → factory of every policy that can be asked for by name."""
+    """Return the factory of each policy by its name."""
     from ebbflow.cost.policy.adaptive import Adaptive
     from ebbflow.cost.policy.interface import Adversary, Greedy, OnDemand, UniformProgress
 

@@ -1,4 +1,4 @@
-"""The adaptive policy: learn the spells, ask the slack's value, choose the pool."""
+"""The adaptive policy: it learns how long capacity lasts, looks up the value of slack, and chooses a pool."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from ebbflow.cost.policy.slack_value import (
 
 PRIOR_STAY_HOURS = 4.0
 PRIOR_STAYS = 2.0
-"""A pool not yet tried counts as two stays of four hours: the mean over the recorded zones is 0.7 to 10 hours."""
+"""The prior of an untried pool: two stays of four hours. The means of the recorded zones are 0.7 to 10 hours."""
 
 
 @dataclass(slots=True)
 class StayStatistics:
-    """What a job has seen of one pool while it ran there."""
+    """Observed stays of a job in one pool."""
 
     hours: float = 0.0
     losses: int = 0
 
     @property
     def expected_hours(self) -> float:
-        """Posterior mean of a stay (Gamma-Poisson)."""
+        """Posterior mean length of a stay (Gamma-Poisson)."""
         return (PRIOR_STAYS * PRIOR_STAY_HOURS + self.hours) / (PRIOR_STAYS + self.losses)
 
 
 def reference_usd_per_hour(state: State) -> float:
-    """The price that the value tables reckon with: of the cheapest pool at home, else of the cheapest."""
+    """Return the spot price of the value tables: that of the cheapest pool at home, else of the cheapest pool."""
     return min(pool.usd_per_hour for pool in state.home_pools or state.spot_pools)
 
 
@@ -62,7 +62,7 @@ class PoolRanking:
         return max(state.tick_hours, min(self.of(pool).expected_hours, state.work_left_hours))
 
     def entry_usd(self, pool: PoolView, state: State) -> float:
-        """Transfer of the checkpoint and the paid time of it."""
+        """Return the cost of moving the checkpoint to the pool: the transfer and its paid time."""
         return pool.egress_usd + pool.usd_per_hour * pool.transfer_hours
 
     def rank(self, pool: PoolView, state: State) -> tuple[float, str]:
@@ -70,12 +70,12 @@ class PoolRanking:
         return pool.usd_per_hour + entry / self.stay_hours(pool, state), pool.id
 
     def extra_usd(self, pool: PoolView, state: State) -> float:
-        """What a stay in this pool costs beyond one at the reference price without a transfer; may be negative."""
+        """Return the cost of a stay beyond one at the reference price without a transfer; may be negative."""
         dearer = pool.usd_per_hour - reference_usd_per_hour(state)
         return dearer * self.stay_hours(pool, state) + self.entry_usd(pool, state)
 
     def saving_usd(self, pool: PoolView, current: PoolView, state: State) -> float:
-        """What moving from a running `current` saves over one expected stay; negative if it costs."""
+        """Return the savings of moving from the running pool over one expected stay; negative for a loss."""
         hours = state.changeover_hours + pool.transfer_hours
         leaving = state.drain_hours * current.usd_per_hour + pool.usd_per_hour * hours + pool.egress_usd
         return (current.usd_per_hour - pool.usd_per_hour) * self.stay_hours(pool, state) - leaving
@@ -83,20 +83,20 @@ class PoolRanking:
 
 PROBE_EVERY_HOURS = 2.0
 _HAS_CAPACITY = 0.5
-"""Chance that a pool not seen has capacity: the median of the recorded zones is 0.68, less for pools lost together."""
+"""Probability that an unobserved pool has capacity: the recorded median is 0.68, less for pools lost together."""
 _LADDER = 1.1
 _NEAR = 1.5
-"""A table for another region is kept while the cost of moving there is within this factor of the one it has."""
+"""A table is kept while the cost of moving to another region is within this factor of the table's."""
 _LEAST_AWAY_HOURS = 0.1
 
 
 class Adaptive:
-    """Spends slack where the expected dollars are least.
+    """Spends slack where the expected cost is least.
 
-    - On spot: stays, moves only to a pool seen up whose saving pays for the move, probes only for that.
-    - With nothing: spot if it is worth its changeover; else waits while slack is worth less than on-demand's premium,
-      or than moving to another region.
-    - On on-demand: goes back to spot as soon as its spell has lasted long enough to be worth the slack it costs.
+    - On spot: stay; move only to a pool observed up whose savings pay for the move, and probe only for that.
+    - Without a machine: start on spot if it is worth its changeover; else wait while slack is worth less than the
+      premium of on-demand or a move to another region.
+    - On on-demand: return to spot as soon as its spell has lasted long enough to be worth the slack.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Adaptive:
         self._before: PoolView | None = None
         self._asked: str | None = None
         self._at_hours = 0.0
-        # Of the present decision: all pools of a kind ask the same.
+        # Advantages of the present decision, shared by all pools of a kind.
         self._told: dict[tuple[int, float], float] = {}
         self._probed_hours = -math.inf
         self._seen_hours = 0.0
@@ -130,7 +130,7 @@ class Adaptive:
         self._asked = action.pool if isinstance(action, UsePool) else None
         return action
 
-    # What is seen
+    # Observations
 
     def _observe(self, state: State) -> None:
         current, before, passed = state.current_pool, self._before, state.now_hours - self._at_hours
@@ -139,15 +139,15 @@ class Adaptive:
             stays = self.chooser.of(before)
             stays.hours += passed
             stays.losses += current is None
-        # A pool that was asked for is held at the next decision, unless it refused or was lost within the tick.
+        # A requested pool is held at the next decision, unless it refused or was lost within the tick.
         capacity = self._capacity(state)
         if capacity is not None:
             self._seen_hours = state.now_hours
-        self.spells.see(capacity, state.now_hours)
+        self.spells.observe(capacity, state.now_hours)
         if on_spot and before is not None and before.market is Market.SPOT and current != before:
             moved = current is not None and current.id != before.id
             if moved:
-                self.spells.seen_again()
+                self.spells.switch_pool()
 
     def _capacity(self, state: State) -> bool | None:
         current = state.current_pool
@@ -162,7 +162,7 @@ class Adaptive:
             return False
         return None
 
-    # What is answered
+    # Answers
 
     def _from_spot(self, state: State, current: PoolView) -> Action:
         others = [pool for pool in state.spot_pools if pool.id != current.id]
@@ -212,20 +212,20 @@ class Adaptive:
         return UsePool(current.id)
 
     def _startable(self, state: State) -> list[PoolView]:
-        """Pools not seen down at this decision, best first; where one start can be tried, the longest unseen first."""
+        """Return pools not observed down at this decision, best first; with one attempt, longest unobserved first."""
         pools = [p for p in state.spot_pools if state.is_up(p) or p.seen_at_hours != state.now_hours]
         pools.sort(key=lambda pool: self.chooser.rank(pool, state))
         if state.attempts == 1:
             pools.sort(key=lambda pool: (not state.is_up(pool), pool.seen_at_hours or -1.0))
         return pools
 
-    # What the tables say
+    # Value of slack
 
     def _gain(self, state: State, pool: PoolView) -> float:
-        """Dollars (at the on-demand price, in hours) that starting there costs more than the best without it.
+        """Return the cost of starting there minus that of the best alternative, in hours at the on-demand price.
 
-        With capacity at home that is on-demand, with which one waits for a spell to settle; without, it is to wait or
-        on-demand, and a pool not seen is met at a random moment of its spell.
+        With capacity at home, the alternative is on-demand, until the spell settles. Without, it is to wait or
+        on-demand, and an unobserved pool is met at a random moment of its spell.
         """
         held, age = state.current is not None, self.spells.age_hours
         if self._capacity(state):
@@ -247,7 +247,7 @@ class Adaptive:
         return np.outer(self.spells.weights(up=True), self.spells.weights(up=False)).ravel()
 
     def _asks(self, state: State) -> tuple[SlackTable, Array]:
-        """Table and posterior, once for all questions of one decision."""
+        """Return table and posterior, computed once per decision."""
         if self._asked_state is not state:
             self._asked_state, self._answer = state, (self._solved(state), self._models())
         return self._answer
@@ -258,7 +258,7 @@ class Adaptive:
 
     @staticmethod
     def _blind(state: State) -> bool:
-        """On-demand shows nothing of spot where one start at a time may be tried."""
+        """Whether on-demand runs without observations of spot, because only one start may be tried."""
         return state.attempts == 1 and not any(pool.seen_at_hours == state.now_hours for pool in state.spot_pools)
 
     def _solved(self, state: State) -> SlackTable:
@@ -268,7 +268,7 @@ class Adaptive:
         return self._table
 
     def _question(self, state: State) -> SlackProblem:
-        """The state's question on a ladder of values, so that few tables serve many jobs and all decisions of one."""
+        """Return the state's parameters, rounded so that few tables serve many jobs and all decisions of one."""
         old = self._table_key
         left, slack = self._clock(state)
         ratio = round(reference_usd_per_hour(state) / state.on_demand.usd_per_hour / 0.02) * 0.02
@@ -289,17 +289,17 @@ class Adaptive:
         )
 
     def _away(self, state: State) -> list[PoolView]:
-        """Spot pools of other regions, where they can be tried without letting go of what there is."""
+        """Return spot pools of other regions that can be tried without leaving the current machine."""
         if state.attempts == 1 or not state.checkpoint_region:
             return []
         return [pool for pool in state.spot_pools if pool.region != state.checkpoint_region]
 
     def _away_chance(self, state: State) -> float:
-        """Chance that one of them has capacity when tried; of many it is taken as of two."""
+        """Return the probability that a pool of another region has capacity when tried; at most two pools count."""
         return 1 - (1 - _HAS_CAPACITY) ** min(2, len(self._away(state)))
 
     def _away_cost_hours(self, state: State) -> float:
-        """What the cheapest start elsewhere costs beyond one at home, on a ladder; as before while it is near that."""
+        """Return the rounded extra cost of the cheapest start in another region; unchanged while it is near the old."""
         extra = [self.chooser.extra_usd(pool, state) for pool in self._away(state)]
         if not extra:
             return math.inf
@@ -309,12 +309,12 @@ class Adaptive:
 
 
 def _rung(hours: float) -> float:
-    """The next value of a geometric ladder at or above `hours`."""
+    """Round up to a value of a geometric ladder."""
     return _LADDER ** math.ceil(math.log(max(hours, 1e-3)) / math.log(_LADDER) - 1e-9)
 
 
 def _up_to_two_digits(hours: float) -> float:
-    """`hours` rounded up to two significant digits; 0 stays 0."""
+    """Round up to two significant digits; 0 stays 0."""
     if hours <= 0:
         return 0.0
     scale = 10.0 ** (1 - math.floor(math.log10(hours)))

@@ -1,14 +1,11 @@
-"""Interface
+"""The interface of policies, `decide(state) → UsePool | Wait`, and the simple policies.
 
-A policy chooses where a job runs next. It is asked at each decision (in the simulator at every tick, on AWS Batch at an
-attempt's boundary, see `State.may_switch`) and answers with a pool to run in, or with waiting. Whether the answer is
-safe is not its business: the net of `cost/policy/safety_net.py` stands outside and overrules any policy in time.
+A policy chooses where a job runs next. It is asked at each decision (in the simulator at every tick, on AWS Batch
+between attempts, see `State.may_switch`) and answers with a pool or with waiting. A policy need not be safe: the net of
+`cost/policy/safety_net.py` overrules any policy in time.
 
-All times are hours on the clock of the job, which is 0 when the job was submitted; all money is USD for the whole gang
-(all nodes of it), so that a gang of four looks to a policy like one dear machine.
-
-The job should be done in proportion to the time: expected(t) = work × t / deadline. While ahead, spot or wait; while
-behind, spot or on-demand. From on-demand back to spot only when ahead by two changeovers, expected(t + 2d) ≤ done.
+All times are hours on the job's clock, which is 0 at the submit. All money is USD for the whole gang, so a gang of four
+looks like one expensive machine.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from enum import StrEnum
 from typing import Protocol
 
 MINIMUM_HOURS = 60 / 3600
-"""Paid of each start at least, where seconds are billed: Amazon's rule for Linux."""
+"""Shortest billed time of a start under per-second billing: Amazon's rule for Linux."""
 
 
 class Market(StrEnum):
@@ -29,12 +26,14 @@ class Market(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """One capacity pool (instance type × zone × market) as the job can know it now.
+    """What the job knows of one capacity pool (instance type × zone × market) at a decision.
 
-    `available` is what was last seen, at `seen_at_hours`: True, False, or None if it was never seen. It is current if
-    `seen_at_hours` is the state's `now_hours`. An on-demand pool is always available (it starts within
-    `State.on_demand_delay_hours`). `egress_usd` and `transfer_hours` are what moving there costs from where the
-    checkpoint lies now, beyond the changeover; both are 0 in the checkpoint's own region.
+    Attributes:
+        available: Whether the pool had capacity at `seen_at_hours`; None if it was never observed. An on-demand pool
+            is always available: it starts within `State.on_demand_delay_hours`.
+        seen_at_hours: Time of that observation; equal to the state's `now_hours` if it is current.
+        egress_usd, transfer_hours: Cost of moving the checkpoint to the pool's region, beyond the changeover; 0 in the
+            checkpoint's own region.
     """
 
     id: str
@@ -50,50 +49,50 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Everything a policy may know at one decision. Two equal histories of states get equal answers."""
+    """Everything that a policy may know at one decision. Equal histories of states lead to equal answers."""
 
     now_hours: float
     deadline_hours: float
     work_left_hours: float
-    """Useful hours still to do, uncommitted work counted as done."""
+    """Remaining useful hours; uncommitted work counts as done."""
     uncommitted_hours: float
-    """Useful hours since the last commit: what a preemption or an unannounced move would redo."""
+    """Useful hours since the last commit, which a preemption or an unannounced move would redo."""
     changeover_hours: float
-    """From a start to the first useful hour, paid: boot, restore, warm-up."""
+    """Paid time from a start to the first useful hour: boot, restore, warm-up."""
     on_demand_delay_hours: float
-    """Stated longest unpaid wait for an on-demand start."""
+    """Longest unpaid wait for an on-demand start, as stated."""
     tick_hours: float
     """Longest time to the next decision."""
     pools: tuple[PoolView, ...]
-    """The same pools in the same order at each decision; at least one is on-demand."""
+    """The same pools in the same order at each decision, at least one of them on-demand."""
     current: str | None
-    """The pool whose machines run (or start up) now; None if there are none."""
+    """The pool whose machines run or start now; None without machines."""
     startup_left_hours: float
-    """Of the current pool: hours until it does useful work; without one, what is left of a drain."""
+    """Hours until the current pool does useful work; without a current pool, the rest of a drain."""
     spent_usd: float
     budget_usd: float
     """`math.inf` without a budget."""
     checkpoint_region: str
     may_switch: bool = True
-    """False where the rules forbid a change now (an attempt is running and no self-drain is offered)."""
+    """False if the rules forbid a change now: an attempt runs and cannot drain itself."""
     drain_hours: float = 0.0
-    """Paid hours, without progress, that a self-drain takes before the next start can begin."""
+    """Paid hours without progress that leaving a machine takes before the next start."""
     commit_interval_hours: float = 0.0
-    """Useful hours between commits; 0 where everything done is committed at once. Leaving on purpose commits first."""
+    """Useful hours between commits; 0 if all work is committed at once. Leaving on purpose commits first."""
     attempts: int = 1
-    """Starts that can be tried one after another at one decision (see `Run.fallbacks`)."""
+    """Number of starts that one decision may try (see `UsePool.fallbacks`)."""
     probe_hours: float | None = None
-    """Paid hours of one probe at the pool's price; None where probes are forbidden."""
+    """Paid hours of one probe, at the pool's price; None if probes are forbidden."""
     probe_interval_hours: float = 0.0
-    """A pool seen more recently than this is not probed: such a probe is neither paid nor answered."""
-    # Asked many times of one state, by the net and by policies: kept once worked out.
+    """A probe of a pool observed more recently than this is neither paid nor answered."""
+    # Computed once per state, because net and policies ask for them many times.
     _fallback: PoolView | None = field(default=None, init=False, repr=False, compare=False)
     _spots: tuple[PoolView, ...] | None = field(default=None, init=False, repr=False, compare=False)
     _home: tuple[PoolView, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def slack_hours(self) -> float:
-        """Time to the deadline beyond the work that is left."""
+        """Time to the deadline beyond the remaining work."""
         return self.deadline_hours - self.now_hours - self.work_left_hours
 
     def pool(self, pool_id: str) -> PoolView:
@@ -108,7 +107,7 @@ class State:
 
     @property
     def on_demand(self) -> PoolView:
-        """The on-demand pool to fall back to: the running one, else the cheapest to finish in, transfer included."""
+        """The on-demand fallback: the running pool, else the one that finishes at the least cost, with transfer."""
         if self._fallback is not None:
             return self._fallback
         pools = [pool for pool in self.pools if pool.market is Market.ON_DEMAND]
@@ -128,36 +127,38 @@ class State:
 
     @property
     def home_pools(self) -> tuple[PoolView, ...]:
-        """Spot pools that a move to costs no transfer; all of them while there is no checkpoint."""
+        """Spot pools in the checkpoint's region; all spot pools while there is no checkpoint."""
         if self._home is None:
             home = (pool for pool in self.spot_pools if self.checkpoint_region in ("", pool.region))
             object.__setattr__(self, "_home", tuple(home))
         return self._home or ()
 
     def is_up(self, pool: PoolView) -> bool:
-        """Seen available at this very decision (on-demand always is)."""
+        """Whether the pool was observed available at this decision. On-demand always is."""
         return pool.market is Market.ON_DEMAND or (pool.available is True and pool.seen_at_hours == self.now_hours)
 
 
 @dataclass(frozen=True, slots=True)
 class UsePool:
-    """Run in this pool until the next decision: go on there if it is the current one, else start there.
+    """Run in this pool until the next decision: continue if it is the current pool, else start there.
 
-    A start in a spot pool that has no capacity is refused: nothing is billed and the tick is lost (the refusal is seen:
-    the pool's `available` is False in the next state). A start elsewhere leaves the current pool, on purpose.
+    A start in a spot pool without capacity is refused: nothing is billed, the tick is lost, and the pool's `available`
+    is False in the next state. A start in another pool leaves the current one.
     """
 
     pool: str
     fallbacks: tuple[str, ...] = ()
-    """Tried in this order, at the same decision, if `pool` refuses; at most `State.attempts` starts in all. Naming the
-    current pool here keeps it until another has accepted (only where `State.attempts` is above 1)."""
+    """Pools to try in this order, at the same decision, if `pool` refuses; at most `State.attempts` starts in all.
+
+    If the current pool is among them and `State.attempts` is above 1, it is kept until another pool accepts.
+    """
     probes: tuple[str, ...] = ()
-    """Spot pools to look at meanwhile; each costs `probe_hours` at its price if it is up, nothing if it is not."""
+    """Spot pools to probe; a probe costs `probe_hours` at the pool's price if it is up, else nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Hold nothing until the next decision; a running pool is left."""
+    """Hold no machines until the next decision; leave a running pool."""
 
     probes: tuple[str, ...] = ()
 
@@ -166,22 +167,24 @@ Action = UsePool | Wait
 
 
 class Policy(Protocol):
-    """One job's policy. It may keep a memory of the states it was shown; it draws no random numbers and reads no clock.
+    """The policy of one job. It may remember earlier states; it draws no random numbers and reads no clock.
 
-    `decide` is called once per decision, in order. If the net overrules an answer, the policy sees what came of it in
-    the next state (`current`), never more.
+    `decide` is called once per decision, in order. If the net overrules an answer, the policy sees only the result, as
+    `current` of the next state.
     """
 
     def decide(self, state: State) -> Action: ...
 
 
 PolicyFactory = Callable[[], Policy]
-"""A policy is made anew for each job."""
+"""Makes a new policy for each job."""
 
 
 def spot_candidates(state: State) -> list[PoolView]:
-    """Spot pools worth a start now: those seen up at this decision, cheapest first; then those not seen at this
-    decision, longest unseen first. Pools seen down now are left out. Cheapest counts the transfer."""
+    """Return the spot pools worth a start now, without those observed down at this decision.
+
+    Pools observed up come first, cheapest first (transfer included); then unobserved pools, longest unobserved first.
+    """
 
     def rank(pool: PoolView) -> tuple[bool, float, float, str]:
         unseen = not state.is_up(pool)
@@ -194,9 +197,9 @@ def spot_candidates(state: State) -> list[PoolView]:
 
 
 class Greedy:
-    """Spot when there is any, the cheapest that is seen; otherwise wait. On-demand comes from the net alone.
+    """Run in the cheapest observed spot pool, else wait. Only the safety net chooses on-demand.
 
-    From on-demand it goes back to spot that it sees, or can try without letting go of what it has.
+    From on-demand it returns to spot that it observes, or that it can try without leaving its machines.
     """
 
     def decide(self, state: State) -> Action:
@@ -206,22 +209,22 @@ class Greedy:
         candidates = [pool.id for pool in spot_candidates(state) if state.is_up(pool) or state.attempts > 1]
         if current is not None:
             return UsePool(candidates[0], (*candidates[1:], current.id)) if candidates else UsePool(current.id)
-        # Waiting costs nothing, so a start that may be refused costs nothing either.
+        # Waiting is free, so a start that may be refused is free too.
         tries = [pool.id for pool in spot_candidates(state)]
         return UsePool(tries[0], tuple(tries[1:])) if tries else Wait()
 
 
 class OnDemand:
-    """On demand from the first moment."""
+    """Always run on demand."""
 
     def decide(self, state: State) -> Action:
         return UsePool(state.on_demand.id)
 
 
 class Adversary:
-    """Deliberately bad: waits, hops, runs in the dearest pool, leaves what works, names what does not exist, raises.
+    """A deliberately bad policy for tests of the net: it hops, overpays, names unknown pools and raises.
 
-    For the tests of the net only. What it does depends on the decision's number alone.
+    Its answer depends only on the number of the decision.
     """
 
     def __init__(self) -> None:
@@ -245,9 +248,16 @@ class Adversary:
 
 
 class UniformProgress:
-    """`leaves_at_once`: from on-demand to spot as soon as spot is seen (and the net lets it): the stronger variant.
-    `failover`: cheapest first, but the region that ran last comes after all others.
-    `leaves_blind`: from on-demand, when ahead, also for spot that is not seen; without it, on-demand is kept then."""
+    """Uniform Progress (Wu et al., Can't Be Late, NSDI'24): expected(t) = work × t / deadline.
+
+    While ahead, spot or wait; while behind, spot or on-demand. From on-demand back to spot only if ahead by two
+    changeovers: expected(t + 2d) ≤ done.
+
+    Args:
+        leaves_at_once: Leave on-demand as soon as spot is observed, if the net allows; the stronger variant.
+        failover: Cheapest first, but the last region after all others.
+        leaves_blind: When ahead, leave on-demand also for spot that is not observed.
+    """
 
     def __init__(self, *, leaves_at_once: bool = False, failover: bool = False, leaves_blind: bool = True) -> None:
         self.leaves_at_once = leaves_at_once
@@ -270,7 +280,7 @@ class UniformProgress:
             return self._from_on_demand(state, current, spots)
         tries = spots
         if behind:
-            # One start per decision: behind, only a spot that is seen is worth it.
+            # With one start per decision, only observed spot is worth it.
             tries = spots if state.attempts > 1 else [pool for pool in spots if state.is_up(pool)]
             order = [*(pool.id for pool in tries), state.on_demand.id]
         else:
@@ -283,12 +293,12 @@ class UniformProgress:
             return UsePool(seen[0], (*seen[1:], current.id))
         if self._ahead(state, 2 * state.changeover_hours) <= 0:
             return UsePool(current.id)
-        # Ahead by two changeovers: on-demand is let go of, and if no spot is to be had the job waits.
+        # Ahead by two changeovers: leave on-demand; the job waits if there is no spot.
         order = [pool.id for pool in spots] if self.leaves_blind else seen
         return UsePool(order[0], tuple(order[1:])) if order else UsePool(current.id)
 
     def _ahead(self, state: State, later_hours: float) -> float:
-        """Useful hours done beyond what uniform progress asks for, `later_hours` from now."""
+        """Return the useful hours done beyond uniform progress, `later_hours` from now."""
         assert self._work_hours is not None
         expected = (state.now_hours + later_hours) * self._work_hours / state.deadline_hours
         return self._work_hours - state.work_left_hours - expected

@@ -1,19 +1,19 @@
-"""The safety net: it stands outside any policy, and makes any policy keep deadline and budget.
+"""The safety net around any policy: it keeps deadline and budget.
 
-Nothing here asks whether an answer is clever. An answer is let through if, at the worst that one tick can bring, the
-job can still be finished on demand in time and in budget; otherwise the net holds what is safe. Conditions: on-demand
-starts within `on_demand_delay_hours`, an on-demand machine is not taken away, throughput is as stated, and decisions
-are at most `tick_hours` apart. Write t now, w the work left, Δ the tick, d the changeover (with the transfer to where
-on-demand would run), D the on-demand delay, u what a preemption would redo after this tick, x the drain:
+An answer passes if the job can still finish on demand in time and in budget after the worst that one tick can bring;
+otherwise the net replaces it by a safe action. Conditions: on-demand starts within `on_demand_delay_hours`, on-demand
+machines are not taken away, throughput is as stated, and decisions are at most `tick_hours` apart. With t now, w the
+remaining work, Δ the tick, d the changeover (with the transfer to the on-demand pool), D the on-demand delay, u the
+work that a preemption would redo after this tick, and x the drain:
 
     wait                t + Δ + D + d + w ≤ deadline
-    stay on spot        t + min(s, Δ) + D + d + max(u, x) + w ≤ deadline        s: start-up that is left
-    start on spot       slack ≥ x + d + D + (d + Δ): once for the fall-back, once for the start that may come to nothing
-    on-demand           always; for the last safe moment is the last at which none of the above holds
+    stay on spot        t + min(s, Δ) + D + d + max(u, x) + w ≤ deadline        s: rest of the start-up
+    start on spot       slack ≥ x + d + D + (d + Δ): d for the fallback, d + Δ for a start that may come to nothing
+    on-demand           always, because the last safe moment is the last at which none of the above holds
 
-A start that has only one changeover of slack is safe at first and overtaken in mid-start-up: money without work. That
-is the rule of twice the changeover plus a tick (Can't Be Late, NSDI'24). Staying on a running spot machine costs no
-slack, whatever happens, as long as u is in reserve. The same for dollars, with the price of finishing on demand.
+A spot start with only one changeover of slack would be overtaken in mid-start-up: it costs money without work. Hence
+the rule of twice the changeover plus a tick (Can't Be Late, NSDI'24). Staying on a running spot machine costs no slack
+as long as u is reserved. The budget is checked likewise, with the price of finishing on demand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRefusal:
-    """Why a job cannot be promised, and what would make it fit."""
+    """Why deadline or budget cannot be guaranteed, with the missing amount."""
 
     binding: str
     """"deadline" or "budget"."""
@@ -35,7 +35,11 @@ class AdmissionRefusal:
 
 
 def admission(first: State) -> AdmissionRefusal | None:
-    """Whether the job can be promised at its first state: feasible on demand alone, with one tick to spare."""
+    """Check the first state of a job: it must be feasible on demand alone, with one tick to spare.
+
+    Returns:
+        None if the job is admitted.
+    """
     on_demand = first.on_demand
     changeover = first.changeover_hours + on_demand.transfer_hours
     busy = first.work_left_hours + changeover + max(first.tick_hours, MINIMUM_HOURS)
@@ -61,13 +65,13 @@ def admission(first: State) -> AdmissionRefusal | None:
 
 
 class SafetyNet:
-    """A policy around a policy. `overruled` counts the answers that were not let through."""
+    """A policy that wraps another policy. `overruled` counts the answers that it replaced."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.overruled = 0
         self.broken = 0
-        """Answers that were no answer: an exception, a pool that does not exist."""
+        """Number of invalid answers: an exception, or a pool that does not exist."""
 
     def decide(self, state: State) -> Action:
         wanted = self._ask(state)
@@ -80,7 +84,7 @@ class SafetyNet:
         try:
             wanted = self.policy.decide(state)
         except Exception:
-            # Whatever is wrong with a policy, the job is not to be lost for it.
+            # An error in a policy must not end the job.
             self.broken += 1
             return _hold(state)
         if isinstance(wanted, Wait):
@@ -98,7 +102,7 @@ def _safe(state: State, wanted: Action) -> Action:
 
 
 def _safe_move(state: State, wanted: Action) -> Action:
-    """The same without probes."""
+    """Return a safe action without probes."""
     if isinstance(wanted, Wait):
         return Wait() if _can_wait(state) else _hold(state)
     current = state.current_pool
@@ -107,7 +111,7 @@ def _safe_move(state: State, wanted: Action) -> Action:
 
 
 def _hold(state: State) -> Action:
-    """What is safe without the policy: the running machine while that is safe, on-demand otherwise."""
+    """Return the safe default: the running machine while that is safe, else on-demand."""
     current = state.current_pool
     if current is not None and _can_run(state, current, current):
         return UsePool(current.id)
@@ -153,14 +157,14 @@ def _can_start(state: State, pool: PoolView) -> bool:
     reserve = state.on_demand_delay_hours + state.changeover_hours + transfer + max(redone, state.drain_hours)
     held = state.tick_hours + _parting_hours(state)
     started_usd = pool.egress_usd + held * pool.usd_per_hour + finish_usd
-    # A refused start pays nothing and does nothing: dearer than one that does cheap work in its first tick.
+    # A refused start pays nothing and does no work, which may cost more than cheap work in the first tick.
     refused_usd = _fallback(state, state.work_left_hours, None)[1]
     usd = _leaving_usd(state) + max(started_usd, refused_usd)
     return _in_time(state, lost + reserve + state.work_left_hours) and _in_budget(state, usd)
 
 
 def _can_move_on_demand(state: State, pool: PoolView) -> bool:
-    """Another on-demand pool than the one to fall back to: certain, but dearer or later."""
+    """Whether another on-demand pool than the fallback is safe: it is certain, but costs more or starts later."""
     if state.current is not None and not state.may_switch:
         return False
     start = state.on_demand_delay_hours + state.changeover_hours + pool.transfer_hours
@@ -170,7 +174,7 @@ def _can_move_on_demand(state: State, pool: PoolView) -> bool:
 
 
 def _can_probe(state: State, probes: tuple[str, ...], action: Action) -> bool:
-    """Whether the budget bears all of them beside `action`, and finishing on demand after both."""
+    """Whether the budget covers the probes, `action`, and finishing on demand after both."""
     if state.probe_hours is None or not probes:
         return False
     known = {pool.id: pool for pool in state.pools}
@@ -192,16 +196,16 @@ def _leaving_usd(state: State) -> float:
 
 
 def _parting_hours(state: State) -> float:
-    """Most that is still paid of a machine once it is lost or left: the drain, or what a minute's minimum lacks."""
+    """Return the longest paid time of a machine after it is lost or left: the drain, or the one-minute minimum."""
     return max(state.drain_hours, MINIMUM_HOURS)
 
 
 def _fallback(state: State, work_hours: float, target: PoolView | None) -> tuple[float, float]:
-    """(transfer hours, USD) of finishing `work_hours` on demand: at worst of here and of where `target` is.
+    """Return (transfer hours, USD) of finishing `work_hours` on demand: the worse of here and the region of `target`.
 
-    A tick more than that is in reserve, as at admission: where whole ticks are billed, the first and the last of
-    on-demand may be paid whole and used in part. A pool in the region of the checkpoint needs no transfer.
-    Where the target's region has none on demand, the dearest transfer that is known stands for the one that is not.
+    One tick more is reserved, as at admission: if whole ticks are billed, the first and the last on-demand tick may be
+    used in part. A pool in the checkpoint's region needs no transfer. If the target's region has no on-demand pool, the
+    most expensive known transfer replaces the unknown one.
     """
     here = state.on_demand
     choices = [(here.transfer_hours, here.egress_usd, here.usd_per_hour)]

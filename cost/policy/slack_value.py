@@ -1,46 +1,46 @@
-"""The value of slack: a Markov decision process over slack and capacity, and the spells it assumes.
+"""The value of slack, from a Markov decision process over slack and capacity, and the model of capacity behind it.
 
-A spell is a time without change: of capacity (up) or of none (down). In the nine zones of the recorded V100 traces of
-2023 half of the spells end within 0.3 to 1.4 hours, while the mean is up to 10 hours: the longer a spell has lasted,
-the longer it will go on. So a spell has two phases, a Coxian distribution (Cox 1955, "A use of complex probabilities in
-the theory of stochastic processes"; phase-type distributions: Neuts 1981):
+A spell is a time with capacity (up) or without (down). In nine zones of recorded V100 traces of 2023, half of the
+spells end within 0.3 to 1.4 hours, but the mean is up to 10 hours: the longer a spell has lasted, the longer it will
+last. So a spell has two phases, a Coxian distribution (Cox 1955, "A use of complex probabilities in the theory of
+stochastic processes"; phase-type distributions: Neuts 1981):
 
     fresh     ends at rate f, settles at rate c                 the same for every pool, up and down
     settled   ends at rate λ (up) or μ (down), unknown
 
     P(spell > a) = F + G,  F = exp(−(f + c)·a),  G = c · (exp(−λ·a) − F) / (f + c − λ);     density = f·F + λ·G
 
-λ and μ get a discrete prior, geometric in the mean length, and are learnt by these likelihoods: the density of a spell
-that ended, P(spell > a) of one that still lasts or was lost sight of. The world is not stationary, so what was learnt
-of past spells is forgotten with a half-life of a day.
+λ and μ have a discrete prior, geometric in the mean length. The posterior uses the density of spells that ended, and
+P(spell > a) of spells that last or were lost from view. Capacity is not stationary, so evidence of past spells decays
+with a half-life of a day.
 
-State: time T left to the deadline, slack σ (T less the work left), what is held, whether spot is up, and the phase of
-that spell (`spells.py`). Work is done one hour per hour held, less the changeover d of each start; slack falls only by
-waiting and by starts. With prices in units of the on-demand price, s for spot, and one step h:
+The state is the time T to the deadline, the slack σ (T minus the remaining work), the machine held, whether spot is up,
+and the phase of its spell. One hour held does one hour of work, minus the changeover d of each start; slack falls only
+by waiting and by starts. With prices relative to the on-demand price, s for spot, and one step h:
 
     on spot       S = s·h + E[S, or on loss: q·U + (1−q)·D]                        at (T−h, σ)
     idle, down    D = min(wait: E[D or U] at (T−h, σ−h);  start on-demand: O at σ−d−δ/2)
     idle, up      U = min(start spot: S at σ−d;  start on-demand: P at σ−d−δ/2)
-    on-demand     O = min(stay: h + E[O or P] at (T−h, σ);  let go: D)             down
+    on-demand     O = min(stay: h + E[O or P] at (T−h, σ);  leave: D)              down
                   P = min(stay: h + E[P or O] at (T−h, σ);  start spot: x + S at σ−x−d)   up
 
-With other regions, D and O have one choice more, with chance a: min(as above, e + a start of spot there), e being what
-the move costs beyond a start at home. What it is worth to move now is reckoned against D and O as they are without a
-move in this step, but with it in later ones: else waiting, after which one can still move, would look too dear.
+With other regions, D and O have one more choice, with probability a: min(as above, e + a spot start there), where e is
+the cost of the move beyond a start at home. The advantage of moving now is relative to D and O without a move in this
+step but with moves in later steps. Otherwise waiting, after which a move is still possible, would look too expensive.
 
-d is the changeover with half of a commit interval (redone work, in the mean), δ the longest on-demand delay, x the
-drain, q the chance that another pool is up at once. The rules of the safety net are part of it: waiting needs
-σ ≥ d + δ afterwards, a spot start needs σ ≥ 2d + one tick + reserve. Below that, spot is closed for good, so the value
-jumps there: the grid has a point on either side of each jump. Where nothing is seen while on-demand runs (`blind`), O
-is as it was last seen, or forgotten (after the mean time of a down spell): then a try meets the long-run share of up.
-The optimal rule of the stationary process is a threshold on slack; greedy and uniform progress (Wu et al., Can't Be
-Late, NSDI'24) are its two extremes: one waits while it can, one never borrows. Here the threshold follows rates, phase
-and horizon.
+d includes half a commit interval (the mean redone work), δ is the longest on-demand delay, x the drain, q the
+probability that another pool is up at once. The rules of the safety net apply: waiting needs σ ≥ d + δ afterwards, a
+spot start needs σ ≥ 2d + one tick + reserve. Below that, spot is closed for good and the value jumps; the grid has a
+point on either side of each jump. If nothing is observed while on-demand runs (`blind`), O has the phase last observed,
+or an unknown one after the mean time of a down spell; a start then meets the long-run share of up.
+The optimal rule of the stationary process is a threshold on slack. Greedy and uniform progress (Wu et al., Can't Be
+Late, NSDI'24) are its extremes: one waits while it can, the other never borrows slack. Here the threshold depends on
+rates, phase and horizon.
 
-All combinations of the rates of `spells.py` are solved at once; the policy weighs their advantages by its posterior
-(QMDP: Littman, Cassandra and Kaelbling 1995), times exp(κ · expected cost): the weights by which the gradient of the
-entropic risk log E[exp(κ·cost)] / κ differs from that of the mean (Föllmer and Schied 2002), so that what goes badly
-weighs more. What is learnt does not change the tables, so they are kept.
+All combinations of rates are solved at once. The policy weighs their advantages by its posterior (QMDP: Littman,
+Cassandra and Kaelbling 1995), times exp(κ · expected cost): the weights of the gradient of the entropic risk
+log E[exp(κ·cost)] / κ relative to the mean (Föllmer and Schied 2002), so that expensive models weigh more. Learning
+does not change the tables, so they are cached.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ FRESH_END_PER_HOUR = 1.5
 FRESH_SETTLE_PER_HOUR = 1.2
 SETTLED_MEAN_HOURS = (1.5, 3.5, 8.0, 18.0)
 PRIOR = (8 / 15, 4 / 15, 2 / 15, 1 / 15)
-"""Each mean is half as likely as the next shorter one."""
+"""Each mean length is half as likely as the next shorter one."""
 HALF_LIFE_HOURS = 24.0
 AGE_AT_FIRST_SIGHT_HOURS = 1.0
-"""A spell met at a random moment is likely a long one (the inspection paradox), so it counts as mostly settled."""
+"""A spell first observed at a random moment is probably long (inspection paradox), so it counts as mostly settled."""
 SETTLED_END_PER_HOUR = tuple(1 / hours for hours in SETTLED_MEAN_HOURS)
 _OUT = FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR
 
 
 def phases(age_hours: float, settled_end_per_hour: float) -> tuple[float, float]:
-    """Probabilities that a spell lasts longer than `age_hours` and is then (fresh, settled): F and G above."""
+    """Return the probabilities that a spell outlasts `age_hours` and is then (fresh, settled): F and G above."""
     fresh = math.exp(-_OUT * age_hours)
     settled = math.exp(-settled_end_per_hour * age_hours)
     return fresh, FRESH_SETTLE_PER_HOUR * (settled - fresh) / (_OUT - settled_end_per_hour)
 
 
 def fresh_share(age_hours: float) -> float:
-    """Probability that a spell that has lasted `age_hours` is still fresh, however long settled ones last."""
+    """Return the probability that a spell that has lasted `age_hours` is fresh, if settled spells never end."""
     fresh, settled = phases(age_hours, 0.0)
     return fresh / (fresh + settled)
 
@@ -82,18 +82,26 @@ class RateEvidence:
 
     def __init__(self) -> None:
         self.logs = [0.0] * len(SETTLED_END_PER_HOUR)
-        """Log likelihood of the spells that are over, forgotten up to `_at_hours`."""
+        """Log likelihood of past spells, decayed up to `_at_hours`."""
         self._at_hours = 0.0
 
     def add(self, began_hours: float, age_hours: float, now_hours: float, *, ended: bool) -> None:
-        """A spell that was met at the age of `began_hours`, and at `age_hours` was over or lost sight of."""
+        """Add a spell that was observed from the age `began_hours` to `age_hours`.
+
+        Args:
+            ended: The spell ended at that age. False: it was lost from view.
+        """
         kept = self._kept(now_hours)
         seen = self._of_spell(began_hours, age_hours, ended=ended)
         self.logs = [kept * old + new for old, new in zip(self.logs, seen, strict=True)]
         self._at_hours = now_hours
 
     def weights(self, now_hours: float, lasting: tuple[float, float] | None = None) -> list[float]:
-        """Probability of each rate; they sum to 1. `lasting`: ages at which the present spell was met and is now."""
+        """Return the probability of each rate.
+
+        Args:
+            lasting: Age of the present spell when first observed, and now.
+        """
         kept = self._kept(now_hours)
         logs = [kept * old for old in self.logs]
         if lasting is not None:
@@ -110,7 +118,7 @@ class RateEvidence:
     def _of_spell(began_hours: float, age_hours: float, *, ended: bool) -> list[float]:
         found = []
         for rate in SETTLED_END_PER_HOUR:
-            # Over exp(−rate·age): a spell of months is too unlikely at a short mean to be told from 0.
+            # Divided by exp(−rate·age), because a spell of months underflows at a short mean.
             fresh = math.exp(-(_OUT - rate) * age_hours)
             settled = FRESH_SETTLE_PER_HOUR * (1 - fresh) / (_OUT - rate)
             seen = FRESH_END_PER_HOUR * fresh + rate * settled if ended else fresh + settled
@@ -119,11 +127,7 @@ class RateEvidence:
 
 
 class SpellTracker:
-    """What one job has seen of its pool, or of the pools of its region taken as one.
-
-    `see` is told at each decision whether capacity was up (None: not known). It keeps the present spell's age and the
-    evidence of both rates.
-    """
+    """The present spell's age and the evidence on both rates, for a pool or for the pools of a region taken as one."""
 
     def __init__(self) -> None:
         self.age_hours = AGE_AT_FIRST_SIGHT_HOURS
@@ -132,28 +136,29 @@ class SpellTracker:
         self._last: bool | None = None
         self._at_hours = 0.0
 
-    def see(self, up: bool | None, now_hours: float) -> None:
+    def observe(self, up: bool | None, now_hours: float) -> None:
+        """Record whether capacity is up at a decision. None: unknown."""
         passed, last = now_hours - self._at_hours, self._last
         self._at_hours = now_hours
         if last is not None and up is last:
             self.age_hours += passed
             return
         if last is not None:
-            # It changed at some moment since the last decision: in the middle of that time, in the mean.
+            # It changed since the last decision, on average in the middle of that time.
             over = self.age_hours + passed / 2 if up is not None else self.age_hours
             self._evidence[last].add(self._began_hours, over, now_hours, ended=up is not None)
-        # A change that was seen happening begins a spell; anything else is met at a random moment.
+        # An observed change begins a new spell; any other spell is first observed at a random moment.
         self._begin(0.0 if last is not None and up is not None else AGE_AT_FIRST_SIGHT_HOURS)
         self._last = up
 
-    def seen_again(self) -> None:
-        """The spell is another one now (another pool, met at a random moment)."""
+    def switch_pool(self) -> None:
+        """Begin another spell: that of another pool, first observed at a random moment."""
         if self._last is not None:
             self._evidence[self._last].add(self._began_hours, self.age_hours, self._at_hours, ended=False)
         self._begin(AGE_AT_FIRST_SIGHT_HOURS)
 
     def weights(self, *, up: bool) -> list[float]:
-        """Probability of each of `SETTLED_END_PER_HOUR` for spells of capacity (`up`) or of none."""
+        """Return the probability of each of `SETTLED_END_PER_HOUR`, for up or down spells."""
         lasting = (self._began_hours, self.age_hours) if self._last is up else None
         return self._evidence[up].weights(self._at_hours, lasting)
 
@@ -165,18 +170,20 @@ Array = NDArray[np.float64]
 STEPS = 240
 LONGEST_USEFUL_STEP_HOURS = 0.25
 RISK_AVERSION_PER_HOUR = 0.05
-"""κ above, cost in hours at the on-demand price: a model that costs 14 hours more counts twice."""
+"""κ above, per hour at the on-demand price: a model that costs 14 hours more counts twice."""
 _EPSILON = 1e-6
 _FORBIDDEN = 1e6
 _CLIP = 200.0
 WAIT_OR_ON_DEMAND, LEAVE_OR_STAY, SPOT_OR_STAY, SPOT_OR_ON_DEMAND, AWAY_OR_IDLE, AWAY_OR_STAY = range(6)
-"""Kinds of advantage: cost of the first less cost of the second, in hours at the on-demand price."""
+"""Kinds of advantage: cost of the first option minus cost of the second, in hours at the on-demand price."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlackProblem:
-    """What a table is solved for. All hours; `price_ratio` is spot over on-demand. Above, `again` is q, `away_chance`
-    a, and `away_cost_hours`, at the on-demand price, e."""
+    """Parameters of a table, in hours. `price_ratio` is spot over on-demand.
+
+    In the formulas of the module, `again` is q, `away_chance` a, and `away_cost_hours` (at the on-demand price) e.
+    """
 
     horizon_hours: float
     slack_hours: float
@@ -195,13 +202,13 @@ class SlackProblem:
 
     @property
     def spot_slack_hours(self) -> float:
-        """Least slack with which a spot start is let through."""
+        """Least slack with which the safety net allows a spot start."""
         reserve = self.on_demand_delay_hours + self.reserve_hours
         return 2 * self.changeover_hours + self.tick_hours + reserve
 
     @property
     def step_hours(self) -> float:
-        """The changeover, if it is longer, divided by at most 8, so that starts fall on the grid."""
+        """Grid step; a longer changeover is a multiple of it (at most 8), so that starts fall on the grid."""
         step = max(self.tick_hours / 2, min(LONGEST_USEFUL_STEP_HOURS, self.horizon_hours / STEPS))
         step = max(step, self.horizon_hours / (1.5 * STEPS))
         if self.changeover_hours <= step:
@@ -211,10 +218,10 @@ class SlackProblem:
 
 @dataclass(frozen=True)
 class SlackTable:
-    """Advantages (kind, step, model, phase, slack) and the least expected cost from a first start (step, model, slack).
+    """Solution of a `SlackProblem`: `advantages` [kind, step, model, phase, slack], costs [step, model, slack].
 
-    Models are all pairs of `up_end_per_hour` and `down_end_per_hour`, the second running faster. Costs in hours at the
-    on-demand price.
+    Models are all pairs of `up_end_per_hour` and `down_end_per_hour`; the second varies faster. Costs are the least
+    expected ones from a first start, in hours at the on-demand price.
     """
 
     step_hours: float
@@ -224,7 +231,7 @@ class SlackTable:
     cost_down: NDArray[np.float32]
 
     def corners(self, left_hours: float, slack_hours: float) -> tuple[slice, slice, Array]:
-        """The four grid points around a state and their bilinear weights, shape (2, 2)."""
+        """Return the four grid points around a state as two slices, and their bilinear weights [2, 2]."""
         steps, grid = self.advantages.shape[1], self.slack_hours
         row = min(max(left_hours / self.step_hours, 1.0), steps - 1.0)
         n = min(int(row), steps - 2)
@@ -235,8 +242,12 @@ class SlackTable:
         return slice(n, n + 2), slice(i, i + 2), weights
 
     def advantage(self, kind: int, left_hours: float, slack_hours: float, fresh: float, models: Array) -> float:
-        """Mean advantage at a state over `models` (their probabilities, the dear ones weighing more) and over the phase
-        (`fresh`: probability of the first)."""
+        """Return the mean advantage at a state over models and phases; expensive models weigh more.
+
+        Args:
+            fresh: Probability of the fresh phase.
+            models: Probabilities of the models.
+        """
         rows, columns, weights = self.corners(left_hours, slack_hours)
         found = self.advantages[kind, rows, :, :, columns]
         by_model = np.einsum("nmpk,nk->mp", found, weights)
@@ -246,7 +257,7 @@ class SlackTable:
         return float(feared @ (by_model @ np.array([fresh, 1 - fresh]))) / float(feared.sum())
 
     def expected_cost(self, left_hours: float, slack_hours: float, up: bool, models: Array) -> float:
-        """Expected cost to finish from idle, in hours at the on-demand price, spot being up (settled) or down."""
+        """Return the expected cost of finishing from idle, in hours at the on-demand price, with spot up or down."""
         rows, columns, weights = self.corners(left_hours, slack_hours)
         found = (self.cost_up if up else self.cost_down)[rows, :, columns]
         return float(models @ np.einsum("nmk,nk->m", found, weights))
@@ -254,12 +265,12 @@ class SlackTable:
 
 @lru_cache(maxsize=24)
 def solve(question: SlackProblem) -> SlackTable:
-    """Solve the process for every model; about 0.1 s, kept for the next job with the same question."""
+    """Solve the process for every model, in about 0.1 s; cached for later jobs with the same parameters."""
     return _Induction(question).run()
 
 
 def slack_grid(question: SlackProblem, step_hours: float) -> Array:
-    """Slack values: steps around the jumps at spot_slack + k·changeover, ever wider above. Increasing, hours."""
+    """Return increasing slack values in hours: even steps around the jumps at spot_slack + k·changeover, then wider."""
     base, changeover = question.spot_slack_hours, question.changeover_hours
     closed = changeover + question.on_demand_delay_hours
     below = math.floor(max(0.0, base - closed) / step_hours)
@@ -276,12 +287,12 @@ def slack_grid(question: SlackProblem, step_hours: float) -> Array:
 
 
 def mean_hours(settled_end: Array) -> Array:
-    """Mean length of a spell whose settled phase ends at these rates."""
+    """Return the mean lengths of spells whose settled phases end at these rates."""
     return (1 + FRESH_SETTLE_PER_HOUR / settled_end) / (FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR)
 
 
 def _phase_steps(settled_end: Array, hours: float) -> tuple[Array, Array]:
-    """Coxian transitions over `hours`: stay (model, phase, phase) and end (model, phase, 1)."""
+    """Return the Coxian transitions over `hours`: stay [model, phase, phase] and end [model, phase, 1]."""
     out = FRESH_END_PER_HOUR + FRESH_SETTLE_PER_HOUR
     fresh, settled = math.exp(-out * hours), np.exp(-settled_end * hours)
     gap = np.where(np.abs(out - settled_end) < 1e-6, 1e-6, out - settled_end)
@@ -292,7 +303,7 @@ def _phase_steps(settled_end: Array, hours: float) -> tuple[Array, Array]:
 
 
 class _Shift:
-    """Linear interpolation of rows (…, slack) at slack less `hours`; below 0 it is 0."""
+    """Linear interpolation of rows [..., slack] at slack minus `hours`; negative slack counts as 0."""
 
     def __init__(self, grid: Array, hours: float) -> None:
         at = np.clip(grid - hours, 0.0, None)
@@ -305,7 +316,7 @@ class _Shift:
 
 
 class _Induction:
-    """Backward induction over steps. Value rows have shape (state, step, model, phase, slack)."""
+    """Backward induction over steps. Values have shape [state, step, model, phase, slack]."""
 
     def __init__(self, question: SlackProblem) -> None:
         self.q, self.step = question, question.step_hours
@@ -322,7 +333,7 @@ class _Induction:
         self.wait = _Shift(self.grid, self.step)
         self.to_spot = _Shift(self.grid, question.changeover_hours)
         self.to_demand = _Shift(self.grid, question.changeover_hours + half_delay)
-        # Slack that is not there cannot be spent: the grid ends at 0, and the work it would hide is done on demand.
+        # The grid ends at slack 0; work beyond it is done on demand and added here.
         self.too_late = np.clip(question.changeover_hours + half_delay - self.grid, 0.0, None)
         self.drained = _Shift(self.grid, question.drain_hours)
         self.may_spot = self.grid >= question.spot_slack_hours - _EPSILON / 2
@@ -391,14 +402,17 @@ class _Induction:
             np.clip(found, -_CLIP, _CLIP, out=self.advantages[kind, row], casting="same_kind")
 
     def _or_away(self, here: Array, start: Array) -> Array:
-        """What is best here, or a start elsewhere if that is better and has capacity (met at a random moment)."""
+        """Return the best value here, or that of a better start elsewhere if there is capacity."""
         if self.q.away_chance <= 0:
             return here
         away = np.minimum(here, start[:, 1:] + self.q.away_cost_hours)
         return here + self.q.away_chance * (away - here)
 
     def _blind(self, hours: Array, demand: Array, down: Array, up: Array) -> tuple[Array, Array]:
-        """Staying on or letting go of on-demand that shows nothing. Its phases: as last seen (down), or forgotten."""
+        """Return the values of staying on on-demand and of leaving it, without observations of spot.
+
+        The phases are those of the last observation (down), or unknown.
+        """
         seen, forgotten = demand[:, 0], demand[:, 1]
         stay = np.stack([self.still_down * seen + (1 - self.still_down) * forgotten, forgotten], axis=1)
         tried = self.share_up * up[:, 1] + (1 - self.share_up) * down[:, 1]
@@ -409,6 +423,6 @@ class _Induction:
 
     @staticmethod
     def _next(phases: tuple[Array, Array], same: Array, other: Array) -> Array:
-        """Expectation over the spell: going on in its phases, or ending and meeting the other's fresh phase."""
+        """Return the expectation over the spell: it lasts in its phases, or ends in the other's fresh phase."""
         stay, end = phases
         return stay @ same + end * other[:, :1]

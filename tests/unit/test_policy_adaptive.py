@@ -122,11 +122,11 @@ def test_a_rate_is_learnt_and_forgotten(which: int) -> None:
 def test_a_spell_of_months_is_one_of_the_longest() -> None:
     spells = SpellTracker()
     for hours in (0.0, 500.0, 1500.0, 100_000.0):
-        spells.see(True, hours)
+        spells.observe(True, hours)
         weights = spells.weights(up=True)
         assert sum(weights) == pytest.approx(1.0)
     assert weights[-1] > 0.99 and SETTLED_MEAN_HOURS[-1] == max(SETTLED_MEAN_HOURS)
-    spells.see(False, 100_000.1)
+    spells.observe(False, 100_000.1)
     assert sum(spells.weights(up=True)) == pytest.approx(1.0)
 
 
@@ -134,16 +134,16 @@ def test_a_spell_counts_while_it_lasts_when_it_ends_and_when_it_is_lost_sight_of
     rates = np.array(SETTLED_END_PER_HOUR)
     spells = SpellTracker()
     for tick in range(200):
-        spells.see(tick >= 100, tick * TICK)
+        spells.observe(tick >= 100, tick * TICK)
     assert spells.age_hours == pytest.approx(9.9)
     # Ten hours of capacity that still last make short spells of it unlikely, those of none were ten hours, too.
     assert np.dot(spells.weights(up=True), rates) < 0.5 * np.dot(PRIOR, rates)
     assert np.dot(spells.weights(up=False), rates) < 0.5 * np.dot(PRIOR, rates)
     before = spells.weights(up=True)
-    spells.see(None, 20.0)
+    spells.observe(None, 20.0)
     assert spells.weights(up=True) == pytest.approx(before, rel=0.01)
     # Met again at a random moment: a new spell, which says nothing yet.
-    spells.see(True, 20.1)
+    spells.observe(True, 20.1)
     assert spells.weights(up=True) == pytest.approx(before, rel=0.02)
 
 
