@@ -1,12 +1,11 @@
-"""Lines of an AWS Cost and Usage Report: CSV (also gzipped) or Parquet, in either generation of column names.
+"""Read the lines of an AWS Cost and Usage Report: CSV (also gzipped) or Parquet, in either generation of column names.
 
 Columns and their meaning: https://docs.aws.amazon.com/cur/latest/userguide/data-dictionary.html and, for the second
 generation (Data Exports), https://docs.aws.amazon.com/cur/latest/userguide/table-dictionary-cur2.html
 
-A line's id is its own in one partition of one delivery, and another in the next delivery (identity/LineItemId in
-https://docs.aws.amazon.com/cur/latest/userguide/identity-columns.html). So a line is the same again if it has the id,
-time, resource and use of one before, or if another file had one that is alike in all that is read of it: as often as
-one file has such a line it is meant.
+A line's id is unique within one partition of one delivery, and differs in the next delivery (identity/LineItemId in
+https://docs.aws.amazon.com/cur/latest/userguide/identity-columns.html). A line therefore repeats an earlier one if it
+has the same id, time, resource and use, or if another file has an equal line. Equal lines of one file all count.
 """
 
 from __future__ import annotations
@@ -25,25 +24,24 @@ from typing import Any
 
 from ebbflow.cost.errors import BillError
 
-# Normalised names (see `_plain_name`) of what is read; the first of each row that the file has.
-_COLUMNS = {
-    "resource_id": ("line_item_resource_id",),
-    "start": ("line_item_usage_start_date",),
-    "end": ("line_item_usage_end_date",),
-    "product": ("line_item_product_code",),
-    "usage_type": ("line_item_usage_type",),
-    "amount": ("line_item_usage_amount",),
-    "usd": ("line_item_unblended_cost",),
+# Field of a line: normalised name of its column (`_normalise_name`).
+_REQUIRED = {
+    "resource_id": "line_item_resource_id",
+    "start": "line_item_usage_start_date",
+    "end": "line_item_usage_end_date",
+    "product": "line_item_product_code",
+    "usage_type": "line_item_usage_type",
+    "amount": "line_item_usage_amount",
+    "usd": "line_item_unblended_cost",
 }
 _OPTIONAL = {
-    "line_type": ("line_item_line_item_type",),
-    "zone": ("line_item_availability_zone",),
-    "instance_type": ("product_instance_type",),
-    "unit": ("pricing_unit",),
-    "currency": ("line_item_currency_code",),
-    "invoice": ("bill_invoice_id",),
-    "tags": ("resource_tags",),
-    "line_id": ("identity_line_item_id",),
+    "line_type": "line_item_line_item_type",
+    "zone": "line_item_availability_zone",
+    "instance_type": "product_instance_type",
+    "currency": "line_item_currency_code",
+    "invoice": "bill_invoice_id",
+    "tags": "resource_tags",
+    "line_id": "identity_line_item_id",
 }
 _TAG = re.compile(r"^resource_tags_(?:user_)?(.+)$")
 _INSTANCE_USE = re.compile(r"(?:^|-)(BoxUsage|SpotUsage|DedicatedUsage|HostBoxUsage|ReservedBoxUsage)(?::(.+))?$")
@@ -53,12 +51,19 @@ SYNTHETIC = "synthetic"
 
 @dataclass(frozen=True, kw_only=True)
 class BillLine:
-    """One line. start, end: Unix time of its hour (or day); amount: in `unit`; usd: the unblended cost, exactly.
+    """One line of a bill.
 
-    kind: instance, storage, transfer or other. seconds: billed time of an instance, else 0. market: spot or on_demand
-    for instances. tags: by plain key (`normalise_tag`). synthetic: the file says that it is no real bill.
-    line_id: of this delivery; empty: the report has none. delivery: which of the files that were given together; where:
-    file and line.
+    Attributes:
+        start, end: Unix time of its hour or day.
+        kind: "instance", "storage", "transfer" or "other".
+        amount: Used amount; of an instance, hours.
+        usd: The unblended cost, exactly.
+        market: "spot" or "on_demand" for instances, else empty.
+        tags: By normalised key (`normalise_tag`).
+        synthetic: Whether the file marks itself as generated.
+        line_id: Valid within this delivery; empty if the report has none.
+        delivery: Number of the file among those that were passed together.
+        where: File and line.
     """
 
     resource_id: str
@@ -80,12 +85,18 @@ class BillLine:
 
     @property
     def seconds(self) -> float:
+        """Billed time of an instance; 0 for other lines."""
         return float(self.amount) * 3600 if self.kind == "instance" else 0.0
 
 
 def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:
-    """The lines of a report, one by one. delivery: of several files given together, which. Raises BillError naming
-    file:line, the column and what is wrong.
+    """Yield the lines of a report one by one.
+
+    Args:
+        delivery: Number of the file, if several are passed together.
+
+    Raises:
+        BillError: The file is unreadable or invalid. The message has file:line, the column and the problem.
     """
     rows = _parquet_rows(path) if path.suffix == ".parquet" else _csv_rows(path)
     for where, row in rows:
@@ -93,7 +104,7 @@ def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:
 
 
 def normalise_tag(key: str) -> str:
-    """Reports spell one tag in several ways (user:ebbflow-job, user_ebbflow_job): letters and digits alone tell."""
+    """Reduce a tag's key to letters and digits: reports spell one tag as user:ebbflow-job or user_ebbflow_job."""
     return re.sub(r"[^a-z0-9]", "", re.sub(r"^(?:aws|user)[:_]", "", key.lower()))
 
 
@@ -101,7 +112,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
             reader = csv.reader(file)
-            names = [_plain_name(name) for name in next(reader, [])]
+            names = [_normalise_name(name) for name in next(reader, [])]
             _check_columns(names, path)
             for row in reader:
                 if row:
@@ -122,14 +133,14 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         ) from error
     except (OSError, ValueError) as error:
         raise BillError(f"{path}: cannot be read: {error}") from error
-    names = [_plain_name(str(name)) for name in frame.columns]
+    names = [_normalise_name(str(name)) for name in frame.columns]
     _check_columns(names, path)
     for number, row in enumerate(frame.itertuples(index=False, name=None), start=1):
         yield f"{path}: row {number}", dict(zip(names, row, strict=True))
 
 
-def _plain_name(name: str) -> str:
-    """lineItem/UsageStartDate, line_item_usage_start_date: one name. A tag keeps what follows its prefix."""
+def _normalise_name(name: str) -> str:
+    """Convert a column name such as lineItem/UsageStartDate to line_item_usage_start_date. Tags keep their key."""
     head, slash, rest = name.strip().partition("/")
     if slash and head == "resourceTags":
         return f"resource_tags_{rest}"
@@ -138,21 +149,21 @@ def _plain_name(name: str) -> str:
 
 
 def _check_columns(names: list[str], path: Path) -> None:
-    missing = [choices[0] for choices in _COLUMNS.values() if not set(choices) & set(names)]
+    missing = [column for column in _REQUIRED.values() if column not in names]
     if missing:
         raise BillError(
-            f"{path}: no Cost and Usage Report with resource ids: it lacks {', '.join(missing)}; fix: create the "
+            f"{path}: not a Cost and Usage Report with resource ids: it lacks {', '.join(missing)}; fix: create the "
             "report with 'include resource IDs' and hourly granularity"
         )
 
 
 def _line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
-    found = {name: _of(row, choices) for name, choices in {**_COLUMNS, **_OPTIONAL}.items()}
+    found = {name: _read_text(row, column) for name, column in {**_REQUIRED, **_OPTIONAL}.items()}
     currency = found["currency"] or "USD"
     if currency != "USD":
         raise BillError(f"{where}: line_item_currency_code is {currency}; only bills in USD are read")
     line_type = found["line_type"] or "Usage"
-    # Negations, fees, credits and taxes repeat the usage of other lines: as time they would count twice.
+    # Negations, fees, credits and taxes repeat the usage of other lines, whose time would count twice.
     usage = _INSTANCE_USE.search(found["usage_type"]) if line_type in _USE else None
     return BillLine(
         resource_id=found["resource_id"].rpartition("/")[2],
@@ -174,12 +185,11 @@ def _line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
     )
 
 
-def _of(row: Mapping[str, Any], choices: tuple[str, ...]) -> str:
-    for name in choices:
-        value = row.get(name)
-        if value is not None and value == value:  # NaN, pandas' word for nothing, differs from itself
-            return value.isoformat() if isinstance(value, datetime) else str(value).strip()
-    return ""
+def _read_text(row: Mapping[str, Any], column: str) -> str:
+    value = row.get(column)
+    if value is None or value != value:  # pandas has NaN for an empty cell, which differs from itself
+        return ""
+    return value.isoformat() if isinstance(value, datetime) else str(value).strip()
 
 
 def _kind(product: str, usage_type: str, instance: bool) -> str:
@@ -193,18 +203,18 @@ def _kind(product: str, usage_type: str, instance: bool) -> str:
 
 
 def _tags(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Of a column for each tag (first generation) or one column of all (second), which is a JSON map or pairs."""
+    """Read the tags from one column per tag (first generation) or from one column with all (JSON map or pairs)."""
     tags = {
         normalise_tag(found.group(1)): str(row[name])
         for name in row
-        if (found := _TAG.match(name)) and _of(row, (name,))
+        if (found := _TAG.match(name)) and _read_text(row, name)
     }
     if column.startswith("{"):
-        # Some writers put single quotes; a value such as O'Brien is no reason to turn those of a proper map.
+        # Some writers use single quotes. Valid JSON is tried first, since a value may hold one, such as O'Brien.
         for text in (column, column.replace("'", '"')):
             with contextlib.suppress(ValueError):
                 return tags | {normalise_tag(key): str(value) for key, value in json.loads(text).items()}
-    elif column.startswith("["):  # a map as pandas reads it: a list of pairs
+    elif column.startswith("["):  # pandas reads a map as a list of pairs
         tags |= {normalise_tag(key): value for key, value in re.findall(r"\('([^']+)', '([^']*)'\)", column)}
     return tags
 
@@ -228,22 +238,26 @@ def _number(text: str, column: str, where: str) -> Decimal:
 
 
 class RepeatFilter:
-    """Remembers the lines that it is asked about: to be asked of one job's alone, since a bill may have millions."""
+    """Recognise repeated lines. It remembers every line, so pass it only those of one job: a bill may have millions."""
 
     def __init__(self) -> None:
         self._by_id: dict[tuple[str, ...], tuple[Decimal, Decimal]] = {}
         self._alike: dict[tuple[Any, ...], dict[int, int]] = {}
 
-    def again(self, line: BillLine) -> bool:
-        """Whether the line was given before. Raises BillError where it was, with another amount or other dollars."""
+    def is_repeat(self, line: BillLine) -> bool:
+        """Whether the line was passed before.
+
+        Raises:
+            BillError: It was, with another amount or other dollars.
+        """
         use = (line.resource_id, line.usage_type, line.line_type, line.start, line.end)
         name = (line.line_id, *map(str, use))
         if line.line_id and name in self._by_id:
             amount, usd = self._by_id[name]
             if (amount, usd) != (line.amount, line.usd):
                 raise BillError(
-                    f"{line.where}: this line was given before as {amount} for ${usd}, and is {line.amount} for "
-                    f"${line.usd} here: two deliveries of one report that differ; fix: give the newest one alone"
+                    f"{line.where}: this line came before as {amount} for ${usd}, and is {line.amount} for "
+                    f"${line.usd} here: two deliveries of one report that differ; fix: pass only the newest one"
                 )
             return True
         self._by_id[name] = line.amount, line.usd

@@ -1,4 +1,4 @@
-"""Compare a job's metered instances with the provider's bill, and explain each difference with its dollars."""
+"""Compare a job's metered instances with the provider's bill, and explain each difference in dollars."""
 
 from __future__ import annotations
 
@@ -23,16 +23,27 @@ from ebbflow.infra.events import PLAN, Event
 from ebbflow.infra.untrusted_text import one_line
 
 JOB_TAG = "ebbflow-job"
+UNEXPLAINED = "unexplained"
+# Ledger and bill agree if at most this share of the bill is unexplained.
+AGREED_SHARE = Decimal("0.01")
+# A node that vanishes loses its newest events: they are stored every 10 s, and heartbeats come every second.
+LOST_SECONDS = 15.0
+SCHEMA = 1
 _HOUR = 3600.0
+_WIDTH = 100
 
 
 @dataclass(kw_only=True)
 class MeteredInstance:
-    """One instance in the job's events. seconds, usd: of its nodes, pauses and minimum charge included; of nodes that
-    shared it the seconds count once.
+    """One instance in the job's events.
 
-    machine: what the agent knew. start, end: Unix time. lost_ends: nodes whose end was not recorded.
-    usd_per_hour: the lowest and the highest price on record from its boot to its end.
+    Attributes:
+        machine: Facts that the agent recorded about the machine.
+        start, end: Unix time.
+        seconds: Of its nodes, with pauses and minimum charge. Overlapping nodes count once.
+        usd: Dollars for the same time.
+        lost_ends: Number of nodes whose end was not recorded.
+        usd_per_hour: The lowest and the highest recorded price from its boot to its end.
     """
 
     instance_id: str
@@ -47,14 +58,18 @@ class MeteredInstance:
 
     @property
     def boot_seconds(self) -> float:
-        """Between its boot and its first node; of an instance that was up for longer the rest was not for this job."""
+        """Time from its boot to its first node, capped: an instance that was up for longer served another job."""
         return _boot_seconds(self.machine)
 
 
 @dataclass(kw_only=True)
 class BilledInstance:
-    """One instance in the bill: the lines of the hours in which it was the job's. spans: seconds by hour; deliveries:
-    which of the files have lines of the same use in the same hour.
+    """One instance in the bill, with the lines of the hours in which it ran the job.
+
+    Attributes:
+        elsewhere_usd: Dollars of its lines in other hours.
+        spans: Billed seconds by (start, end) of the line.
+        deliveries: The files that have lines of the same use in the same hour.
     """
 
     instance_id: str
@@ -69,13 +84,13 @@ class BilledInstance:
     deliveries: dict[tuple[float, float, str, str], set[int]] = field(default_factory=dict)
 
     @property
-    def too_long_seconds(self) -> float:
-        """Billed beyond the length of the hours that they were billed for: nothing lives that long."""
+    def excess_seconds(self) -> float:
+        """Seconds billed beyond the length of their hours, which is impossible for a single instance."""
         return sum(max(0.0, seconds - (end - start)) for (start, end), seconds in self.spans.items())
 
     @property
-    def told_differently(self) -> int:
-        """Uses in an hour that several files have lines of, which are not the same lines again (`RepeatFilter`)."""
+    def conflicting_uses(self) -> int:
+        """Number of uses in an hour for which several files have different lines."""
         return sum(len(files) > 1 for files in self.deliveries.values())
 
     def add(self, line: BillLine, job_tag: str) -> None:
@@ -89,14 +104,39 @@ class BilledInstance:
         self.tags |= {line.tags.get(normalise_tag(job_tag), "")} - {""}
 
 
-@dataclass(kw_only=True)
-class JobAndBill:
-    """A job's two accounts side by side, before anything is explained.
+@dataclass(frozen=True, kw_only=True)
+class GapPart:
+    """A part of the gap, billed less metered. `cause` is "boot time", "minimum charge", "price", "unexplained" …"""
 
-    orphans: instances that carry the job's tag and are in none of its events. unknown: nodes whose instance nobody
-    recorded. shared: instances that nodes of the job shared. other_usd: tagged lines by kind (storage, transfer,
-    other). covers_until: end of the bill's newest line. twice: lines that came again, with another delivery of the same
-    report, and were counted once.
+    cause: str
+    instance_id: str
+    usd: Decimal
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BillingFinding:
+    """A fault such as an orphan instance, a wrong zone or a missed tag. `usd` is the sum of the lines it concerns."""
+
+    kind: str
+    resource: str
+    usd: Decimal
+    words: str
+
+
+@dataclass(kw_only=True)
+class Reconciliation:
+    """A job's forecast, ledger and bill, with the gap between the latter two in parts that sum to it exactly.
+
+    Attributes:
+        simulated: Whether the job's prices were assumed, so that no provider billed them.
+        synthetic: Whether the bill marks itself as generated.
+        orphans: Instances with the job's tag that are in none of its events.
+        unknown: Nodes whose instance was not recorded.
+        shared: Instances that several nodes of the job used at once.
+        other_usd: Dollars of tagged lines by kind: storage, transfer, other.
+        covers_until: End of the bill's newest line, Unix time.
+        repeated_lines: Lines that a further delivery of the same report repeats. They count once.
     """
 
     job: str
@@ -104,87 +144,136 @@ class JobAndBill:
     forecast_usd: float | None
     metered_usd: Decimal
     simulated: bool
-    synthetic: bool
     metered: dict[str, MeteredInstance]
-    billed: dict[str, BilledInstance]
-    orphans: dict[str, BilledInstance]
     unknown: list[NodeBill]
     shared: list[str]
-    other_usd: dict[str, Decimal]
-    covers_until: float
-    twice: int = 0
+    synthetic: bool = False
+    billed: dict[str, BilledInstance] = field(default_factory=dict)
+    orphans: dict[str, BilledInstance] = field(default_factory=dict)
+    other_usd: dict[str, Decimal] = field(default_factory=dict)
+    covers_until: float = -math.inf
+    repeated_lines: int = 0
+    parts: tuple[GapPart, ...] = ()
+    findings: tuple[BillingFinding, ...] = ()
+
+    @property
+    def billed_usd(self) -> Decimal:
+        """Billed for the instances in the events, in the hours of the job."""
+        return sum((billed.usd for billed in self.billed.values()), Decimal(0))
+
+    @property
+    def joined_usd(self) -> Decimal:
+        """Metered on instances with a known id, which can be joined with a bill."""
+        return sum((metered.usd for metered in self.metered.values()), Decimal(0))
+
+    @property
+    def gap_usd(self) -> Decimal:
+        return self.billed_usd - self.joined_usd
+
+    @property
+    def unexplained_share(self) -> float | None:
+        """Share of the billed dollars that is unexplained: the sum of each instance's absolute amount."""
+        if not self.billed_usd:
+            return None
+        apart = sum((abs(part.usd) for part in self.parts if part.cause == UNEXPLAINED), Decimal(0))
+        return float(apart / self.billed_usd)
+
+    @property
+    def agrees(self) -> bool:
+        share = self.unexplained_share
+        return share is not None and Decimal(share) <= AGREED_SHARE and not self.findings and not self.unknown
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON values. Dollars are decimal strings, which are exact."""
+        unexplained = sum((part.usd for part in self.parts if part.cause == UNEXPLAINED), Decimal(0))
+        return {
+            "schema": SCHEMA,
+            "job": self.job,
+            "bill": "synthetic bill" if self.synthetic else "bill",
+            "forecast_usd": self.forecast_usd,
+            "metered_usd": str(self.metered_usd),
+            "joined_usd": str(self.joined_usd),
+            "billed_usd": str(self.billed_usd),
+            "gap_usd": str(self.gap_usd),
+            "unexplained_usd": str(unexplained),
+            "unexplained_share": self.unexplained_share,
+            "agrees": self.agrees,
+            "parts": [{**vars(part), "usd": str(part.usd)} for part in self.parts],
+            "findings": [{**vars(finding), "usd": str(finding.usd)} for finding in self.findings],
+            "repeated_lines": self.repeated_lines,
+            "other_usd": {kind: str(usd) for kind, usd in sorted(self.other_usd.items())},
+        }
 
 
-def join_bill(events: Sequence[Event], lines: Iterable[BillLine], *, job_tag: str = JOB_TAG) -> JobAndBill:
-    """Join by instance id and hour: tags of a Batch job do not reach the lines of its EC2 instances by themselves.
+def reconcile(events: Sequence[Event], lines: Iterable[BillLine], *, job_tag: str = JOB_TAG) -> Reconciliation:
+    """Compare a job's events with a bill, and split the gap of each instance.
 
-    events: of one job. lines: of a whole account's report, read once and not kept. Raises LedgerError, and BillError
-    for deliveries that contradict each other.
+    Lines are joined with the job by instance id and hour, because the tags of a Batch job are not copied to its EC2
+    instances. The gap is split first by price, then by time. What no evidence covers stays unexplained.
+
+    Args:
+        lines: The lines of a whole account's report. They are read once and not kept.
+
+    Raises:
+        LedgerError: The events contradict each other.
+        BillError: Two deliveries of the report contradict each other.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     ledger = fold(ordered)
-    metered = _metered(ledger.nodes)
-    job = ordered[0].job if ordered else ""
     plan = next((event.data for event in ordered if event.name == PLAN and event.data.get("chosen")), None)
-    account = JobAndBill(
-        job=job,
+    shared = {bill.node.instance_id for bill in ledger.nodes if any(number > 1 for _, number in bill.sharers)}
+    found = Reconciliation(
+        job=ordered[0].job if ordered else "",
         job_tag=job_tag,
         forecast_usd=None if plan is None else plan["chosen"].get("compute_usd", plan["chosen"].get("expected_usd")),
         metered_usd=ledger.total_usd,
         simulated=ledger.price_kind == SIMULATED,
-        synthetic=False,
-        metered=metered,
-        billed={},
-        orphans={},
+        metered=_meter_instances(ledger.nodes),
         unknown=[bill for bill in ledger.nodes if not bill.node.instance_id],
-        shared=_shared(ledger.nodes),
-        other_usd={},
-        covers_until=-math.inf,
+        shared=sorted(instance_id for instance_id in shared if instance_id),
     )
     repeats = RepeatFilter()
     for line in lines:
-        _take(account, line, repeats)
-    return account
+        _add_line(found, line, repeats)
+    found.parts = tuple(part for metered in found.metered.values() for part in _split_gap(found, metered) if part.usd)
+    found.findings = tuple(_find_faults(found))
+    return found
 
 
-def _take(account: JobAndBill, line: BillLine, repeats: RepeatFilter) -> None:
-    account.synthetic |= line.synthetic
-    account.covers_until = max(account.covers_until, line.end)
-    tagged = line.tags.get(normalise_tag(account.job_tag)) == account.job
-    mine = account.metered.get(line.resource_id)
-    if not tagged and mine is None:
+def _add_line(found: Reconciliation, line: BillLine, repeats: RepeatFilter) -> None:
+    found.synthetic |= line.synthetic
+    found.covers_until = max(found.covers_until, line.end)
+    tagged = line.tags.get(normalise_tag(found.job_tag)) == found.job
+    metered = found.metered.get(line.resource_id)
+    if not tagged and metered is None:
         return
-    if repeats.again(line):
-        account.twice += 1
+    if repeats.is_repeat(line):
+        found.repeated_lines += 1
     elif line.kind != "instance":
         if tagged:
-            account.other_usd[line.kind] = account.other_usd.get(line.kind, Decimal(0)) + line.usd
-    elif mine is not None:
-        billed = account.billed.setdefault(mine.instance_id, BilledInstance(instance_id=mine.instance_id))
-        if _in_its_hours(line, mine):
-            billed.add(line, account.job_tag)
+            found.other_usd[line.kind] = found.other_usd.get(line.kind, Decimal(0)) + line.usd
+    elif metered is not None:
+        billed = found.billed.setdefault(line.resource_id, BilledInstance(instance_id=line.resource_id))
+        # From the hour of its boot to the hour after the job left: an instance ends some time after its work.
+        born = metered.start - metered.boot_seconds
+        if line.end > born and line.start < (math.floor(metered.end / _HOUR) + 2) * _HOUR:
+            billed.add(line, found.job_tag)
         else:
             billed.elsewhere_usd += line.usd
     else:
-        found = account.orphans.setdefault(line.resource_id, BilledInstance(instance_id=line.resource_id))
-        found.add(line, account.job_tag)
+        orphan = found.orphans.setdefault(line.resource_id, BilledInstance(instance_id=line.resource_id))
+        orphan.add(line, found.job_tag)
 
 
-def _in_its_hours(line: BillLine, mine: MeteredInstance) -> bool:
-    """From the hour of its boot to the one after the job left it: an instance ends a while after its work."""
-    born = mine.start - mine.boot_seconds
-    return line.end > born and line.start < (math.floor(mine.end / _HOUR) + 2) * _HOUR
-
-
-def _metered(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
+def _meter_instances(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
+    """The metered instances, ordered by id."""
     of_node = {id(bill.node): bill for bill in bills}
     found = {}
-    for instance_id, nodes in group_by_instance([bill.node for bill in bills]).items():
+    for instance_id, nodes in sorted(group_by_instance([bill.node for bill in bills]).items()):
         mine = [of_node[id(node)] for node in nodes]
         pool = mine[0].price.pool
         start, end = nodes[0].started_wall, max(node.ended_wall for node in nodes)
-        since = start - _boot_seconds(nodes[0].machine)
-        bounds = [bill.price.curve.bounds(since, end) for bill in mine]
+        bounds = [bill.price.curve.bounds(start - _boot_seconds(nodes[0].machine), end) for bill in mine]
         found[instance_id] = MeteredInstance(
             instance_id=instance_id,
             machine=nodes[0].machine,
@@ -203,126 +292,21 @@ def _boot_seconds(machine: dict[str, Any]) -> float:
     return min(float(machine.get("uptime_seconds") or 0.0), LONGEST_IDLE_SECONDS)
 
 
-def _shared(bills: Sequence[NodeBill]) -> list[str]:
-    """Instances on which nodes of the job ran at once and divided its price."""
-    of = {bill.node.instance_id for bill in bills if any(number > 1 for _, number in bill.sharers)}
-    return sorted(instance_id for instance_id in of if instance_id)
-
-
-# What is left unexplained up to here counts as agreement.
-AGREED_SHARE = Decimal("0.01")
-# Of a node that vanishes, events of its last seconds are missing: they are put each 10 s, its heart beats each second.
-LOST_SECONDS = 15.0
-SCHEMA = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class GapPart:
-    """A piece of the gap, billed less metered. cause: boot time, minimum charge, price, other zone … or unexplained."""
-
-    cause: str
-    instance_id: str
-    usd: Decimal
-    words: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class BillingFinding:
-    """Something wrong. kind: orphan instance, wrong zone, missed tag …; usd: of the lines that it concerns."""
-
-    kind: str
-    resource: str
-    usd: Decimal
-    words: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reconciliation:
-    """forecast, metered and billed dollars of a job's instances, with the gap in parts that sum to it exactly."""
-
-    account: JobAndBill
-    parts: tuple[GapPart, ...]
-    findings: tuple[BillingFinding, ...]
-
-    @property
-    def billed_usd(self) -> Decimal:
-        """Of the instances that the events know, in their hours."""
-        return sum((billed.usd for billed in self.account.billed.values()), Decimal(0))
-
-    @property
-    def joined_usd(self) -> Decimal:
-        """What was metered on instances that can be joined with a bill."""
-        return sum((metered.usd for metered in self.account.metered.values()), Decimal(0))
-
-    @property
-    def gap_usd(self) -> Decimal:
-        return self.billed_usd - self.joined_usd
-
-    @property
-    def unexplained_usd(self) -> Decimal:
-        return sum((part.usd for part in self.parts if part.cause == UNEXPLAINED), Decimal(0))
-
-    @property
-    def unexplained_share(self) -> float | None:
-        """Of the billed dollars, as the sum of what is unexplained of each instance without regard to sign."""
-        if not self.billed_usd:
-            return None
-        apart = sum((abs(part.usd) for part in self.parts if part.cause == UNEXPLAINED), Decimal(0))
-        return float(apart / self.billed_usd)
-
-    @property
-    def agrees(self) -> bool:
-        share = self.unexplained_share
-        return share is not None and Decimal(share) <= AGREED_SHARE and not self.findings and not self.account.unknown
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON; dollars as decimal strings, exactly."""
-        account = self.account
-        return {
-            "schema": SCHEMA,
-            "job": account.job,
-            "bill": "synthetic bill" if account.synthetic else "bill",
-            "forecast_usd": account.forecast_usd,
-            "metered_usd": str(account.metered_usd),
-            "joined_usd": str(self.joined_usd),
-            "billed_usd": str(self.billed_usd),
-            "gap_usd": str(self.gap_usd),
-            "unexplained_usd": str(self.unexplained_usd),
-            "unexplained_share": self.unexplained_share,
-            "agrees": self.agrees,
-            "parts": [{**vars(part), "usd": str(part.usd)} for part in self.parts],
-            "findings": [{**vars(finding), "usd": str(finding.usd)} for finding in self.findings],
-            "repeated_lines": account.twice,
-            "other_usd": {kind: str(usd) for kind, usd in sorted(account.other_usd.items())},
-        }
-
-
-UNEXPLAINED = "unexplained"
-
-
-def explain_gap(account: JobAndBill) -> Reconciliation:
-    """Split each instance's gap: first by price, then by time, and what evidence does not cover stays unexplained."""
-    parts: list[GapPart] = []
-    for instance_id, metered in sorted(account.metered.items()):
-        billed = account.billed.get(instance_id)
-        if billed is None or not billed.seconds:
-            words = "metered and not billed"
-            parts.append(GapPart(cause=UNEXPLAINED, instance_id=instance_id, usd=-metered.usd, words=words))
-            continue
-        parts += [part for part in _parts(metered, billed) if part.usd]
-    return Reconciliation(account=account, parts=tuple(parts), findings=tuple(_findings(account)))
-
-
-def _parts(metered: MeteredInstance, billed: BilledInstance) -> Iterator[GapPart]:
+def _split_gap(found: Reconciliation, metered: MeteredInstance) -> Iterator[GapPart]:
     """billed − metered = (billed price − metered price) × common seconds + other seconds × their price."""
 
     def part(cause: str, usd: Decimal, words: str) -> GapPart:
         return GapPart(cause=cause, instance_id=metered.instance_id, usd=usd, words=words)
 
+    billed = found.billed.get(metered.instance_id)
+    if billed is None or not billed.seconds:
+        yield part(UNEXPLAINED, -metered.usd, "metered and not billed")
+        return
     rate = billed.usd / _decimal(billed.seconds)
     own_rate = metered.usd / _decimal(metered.seconds) if metered.seconds else rate
     common = min(metered.seconds, billed.seconds)
-    cause = _price_cause(metered, billed)
+    contradiction = next((kind for kind, _ in _find_contradictions(metered, billed)), None)
+    cause = "price" if contradiction is None else f"other {contradiction}"
     words = f"{common:,.0f} s billed at ${rate * 3600:.6f}/h, metered at ${own_rate * 3600:.6f}/h"
     yield part(cause, (rate - own_rate) * _decimal(common), words)
     beyond = billed.seconds - metered.seconds
@@ -332,124 +316,105 @@ def _parts(metered: MeteredInstance, billed: BilledInstance) -> Iterator[GapPart
     boot = min(beyond, metered.boot_seconds)
     yield part("boot time", rate * _decimal(boot), f"{boot:,.0f} s from the instance's boot to the first agent")
     beyond -= boot
-    # Where the events know no uptime, the ledger may have counted too little to see the minimum.
+    # If the uptime was not recorded, the ledger may have missed a minimum charge.
     short = billed.seconds <= MINIMUM_SECONDS
     least = min(beyond, max(0.0, MINIMUM_SECONDS - metered.seconds - boot)) if short else 0.0
-    yield part("minimum charge", rate * _decimal(least), f"{least:,.0f} s to make up a minute")
+    yield part("minimum charge", rate * _decimal(least), f"{least:,.0f} s to fill the minimum of one minute")
     beyond -= least
     lost = min(beyond, metered.lost_ends * LOST_SECONDS)
-    yield part("end not recorded", rate * _decimal(lost), f"{lost:,.0f} s after the last sign of life of a lost node")
+    yield part("end not recorded", rate * _decimal(lost), f"{lost:,.0f} s after the last event of a lost node")
     rest = beyond - lost
     yield part(UNEXPLAINED, rate * _decimal(rest), f"{rest:,.0f} s billed while no agent of the job was there")
 
 
-def _price_cause(metered: MeteredInstance, billed: BilledInstance) -> str:
+def _find_contradictions(metered: MeteredInstance, billed: BilledInstance) -> Iterator[tuple[str, str]]:
+    """Yield (zone, type or market; explanation) where the bill names another one than the events."""
     machine = metered.machine
-    if billed.zones and machine.get("zone") and machine["zone"] not in billed.zones:
-        return "other zone"
-    if billed.instance_types and machine.get("instance_type") and machine["instance_type"] not in billed.instance_types:
-        return "other type"
-    if billed.markets and metered.market and metered.market not in billed.markets:
-        return "other market"
-    return "price"
-
-
-def _findings(account: JobAndBill) -> Iterator[BillingFinding]:
-    for instance_id, orphan in sorted(account.orphans.items()):
-        words = (
-            f"carries the tag {account.job_tag}={account.job}, and no event of the job knows it: is it still running?"
-        )
-        yield BillingFinding(kind="orphan instance", resource=instance_id, usd=orphan.usd, words=words)
-    for instance_id, metered in sorted(account.metered.items()):
-        billed = account.billed.get(instance_id)
-        if billed is None or not billed.seconds:
-            yield _not_billed(account, metered)
-            continue
-        contradictions = list(_contradictions(metered, billed))
-        # Nobody was to pay the prices of a simulated run, so that none of them is wrong.
-        yield from contradictions or (() if account.simulated else _wrong_price(metered, billed))
-        yield from _twice(billed)
-        if account.job not in billed.tags:
-            found = f"the value {', '.join(sorted(billed.tags))}" if billed.tags else "no value"
-            words = f"its tag {account.job_tag} has {found}: cost allocation by tag misses it"
-            yield BillingFinding(kind="missed tag", resource=instance_id, usd=billed.usd, words=words)
-
-
-def _twice(billed: BilledInstance) -> Iterator[BillingFinding]:
-    """Deliveries have ids of their own, so that one that corrects another is told by its times alone."""
-    reasons = []
-    if billed.told_differently:
-        reasons.append(f"{billed.told_differently} of its hours are in two files that differ")
-    if billed.too_long_seconds > 1.0:
-        reasons.append(f"{billed.too_long_seconds:,.0f} s billed beyond the length of their hours")
-    if reasons:
-        words = f"{', '.join(reasons)}: two deliveries together? fix: give the newest one alone"
-        yield BillingFinding(kind="billed twice", resource=billed.instance_id, usd=billed.usd, words=words)
-
-
-def _contradictions(metered: MeteredInstance, billed: BilledInstance) -> Iterator[BillingFinding]:
-    machine = metered.machine
-    for kind, known, said in (
-        ("wrong zone", machine.get("zone"), billed.zones),
-        ("wrong type", machine.get("instance_type"), billed.instance_types),
-        ("wrong market", metered.market, billed.markets),
+    for kind, known, in_bill in (
+        ("zone", machine.get("zone"), billed.zones),
+        ("type", machine.get("instance_type"), billed.instance_types),
+        ("market", metered.market, billed.markets),
     ):
-        if known and said and known not in said:
-            words = f"billed in {', '.join(sorted(said))}, the events say {known}"
-            yield BillingFinding(kind=kind, resource=metered.instance_id, usd=billed.usd, words=words)
+        if known and in_bill and known not in in_bill:
+            yield kind, f"billed in {', '.join(sorted(in_bill))}, the events have {known}"
 
 
-def _wrong_price(metered: MeteredInstance, billed: BilledInstance) -> Iterator[BillingFinding]:
-    """Where no price on record makes the ledger's dollars those of the bill, for its other seconds."""
+def _find_faults(found: Reconciliation) -> Iterator[BillingFinding]:
+    def fault(kind: str, instance: MeteredInstance | BilledInstance, words: str) -> BillingFinding:
+        return BillingFinding(kind=kind, resource=instance.instance_id, usd=instance.usd, words=words)
+
+    for _, orphan in sorted(found.orphans.items()):
+        words = f"has the tag {found.job_tag}={found.job}, and is in no event of the job: is it still running?"
+        yield fault("orphan instance", orphan, words)
+    for instance_id, metered in found.metered.items():
+        billed = found.billed.get(instance_id)
+        if billed is None or not billed.seconds:
+            early = found.covers_until < metered.end
+            why = "the bill ends before it did: try a later report"
+            yield fault("not billed", metered, why if early else "not in this bill: another account's, or daily?")
+            continue
+        contradictions = [
+            fault(f"wrong {kind}", billed, words) for kind, words in _find_contradictions(metered, billed)
+        ]
+        yield from contradictions
+        # The prices of a simulated run were never to be paid, so that none of them is wrong.
+        if not contradictions and not found.simulated and (words := _check_price(metered, billed)):
+            yield fault("wrong price", billed, words)
+        # Each delivery has line ids of its own. A delivery that corrects another one shows only in hours and seconds.
+        reasons = []
+        if billed.conflicting_uses:
+            reasons.append(f"{billed.conflicting_uses} of its hours are in two files that differ")
+        if billed.excess_seconds > 1.0:
+            reasons.append(f"{billed.excess_seconds:,.0f} s billed beyond the length of their hours")
+        if reasons:
+            words = f"{', '.join(reasons)}: two deliveries together? fix: pass only the newest one"
+            yield fault("billed twice", billed, words)
+        if found.job not in billed.tags:
+            value = f"the value {', '.join(sorted(billed.tags))}" if billed.tags else "no value"
+            yield fault("missed tag", billed, f"its tag {found.job_tag} has {value}: cost allocation by tag misses it")
+
+
+def _check_price(metered: MeteredInstance, billed: BilledInstance) -> str | None:
+    """Explain why no recorded price leads from the ledger's dollars to the bill's; None if one does."""
     beyond = _decimal(billed.seconds - metered.seconds) / 3600
     low, high = sorted(metered.usd + beyond * usd for usd in metered.usd_per_hour)
-    apart = max(low - billed.usd, billed.usd - high)
-    if apart > AGREED_SHARE * billed.usd:
-        words = (
-            f"${billed.usd:.4f} billed for {billed.seconds:,.0f} s; at the prices on record it would be ${low:.4f}"
-            + (f" to ${high:.4f}" if high > low else "")
-        )
-        yield BillingFinding(kind="wrong price", resource=metered.instance_id, usd=billed.usd, words=words)
-
-
-def _not_billed(account: JobAndBill, metered: MeteredInstance) -> BillingFinding:
-    early = account.covers_until < metered.end
-    why = (
-        "the bill ends before it did: try a later report" if early else "not in this bill: another account's, or daily?"
-    )
-    return BillingFinding(kind="not billed", resource=metered.instance_id, usd=metered.usd, words=why)
+    if max(low - billed.usd, billed.usd - high) <= AGREED_SHARE * billed.usd:
+        return None
+    expected = f"${low:.4f}" + (f" to ${high:.4f}" if high > low else "")
+    return f"${billed.usd:.4f} billed for {billed.seconds:,.0f} s; at the prices on record it would be {expected}"
 
 
 def _decimal(seconds: float) -> Decimal:
     return Decimal(str(round(seconds, 6)))
 
 
-_WIDTH = 100
-
-
 def render(found: Reconciliation) -> str:
-    """Forecast, metered, billed; the gap in parts; what is wrong; what could not be joined."""
-    lines = list(_text_lines(found))
-    return "\n".join(piece for line in lines for piece in _wrapped(line))
+    """Render forecast, metered and billed dollars, the parts of the gap, the faults and what could not be joined."""
+    return "\n".join(piece for line in _render_lines(found) for piece in _wrap(line))
 
 
-def _text_lines(found: Reconciliation) -> Iterator[str]:
-    account = found.account
-    bill = "synthetic bill" if account.synthetic else "bill"
-    decimals = 2 if max(found.billed_usd, account.metered_usd) >= 10 else 4
-    yield f"reconciliation of job {one_line(account.job)} with the {bill}"
-    yield f"  forecast  {format_usd(account.forecast_usd, decimals)}  (estimated by the plan)"
-    simulated = ", SIMULATED: the job was priced as if, and no provider billed it" if account.simulated else ""
-    yield f"  metered   {format_usd(account.metered_usd, decimals)}  (from the job's events{simulated})"
-    unjoined = account.metered_usd - found.joined_usd
-    if account.unknown:
-        yield f"    of it {format_usd(unjoined, decimals)} on {len(account.unknown)} nodes whose instance is unknown"
-    instances = len(account.billed)
-    billed_usd = format_usd(found.billed_usd, decimals)
-    yield f"  billed    {billed_usd}  ({instances} of {len(account.metered)} instances found)"
-    yield f"  gap       {format_usd(found.gap_usd, decimals)}  billed less metered on joined instances, of which"
-    for cause, amount, count in _by_cause(found):
-        yield f"    {cause:<18} {format_usd(amount, decimals):>12}  ({count} instance{'s' if count > 1 else ''})"
+def _render_lines(found: Reconciliation) -> Iterator[str]:
+    decimals = 2 if max(found.billed_usd, found.metered_usd) >= 10 else 4
+
+    def dollars(amount: Decimal | float | None) -> str:
+        return format_usd(amount, decimals)
+
+    yield f"reconciliation of job {one_line(found.job)} with the {'synthetic bill' if found.synthetic else 'bill'}"
+    yield f"  forecast  {dollars(found.forecast_usd)}  (estimated by the plan)"
+    simulated = ", SIMULATED: the job was priced as if, and no provider billed it" if found.simulated else ""
+    yield f"  metered   {dollars(found.metered_usd)}  (from the job's events{simulated})"
+    if found.unknown:
+        unjoined = dollars(found.metered_usd - found.joined_usd)
+        yield f"    of it {unjoined} on {len(found.unknown)} nodes whose instance is unknown"
+    joined = f"{len(found.billed)} of {len(found.metered)} instances found"
+    yield f"  billed    {dollars(found.billed_usd)}  ({joined})"
+    yield f"  gap       {dollars(found.gap_usd)}  billed less metered on joined instances, of which"
+    amounts: dict[str, list[Decimal]] = {}
+    for part in found.parts:
+        amounts.setdefault(part.cause, []).append(part.usd)
+    for cause, parts in sorted(amounts.items()):
+        instances = f"{len(parts)} instance{'s' if len(parts) > 1 else ''}"
+        yield f"    {cause:<18} {dollars(sum(parts, Decimal(0))):>12}  ({instances})"
     share = found.unexplained_share
     if share is not None:
         limit = (
@@ -457,58 +422,45 @@ def _text_lines(found: Reconciliation) -> Iterator[str]:
         )
         yield f"  unexplained: {format_percent(share, 2)} of the bill, {limit}"
     for part in found.parts:
-        yield f"  · {part.instance_id}: {part.cause} {format_usd(part.usd, decimals)}: {part.words}"
+        yield f"  · {part.instance_id}: {part.cause} {dollars(part.usd)}: {part.words}"
     for finding in found.findings:
-        amount = format_usd(finding.usd, decimals)
-        yield f"  ! {finding.kind}: {one_line(finding.resource)} ({amount}): {one_line(finding.words)}"
-    for instance_id, billed in sorted(account.billed.items()):
+        yield f"  ! {finding.kind}: {one_line(finding.resource)} ({dollars(finding.usd)}): {one_line(finding.words)}"
+    for instance_id, billed in sorted(found.billed.items()):
         if billed.elsewhere_usd:
-            yield f"  · {instance_id}: {format_usd(billed.elsewhere_usd, decimals)} more at other times, not this job's"
-    for instance_id in account.shared:
+            yield f"  · {instance_id}: {dollars(billed.elsewhere_usd)} more at other times, not for this job"
+    for instance_id in found.shared:
         yield f"  · {instance_id}: nodes of the job ran on it at once and divided its price"
-    if account.twice:
-        lines = f"{account.twice} lines were" if account.twice > 1 else "1 line was"
+    if found.repeated_lines:
+        lines = f"{found.repeated_lines} lines were" if found.repeated_lines > 1 else "1 line was"
         yield f"  · {lines} given twice, as deliveries of one report repeat them, and counted once"
-    for kind, amount in sorted(account.other_usd.items()):
-        yield f"  · {kind}: {format_usd(amount, decimals)} in lines with the job's tag, which the ledger does not count"
-    if account.unknown:
+    for kind, amount in sorted(found.other_usd.items()):
+        yield f"  · {kind}: {dollars(amount)} in lines with the job's tag, which the ledger does not count"
+    if found.unknown:
         yield (
             "  ! unknown instances cannot be joined with a bill; fix: let containers reach the metadata service "
             "(HttpPutResponseHopLimit 2), or set EBBFLOW_INSTANCE_ID, EBBFLOW_INSTANCE_TYPE and EBBFLOW_ZONE"
         )
 
 
-def _by_cause(found: Reconciliation) -> list[tuple[str, Decimal, int]]:
-    amounts: dict[str, list[Decimal]] = {}
-    for part in found.parts:
-        amounts.setdefault(part.cause, []).append(part.usd)
-    return [(cause, sum(usd, Decimal(0)), len(usd)) for cause, usd in sorted(amounts.items())]
-
-
-def _wrapped(line: str) -> list[str]:
+def _wrap(line: str) -> list[str]:
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, drop_whitespace=True, break_on_hyphens=False) or [""]
 
 
 def add_command(commands: Any) -> None:
+    """Add `ebbflow reconcile RUN CUR_FILE …`."""
     parser = commands.add_parser("reconcile", help="compare a job's forecast and ledger with what was billed")
     parser.add_argument("job", metavar="RUN", help="a job's name, 'latest', or the folder or s3:// URI of a job")
     parser.add_argument("bill", type=Path, nargs="+", metavar="CUR_FILE", help="Cost and Usage Report: CSV or Parquet")
-    parser.add_argument("--store", default=None, metavar="URI", help="where the job lies, if not as this machine knows")
+    parser.add_argument("--store", default=None, metavar="URI", help="the job's store, if not known to this machine")
     parser.add_argument("--tag", default=JOB_TAG, metavar="KEY", help=f"cost allocation tag of a job ({JOB_TAG})")
     parser.add_argument("--json", action="store_true", help="as JSON, dollars as exact strings")
     parser.set_defaults(run=_reconcile)
 
 
 def _reconcile(arguments: argparse.Namespace) -> int:
-    """Exit code 0 when both agree within the stated share and nothing is wrong, else 1."""
-    found = explain_gap(
-        join_bill(read_job(arguments.job, arguments.store), _read_bill_lines(arguments.bill), job_tag=arguments.tag)
-    )
+    """Return exit code 0 if ledger and bill agree and there are no faults, else 1."""
+    lines = (line for number, path in enumerate(arguments.bill) for line in read_bill(path, delivery=number))
+    found = reconcile(read_job(arguments.job, arguments.store), lines, job_tag=arguments.tag)
     print(json.dumps(found.to_json(), indent=1, allow_nan=False) if arguments.json else render(found))
     return 0 if found.agrees else 1
-
-
-def _read_bill_lines(paths: list[Path]) -> Iterator[BillLine]:
-    for number, path in enumerate(paths):
-        yield from read_bill(path, delivery=number)

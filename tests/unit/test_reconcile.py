@@ -14,7 +14,7 @@ import pytest
 
 from ebbflow.cost.bill import read_bill
 from ebbflow.cost.errors import BillError
-from ebbflow.cost.reconcile import Reconciliation, explain_gap, join_bill, render
+from ebbflow.cost.reconcile import Reconciliation, reconcile, render
 from ebbflow.infra.events import Event
 from ebbflow.infra.layout import event_key
 from ebbflow.infra.store import Store
@@ -63,7 +63,7 @@ def two_instances() -> tuple[list[Event], list[Instance]]:
 
 def reconciled(events: list[Event], instances: list[Instance], folder: Path, *extra: dict, **how) -> Reconciliation:
     rows = [row for instance in instances for row in rows_of(instance)]
-    return explain_gap(join_bill(events, read_bill(write_report(folder / "cur.csv", [*rows, *extra], **how))))
+    return reconcile(events, read_bill(write_report(folder / "cur.csv", [*rows, *extra], **how)))
 
 
 def kinds(found: Reconciliation) -> list[tuple[str, str]]:
@@ -117,7 +117,7 @@ def test_planted_discrepancies_are_named(tmp_path: Path) -> None:
     assert not found.agrees
     words = {finding.kind: finding.words for finding in found.findings}
     assert "is it still running?" in words["orphan instance"]
-    assert words["wrong zone"] == "billed in us-east-1d, the events say us-east-1a"
+    assert words["wrong zone"] == "billed in us-east-1d, the events have us-east-1a"
     wrong = reconciled(events, [replace(one, market="on_demand", instance_type="g5.2xlarge"), two], tmp_path)
     assert kinds(wrong) == [("wrong type", "i-one"), ("wrong market", "i-one")]
 
@@ -137,7 +137,7 @@ def test_a_machine_that_was_up_for_hours_before_the_job_was_not_booting(tmp_path
     life = {"start": WALL + 4000.0, "end": WALL + 47_000.0}
     found = reconciled(events, [Instance(instance_id="i-one", usd_per_hour=lambda at: 3.6, tags=TAG, **life)], tmp_path)
     boot = sum(part.usd for part in found.parts if part.cause == "boot time")
-    assert boot <= Decimal("0.6") and found.account.billed["i-one"].elsewhere_usd > 30
+    assert boot <= Decimal("0.6") and found.billed["i-one"].elsewhere_usd > 30
 
 
 def test_a_tag_with_an_apostrophe_hides_no_other(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_tagged_storage_is_shown_and_not_counted(tmp_path: Path) -> None:
     [hour, *_] = rows_of(instances[0])
     credit = {**hour, "lineItem/LineItemType": "Credit", "lineItem/UnblendedCost": "-0.3"}
     found = reconciled(events, instances, tmp_path, *rows, credit)
-    assert found.account.other_usd == {
+    assert found.other_usd == {
         "storage": Decimal("0.0123"), "transfer": Decimal("0.02"), "other": Decimal("-0.3"),
     }  # fmt: skip
     assert found.agrees
@@ -247,7 +247,7 @@ def test_nodes_that_shared_an_instance_agree_with_its_bill(tmp_path: Path) -> No
     life = {"start": WALL + 1000.0 - BOOT, "end": WALL + 8000.0}
     one = Instance(instance_id="i-one", usd_per_hour=lambda at: 3.6, tags=TAG, **life)
     found = reconciled([plan_event(3.6), *gang.events], [one], tmp_path)
-    assert found.agrees and found.account.shared == ["i-one"] and found.joined_usd == Decimal("7")
+    assert found.agrees and found.shared == ["i-one"] and found.joined_usd == Decimal("7")
     assert "ran on it at once and divided its price" in render(found)
 
 
@@ -263,9 +263,9 @@ def test_a_delivery_that_is_given_twice_is_counted_once(tmp_path: Path, ids: str
     kept, again = [*kept, {**kept[0], key: kept[0][key] and "z"}], [*again, {**again[0], key: again[0][key] and "z"}]
     files = [write_report(tmp_path / "first.csv", kept), write_report(tmp_path / "second.csv", again)]
     both = [line for number, path in enumerate(files) for line in read_bill(path, delivery=number)]
-    once, twice = explain_gap(join_bill(events, read_bill(files[0]))), explain_gap(join_bill(events, both))
+    once, twice = reconcile(events, read_bill(files[0])), reconcile(events, both)
     assert twice.billed_usd == once.billed_usd == total_usd(kept)
-    assert (once.account.twice, twice.account.twice) == (0, len(kept))
+    assert (once.repeated_lines, twice.repeated_lines) == (0, len(kept))
     assert f"{len(kept)} lines were given twice" in render(twice) and twice.to_json()["repeated_lines"] == len(kept)
 
 
@@ -275,12 +275,12 @@ def test_deliveries_that_differ_are_refused_or_named(tmp_path: Path) -> None:
     first = write_report(tmp_path / "first.csv", rows)
     dearer = [{**row, "lineItem/UnblendedCost": "9"} for row in rows]
     newer = write_report(tmp_path / "newer.csv", dearer)
-    with pytest.raises(BillError, match=r"newer.csv:2: .*give the newest one alone"):
-        join_bill(events, [*read_bill(first), *read_bill(newer, delivery=1)])
+    with pytest.raises(BillError, match=r"newer.csv:2: .*pass only the newest one"):
+        reconcile(events, [*read_bill(first), *read_bill(newer, delivery=1)])
     other = write_report(
         tmp_path / "ids.csv", [{**row, "identity/LineItemId": f"x{n}"} for n, row in enumerate(dearer)]
     )
-    doubled = explain_gap(join_bill(events, [*read_bill(first), *read_bill(other, delivery=1)]))
+    doubled = reconcile(events, [*read_bill(first), *read_bill(other, delivery=1)])
     assert not doubled.agrees and ("billed twice", "i-one") in kinds(doubled)
 
 
@@ -290,8 +290,6 @@ def test_a_delivery_that_corrects_a_part_of_an_hour_is_named(tmp_path: Path) -> 
         one = Instance(instance_id="i-one", start=WALL - BOOT, end=end, usd_per_hour=lambda at: 3.6, tags=TAG)
         rows = [{**row, "identity/LineItemId": f"{number}"} for row in rows_of(one)]
         files.append(write_report(tmp_path / f"{number}.csv", rows))
-    assert explain_gap(join_bill(events, read_bill(files[1]))).agrees
-    both = explain_gap(
-        join_bill(events, [line for n, path in enumerate(files) for line in read_bill(path, delivery=n)])
-    )
+    assert reconcile(events, read_bill(files[1])).agrees
+    both = reconcile(events, [line for n, path in enumerate(files) for line in read_bill(path, delivery=n)])
     assert kinds(both) == [("billed twice", "i-one")] and "in two files that differ" in both.findings[0].words
