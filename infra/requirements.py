@@ -1,21 +1,28 @@
-"""The packages a job needs and the versions that the tests run with: the same ranges as in setup.cfg."""
+"""The packages a job needs and the supported versions of each: the same ranges as in setup.cfg."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import metadata
 
-TESTED_PYTHON = (3, 11)
+OLDEST_PYTHON, NEWEST_PYTHON, TESTED_PYTHON = (3, 11), (3, 13), (3, 11)
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A distribution, the module it provides, and the tested range: at least, below. strict: no other version runs."""
+    """A distribution, the module it provides, and the supported range of versions.
+
+    Attributes:
+        least, below: the range; `below` is not part of it.
+        tested: the first numbers of the version that the whole test suite runs with; empty: any in the range counts.
+        strict: whether other versions are refused.
+    """
 
     name: str
     module: str
     least: tuple[int, ...]
     below: tuple[int, ...]
+    tested: tuple[int, ...] = ()
     strict: bool = False
 
     def __str__(self) -> str:
@@ -28,17 +35,19 @@ class Requirement:
         except metadata.PackageNotFoundError:
             return None
 
-    def is_tested(self, version: str) -> bool:
+    def is_supported(self, version: str) -> bool:
         """Whether a version is in the range; local builds such as 2.13.0+cpu count as their number."""
-        digits = (part for part in version.partition("+")[0].split("."))
-        numbers = tuple(int(part) if part.isdecimal() else 0 for part in digits)
-        return self.least <= numbers < self.below
+        return self.least <= _numbers(version) < self.below
+
+    def is_tested(self, version: str) -> bool:
+        """Whether the whole test suite runs with this version."""
+        return self.is_supported(version) and _numbers(version)[: len(self.tested)] == self.tested
 
 
 REQUIREMENTS = (
-    Requirement("torch", "torch", (2, 13), (2, 14), strict=True),
+    Requirement("torch", "torch", (2, 7), (2, 14), tested=(2, 13), strict=True),
     Requirement("numpy", "numpy", (2, 4), (3,)),
-    Requirement("metaflow", "metaflow", (2, 19, 39), (2, 19, 40)),
+    Requirement("metaflow", "metaflow", (2, 19), (3,), tested=(2, 19)),
     Requirement("boto3", "boto3", (1, 44), (2,)),
     Requirement("prometheus-client", "prometheus_client", (0, 26), (1,)),
     Requirement("pandas", "pandas", (3, 1), (4,)),
@@ -49,6 +58,11 @@ REQUIREMENTS = (
     Requirement("awscrt", "awscrt", (0, 38), (1,)),
     Requirement("safetensors", "safetensors", (0, 8), (1,)),
 )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.partition("+")[0].split(".")
+    return tuple(int(part) if part.isdecimal() else 0 for part in parts)
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ebbflow.training.compat import PrefixStore, Store, all_gather_flat, open_tcp_store
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.launch.devices import DeviceChoice, VisibleGpus, assign_gpus, detect_gpus
 from ebbflow.training.launch.transport import is_loopback
@@ -37,7 +38,7 @@ class Gang:
     world_size: int = 1
     ranks_per_node: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    store: dist.Store | None = None
+    store: Store | None = None
     peers: PeerSockets | None = None
     device_note: str = ""
 
@@ -54,7 +55,7 @@ class Gang:
             rows = torch.frombuffer(bytearray(self.peers.gather(own)), dtype=row.dtype)
         else:
             rows = row.new_empty(self.world_size * row.numel())
-            dist.all_gather_single(rows, row)
+            all_gather_flat(rows, row)
         return rows.view(self.world_size, -1)
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
@@ -93,7 +94,7 @@ def connect(
     seen, store, peers = [own_gpus], None, None
     if "MASTER_ADDR" in os.environ:
         store = _open_store(os.environ, rank, world_size, start_seconds)
-        store = dist.PrefixStore(generation, store)
+        store = PrefixStore(generation, store)
         seen = _roll_call(store, rank, world_size, start_seconds, own_gpus)
     assigned = assign_gpus(seen, device_choice)
     device = torch.device("cpu")
@@ -105,7 +106,7 @@ def connect(
         _stay_on_loopback(os.environ["MASTER_ADDR"], os.environ)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("group", store),
+            store=PrefixStore("group", store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=collective_seconds),
@@ -113,7 +114,7 @@ def connect(
         )
         if device.type == "cpu" and 1 < world_size <= MOST_RANKS:
             peers = connect_peers(
-                dist.PrefixStore("peers", store),
+                PrefixStore("peers", store),
                 rank,
                 world_size,
                 main=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
@@ -150,13 +151,13 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seconds: float) -> dist.Store:
+def _open_store(environment: Mapping[str, str], rank: int, world_size: int, seconds: float) -> Store:
     """The key-value store of the gang. Under torchrun its agent keeps it, else rank 0 does."""
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = rank == 0 and not kept_by_agent
     try:
-        return dist.TCPStore(
+        return open_tcp_store(
             host,
             port,
             world_size,
@@ -194,9 +195,7 @@ def _stay_on_loopback(host: str, environment: MutableMapping[str, str]) -> None:
             environment.setdefault(variable, name)
 
 
-def _roll_call(
-    store: dist.Store, rank: int, world_size: int, seconds: float, own_gpus: VisibleGpus
-) -> list[VisibleGpus]:
+def _roll_call(store: Store, rank: int, world_size: int, seconds: float, own_gpus: VisibleGpus) -> list[VisibleGpus]:
     """Wait for all ranks. Returns the GPUs that each of them sees."""
     keys = [f"joined/{number}" for number in range(world_size)]
     store.set(keys[rank], own_gpus.to_json())
@@ -212,7 +211,7 @@ def _roll_call(
     return [VisibleGpus.from_json(text) for text in store.multi_get(keys)]
 
 
-def _is_set(store: dist.Store, key: str) -> bool:
+def _is_set(store: Store, key: str) -> bool:
     try:
         return store.check([key])
     except (dist.DistError, RuntimeError):

@@ -39,7 +39,7 @@ def scale_and_clip(gradients: list[Tensor], *, scale: float, norm: float, limit:
     """
     if limit is not None:
         scale *= min(1.0, limit / (norm + _CLIP_EPSILON))
-    torch._foreach_mul_(gradients, scale)
+    torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]  not in torch's type information
 
 
 _WSD_DECAY_SHARE = 0.2  # of all steps: warm-up, stable, decay (Hu et al. 2024, MiniCPM, section 4)

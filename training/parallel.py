@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ebbflow.infra.config.schema import DdpConfig, FsdpConfig, RunConfig
 from ebbflow.infra.footprint import SMALL_MODEL_BYTES, shard_ranks
+from ebbflow.training.compat import HashStore, compile_module
 from ebbflow.training.errors import ParallelError
 from ebbflow.training.gang import Gang
 from ebbflow.training.parallel_limits import RankLayout, find_unsupported_options
@@ -50,8 +51,8 @@ def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], 
         from torch._dynamo.callback import callback_handler as handler
 
         ends: list[Callable[[], None]] = []
-        start = handler.register_start_callback(lambda _: ends.append(begun()))
-        end = handler.register_end_callback(lambda _: ends.pop()() if ends else None)
+        start = handler.register_start_callback(lambda *_: ends.append(begun()))
+        end = handler.register_end_callback(lambda *_: ends.pop()() if ends else None)
     except (ImportError, AttributeError):
         return lambda: None
 
@@ -69,7 +70,7 @@ def make_mesh(gang: Gang, *, shard: int) -> DeviceMesh:
     Both dimensions are there in any case; `mesh["shard"]` and `mesh["replicate"]` are the parts. Collective.
     """
     if not dist.is_initialized():  # alone, and started without an environment that names a gang
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     shape = (gang.world_size // shard, shard)
     return init_device_mesh(gang.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
@@ -225,7 +226,7 @@ def compile_units(units: Sequence[nn.Module]) -> None:
     # Units that differ count towards one limit, beyond which torch goes on without compiling them.
     limit = max(8, 2 * len(units))
     for unit in units:
-        unit.compile(dynamic=False, recompile_limit=limit)
+        compile_module(unit, recompile_limit=limit)
 
 
 def _override_forward(units: Iterable[nn.Module], make: Callable[[type[nn.Module]], Callable[..., Any]]) -> None:
@@ -292,12 +293,12 @@ class Spread:
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
-    def square_sum(self, gradients: list[Tensor]) -> Tensor:
+    def square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
         """This rank's share of the squared norm, float64: the shares of all ranks add up to the whole."""
         parts = [gradient for gradient in gradients if gradient.numel()]
         if not parts:  # fewer rows than ranks, in every parameter
             return torch.zeros((), dtype=torch.float64)
-        norms = torch.stack(torch._foreach_norm(parts))
+        norms = torch.stack(torch._foreach_norm(parts))  # pyright: ignore[reportPrivateImportUsage]  no type information
         # Each copy of the model has the same gradient, and its ranks a part of it each.
         return norms.double().square().sum() / self.copies
 

@@ -20,8 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
 
-import torch.distributed as dist
-
+from ebbflow.training.compat import Store
 from ebbflow.training.errors import RendezvousError
 
 MOST_RANKS = 16
@@ -48,14 +47,14 @@ class PeerSockets:
     def gather(self, row: bytes) -> bytes:
         """Every rank's row, one after the other, equal on all ranks. Collective.
 
-        Raises RuntimeError, in words that tell of a lost peer (`is_collective_error`), when one is gone, is not heard
+        Raises RuntimeError, in words that tell of a lost peer (`is_peer_loss_error`), when one is gone, is not heard
         of within the seconds, or has called another exchange.
         """
         self._number += 1
         message = _HEAD.pack(self._number, len(row)) + row
         for rank in self._peers:
             self._tell(rank, message)
-        rows = [self._hear(rank, message) for rank in self._peers]
+        rows: list[bytes | memoryview] = [self._hear(rank, message) for rank in self._peers]
         rows.insert(self._rank, row)
         return b"".join(rows)
 
@@ -96,7 +95,7 @@ class PeerSockets:
 
 
 def connect_peers(
-    store: dist.Store, rank: int, world_size: int, *, main: tuple[str, int], start_seconds: float, seconds: float
+    store: Store, rank: int, world_size: int, *, main: tuple[str, int], start_seconds: float, seconds: float
 ) -> PeerSockets:
     """Connect with every other rank; who is to be found where is told through `store`. Collective.
 

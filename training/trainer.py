@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import Outcome, StoreError
 from ebbflow.infra.events import BUDGET, EVALUATION, FAULT_INJECTED, NOTICE, OUTCOME, STEP, LedgerClass
+from ebbflow.training.compat import PrefixStore, Store
 from ebbflow.training.errors import CheckpointError, GenerationSuperseded
 from ebbflow.training.gang import Gang
 from ebbflow.training.guards.guards import Action, Guards, Judgement
@@ -89,12 +90,12 @@ class Evaluation:
             return False
         self._votes += 1
         try:
-            return self._vote(dist.PrefixStore(f"evaluation-{self._evaluations}", store))
+            return self._vote(PrefixStore(f"evaluation-{self._evaluations}", store))
         except (dist.DistError, RuntimeError):  # rank 0 is gone, or the network: others have to tell of it
             self._votes = _VOTES
             return False
 
-    def _vote(self, store: dist.Store) -> bool:
+    def _vote(self, store: Store) -> bool:
         """Whether all ranks leave. Of a ballot one word holds, the first: the last voter's, or a refusal."""
         ballot = store.add("ballots", 0)
         if store.add(f"votes-{ballot}", 1) == self._gang.world_size:
@@ -109,7 +110,7 @@ class Evaluation:
         return word == _LEAVE
 
     @staticmethod
-    def _word(store: dist.Store, ballot: int, word: str) -> str:
+    def _word(store: Store, ballot: int, word: str) -> str:
         return store.compare_set(f"word-{ballot}", "", word).decode()
 
 

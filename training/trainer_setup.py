@@ -197,8 +197,8 @@ def begin(trainer: Trainer) -> Position:
 
 def _rejected(rejected: RejectedCommit, restored: RestoreResult) -> dict[str, Any]:
     """What is lost with a damaged commit: steps, and what was paid between the two; null where it cannot be read."""
-    spent = [(extra or {}).get("spent_usd") for extra in (rejected.extra, restored.extra)]
-    lost_usd = None if None in spent else spent[0] - spent[1]
+    at_rejected, at_restored = ((extra or {}).get("spent_usd") for extra in (rejected.extra, restored.extra))
+    lost_usd = None if at_rejected is None or at_restored is None else at_rejected - at_restored
     loss = {"lost_steps": rejected.step - restored.step, "lost_usd": lost_usd}
     paid = "" if lost_usd is None else f", ${lost_usd:.2f} paid for them"
     return {"key": rejected.key, "reason": rejected.reason, **loss, "lost": f"{loss['lost_steps']} steps{paid}"}

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint.lineage import CANDIDATES, GenerationOpening, open_generation, reachable_commits
 from ebbflow.training.checkpoint.rollback import PERMITS, check_rollback, newest_generation_in_events, record_permits
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
+from ebbflow.training.compat import TCPStore
 from ebbflow.training.engine import train
 from ebbflow.training.errors import (
     RendezvousError,
@@ -107,7 +108,7 @@ def share_spec(request: Request, gang: Gang) -> WorkerSpec:
     if gang.alone:
         return _spec_or_refusal(request) or leave(Outcome.PREFLIGHT.exit_code)
     # The others wait for rank 0's data in a group of its own: the gang's has the deadline of a step.
-    waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARE_SECONDS))
+    waiting: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARE_SECONDS))
     made = _spec_or_refusal(request) if gang.rank == 0 else None
     texts = ["" if made is None else made.to_json()]
     dist.broadcast_object_list(texts, src=0, group=waiting)
@@ -208,7 +209,7 @@ def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     try:
         # Outside the prefix of a generation: this key is the one that all of them share.
-        agent = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+        agent = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
         return agent.compare_set(_NAME_KEY, "", name).decode()
     except (dist.DistError, RuntimeError) as error:
         raise RendezvousError(
@@ -229,16 +230,17 @@ def main(arguments: list[str]) -> NoReturn:
     Exit code 0 for every outcome that was agreed, 75 when asked to leave, else that of the exception's outcome.
     """
     spec = WorkerSpec.from_environment()
-    request = None if spec else _request(arguments)
+    task = spec or _request(arguments)
     tie_forked_children()
     observed = WatchHooks(Path(spec.heartbeat_path), spec.agent_pid) if spec and spec.heartbeat_path else None
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # without an output there is no place for stacks
         faulthandler.enable(all_threads=True)
     try:
-        ending = _train(spec, request)
+        ending = _train(task)
     except KeyboardInterrupt:  # ends like any program that SIGINT ends
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
+        code = 128 + signal.SIGINT
     except BaseException as error:  # sys.exit and GeneratorExit of the user's code too: each leaves its cause
         if observed:
             observed.save_records()
@@ -291,8 +293,9 @@ def _exit_code(error: BaseException, *, alone: bool) -> int:
     return (outcome if isinstance(outcome, Outcome) else Outcome.FAILED).exit_code
 
 
-def _train(spec: WorkerSpec | None, request: Request | None) -> LoopResult:
-    config = RunConfig.model_validate(spec.config) if spec else request.config
+def _train(task: WorkerSpec | Request) -> LoopResult:
+    spec = task if isinstance(task, WorkerSpec) else None
+    config = task.config if isinstance(task, Request) else RunConfig.model_validate(task.config)
     use_signing_key(config.checkpoint.signing_key_env)
     signer()  # a key that is missing on this node ends the start before anything is computed
     _settle_threads(spec.colocated_ranks if spec else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -307,7 +310,7 @@ def _train(spec: WorkerSpec | None, request: Request | None) -> LoopResult:
         _compute_alike()
     if gang.device_note and gang.rank == 0:
         print(gang.device_note, flush=True)
-    ending = run_rank(spec or share_spec(request, gang), gang)
+    ending = run_rank(share_spec(task, gang) if isinstance(task, Request) else task, gang)
     disconnect()
     return ending
 
@@ -356,7 +359,8 @@ def _settle_threads(colocated_ranks: int) -> None:
 def _compute_alike() -> None:
     """Make equal runs on the CPU equal bit for bit."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs every allocation
+    # A debugging aid that costs every allocation.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]  a property
 
 
 def _torchrun_generation() -> str:

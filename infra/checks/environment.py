@@ -18,7 +18,7 @@ from ebbflow.infra.config.load import violations
 from ebbflow.infra.instance import VARIABLES as MACHINE_VARIABLES
 from ebbflow.infra.preflight import CheckFinding, PreflightContext
 from ebbflow.infra.program import python_path
-from ebbflow.infra.requirements import REQUIREMENTS, TESTED_PYTHON
+from ebbflow.infra.requirements import NEWEST_PYTHON, OLDEST_PYTHON, REQUIREMENTS, TESTED_PYTHON
 from ebbflow.infra.signing_key import NAME_VARIABLE, signing_key_problem
 
 _ANSWER_SECONDS = 1.5
@@ -51,8 +51,8 @@ def check_signing_key(context: PreflightContext) -> CheckFinding:
 def check_interpreter(context: PreflightContext) -> CheckFinding:
     """`python` is this interpreter: Metaflow starts the other nodes of a local run with that bare word."""
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < TESTED_PYTHON:
-        return CheckFinding.failed(f"Python {version} is too old", "use Python 3.11 or newer")
+    if sys.version_info < OLDEST_PYTHON:
+        return CheckFinding.failed(f"Python {version} is too old", "use Python 3.11, 3.12 or 3.13")
     folder = os.path.dirname(os.path.abspath(sys.executable))
     found = shutil.which("python", path=os.pathsep.join([folder, os.environ.get("PATH", "")]))
     if found is None:
@@ -72,13 +72,13 @@ def check_interpreter(context: PreflightContext) -> CheckFinding:
 
 
 def check_packages(context: PreflightContext) -> CheckFinding:
-    """All packages are installed, and torch is in the tested range. Imports nothing."""
+    """Every package is installed, and torch is a supported release. Imports nothing."""
     versions = {requirement: requirement.installed() for requirement in REQUIREMENTS}
     wrong = [f"{requirement} is not installed" for requirement, version in versions.items() if version is None]
     wrong += [
         f"{requirement.name} {version} is installed, {requirement} is needed"
         for requirement, version in versions.items()
-        if version is not None and requirement.strict and not requirement.is_tested(version)
+        if version is not None and requirement.strict and not requirement.is_supported(version)
     ]
     if wrong:
         return CheckFinding.failed("\n".join(wrong), _INSTALL)
@@ -86,14 +86,21 @@ def check_packages(context: PreflightContext) -> CheckFinding:
 
 
 def check_versions(context: PreflightContext) -> CheckFinding:
-    """Package versions are in the tested ranges."""
+    """Python and every package are of versions that the whole test suite runs with."""
     untested = []
     if sys.version_info[:2] != TESTED_PYTHON:
-        untested.append(f"Python {sys.version_info[0]}.{sys.version_info[1]} (tested: 3.11)")
+        supported = OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON
+        note = "supported, 3.11 is tested" if supported else "3.11 to 3.13 are supported, 3.11 is tested"
+        untested.append(f"Python {sys.version_info[0]}.{sys.version_info[1]} ({note})")
     for requirement in REQUIREMENTS:
         version = requirement.installed()
-        if version is not None and not requirement.strict and not requirement.is_tested(version):
-            untested.append(f"{requirement.name} {version} (tested: {requirement})")
+        if version is None or requirement.is_tested(version):
+            continue
+        if requirement.tested and requirement.is_supported(version):
+            tested = ".".join(map(str, requirement.tested))
+            untested.append(f"{requirement.name} {version} (supported, {tested} is tested)")
+        elif not requirement.strict:
+            untested.append(f"{requirement.name} {version} (supported: {requirement})")
     if untested:
         return CheckFinding.failed("untested: " + ", ".join(untested), _INSTALL)
     return CheckFinding.passed("all packages are of tested versions")

@@ -128,11 +128,11 @@ def test_what_being_watched_costs_is_measured_beside_the_bare_step(
 ) -> None:
     figures = run_bench(tmp_path, "overhead", "--rounds", "4", "--step-milliseconds", "2")
     contestants = figures["contestants"]
-    assert sorted(contestants) == ["bare", "guarded", "watched"]
+    assert sorted(contestants) == ["bare", "guarded", "watched", "watched_gloo"]
     for found in contestants.values():
         assert found["step_seconds"]["rounds"] == 4 and found["step_seconds"]["low"] >= 0.002
     assert contestants["bare"]["share_of_step"]["median"] == contestants["bare"]["step_sync_seconds"]["median"] == 0.0
-    for name in ("watched", "guarded"):
+    for name in ("watched", "watched_gloo", "guarded"):
         assert contestants[name]["step_sync_seconds"]["low"] > contestants[name]["beats_seconds"]["low"] > 0.0
         assert contestants[name]["processor_seconds"] > 0.0
     assert contestants["guarded"]["guards_seconds"]["median"] > 0.0

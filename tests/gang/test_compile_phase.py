@@ -94,7 +94,7 @@ def test_a_rank_that_has_ended_hears_of_no_compilation(tmp_path: Path, monkeypat
     import torch._dynamo
 
     heard: list[str] = []
-    monkeypatch.setattr(Reporter, "enter_for_a_while", lambda self, phase: heard.append(phase) or (lambda: None))
+    monkeypatch.setattr(Reporter, "enter_temporarily", lambda self, phase: heard.append(phase) or (lambda: None))
     assert Job.make(tmp_path / "job", steps=4).run_alone().step == 4
     heard.clear()
     torch.compile(lambda numbers: 3 * numbers, backend="eager", dynamic=False)(torch.ones(4))

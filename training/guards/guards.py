@@ -184,7 +184,7 @@ def weights_checksum(module: nn.Module) -> int:
     """
     sums = []
     for parameter in module.parameters():
-        local = parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+        local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
         if local.numel():
             sums.append(torch.stack([part.sum(dtype=torch.int64) for part in _bits(local).split(_CHUNK)]).sum())
     total = 0
@@ -377,9 +377,16 @@ class Guards:
         self._tell(at.step + 1, GuardAction.REWIND, reason=reason, limit=limit, first_sample=first_sample)
         raise Rewind(reason)
 
-    def _order_rewind(self, **order: int) -> None:
+    def _order_rewind(self, *, limit: int, first_sample: int, sound: bool) -> None:
         if self.gang.rank == 0 and self.store is not None:
-            record_rewind(self.store, generation=self.generation, rank=0, **order)
+            record_rewind(
+                self.store,
+                generation=self.generation,
+                rank=0,
+                limit=limit,
+                first_sample=first_sample,
+                sound=sound,
+            )
 
     def _tell(self, step: int, action: GuardAction, **data: Any) -> None:
         """Before all ranks end. Nobody ends before the order and the event are durable. Collective."""
