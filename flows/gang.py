@@ -266,4 +266,6 @@ def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> dict:
         # An account that cannot be made is no reason to lose the training; it is one to look at the account.
         say(f"what was spent so far is unknown, and counts as nothing for the budget: {error}")
         spent = 0.0
-    return plan.terms(spent_usd=spent, told_threshold=last_notified_threshold(events, plan.budget_usd)).to_json()
+    return plan.terms(
+        spent_usd=spent, last_notified_threshold=last_notified_threshold(events, plan.budget_usd)
+    ).to_json()

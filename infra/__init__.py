@@ -1,1 +1,1 @@
-"""The ground: typed configuration, object store, event log, preflight mechanism. Imports nothing else of ours."""
+"""The infra room: configuration, object store, event log, preflight and process control. Imports no other room."""

@@ -40,7 +40,7 @@ class EventLog:
     `close` wait for the store, each within a deadline.
 
     Args:
-      flush_seconds: None for 2 s if the store is a local folder and 10 s if it is remote.
+        flush_seconds: None for 2 s if the store is a local folder and 10 s if it is remote.
     """
 
     def __init__(self, job_store: Store, origin: Origin, *, flush_seconds: float | None = None) -> None:
@@ -73,12 +73,12 @@ class EventLog:
         """Append one event.
 
         Args:
-          at: (Unix time, monotonic time) of an event in the past; None: now.
-          flush: return when the event is durable.
+            at: (Unix time, monotonic time) of an event in the past; None: now.
+            flush: return when the event is durable.
 
         Raises:
-          StoreError: with `flush`, the event was not durable within 10 s; it is kept and retried.
-          TypeError: the data is not JSON.
+            StoreError: with `flush`, the event was not durable within 10 s; it is kept and retried.
+            TypeError: the data is not JSON.
         """
         origin = self.origin
         t_wall, t_mono = at or (time.time(), time.monotonic())

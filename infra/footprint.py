@@ -195,10 +195,10 @@ def rank_bytes(
     evenly as the other grows. State is float32: parameters 4 bytes, gradients 4, AdamW's moments 8 per parameter.
 
     Args:
-      ranks: number of ranks in the gang.
-      samples: number per rank and micro-batch.
-      ranks_per_node: shard size of hsdp without parallel.shard_size; None: all ranks.
-      fused_norms: whether a norm is one kernel, as on CUDA.
+        ranks: number of ranks in the gang.
+        samples: number per rank and micro-batch.
+        ranks_per_node: shard size of hsdp without parallel.shard_size; None: all ranks.
+        fused_norms: whether a norm is one kernel, as on CUDA.
     """
     mode, several = config.parallel.mode, config.training.gradient_accumulation_steps > 1
     state = -(-shape.parameters // min(ranks, shard_ranks(config, ranks, ranks_per_node)))

@@ -46,7 +46,7 @@ def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = P
     """Explain why the metadata service is not to be asked; "" if it is. Elsewhere a request would time out.
 
     Args:
-      system: folder that contains /sys, whose firmware files identify an EC2 instance.
+        system: folder that contains /sys, whose firmware files identify an EC2 instance.
     """
     if environment.get(DISABLED_VARIABLE, "").lower() == "true":
         return f"{DISABLED_VARIABLE} is true"
@@ -66,10 +66,10 @@ class MetadataService:
         """Send a request and return status and body.
 
         Raises:
-          TimeoutError: connected, but no answer in time.
-          OSError: not connected; ConnectionError without a connection in time.
-          HTTPException: the answer is not HTTP.
-          ValueError: the address is invalid.
+            TimeoutError: connected, but no answer in time.
+            OSError: not connected; ConnectionError without a connection in time.
+            HTTPException: the answer is not HTTP.
+            ValueError: the address is invalid.
         """
         limit = time.monotonic() + seconds
         parts = urlsplit(self.endpoint)

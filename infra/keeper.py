@@ -235,8 +235,8 @@ def end_below(
     """Kill the processes below the keeper and return those left after `seconds`.
 
     Args:
-      spare: processes that stay, but not their descendants.
-      spare_trees: processes that stay with all their descendants.
+        spare: processes that stay, but not their descendants.
+        spare_trees: processes that stay with all their descendants.
     """
     spared = [stat for pid in {*spare, *spare_trees} if (stat := process_stat(pid)) is not None]
     groups = {stat.group for stat in spared}
@@ -257,7 +257,7 @@ def end_all(
     members outside the keeper's tree, because everything that the keeper spawns has its own session.
 
     Args:
-      seconds: time limit.
+        seconds: time limit.
     """
     begun, known, rounds = time.monotonic(), set(), 0
     while True:

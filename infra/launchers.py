@@ -241,12 +241,12 @@ def claim_job(
     it is stale (the job is taken).
 
     Args:
-      take_over: take the job from a living launcher, and wait at most 90 s until it has saved and exited.
-      on_fenced: called in its own thread when another launcher takes the job over.
+        take_over: take the job from a living launcher, and wait at most 90 s until it has saved and exited.
+        on_fenced: called in its own thread when another launcher takes the job over.
 
     Raises:
-      JobIsRunning: another launcher runs the job.
-      StoreError: the store failed.
+        JobIsRunning: another launcher runs the job.
+        StoreError: the store failed.
     """
     for _ in range(_LONGEST_READ):
         newest = _newest(job_store)

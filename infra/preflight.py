@@ -104,10 +104,10 @@ def run_checks(checks: Sequence[Check], context: PreflightContext, *, quick_only
     process from exiting.
 
     Args:
-      quick_only: skip checks of the full tier.
+        quick_only: skip checks of the full tier.
 
     Raises:
-      ValueError: two checks share an id.
+        ValueError: two checks share an id.
     """
     ids = [check.id for check in checks]
     if len(set(ids)) != len(ids):

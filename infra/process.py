@@ -29,8 +29,8 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
     The kernel watches the parent *thread*: start such a process from a thread that lives as long as its process.
 
     Args:
-      parent_pid: number of the expected parent, which detects a parent that died before this call; the process then
-        exits.
+        parent_pid: number of the expected parent, which detects a parent that died before this call; the process then
+            exits.
 
     Returns: False where the system has no such service (all but Linux); then watch a pipe for its end.
     """
@@ -110,8 +110,8 @@ def descendants(root: int, spare: Collection[int] = (), spare_trees: Collection[
     An empty result is confirmed by a look at all processes.
 
     Args:
-      spare: processes to leave out, but not their descendants.
-      spare_trees: processes to leave out with all their descendants.
+        spare: processes to leave out, but not their descendants.
+        spare_trees: processes to leave out with all their descendants.
     """
     found: list[ProcessStat] = []
     ahead = [root]
@@ -313,7 +313,7 @@ class MessageReader:
     """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or socket.
 
     Args:
-      receive: returns available bytes, b"" at the end; raises BlockingIOError if there are none.
+        receive: returns available bytes, b"" at the end; raises BlockingIOError if there are none.
     """
 
     def __init__(self, receive: Callable[[], bytes]) -> None:

@@ -20,8 +20,8 @@ def read_blocks(
     Blocks have `block_bytes`, so that a checksum finds them in the CPU cache. The store must be a local one.
 
     Raises:
-      ObjectNotFound: there is no such object.
-      StoreError: the object is shorter than the buffers.
+        ObjectNotFound: there is no such object.
+        StoreError: the object is shorter than the buffers.
     """
     path = store.local_path(key)
     if path is None:

@@ -1,12 +1,12 @@
-"""Rank logs: the format of a line, reading them from the store, and the command that prints them.
+"""Rank logs: the record of a line, reading and merging them, and the command that prints them.
 
     {"t": "2026-11-21T04:22:17.123Z", "job", "generation", "node", "rank", "step", "phase", "text", "start", "end"}
 
-t is when the agent read the line, as a rule within 50 ms of its writing. start and end are the byte offsets of the line
-in the rank's own raw log, its line feed included: they tell a copy from another record, and what has no record yet.
+t is when the agent read the line, usually within 50 ms after it was written. start and end are the line's byte offsets
+in the rank's own raw log, line feed included: they identify copies of a record, and lines without a record.
 
-Two kinds of files hold it below `logs/`: `<generation>-<id>/rank-N.jsonl` and the raw `rank-N.log`, which an agent and
-its rank wrote on this machine, and the segments that agents carried to the store. What is in both is shown once.
+Below `logs/` there are `<generation>-<id>/rank-N.jsonl` and the raw `rank-N.log`, written by an agent and its rank on
+this machine, and the segments that agents put into the store. A line in both is shown once.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from ebbflow.infra.layout import check_job_name, job_prefix, known_job, runs_fol
 from ebbflow.infra.store import Store
 from ebbflow.infra.untrusted_text import one_line, printable, strip_colours
 
-# A line that is longer becomes several records; `more` marks all of them but the last.
+# A longer line becomes several records; `more` marks all but the last.
 LONGEST_LINE_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
-    """t: UTC, when the agent read the line. step and phase: where the rank was then, by its heartbeat; None: unknown.
+    """One line of a rank's output.
 
-    dropped: bytes of the raw log after this record's `end` that have no record, because the rank printed too much.
+    t: UTC time at which the agent read the line.
+    step, phase: of the rank's last heartbeat before; None: unknown.
+    dropped: bytes of the raw log after `end` without a record, because the rank printed too much.
     """
 
     t: str
@@ -54,11 +56,11 @@ class LogLine:
 
     @property
     def identity(self) -> tuple[int, int, int, int, str]:
-        """The same in every copy. The time is part of it: a job that was deleted and begun anew counts anew."""
+        """Return the key that all copies of a record share; it has the time, because a job may be deleted and restarted."""
         return self.generation, self.node, self.rank, self.start, self.t
 
     def to_json(self) -> str:
-        """One line, safe to print. The two rare fields are left out where they say nothing."""
+        """Return one line that is safe to print, without empty optional fields."""
         record = dict(self.__dict__)
         for name in ("more", "dropped"):
             if not record[name]:
@@ -67,7 +69,7 @@ class LogLine:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> LogLine:
-        """Raises ValueError or TypeError for anything else."""
+        """Read a record. Raises ValueError or TypeError for anything else."""
         line = cls(**json.loads(line))
         places = (line.generation, line.node, line.rank, line.start, line.end)
         if not isinstance(line.t, str) or not isinstance(line.text, str) or not all(type(x) is int for x in places):
@@ -75,22 +77,22 @@ class LogLine:
         return line
 
     def render(self) -> str:
-        """One line for a terminal."""
+        """Render one line for a terminal."""
         step = "step ?" if self.step is None else f"step {self.step}"
         return f"{one_line(self.t)} g{self.generation} n{self.node} r{self.rank} {step} | {escape_controls(self.text)}"
 
 
 def utc_text(unix_seconds: float) -> str:
-    """ISO 8601 with milliseconds: sorts as text as it does in time."""
+    """Render ISO 8601 with milliseconds; texts sort as their times do."""
     milliseconds = round(unix_seconds * 1000)
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
     return f"{whole}.{milliseconds % 1000:03d}Z"
 
 
 def escape_controls(text: str) -> str:
-    """A rank's line without colours and with all other control characters as escapes.
+    """Return a rank's line without colours and with other control characters escaped.
 
-    Of a progress bar that overwrites itself, the last state, and the number of states before it, which the raw log has.
+    Of a progress bar that overwrites itself, only the last state remains, with the number of states before it.
     """
     parts = [part for part in strip_colours(text).split("\r") if part.strip()]
     if not parts:
@@ -100,10 +102,10 @@ def escape_controls(text: str) -> str:
 
 
 def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
-    """The lines in `data` as (bytes with their line feed, whether the line goes on in the next piece).
+    """Split `data` into (bytes of a line with its line feed, whether the line continues in the next piece).
 
-    What is not whole yet is left over, unless `at_end`: nothing more will come. Pieces of a line that is too long end
-    between two characters of UTF-8.
+    An incomplete line is left over unless `at_end`, when no more data will come. A line that is too long is cut between
+    two UTF-8 characters.
     """
     pieces: list[tuple[bytes, bool]] = []
     at = 0
@@ -122,7 +124,7 @@ def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
 
 
 def _whole_characters(piece: bytes) -> bytes:
-    """Without a last character that is not whole; bytes that are no UTF-8 at all stay as they are."""
+    """Remove an incomplete UTF-8 character at the end; other bytes stay as they are."""
     for tail in range(1, min(4, len(piece))):
         byte = piece[-tail]
         if byte & 0xC0 == 0x80:
@@ -132,21 +134,21 @@ def _whole_characters(piece: bytes) -> bytes:
     return piece
 
 
-# Of a raw log that has no records (its agent was killed): as much as an agent makes records of, the newest.
+# Limit for a raw log without records (its agent was killed): the newest part, as large as records would be.
 _UNRECORDED_BYTES = 64 * 1024 * 1024
 _READERS = 16
 _SEGMENT = re.compile(r"logs/\d{6}/\d+-\d+-[^/]+\.jsonl")
 
 
 class LogsError(InfraError):
-    """The logs that were asked for cannot be shown, and why."""
+    """The requested logs cannot be shown."""
 
     outcome = Outcome.CONFIG
 
 
 @dataclass
 class RankLogs:
-    """lines: by time. notices: what could not be read, one line each."""
+    """Lines by time, and notices: one line for each part that could not be read."""
 
     lines: list[LogLine] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -154,7 +156,7 @@ class RankLogs:
 
 @dataclass(frozen=True, kw_only=True)
 class LogFilter:
-    """Which lines; None: all. around_step: with `lines` before and after the ones nearest to it; else the last ones."""
+    """Conditions on lines; None: any. around_step: `lines` before and after the nearest ones, else the last `lines`."""
 
     rank: int | None = None
     node: int | None = None
@@ -168,9 +170,9 @@ class LogFilter:
 
 
 def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> RankLogs:
-    """All lines below the `logs/` of these folders of a job and of these stores of it, each once, by time.
+    """Read all lines below `logs/` in a job's folders and stores, each once, by time.
 
-    Raises StoreError for a store that does not answer. A damaged line is passed over, with a notice.
+    A damaged line is skipped with a notice. Raises StoreError.
     """
     logs, found = RankLogs(), {}
     for folder in folders:
@@ -189,7 +191,7 @@ def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> RankLogs:
 
 
 def filter_lines(lines: Iterable[LogLine], wanted: LogFilter) -> list[LogLine]:
-    """The lines that match, in their order."""
+    """Return the lines that match, in their order."""
     matching = [line for line in lines if wanted.matches(line)]
     if wanted.around_step is None:
         return matching if wanted.lines is None else matching[max(0, len(matching) - wanted.lines) :]
@@ -197,7 +199,7 @@ def filter_lines(lines: Iterable[LogLine], wanted: LogFilter) -> list[LogLine]:
 
 
 def render_lines(lines: Sequence[LogLine]) -> str:
-    """What there is, for who asked for something else."""
+    """Summarize the existing lines when none matched the filter."""
     if not lines:
         return "no lines at all"
     parts = [f"{len(lines)} lines"]
@@ -209,9 +211,9 @@ def render_lines(lines: Sequence[LogLine]) -> str:
 
 
 def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
-    """In each generation that came as near to the step as any: all lines nearest to it, and `context` on both sides.
+    """Return the lines nearest to a step with `context` lines on both sides, of each generation that came as near.
 
-    A rank prints seldom, so that there need not be a line of the very step.
+    Ranks print seldom, so there may be no line of that step itself.
     """
     known = [line for line in lines if line.step is not None]
     if not known:
@@ -227,11 +229,11 @@ def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
 
 
 def _read_rank(raw: Path, notices: list[str]) -> list[LogLine]:
-    """The records beside a raw log, and what the log holds beyond them."""
+    """Return the records of a rank, and the lines of its raw log that have none."""
     records = raw.with_suffix(".jsonl")
     try:
         data = records.read_bytes() if records.exists() else b""
-        # A crash of the agent can tear the last record; its line is read from the raw log then.
+        # A crash of the agent can cut the last record; its line is then read from the raw log.
         whole = data[: data.rfind(b"\n") + 1]
         lines = _parse(whole, str(records), notices)
         return lines + _unrecorded(raw, lines, notices)
@@ -241,7 +243,7 @@ def _read_rank(raw: Path, notices: list[str]) -> list[LogLine]:
 
 
 def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[LogLine]:
-    """Lines of a raw log that no record covers: an agent that is killed leaves some. Their time is the file's."""
+    """Return the lines of a raw log without a record, which a killed agent leaves; their time is the file's."""
     if not raw.exists():
         return []
     status = raw.stat()
@@ -275,11 +277,11 @@ def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[Log
 
 
 def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
-    """The parts of a file between two offsets as (begin, end, whether it is a hole that an agent has made)."""
+    """Split a file's range into (begin, end, whether it is a hole made by an agent)."""
     while start < end:
         try:
             data = min(end, os.lseek(descriptor, start, os.SEEK_DATA))
-        except OSError as error:  # ENXIO: nothing but a hole up to the end
+        except OSError as error:  # ENXIO: only a hole up to the end
             data = end if error.errno == errno.ENXIO else start
         if data > start:
             yield start, data, True
@@ -294,7 +296,7 @@ def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, b
 
 
 def _place(raw: Path, lines: list[LogLine]) -> dict | None:
-    """job, generation, node and rank of a raw log: from its records, else from the specification of its rank."""
+    """Find job, generation, node and rank of a raw log, in its records or in the rank's specification."""
     if lines:
         return {name: getattr(lines[0], name) for name in ("job", "generation", "node", "rank")}
     try:
@@ -325,7 +327,7 @@ _REQUEST_SECONDS = 30.0
 
 
 def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -> None:
-    """`logs` and its options. project_root: where runs/ lies, unless EBBFLOW_RUNS says otherwise."""
+    """Add the command `logs`. project_root: folder of runs/, unless EBBFLOW_RUNS names another."""
     command = commands.add_parser("logs", help="what the ranks of a job printed, merged by time")
     command.add_argument("job", metavar="JOB", help="a job's name, or latest")
     command.add_argument("--rank", type=int, metavar="R", help="of this rank only")
@@ -339,7 +341,7 @@ def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -
 
 
 def show_logs(options: argparse.Namespace, project_root: Path) -> int:
-    """Exit code 0, 1 when no line matches, 2 for a job that is not there."""
+    """Print the matching lines. Exit code 0; 1 without a match; 2 for an unknown job."""
     wanted = LogFilter(
         rank=options.rank,
         node=options.node,
@@ -362,10 +364,12 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
 
 
 def _find(job: str, store_uri: str | None, project_root: Path) -> RankLogs:
-    """What this machine and the job's store hold; a store that does not answer is a notice when this machine has logs.
+    """Read the logs on this machine and in the job's store; a store's failure is a notice if this machine has logs.
 
-    Raises LogsError for a job that is not there, LayoutError for a name that no job can have,
-    and StoreError for a store that does not answer.
+    Raises:
+        LogsError: the job is unknown.
+        LayoutError: no job can have this name.
+        StoreError: the store failed and this machine has no logs.
     """
     runs = runs_folder(project_root)
     place = runs / job
@@ -392,7 +396,7 @@ def _find(job: str, store_uri: str | None, project_root: Path) -> RankLogs:
 
 
 def _open_job(uri: str, name: str) -> Store | None:
-    """The job's part of a store, None when it has no logs. A folder that is not there is not made by looking."""
+    """Open a job's part of a store; None if it has no logs. Creates no folder."""
     if "://" not in uri and not Path(uri).is_dir():
         return None
     store = Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(name))

@@ -1,4 +1,4 @@
-"""Interruptions as pure math: how often they come, how often to save because of them, and what that costs."""
+"""Interruption rates, optimal save intervals, and the expected loss of an interval: pure math."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from dataclasses import dataclass
 
 
 def young_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
-    """The time between saves that loses least: √(2 · save cost · mean time between interruptions).
+    """Return Young's optimal time between saves: √(2 · save cost · mean time between interruptions).
 
-    save_seconds: time that training loses per save. hazard_per_hour: interruptions per hour of the whole gang.
-    Returns infinity without a hazard. Raises ValueError for a negative argument.
-    Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. It holds
-    while a save is short against the mean time between interruptions.
+    Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. Valid
+      while a
+    save is short against the mean time between interruptions.
+
+    Args:
+        save_seconds: time that training loses per save.
+        hazard_per_hour: interruptions per hour of the whole gang.
+
+    Returns: infinity without a hazard.
+
+    Raises:
+        ValueError: an argument is negative.
     """
     _check(save_seconds, hazard_per_hour)
     if hazard_per_hour == 0:
@@ -21,12 +29,14 @@ def young_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float
 
 
 def daly_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
-    """Training time between two saves that loses least, with the higher-order terms that Young leaves out.
+    """Return Daly's optimal training time between two saves, with the higher-order terms.
 
-    √(2δM) · (1 + ⅓·√(δ/2M) + ⅑·δ/2M) − δ for a save cost δ below 2M, else M: so never below zero. With δ small
-    against M it is Young's. Arguments and infinity as in `young_interval_seconds`.
+    √(2δM) · (1 + ⅓·√(δ/2M) + ⅑·δ/2M) − δ for a save cost δ below 2M, else M; never negative. For δ much smaller than M
+    it equals Young's. Arguments and infinity as in `young_interval_seconds`.
+
     Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
-    Generation Computer Systems 22(3), 2006, equation 37.
+      Generation
+    Computer Systems 22(3), 2006, equation 37.
     """
     _check(save_seconds, hazard_per_hour)
     if hazard_per_hour == 0:
@@ -41,10 +51,13 @@ def daly_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
 def expected_loss(
     interval_seconds: float, save_seconds: float, hazard_per_hour: float, *, exposed_seconds: float = 0.0
 ) -> float:
-    """Share of the time that saves and redone work take: save cost per interval, and half an interval per interruption.
+    """Return the fraction of time lost: the cost of a save per interval, and half an interval per interruption.
 
-    exposed_seconds: from the staging of a save until its commit; work since the save before is lost with it. First
-    order in interval × hazard, which is what an interval near the best one makes small; at most 1.
+    First order in interval × hazard, which is small for intervals near the optimum; at most 1.
+
+    Args:
+        exposed_seconds: from the staging of a save until its commit; an interruption also loses the work since the save
+            before.
     """
     _check(save_seconds, hazard_per_hour)
     if interval_seconds <= 0:
@@ -56,9 +69,9 @@ def expected_loss(
 
 @dataclass(frozen=True)
 class GammaHazard:
-    """Interruptions per hour as a Gamma distribution, which counting Poisson arrivals keeps one: what is believed now.
+    """Estimate of the interruptions per hour: a Gamma distribution, the conjugate prior of Poisson arrivals.
 
-    shape: interruptions, seen and believed. hours: in which they were seen.
+    shape: number of interruptions, observed and prior. hours: time in which they occurred.
     """
 
     shape: float
@@ -66,40 +79,40 @@ class GammaHazard:
 
     @classmethod
     def from_prior(cls, hazard_per_hour: float, *, weight: float = 1.0) -> GammaHazard:
-        """A belief in `hazard_per_hour` that counts as much as `weight` interruptions seen."""
+        """Make a prior with mean `hazard_per_hour` that counts as much as `weight` observed interruptions."""
         if hazard_per_hour <= 0 or weight <= 0:
             raise ValueError(f"hazard_per_hour {hazard_per_hour} and weight {weight} must be positive")
         return cls(weight, weight / hazard_per_hour)
 
     def seen(self, interruptions: float, hours: float) -> GammaHazard:
-        """The belief after `hours` more with so many interruptions in them."""
+        """Return the posterior after `hours` more with the given interruptions."""
         if interruptions < 0 or hours < 0:
             raise ValueError(f"interruptions {interruptions} and hours {hours} must not be negative")
         return GammaHazard(self.shape + interruptions, self.hours + hours)
 
     @property
     def per_hour(self) -> float:
-        """The mean."""
+        """Return the mean."""
         return self.shape / self.hours
 
     @property
     def relative_deviation(self) -> float:
-        """Standard deviation over mean: how little is known."""
+        """Return standard deviation over mean."""
         return 1.0 / math.sqrt(self.shape)
 
 
-# (share, times the plan's hazard, interruptions that it is worth): the plan is right, or wrong by 3 or by 10.
+# (weight, multiple of the plan's hazard, prior interruptions): the plan is right, or wrong by 3 or by 10.
 _GUESSES = ((0.5, 1.0, 8.0), (0.125, 0.1, 2.0), (0.125, 1 / 3, 2.0), (0.125, 3.0, 2.0), (0.125, 10.0, 2.0))
 
 
 @dataclass(frozen=True)
 class PlannedHazard:
-    """Interruptions per hour as a plan believes them, which may be right or wrong by a factor: a mixture of Gammas.
+    """Estimate of the interruptions per hour from a plan that may be wrong by a factor: a mixture of Gammas.
 
-    As long as the plan holds it counts like eight interruptions; once what is seen speaks against it, it is let go of,
-    which one Gamma of any weight cannot do both. Guesses are weighed by the chance of what was seen: the marginal
-    likelihood of Poisson arrivals, Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), for n in T hours and a Gamma of shape a
-    and b hours. `ebbflow bench money interval` says what it is worth.
+    While observations agree with the plan, it counts like eight interruptions; once they contradict it, it loses its
+    weight, which a single Gamma cannot do. Components are weighted by the marginal likelihood of Poisson arrivals,
+    Γ(a + n) / Γ(a) · b^a / (b + T)^(a + n), for n interruptions in T hours and a Gamma of shape a and b hours.
+    `ebbflow bench money interval` measures the benefit.
     """
 
     planned_per_hour: float
@@ -111,12 +124,12 @@ class PlannedHazard:
             raise ValueError(f"the plan must be positive, what was seen not negative: {self}")
 
     def seen(self, interruptions: float, hours: float) -> PlannedHazard:
-        """The belief after `hours` more with so many interruptions in them."""
+        """Return the posterior after `hours` more with the given interruptions."""
         return PlannedHazard(self.planned_per_hour, self.interruptions + interruptions, self.hours + hours)
 
     @property
     def per_hour(self) -> float:
-        """The mean."""
+        """Return the mean."""
         logs, means = [], []
         for share, factor, worth in _GUESSES:
             hours = worth / (factor * self.planned_per_hour)

@@ -46,9 +46,9 @@ def retry(
 
     Args:
         left: seconds until the deadline. A pause that does not fit into them is not made.
-        judge: takes what `call` raised and returns the reason in words and how many tries are worth it (None: any
+            judge: takes what `call` raised and returns the reason in words and how many tries are worth it (None: any
             number); raises for an error that no retry can cure.
-        give_up: makes the exception to raise from the reason.
+            give_up: makes the exception to raise from the reason.
     """
     for tries in itertools.count(1):
         if left() <= 0:

@@ -1,16 +1,15 @@
-"""Segments of the event log: how they are sealed, and how all of a job's are read, from listings that may lag.
+"""Segments of the event log: sealing one, and reading all of a job's from listings that may lag.
 
 A segment is an object of event lines and, as its last line, a seal:
 
     {"seal":2,"segment":KEY,"checksums":[CRC-32 of each event line],"last":BOOL,"checksum":CRC-32 of the seal}
 
-The seal names its own segment, so that a copied, joined, emptied or truncated one is noticed; segments of a writer are
-numbered, so that a lost one is; `last` marks the final one. Segments of version 1 have no seal and are read as they
-are.
+The seal names its own segment, which detects copied, joined, emptied and truncated segments. Each writer numbers its
+segments, which detects lost ones; `last` marks the final one. Segments of version 1 have no seal and are read as is.
 
-S3 lists what was put at once. Others (OpenStack Swift) may omit an object for a while, though it can be read by its
-name. Names are numbered, so that the next of each writer can be asked for; and a generation that has ended says who
-must have written.
+S3 lists new objects at once. Other stores (OpenStack Swift) may omit an object for a while, though it can be read by
+its name. Because names are numbered, the next segment of each writer can be requested; and the end of a generation
+tells which writers it must have had.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from ebbflow.infra.store import Store
 from ebbflow.infra.store.folder import HANG_GUARD
 
 _READERS = 16
-_PATIENCE_SECONDS = 2.0  # for writers of whom nothing is listed at all; most often they died before they wrote
+_PATIENCE_SECONDS = 2.0  # for writers without any listed segment; most of them died before they wrote
 _PAUSE_SECONDS = 0.25
 _NAME = re.compile(r"(events/\d+/.+)-(\d{6})\.(\w+)\.jsonl")
 _SEAL_VERSION = 2
 _SEAL_START = b'{"seal":'
-_MOST_MISSING = 1000  # segments of one writer that are asked for or named: a file's name may hold any number
-_MOST_NODES = 100_000  # of a generation: a larger number is damage, and no reason to expect as many writers
+_MOST_MISSING = 1000  # limit of missing segments per writer: a file's name may contain any number
+_MOST_NODES = 100_000  # limit for a generation: a larger number is damage
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A part of the event log that cannot be used. line: counted from 1; 0: the segment as a whole."""
+    """A part of the event log that cannot be used. line: counted from 1; 0: the whole segment."""
 
     segment: str
     what: str
@@ -57,7 +56,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Line:
-    """One event line. sealed: its checksum is that of the segment's seal."""
+    """One event line. sealed: its checksum is in the segment's seal."""
 
     segment: str
     number: int
@@ -67,7 +66,7 @@ class Line:
 
 @dataclass(kw_only=True)
 class Segments:
-    """What the store gave. contents: by key; unreadable: keys that are listed and cannot be read."""
+    """Segments read from a store. contents: by key; unreadable: listed keys that could not be read."""
 
     contents: dict[str, bytes] = field(default_factory=dict)
     damage: list[Damage] = field(default_factory=list)
@@ -80,10 +79,10 @@ class Segments:
 
 @dataclass(kw_only=True)
 class Unsealed:
-    """All event lines of a log with what is damaged.
+    """All event lines of a log, and its damage.
 
-    writers: (prefix, token) of their keys. open_writers: those that seal their segments and whose newest one is not
-    marked `last`: they are still writing, were killed, or lost their end.
+    writers: (prefix, token) of their keys.
+    open_writers: writers with seals whose newest segment is not marked `last`: still writing, killed, or its end lost.
     """
 
     lines: list[Line]
@@ -93,7 +92,7 @@ class Unsealed:
 
 
 def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
-    """The content of a segment. last: the writer has closed its log, so that no segment follows."""
+    """Return the content of a segment. last: the writer has closed its log."""
     encoded = [line.encode() for line in lines]
     seal = {
         "seal": _SEAL_VERSION,
@@ -107,14 +106,14 @@ def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
 
 
 def unseal(segments: Segments) -> Unsealed:
-    """Check every segment against its seal and every writer's numbers for gaps."""
+    """Check every segment against its seal, and the numbers of every writer for gaps."""
     own: list[Line] = []
     foreign: list[Line] = []
     damage = list(segments.damage)
     last: dict[str, bool] = {}  # of sealed segments, by key
     for key in sorted(segments.contents):
         _unseal_one(key, segments.contents[key], own, foreign, damage, last)
-    lines = _once([*own, *foreign], damage)  # a copy whose original is lost still counts
+    lines = _once([*own, *foreign], damage)  # a copy counts if its original is lost
     writers: dict[tuple[str, str], set[int]] = defaultdict(set)
     still_open: set[tuple[str, str]] = set()
     for key in [*segments.contents, *segments.unreadable]:
@@ -134,7 +133,7 @@ def unseal(segments: Segments) -> Unsealed:
 
 
 def read_segments(job_store: Store) -> Segments:
-    """Every segment. One that cannot be read is damage. Raises StoreError where the store itself does not answer."""
+    """Read every segment; one that cannot be read is damage. Raises StoreError if the store fails."""
     found = Segments()
     with ThreadPoolExecutor(_READERS, thread_name_prefix="events") as pool:
         _read_listed(job_store, pool, found)
@@ -164,7 +163,7 @@ def _key_of(writer: tuple[str, str], number: int) -> str:
 def _unseal_one(
     key: str, content: bytes, own: list[Line], foreign: list[Line], damage: list[Damage], last: dict[str, bool]
 ) -> None:
-    """Add the segment's event lines to `own`, or to `foreign` where their seal names another segment."""
+    """Add the segment's event lines to `own`, or to `foreign` if their seal names another segment."""
     numbered = list(enumerate(content.split(b"\n"), start=1))
     if numbered[-1][1] == b"":
         numbered.pop()
@@ -205,7 +204,7 @@ def _unseal_one(
 
 
 def _once(lines: Sequence[Line], damage: list[Damage]) -> list[Line]:
-    """Each event once: equal lines of two segments are copies, since no two events of a process have the same times."""
+    """Drop copies: equal lines of two segments are copies, because no two events of a process have the same times."""
     first: dict[bytes, str] = {}
     copies: Counter[tuple[str, str]] = Counter()
     found = []
@@ -221,7 +220,7 @@ def _once(lines: Sequence[Line], damage: list[Damage]) -> list[Line]:
 
 
 def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
-    """(segment, checksums, last); None where the seal does not match its own checksum."""
+    """Return (segment, checksums, last); None if the seal does not match its own checksum."""
     body, mark, checksum = line.rpartition(b',"checksum":')
     if not mark or checksum != f'"{_checksum(body + b"}")}"}}'.encode():
         return None
@@ -235,7 +234,7 @@ def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
 def _verify(
     pending: list[tuple[int, bytes]], checksums: list[str]
 ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-    """(sealed lines, other lines): by checksum and not by position, since a damaged line end shifts all that follow."""
+    """Return (sealed lines, other lines). Compares by checksum: a damaged line end would shift positions."""
     left = Counter(checksums)
     good, bad = [], []
     for number, line in pending:
@@ -251,7 +250,7 @@ def _events(count: int) -> str:
 
 
 def _hint(line: bytes) -> str:
-    """The kind of event that a damaged line seems to hold."""
+    """Return the kind of event that a damaged line seems to hold."""
     name = re.search(rb'"name":"([a-z0-9_]{1,40})"', line)
     rank = re.search(rb'"rank":(-?\d{1,6})\b', line)
     step = re.search(rb'"step":(\d{1,12})\b', line)
@@ -280,19 +279,19 @@ def _read_listed(job_store: Store, pool: ThreadPoolExecutor, found: Segments) ->
 
 
 def _get(job_store: Store, key: str) -> bytes | str:
-    """The content, or why this one object cannot be read. Raises StoreError where that is so of the whole store."""
+    """Return the content, or why this object cannot be read. Raises StoreError if the whole store fails."""
     try:
         return job_store.get(key)
     except StoreUnavailable:
         raise
     except StoreError as error:
         if isinstance(error, StoreForbidden) and job_store.local_path(key) is None:
-            raise  # credentials, and not this object
+            raise  # a matter of credentials, not of this object
         return " ".join(str(error).split())
 
 
 def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
-    """Keys of the segments in a folder. An entry that is no regular file is damage: opening a pipe would hang."""
+    """List the keys of segments in a folder. An entry that is not a regular file is damage: a pipe would hang."""
     keys: list[str] = []
     damage: list[Damage] = []
     for name, path in _entries(folder, "events", damage):
@@ -315,7 +314,7 @@ def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
 
 
 def _entries(folder: Path, key: str, damage: list[Damage]) -> list[tuple[str, Path]]:
-    """(name, path) of a folder's entries; a name that is not UTF-8 with its odd bytes escaped."""
+    """List (name, path) of a folder's entries; invalid UTF-8 in a name is escaped."""
     try:
         names = os.listdir(os.fsencode(folder))
     except FileNotFoundError:
@@ -332,10 +331,10 @@ def _kind(mode: int) -> str:
 
 
 def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> None:
-    """Of each writer: what the listing left out in between and, in a remote store, what came after the last it showed.
+    """Read segments that the listing omits: gaps of each writer and, in a remote store, those after its last one.
 
-    A folder's listing is not atomic either, so that a segment put meanwhile may be missing from it. Of each writer
-    `_MOST_MISSING` segments at most are asked for in vain; `unseal` reports all that are missing.
+    A folder's listing is not atomic, so a segment put meanwhile may be missing from it. At most `_MOST_MISSING` missing
+    segments are requested per writer; `unseal` reports all that are missing.
     """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for key in [*found.contents, *found.unreadable]:
@@ -365,7 +364,7 @@ def _read_next(job_store: Store, pool: ThreadPoolExecutor, found: Segments) -> N
 
 
 def _silent_writers(found: dict[str, bytes]) -> dict[str, bool]:
-    """Agents and ranks of ended generations of whom there is nothing; True: of one that ended as planned."""
+    """Return agents and ranks of ended generations without any segment; True: of a planned end."""
     heard = {match[1] for key in found if (match := _NAME.fullmatch(key))}
     ended: dict[int, bool] = {}
     expected: dict[int, set[str]] = defaultdict(set)

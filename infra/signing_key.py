@@ -1,6 +1,6 @@
-"""The environment variable that holds the key which commits are signed with.
+"""Environment variable with the key that signs commits.
 
-The key is a secret: it is read where it is used, and is in no configuration, argument, event or object of the store.
+The key is secret: it is read where it is used, and is never in a configuration, argument, event or stored object.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import re
 
-# Names the variable with the key, for this process and those that it starts. Unset: commits are not signed.
+# Names the variable with the key, for this process and its children. Unset: commits are not signed.
 NAME_VARIABLE = "EBBFLOW_SIGNING_KEY_ENV"
 SHORTEST_KEY_BYTES = 16
-NAME_PATTERN = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")  # a secret that was put here by mistake rarely looks like this
+NAME_PATTERN = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")  # a secret given by mistake rarely matches
 
 
 def signing_key_problem(name: str) -> str:
-    """Describe why the variable `name` cannot be the signing key, "" where it can."""
+    """Explain why the variable `name` cannot be the signing key; "" if it can."""
     variable = f"the environment variable {name} (checkpoint.signing_key_env)"
     length = len(os.fsencode(os.environ.get(name, "")))
     if not length:

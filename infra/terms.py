@@ -1,26 +1,26 @@
-"""The money terms a job trains under: made by `cost`, handed over by the flow, only multiplied by `training`."""
+"""Budget, deadline and prices of a running job: computed by `cost`, passed on by the flow, used by `training`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-# Shares of the budget that are told when they are reached. At the last one, the reserve still unspent, a job stops.
+# Fractions of the budget that are reported when reached. At the last one a job stops, with the reserve unspent.
 BUDGET_THRESHOLDS = (0.5, 0.8, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What training needs to know of money. Floats: these drive decisions, the ledger itself is Decimal.
+    """Budget, deadline and prices of a job. Floats, because they only drive decisions; the ledger is Decimal.
 
-    usd_per_rank_second: price of the planned capacity divided over its ranks.
-    budget_usd: the most the job may cost; None means no limit.
-    spent_usd: what earlier attempts of the same job have already cost.
-    reserve_usd: kept back from the budget for the last save and the drain.
-    deadline_utc: Unix time by which the job must be done; None means no deadline.
+    usd_per_rank_second: price of the planned capacity per rank.
+    budget_usd: spending limit of the job; None: no limit.
+    spent_usd: cost of earlier attempts of the job.
+    reserve_usd: part of the budget reserved for the last save and the drain.
+    deadline_utc: Unix time by which the job must be done; None: no deadline.
     hazard_per_hour: expected interruptions of the planned pool per hour (a gang in one pool is one hazard).
-    price_kind: how the price is known: "live", "recorded" (on a date), "estimated" or "simulated".
-    told_threshold: the highest of `BUDGET_THRESHOLDS` that earlier attempts have told of this budget; 0: none.
-    step_seconds: of one step as the plan expects it, until one was measured; 0: nobody knows.
+    price_kind: "live", "recorded" (on a date), "estimated" or "simulated".
+    last_notified_threshold: highest of `BUDGET_THRESHOLDS` that earlier attempts reported; 0: none.
+    step_seconds: expected duration of a step until one is measured; 0: unknown.
     """
 
     usd_per_rank_second: float
@@ -30,16 +30,16 @@ class Terms:
     deadline_utc: float | None = None
     hazard_per_hour: float = 0.0
     price_kind: str = "recorded"
-    told_threshold: float = 0.0
+    last_notified_threshold: float = 0.0
     step_seconds: float = 0.0
 
     @property
     def spendable_usd(self) -> float | None:
-        """What may be spent before the job must stop: the budget less the reserve; None without a budget."""
+        """Return the budget less the reserve; None without a budget."""
         return None if self.budget_usd is None else self.budget_usd - self.reserve_usd
 
     def reached(self, spent_usd: float) -> list[float]:
-        """The thresholds that this much spent reaches. The last one counts the reserve as spent: it is spoken for."""
+        """Return the thresholds that this spending reaches. At the last one the reserve counts as spent."""
         if self.budget_usd is None:
             return []
         limits = {share: self.budget_usd * share for share in BUDGET_THRESHOLDS}
@@ -47,7 +47,7 @@ class Terms:
         return [share for share, usd in limits.items() if spent_usd >= usd]
 
     def out_of_money(self) -> str:
-        """Why a gang must not start: nothing is left but the reserve. Empty: it may."""
+        """Explain why a gang must not start: only the reserve is left; "" if it may start."""
         if self.spendable_usd is None or self.spent_usd < self.spendable_usd:
             return ""
         return (

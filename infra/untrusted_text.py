@@ -1,9 +1,8 @@
-"""Foreign text on its way to a terminal: exception messages, lines of ranks, names of jobs, keys, reasons of AWS.
+"""Escaping of untrusted text for terminals: exception messages, output of ranks, job names, keys, AWS messages.
 
-A terminal obeys what it prints: escape sequences move the cursor, erase lines, set the window's title or the clipboard,
-a carriage return overwrites a line, and bidirectional overrides show text in another order than it is read in. Each
-entry point calls `guard_terminal` first, so that all output of its process passes `printable`, whichever code prints
-it. Raw logs of ranks keep their bytes.
+A terminal executes what it prints: escape sequences move the cursor, erase lines, set the window's title or the
+clipboard, a carriage return overwrites a line, and bidirectional overrides reorder text. Each entry point calls
+`guard_terminal` first, so that all output of its process passes `printable`. Raw logs of ranks keep their bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 from ebbflow.infra.program import REPLACE_UNPRINTABLE
 
-# C0 but tab and line feed, DEL, C1, marks and overrides of writing direction, line and paragraph separators,
+# C0 except tab and line feed, DEL, C1, marks and overrides of writing direction, line and paragraph separators,
 # annotations, lone surrogates, tags (invisible letters).
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff"
@@ -23,33 +22,34 @@ _UNSAFE = re.compile(
 )
 # "Select Graphic Rendition" (ECMA-48, 8.3.117).
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# What Metaflow writes for its own lines: bold, visible foreground colours, their end, and "erase to the end of line".
+# Sequences in Metaflow's own lines: bold, visible foreground colours, their end, and "erase to the end of line".
 _METAFLOWS = re.compile(r"(\x1b\[(?:0|1|22|3[1-7]|39|9[1-7])?m|\x1b\[K)")
 
 
 def printable(text: object) -> str:
-    r"""The text with each unsafe character as its escape of JSON: \u001b for ESC.
+    """Return the text with each unsafe character as a JSON escape: \\u001b for ESC.
 
-    Tab and line feed stay, and a carriage return before a line feed is left out. Text that was made printable does not
-    change again, and a JSON document stays one with the same content.
+    Tab and line feed stay; a carriage return before a line feed is removed. The function is idempotent, and a JSON
+    document keeps its content.
     """
     return _UNSAFE.sub(_escape, str(text).replace("\r\n", "\n"))
 
 
 def one_line(text: object) -> str:
-    """Printable text with each run of line breaks and tabs as one space."""
+    """Return printable text with each run of line breaks and tabs as one space."""
     return printable(re.sub(r"[\t\n\v\f\r\x85\u2028\u2029]+", " ", str(text)).strip())
 
 
 def strip_colours(text: str) -> str:
-    """The text without the sequences that only colour it. Text that they concealed is kept."""
+    """Remove the escape sequences that only colour text. Text that they concealed is kept."""
     return _COLOURS.sub("", text)
 
 
 def guard_terminal(*, keep_colours: bool = False) -> None:
-    """Make everything printable that this process writes to sys.stdout and sys.stderr from now on.
+    """Escape unsafe characters in everything that this process writes to sys.stdout and sys.stderr from now on.
 
-    keep_colours: let Metaflow's own colours pass, for processes in which Metaflow writes to the terminal.
+    Args:
+        keep_colours: pass Metaflow's own colours, for processes in which Metaflow writes to the terminal.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -58,10 +58,10 @@ def guard_terminal(*, keep_colours: bool = False) -> None:
 
 
 class GuardedStream:
-    """A text stream that makes printable what is written, and leaves all else to the stream behind it.
+    """A text stream that escapes unsafe characters, and passes everything else to the stream behind it.
 
-    Characters that the stream's encoding lacks are written as similar ASCII or as escapes: an ASCII terminal ends no
-    process.
+    Characters that the stream's encoding lacks become similar ASCII or escapes, so that an ASCII terminal raises no
+    error.
     """
 
     def __init__(self, stream: Any, *, keep_colours: bool = False) -> None:
@@ -81,7 +81,6 @@ class GuardedStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each of the lines."""
         for line in lines:
             self.write(line)
 

@@ -80,7 +80,7 @@ class Limits:
         self._asked = False
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)  # seconds from one look at the limits to the next
         self._looked_at: float | None = None
-        self._told = {share for share in BUDGET_THRESHOLDS if terms and share <= terms.told_threshold}
+        self._told = {share for share in BUDGET_THRESHOLDS if terms and share <= terms.last_notified_threshold}
 
     def watch_signals(self) -> None:
         """SIGTERM from now on asks for a stop at the end of the step. To be called in the main thread."""

@@ -396,7 +396,7 @@ class Plan:
         """
         return self.ranked[0] if self.ranked else None
 
-    def terms(self, *, spent_usd: float = 0.0, told_threshold: float = 0.0) -> Terms:
+    def terms(self, *, spent_usd: float = 0.0, last_notified_threshold: float = 0.0) -> Terms:
         """Return the money terms for training. Raises PlanError if the plan has no pool.
 
         Args:
@@ -412,7 +412,7 @@ class Plan:
             deadline_utc=None if self.deadline_hours is None else self.started_utc + self.deadline_hours * 3600,
             hazard_per_hour=self.chosen.hazard_per_hour,
             price_kind="simulated" if self.simulated else self.chosen.price_kind.split()[0].rstrip(":"),
-            told_threshold=told_threshold,
+            last_notified_threshold=last_notified_threshold,
             step_seconds=self.chosen.step_seconds,
         )
 

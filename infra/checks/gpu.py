@@ -116,9 +116,9 @@ def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = Tr
     """Whether the placement, the configuration or the kernel indicates GPUs here.
 
     Args:
-      promised: number of GPUs in the placement.
-      wanted: whether the configuration demands GPUs.
-      by_tool: also count nvidia-smi on the path; GPU images have it on machines without a GPU as well.
+        promised: number of GPUs in the placement.
+        wanted: whether the configuration demands GPUs.
+        by_tool: also count nvidia-smi on the path; GPU images have it on machines without a GPU as well.
     """
     here = bool(gpu_files()) or (by_tool and shutil.which("nvidia-smi") is not None)
     return promised > 0 or wanted or (here and not gpus_hidden())
@@ -128,7 +128,7 @@ def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
     """Compute on each GPU.
 
     Args:
-      promised: GPUs of this node in its placement; 0: the placement names none.
+        promised: GPUs of this node in its placement; 0: the placement names none.
 
     Returns: a finding, passed if torch computes on every GPU; and the number of GPUs.
     """
@@ -160,8 +160,8 @@ def has_kernels_for(capability: int, architectures: list[str]) -> bool:
     C++ Programming Guide, "Application Compatibility").
 
     Args:
-      capability: 90 for compute capability 9.0.
-      architectures: from torch.cuda.get_arch_list: sm_80 or compute_90.
+        capability: 90 for compute capability 9.0.
+        architectures: from torch.cuda.get_arch_list: sm_80 or compute_90.
     """
     for name in architectures:
         match = re.fullmatch(r"(sm|compute)_([0-9]+)([a-z]?)", name)

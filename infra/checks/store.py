@@ -189,8 +189,8 @@ def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
     """Compare this machine's clock with a server's.
 
     Args:
-      warned: difference in seconds from which the check fails.
-      refused: difference in seconds from which the server rejects signed requests.
+        warned: difference in seconds from which the check fails.
+        refused: difference in seconds from which the server rejects signed requests.
     """
     before = time.time()
     try:

@@ -86,8 +86,8 @@ def collect_entries(
     """Collect the values that a node gives for a section, and the problems of its keys.
 
     Args:
-      section: the section's dotted name; "" for the whole configuration.
-      at: the place to point at when the node is no section.
+        section: the section's dotted name; "" for the whole configuration.
+        at: the place to point at when the node is no section.
     """
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
@@ -231,8 +231,8 @@ def _read(key: str, written: str, value: str, name: str, origin: Origin) -> tupl
     """Read one value.
 
     Args:
-      written: the text before the equals sign.
-      name: the name that problems are reported under.
+        written: the text before the equals sign.
+        name: the name that problems are reported under.
     """
     source = SourceText(name, value, first_column=len(written) + 1, before=f"{written}=")
     if key in sections() or key in free_mappings():

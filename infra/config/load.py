@@ -75,7 +75,7 @@ def validate(
     """Check ranges and rules.
 
     Args:
-      unknown: keys whose intended value is unknown; rules about them are skipped.
+        unknown: keys whose intended value is unknown; rules about them are skipped.
 
     Returns: the configuration, with defaults in place of wrong values, and the problems.
     """
@@ -182,14 +182,14 @@ def load_config(
     """Read a configuration.
 
     Args:
-      path: the YAML file, relative to `cwd`.
-      overrides: "model.num_heads=8" and the like; later ones win, and all win over the environment and the file.
-      project_root: base of relative paths in the file; those in overrides and the environment are relative to `cwd`.
-      cwd: the current directory when None.
-      environment: variables such as EBBFLOW__MODEL__NUM_HEADS=8 win over the file; os.environ when None.
+        path: the YAML file, relative to `cwd`.
+        overrides: "model.num_heads=8" and the like; later ones win, and all win over the environment and the file.
+        project_root: base of relative paths in the file; those in overrides and the environment are relative to `cwd`.
+        cwd: the current directory when None.
+        environment: variables such as EBBFLOW__MODEL__NUM_HEADS=8 win over the file; os.environ when None.
 
     Raises:
-      ConfigError: carries every problem at once.
+        ConfigError: carries every problem at once.
     """
     cwd = Path.cwd() if cwd is None else Path(cwd)
     file = Path(os.path.abspath(cwd / Path(path).expanduser()))
@@ -334,7 +334,7 @@ def values_with_sources(config: Mapping[str, Any], sources: Mapping[str, str]) -
     """Return rows of key, value and source in the order of `sources`.
 
     Args:
-      config: the nested configuration as JSON; a key that it lacks gets the value null.
+        config: the nested configuration as JSON; a key that it lacks gets the value null.
     """
     return [{"key": key, "value": _at(config, key), "source": source} for key, source in sources.items()]
 
@@ -343,7 +343,7 @@ def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) 
     """Render one line per key: "model.num_layers  6  --set".
 
     Args:
-      defaults: whether to show keys that have their default value.
+        defaults: whether to show keys that have their default value.
     """
     shown = [row for row in rows if defaults or row["source"] != DEFAULT]
     texts = [(row["key"], value_text(row["value"]), row["source"]) for row in shown]

@@ -29,7 +29,7 @@ RESERVE_USD = 5 * GANG_USD_PER_SECOND
 
 def test_thresholds_are_told_once_and_a_step_must_be_affordable() -> None:
     now = 0.0
-    terms = Terms(usd_per_rank_second=0.01, budget_usd=10.0, reserve_usd=1.0, told_threshold=0.5)
+    terms = Terms(usd_per_rank_second=0.01, budget_usd=10.0, reserve_usd=1.0, last_notified_threshold=0.5)
     limits = Limits(terms, world_size=1, elapsed_seconds=lambda: now)
     seen = []
     for now in (0.0, 100.0, 550.0, 700.0, 810.0):
@@ -38,7 +38,7 @@ def test_thresholds_are_told_once_and_a_step_must_be_affordable() -> None:
     # Half was told by an earlier attempt. A step of 450 s was seen: at $5.50 another one would not fit into $9.00.
     assert stop is Stop.BUDGET and seen == [(550.0, 0.8, 5.5), (550.0, 1.0, 5.5)]
     now = 0.0
-    brisk = Limits(replace(terms, told_threshold=0.0), world_size=1, elapsed_seconds=lambda: now)
+    brisk = Limits(replace(terms, last_notified_threshold=0.0), world_size=1, elapsed_seconds=lambda: now)
     told: dict[float, float] = {}
     while (stop := brisk.stop()) is Stop.NONE:
         told |= {news["threshold"]: now for news in brisk.new_budget_thresholds(stop)}
@@ -89,7 +89,7 @@ class Job:
             budget_usd=budget_usd,
             reserve_usd=RESERVE_USD,
             spent_usd=compute_spent_usd(events),
-            told_threshold=last_notified_threshold(events, budget_usd),
+            last_notified_threshold=last_notified_threshold(events, budget_usd),
         )
         config = dict(self.spec.config)
         if max_steps:

@@ -71,9 +71,11 @@ def test_each_generation_has_less_to_spend_and_fewer_nodes_cost_less(spec: GangS
     now = iter((100.0, 200.0, 250.0))
     leader = GenerationPlanner(replace(spec, terms=terms), job_store(spec), born=0.0, now=lambda: next(now))
     first = leader.plan(leader.open(), [0, 1, 2], ["a", "a", "b"])
-    assert (first.terms["spent_usd"], first.terms["told_threshold"]) == (11.0, 0.0)
+    assert (first.terms["spent_usd"], first.terms["last_notified_threshold"]) == (11.0, 0.0)
     second = leader.plan(leader.open(), [0, 2], ["a", "b"])
-    assert (second.terms["spent_usd"], second.terms["told_threshold"]) == (17.0, 0.8), "its ranks have told of 80 %"
+    assert (second.terms["spent_usd"], second.terms["last_notified_threshold"]) == (17.0, 0.8), (
+        "its ranks have told of 80 %"
+    )
     third = leader.plan(leader.open(), [0, 2], ["a", "b"])
     assert third.terms["spent_usd"] == 19.0
     assert (first.generation, second.generation, third.generation) == (1, 2, 3)

@@ -343,10 +343,10 @@ class GenerationPlanner:
         terms = Terms.from_json(self._spec.terms)
         self._spent_usd += waited * terms.usd_per_rank_second * self._world_size
         spent = terms.spent_usd + self._spent_usd
-        told = terms.told_threshold
+        told = terms.last_notified_threshold
         if self._number > 1:
             told = max([told, *(share for share in terms.reached(spent) if share < BUDGET_THRESHOLDS[-1])])
-        return replace(terms, spent_usd=spent, told_threshold=told).to_json()
+        return replace(terms, spent_usd=spent, last_notified_threshold=told).to_json()
 
     def _fault_still_due(self) -> dict | None:
         """A rehearsed fault fires once per job, whatever the number of attempts and generations."""
