@@ -56,7 +56,7 @@ class LogLine:
 
     @property
     def identity(self) -> tuple[int, int, int, int, str]:
-        """Return the key that all copies of a record share; it has the time, because a job may be deleted and restarted."""
+        """Return the key that all copies of a record share; the time tells a restarted job from a deleted one."""
         return self.generation, self.node, self.rank, self.start, self.t
 
     def to_json(self) -> str:
