@@ -82,11 +82,11 @@ def test_what_an_agent_that_was_killed_left_behind_is_read_from_the_raw_log(tmp_
 FOLLOWER = """
 import sys
 from pathlib import Path
-from ebbflow.training.launch.heartbeat import Beat
+from ebbflow.training.launch.heartbeat import HeartbeatReading
 from ebbflow.training.launch.logs import RankLog
 log = RankLog(Path(sys.argv[1]), job="job", generation=1, node=0, rank=0, limit_bytes=2**26)
 while True:
-    log.follow(Beat(1, 3, "forward", 0.0))
+    log.follow(HeartbeatReading(1, 3, "forward", 0.0))
 """
 
 

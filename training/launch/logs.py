@@ -404,7 +404,7 @@ class RankLogs:
         self._logs: list[tuple[Worker, RankLog]] = [
             (worker, RankLog(worker.log_path, rank=worker.rank, **place)) for worker in group.workers
         ]
-        self._pass_on, self._say = pass_on, print_line
+        self._pass_on, self._say = pass_on, say
         self._failed = self._unlimited = False
 
     def follow(self) -> None:
@@ -467,7 +467,7 @@ class LogUploader:
         interval_seconds: float = _INTERVAL_SECONDS,
         queue_bytes: int = _QUEUE_BYTES,
     ) -> None:
-        self._store, self._generation, self._node, self._say = job_store, generation, node, print_line
+        self._store, self._generation, self._node, self._say = job_store, generation, node, say
         self._interval_seconds, self._queue_limit = interval_seconds, queue_bytes
         self._writer = secrets.token_hex(3)  # two agents never share a segment
         self._changed = threading.Condition()  # guards what follows
