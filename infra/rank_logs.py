@@ -147,7 +147,7 @@ class LogsError(InfraError):
 
 
 @dataclass
-class RankLogs:
+class JobLogs:
     """Lines by time, and notices: one line for each part that could not be read."""
 
     lines: list[LogLine] = field(default_factory=list)
@@ -169,12 +169,12 @@ class LogFilter:
         return all(wanted is None or wanted == found for wanted, found in pairs)
 
 
-def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> RankLogs:
+def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> JobLogs:
     """Read all lines below `logs/` in a job's folders and stores, each once, by time.
 
     A damaged line is skipped with a notice. Raises StoreError.
     """
-    logs, found = RankLogs(), {}
+    logs, found = JobLogs(), {}
     for folder in folders:
         files = (folder / "logs").glob("*-*/rank-*.*")
         for path in sorted({path.with_suffix(".log") for path in files if path.suffix in (".log", ".jsonl")}):
@@ -363,7 +363,7 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
     return _print([line.to_json() if options.json else line.render() for line in chosen])
 
 
-def _find(job: str, store_uri: str | None, project_root: Path) -> RankLogs:
+def _find(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
     """Read the logs on this machine and in the job's store; a store's failure is a notice if this machine has logs.
 
     Raises:
