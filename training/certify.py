@@ -49,8 +49,7 @@ def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
     """Make a small copy of a job: same model, data, batch, optimizer and mode; fewer steps, six commits.
 
     Ranks are as configured, as far as this machine has cores; at most two nodes, and never fewer after a loss, since
-    another
-    number of ranks adds up in another order. Metrics are not published.
+    another number of ranks adds up in another order. Metrics are not published.
     """
     nodes, processes = gang_size(config)
     sections = {

@@ -18,7 +18,7 @@ from ebbflow.infra.multipart import Throttle, open_sink
 from ebbflow.infra.store import Store
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.commands import main as checkpoints
-from ebbflow.training.checkpoint.commit import commit_as_backup, try_commit
+from ebbflow.training.checkpoint.commit import CommitWatch, commit_as_backup
 from ebbflow.training.checkpoint.manifest import CheckpointId, RankIndex
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.verified_io import Deadline
@@ -119,7 +119,7 @@ def test_any_rank_that_stands_by_commits_when_those_before_it_are_gone(tmp_path:
     never = threading.Event()
     commit_as_backup(store, save, 49, Deadline(8.0), never.wait)
     assert [ref.step for ref in reachable_commits(store)] == [3]
-    assert try_commit(store, save).commit == reachable_commits(store)[0]
+    assert CommitWatch(store, save).look().commit == reachable_commits(store)[0]
     began = time.monotonic()
     never.set()  # something better to do
     commit_as_backup(store, save, 49, Deadline(60.0), never.wait)

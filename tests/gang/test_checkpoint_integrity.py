@@ -28,7 +28,7 @@ from ebbflow.infra.store import Store
 from ebbflow.training import worker
 from ebbflow.training.checkpoint import Checkpointer, CommitRef, Generation, open_generation, reachable_commits
 from ebbflow.training.checkpoint.commands import main as checkpoints
-from ebbflow.training.checkpoint.commit import CommitWatch, try_commit
+from ebbflow.training.checkpoint.commit import CommitWatch
 from ebbflow.training.checkpoint.dcp_reader import CommitReader
 from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, RankIndex
 from ebbflow.training.checkpoint.reader import VerifiedReader, read_manifest
@@ -368,7 +368,7 @@ def test_a_forged_index_is_not_signed_into_a_commit(signed: Store, monkeypatch: 
     ]
     for forged in forgeries:
         signed.put(second, forged)
-        found = try_commit(signed, save)
+        found = CommitWatch(signed, save).look()
         assert found.commit is None and found.missing_ranks == [1] and "its HMAC is" in found.cause
     assert len(signed.list("commits")) == before
     watch = CommitWatch(signed, save)
@@ -386,7 +386,7 @@ def test_an_index_names_its_own_ranks_data_object(tmp_path: Path) -> None:
     key = index_key(save.generation, 3, 0)
     job.put(key, signed_index_bytes(job, key, index_of(save, 0, key="data/elsewhere/00000.bin")))
     with pytest.raises(CheckpointError, match="index of rank 0 names the data object 'data/elsewhere/"):
-        try_commit(job, save)
+        CommitWatch(job, save).look()
     assert job.list("commits") == []
 
 

@@ -116,7 +116,7 @@ def test_preflight_compares_the_vocabulary_with_the_model(folder: Path, tmp_path
     assert checked(folder, "dataset", model=ModelConfig(vocab_size=260)).status == "passed"
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), ("{}", r"is no tokenizer\.json")])
+@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), ("{}", r"is not a tokenizer\.json")])
 def test_a_tokenizer_that_cannot_serve_is_named(
     content: str | None, message: str, folder: Path, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from ebbflow.training.checkpoint.retention import RetentionPolicy
 from ebbflow.training.checkpoint.save_plan import SavePlanner
 from ebbflow.training.checkpoint.staging import StagedState, StagingArea
 from ebbflow.training.checkpoint.state import capture_rng, optimizer_settings
-from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, canonical_json, retry
+from ebbflow.training.checkpoint.verified_io import CHUNK_BYTES, Deadline, canonical_json, retry_until
 from ebbflow.training.errors import CheckpointError
 
 _CLOSE_GRACE_SECONDS = 5.0
@@ -151,8 +151,7 @@ class Checkpointer:
         """Copy the state after `step` into a staging buffer, hand it to the uploader, and return the stall in seconds.
 
         The stall is the copy, plus the wait for an earlier save that is still in flight. Saving a step again does
-        nothing and
-        returns 0.0. A copy from a CUDA device may still be running on return; `before_step` waits for it.
+        nothing and returns 0.0. A copy from a CUDA device may still be running on return; `before_step` waits for it.
 
         Args:
             extra: JSON without NaN; rank 0's is stored.
@@ -260,7 +259,7 @@ class Checkpointer:
         if self._rank == 0:
             what = f"amend the record of {generation.name}"  # otherwise late commits between the two would count
             deadline = Deadline(self._deadline_seconds)
-            retry(what, lambda: amend_parent(self._store, self._generation, generation), deadline)
+            retry_until(deadline, what, lambda: amend_parent(self._store, self._generation, generation))
         self._generation = generation
 
     def _common(self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> dict[str, Any]:

@@ -109,11 +109,6 @@ class CommitWatch:
             return error
 
 
-def try_commit(store: Store, save: CheckpointId) -> CommitAttempt:
-    """Commit `save` if all its indexes exist. Raises StoreError, and CheckpointError if they conflict."""
-    return CommitWatch(store, save).look()
-
-
 def find_commit(store: Store, save: CheckpointId) -> CommitAttempt | None:
     """Return the commit of `save` that another rank has made, or None."""
     for meta in store.list(commit_prefix(save.step, save.generation_number)):

@@ -373,8 +373,7 @@ def _write(content: PortableState, prefix: str, path: Path, metadata: dict[str, 
     """Write the tensors of `PortableState.named` that begin with `prefix`, under their names without it.
 
     Format (https://github.com/huggingface/safetensors, "Format"): the length of the header in eight bytes, the header
-    as
-    JSON, and the tensors' bytes without gaps. Tensors with larger elements come first, so that each is aligned.
+    as JSON, and the tensors' bytes without gaps. Tensors with larger elements come first, so that each is aligned.
     """
     named = {name: tensor for name, tensor in content.named().items() if name.startswith(prefix)}
     order = sorted(named, key=lambda name: -named[name].element_size())

@@ -169,9 +169,7 @@ class SaveTracker:
         emit: Callable[..., Any],
         waiting: Callable[[], Callable[[], None]],
     ) -> None:
-        """Args:
-        waiting: called when a wait for the uploader begins; its result is called when the wait ends.
-        """
+        """waiting: called when a wait for the uploader begins; its result is called when the wait ends."""
         self.uploader = uploader
         self._waiting = waiting
         self._rank = rank

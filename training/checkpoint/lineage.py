@@ -94,8 +94,7 @@ def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
     """Wait until the record of `generation` is listed, and return all ids under its number.
 
     Listings may lag behind puts. A launcher that waits to see itself also sees the rivals that saw themselves before,
-    and
-    the next launcher does not reuse a listed number. Raises StoreAway.
+    and the next launcher does not reuse a listed number. Raises StoreAway.
     """
     limit = time.monotonic() + LISTING_SECONDS
     for pause in backoff_pauses(longest_seconds=0.5):
@@ -115,8 +114,7 @@ class GenerationRecords:
     """Ids by generation number, from a listing of the records.
 
     near: a number that is known not to be above the newest. The listing begins shortly before it and takes one request
-    per
-    1,000 records; if nothing is found there, everything is listed.
+    per 1,000 records; if nothing is found there, everything is listed.
     """
 
     def __init__(self, job_store: Store, *, near: int = 0) -> None:
@@ -248,10 +246,8 @@ class GenerationOpening:
     """All tries at one start of the gang. number: the highest number that a try has put a record under; 0: none.
 
     A put that timed out may still arrive. If its number and id were tried again, it could overwrite a newer record. So
-    each
-    try takes a new number: a late arrival is then a start without descendants, and a rival only of another attempt that
-    took
-    that number before.
+    each try takes a new number: a late arrival is then a start without descendants, and a rival only of another attempt
+    that took that number before.
     """
 
     id: str = field(default_factory=lambda: secrets.token_hex(4))

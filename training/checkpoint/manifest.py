@@ -74,10 +74,7 @@ class DataObject:
     sha256: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        document = {**self.__dict__, "chunks": list(self.chunks), "sha256": list(self.sha256)}
-        if not self.sha256:
-            del document["sha256"]
-        return document
+        return {name: value for name, value in self.__dict__.items() if name != "sha256" or value}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> DataObject:
@@ -245,8 +242,7 @@ def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]
 
     Raises:
         CheckpointError: an index belongs to another save or names another rank's data object, or the pieces do not
-            cover a
-            tensor exactly once.
+            cover a tensor exactly once.
     """
     for rank, (index, _) in enumerate(indexes):
         if index.save != save or index.rank != rank:

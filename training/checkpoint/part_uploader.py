@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreUnavailable
+from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError
 from ebbflow.infra.multipart import Throttle, UploadedPart, UploadSink
 from ebbflow.training.checkpoint.manifest import DataObject
 from ebbflow.training.checkpoint.signing import sha256_of_chunks
 from ebbflow.training.checkpoint.verified_io import (
     CHUNK_BYTES,
-    NOT_RETRIED,
     Deadline,
-    backoff_pauses,
     chunk_crcs,
     combine_crcs,
     crc_digits,
-    give_up_error,
-    retry,
+    is_curable,
+    retry_until,
 )
 from ebbflow.training.errors import CheckpointError
 
@@ -79,7 +76,7 @@ class PartUploader:
         """Upload an object and verify its size. Raises CheckpointError naming the part, the tries and the cause."""
         pieces = self._pieces(view)
         what = f"put {key}"
-        begun = retry(what, lambda: self._begin(key, len(view), len(pieces), deadline), deadline)
+        begun = retry_until(deadline, what, lambda: self._begin(key, len(view), len(pieces), deadline))
         try:
             sent = self._send(what, begun, pieces, deadline)
             sums = [row for one in sent for row in one.sums]
@@ -142,45 +139,51 @@ class PartUploader:
         self, what: str, begun: Any, piece: _Piece, total: int, deadline: Deadline, stop: threading.Event
     ) -> _Sent:
         sha256 = sha256_of_chunks(piece.view, self._settings.chunk_bytes) if self._settings.sha256 else []
-        for tries, pause in enumerate(backoff_pauses(longest_seconds=_LONGEST_PAUSE_SECONDS), start=1):
+
+        def send() -> _Sent:
             if stop.is_set():
                 raise CheckpointError(f"{what}: part {piece.number} was stopped, because another part failed")
             sums = chunk_crcs(piece.view, self._settings.chunk_bytes)
             crc = combine_crcs(sums)
-            try:
-                seconds = self._try_seconds(deadline, len(piece.view))
-                part = self._sink.put_part(begun, piece.number, piece.start, piece.view, crc, seconds=seconds)
-                if part.crc64nvme not in (None, crc):
-                    raise StoreUnavailable(
-                        f"the store has checksum {crc_digits(part.crc64nvme or 0)}, sent was {crc_digits(crc)}"
-                    )
-                return _Sent(part, sums, sha256)
-            except StoreError as error:
-                hopeless = isinstance(error, (*NOT_RETRIED, ObjectNotFound))
-                if hopeless or deadline.remaining_seconds <= pause:
-                    where = f"part {piece.number} of {total}, {len(piece.view)} bytes from {piece.start}: {error}"
-                    raise give_up_error(what, tries, deadline, type(error)(where)) from error
-            stop.wait(pause)
-        raise AssertionError("pauses never end")
+            seconds = self._try_seconds(deadline, len(piece.view))
+            part = self._sink.put_part(begun, piece.number, piece.start, piece.view, crc, seconds=seconds)
+            if part.crc64nvme not in (None, crc):
+                raise StoreAway(f"the store has checksum {crc_digits(part.crc64nvme or 0)}, sent was {crc_digits(crc)}")
+            return _Sent(part, sums, sha256)
+
+        return retry_until(
+            deadline,
+            what,
+            send,
+            curable=lambda error: is_curable(error) and not isinstance(error, ObjectNotFound),
+            longest_seconds=_LONGEST_PAUSE_SECONDS,
+            where=f"part {piece.number} of {total}, {len(piece.view)} bytes from {piece.start}",
+            sleep=stop.wait,
+        )
 
     def _finish(
         self, what: str, key: str, begun: Any, sent: list[_Sent], whole: int, size: int, deadline: Deadline
     ) -> None:
         """Complete the upload. After an error look at the object: no other process writes this key."""
         parts, crcs = [one.part for one in sent], [combine_crcs(one.sums) for one in sent]
-        for tries, pause in enumerate(backoff_pauses(longest_seconds=_LONGEST_PAUSE_SECONDS), start=1):
+
+        def finish() -> None:
             try:
-                seconds = self._try_seconds(deadline, 0)
-                stated = self._sink.finish(begun, parts, crcs, whole, seconds=seconds)
-                _compare(key, stated, whole)
-                return
-            except StoreError as error:
+                stated = self._sink.finish(begun, parts, crcs, whole, seconds=self._try_seconds(deadline, 0))
+            except StoreError:
                 if self._arrived(key, size, whole, deadline):
                     return
-                if not isinstance(error, StoreUnavailable) or deadline.remaining_seconds <= pause:
-                    where = f"putting {len(parts)} parts together: {error}"
-                    raise give_up_error(what, tries, deadline, type(error)(where)) from error
-            time.sleep(pause)
+                raise
+            _compare(key, stated, whole)
+
+        retry_until(
+            deadline,
+            what,
+            finish,
+            curable=lambda error: isinstance(error, StoreAway),
+            longest_seconds=_LONGEST_PAUSE_SECONDS,
+            where=f"putting {len(parts)} parts together",
+        )
 
     def _arrived(self, key: str, size: int, whole: int, deadline: Deadline) -> bool:
         try:
@@ -192,7 +195,7 @@ class PartUploader:
     def _look(self, key: str, size: int, whole: int, deadline: Deadline) -> None:
         """Check that the whole object is stored under its key."""
         seconds = self._try_seconds(deadline, 0)
-        found, stated = retry(f"head {key}", lambda: self._sink.size(key, seconds=seconds), deadline)
+        found, stated = retry_until(deadline, f"head {key}", lambda: self._sink.size(key, seconds=seconds))
         if found != size:
             raise CheckpointError(f"{key}: {found} bytes arrived of {size}")
         _compare(key, stated, whole)

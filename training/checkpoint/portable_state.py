@@ -20,7 +20,7 @@ from ebbflow.training.checkpoint.lineage import CommitRef, newest_generation_num
 from ebbflow.training.checkpoint.manifest import ALIGNMENT, CheckpointId, IndexEntry, Manifest, RankIndex, TensorEntry
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.signing import signed_index_bytes, signer
-from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, retry
+from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, retry_until
 from ebbflow.training.errors import CheckpointError
 
 _PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -217,8 +217,7 @@ def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, T
     """Read a window of tensors at a time, since whole chunks are verified and are mostly larger than a tensor.
 
     A window is at least two chunks of each object, because a chunk at its edge may be read twice. All windows share the
-    same
-    memory: allocating and freeing pieces would fragment the heap.
+    same memory: allocating and freeing pieces would fragment the heap.
     """
     manifest = reader.manifest
     most_bytes = max([_WINDOW_BYTES, *(2 * len(manifest.data) * data.chunk_bytes for data in manifest.data)])
@@ -265,7 +264,7 @@ def commit_portable_state(store: Store, content: PortableState, *, source: str, 
         index = RankIndex(save=save, rank=rank, data=data, items=items, common=common if rank == 0 else None)
         key = index_key(save.generation, save.step, rank)
         raw = signed_index_bytes(store, key, index)
-        retry(f"put {key}", lambda key=key, raw=raw: put_verified(store, key, raw), deadline)
+        retry_until(deadline, f"put {key}", lambda key=key, raw=raw: put_verified(store, key, raw))
     commit = await_commit(store, save, deadline).commit
     assert commit is not None
     return commit

@@ -35,12 +35,12 @@ from ebbflow.infra.store.folder import HANG_GUARD
 from ebbflow.training.checkpoint.manifest import DataObject, Manifest, RankIndex
 from ebbflow.training.checkpoint.signing import signer
 from ebbflow.training.checkpoint.verified_io import (
-    NOT_RETRIED,
     Deadline,
     backoff_pauses,
     crc_digits,
     crc_of_pieces,
     fetch_verified,
+    is_curable,
     sha256_text,
 )
 from ebbflow.training.errors import CheckpointError, CorruptCommit
@@ -266,7 +266,7 @@ class VerifiedReader:
                 raise
             except StoreError as error:
                 found = self._judged(data, error)
-                if found is not error or isinstance(error, NOT_RETRIED) or tries == _TRIES:
+                if found is not error or not is_curable(error) or tries == _TRIES:
                     raise found from error
                 if deadline.remaining_seconds <= pause:
                     raise
@@ -415,8 +415,7 @@ def find_uncommitted(store: Store) -> Iterator[tuple[int, str]]:
     """Yield (step, index prefix) of saves that all ranks finished and no manifest names.
 
     Such a save may be being committed or deleted, its processes may all have been killed before the manifest was
-    written,
-    or its manifest is lost; only a person can tell these apart.
+    written, or its manifest is lost; only a person can tell these apart.
     """
     ranks: dict[tuple[str, str], set[str]] = defaultdict(set)
     for meta in store.list("index"):  # before the commits, so that a commit made meanwhile is seen

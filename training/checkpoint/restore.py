@@ -80,8 +80,7 @@ class RestoreSeconds:
     Args:
         list: reading manifests, and failed attempts.
         download: reading bytes from the store. Threads do download, verify and load at once; wall-clock time is divided
-            in
-            proportion to the threads' seconds.
+            in proportion to the threads' seconds.
         verify: comparing checksums.
         load: copying into model and optimizer.
         agree: waiting for the other ranks' verdicts.
@@ -225,7 +224,7 @@ def _attempt_with_retries(
 
     Returns:
         Start of the last try (`time.monotonic()`), what it loaded, the verdict of all ranks, and seconds spent
-        agreeing.
+            agreeing.
     """
     pauses = iter(_AGAIN_SECONDS)
     while True:

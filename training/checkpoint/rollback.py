@@ -73,8 +73,7 @@ def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCo
     snapshot.
 
     A commit that retention deleted has newer ones beside it, and an unreadable one exists: neither is missing. Raises
-    as
-    `newest_commits`.
+    as `newest_commits`.
     """
     known = _newest_known(events)
     if known is None or job_store.head(known.key) is not None:

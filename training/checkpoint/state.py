@@ -1,9 +1,8 @@
 """State of model and optimizer by name, and the random states of a rank.
 
     model.<fqn>                    parameters and persistent buffers (a DTensor where FSDP2 made it one)
-    optimizer.<fqn>.<state>        such as exp_avg, exp_avg_sq, step
-    as JSON                        param groups and optimizer states that are not tensors
-    rng.<rank>.<source>            random states
+    optimizer.<fqn>.<state>        such as exp_avg, exp_avg_sq, step as JSON                        param groups and
+    optimizer states that are not tensors rng.<rank>.<source>            random states
 
 Names are those of the unwrapped model, without the prefixes of DDP, torch.compile and activation checkpointing, so that
 any mode reads what any other wrote. Tied parameters are kept once, under their first name.
@@ -67,8 +66,7 @@ def prepare_for_loading(manifest: Manifest, model: nn.Module, optimizer: Optimiz
 
     Raises:
         CommitMismatch: names or global shapes differ, equally on all ranks. The model is compared first, because a
-            different
-            model also has different optimizer state.
+            different model also has different optimizer state.
     """
     targets = {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
     stored = {name for name in manifest.tensors if name.startswith("model.")}

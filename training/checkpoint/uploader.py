@@ -42,7 +42,7 @@ from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, Index
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
 from ebbflow.training.checkpoint.signing import signed_index_bytes, signer
-from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, retry
+from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, retry_until
 from ebbflow.training.errors import GenerationSuperseded, TrainingError
 
 _LONGEST_REQUEST_SECONDS = 60.0
@@ -126,7 +126,7 @@ class Uploader:
         index = RankIndex(save=save, rank=self._rank, data=data, items=items, common=command["common"])
         key = index_key(save.generation, save.step, self._rank)
         raw = signed_index_bytes(store, key, index)
-        retry(f"put {key}", lambda: put_verified(store, key, raw), deadline)
+        retry_until(deadline, f"put {key}", lambda: put_verified(store, key, raw))
         seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
         _answer("uploaded", save=save, bytes=data.size, seconds=seconds, cpu_seconds=cpu_seconds)
         if self._rank == 0:

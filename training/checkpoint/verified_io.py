@@ -87,10 +87,6 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
     return document
 
 
-# Errors that waiting does not cure.
-NOT_RETRIED = (StoreForbidden, StoreFull, StoreMisconfigured)
-
-
 class Deadline:
     """A point in time, `seconds` from now on the monotonic clock."""
 
@@ -111,26 +107,40 @@ def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0)
         pause = min(pause * 2, longest_seconds)
 
 
-def retry(what: str, operation: Callable[[], T], deadline: Deadline) -> T:
+def is_curable(error: StoreError) -> bool:
+    """Whether waiting may cure an error of the store."""
+    return not isinstance(error, StoreForbidden | StoreFull | StoreMisconfigured)
+
+
+def retry_until(
+    deadline: Deadline,
+    what: str,
+    operation: Callable[[], T],
+    *,
+    curable: Callable[[StoreError], bool] = is_curable,
+    longest_seconds: float = 2.0,
+    where: str = "",
+    sleep: Callable[[float], object] = time.sleep,
+) -> T:
     """Repeat `operation` while it raises a StoreError that waiting may cure.
+
+    Args:
+        where: the part of `what` that failed, for the error.
+        longest_seconds: of a pause.
 
     Raises:
         CheckpointError: names `what`, the number of tries and the cause.
     """
-    for tries, pause in enumerate(backoff_pauses(), start=1):
+    for tries, pause in enumerate(backoff_pauses(longest_seconds=longest_seconds), start=1):
         try:
             return operation()
         except StoreError as error:
-            if isinstance(error, NOT_RETRIED) or deadline.remaining_seconds <= pause:
-                raise give_up_error(what, tries, deadline, error) from error
-        time.sleep(pause)
+            if not curable(error) or deadline.remaining_seconds <= pause:
+                tried = f"{tries} {'try' if tries == 1 else 'tries'} within {deadline.seconds:g} s"
+                cause = f"{where}: {error}" if where else error
+                raise CheckpointError(f"{what}: gave up after {tried}: {cause}") from error
+        sleep(pause)
     raise AssertionError("pauses never end")
-
-
-def give_up_error(what: str, tries: int, deadline: Deadline, error: StoreError) -> CheckpointError:
-    """Describe an operation that was given up."""
-    tried = f"{tries} {'try' if tries == 1 else 'tries'} within {deadline.seconds:g} s"
-    return CheckpointError(f"{what}: gave up after {tried}: {error}")
 
 
 _READINGS = 6

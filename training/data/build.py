@@ -291,8 +291,7 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
     """Build the shards of `data` in `store` unless they exist. Raises DataError, StoreError.
 
     The fingerprint covers format, tokenizer, split rule, and each file's name and content, and nothing about this
-    machine:
-    the same text has the same fingerprint everywhere.
+    machine: the same text has the same fingerprint everywhere.
     """
     tokenizer = open_tokenizer(data, project_root=project_root)
     files = find_files(data, project_root=project_root)

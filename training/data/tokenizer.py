@@ -1,8 +1,7 @@
 """Turn text into token numbers: bytes, or a vocabulary of Hugging Face's optional package `tokenizers`.
 
 Files are cut into pieces of whole lines before they are encoded, so that neither a large file nor its tokens need to
-fit
-in memory. The cuts depend on the file alone.
+fit in memory. The cuts depend on the file alone.
 """
 
 from __future__ import annotations

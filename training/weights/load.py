@@ -26,10 +26,9 @@ def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
     """Fill `module`, sharded or not, with initial weights.
 
     Each module that holds parameters or buffers is materialised alone on the CPU, initialised by its own
-    `reset_parameters`
-    with a generator seeded by (seed, module name), and copied. So a weight depends only on the seed and its name, not
-    on
-    mode, world size, device or the order of modules. A tied parameter starts as the first of its names does.
+    `reset_parameters` with a generator seeded by (seed, module name), and copied. So a weight depends only on the seed
+    and its name, not on mode, world size, device or the order of modules. A tied parameter starts as the first of its
+    names does.
 
     Args:
         blank: the same whole model on the meta device.
