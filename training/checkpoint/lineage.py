@@ -94,7 +94,7 @@ def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
     """Wait until the record of `generation` is listed, and return all ids under its number.
 
     Listings may lag behind puts. A launcher that waits to see itself also sees the rivals that saw themselves before,
-    and the next launcher does not reuse a listed number. Raises StoreAway.
+    and the next launcher does not reuse a listed number. Raises StoreUnavailable.
     """
     limit = time.monotonic() + LISTING_SECONDS
     for pause in backoff_pauses(longest_seconds=0.5):

@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from ebbflow.infra.errors import ObjectNotFound, StoreAway, StoreError
+from ebbflow.infra.errors import ObjectNotFound, StoreError, StoreUnavailable
 from ebbflow.infra.multipart import Throttle, UploadedPart, UploadSink
 from ebbflow.training.checkpoint.manifest import DataObject
 from ebbflow.training.checkpoint.signing import sha256_of_chunks
@@ -148,7 +148,9 @@ class PartUploader:
             seconds = self._try_seconds(deadline, len(piece.view))
             part = self._sink.put_part(begun, piece.number, piece.start, piece.view, crc, seconds=seconds)
             if part.crc64nvme not in (None, crc):
-                raise StoreAway(f"the store has checksum {crc_digits(part.crc64nvme or 0)}, sent was {crc_digits(crc)}")
+                raise StoreUnavailable(
+                    f"the store has checksum {crc_digits(part.crc64nvme or 0)}, sent was {crc_digits(crc)}"
+                )
             return _Sent(part, sums, sha256)
 
         return retry_until(
@@ -180,7 +182,7 @@ class PartUploader:
             deadline,
             what,
             finish,
-            curable=lambda error: isinstance(error, StoreAway),
+            curable=lambda error: isinstance(error, StoreUnavailable),
             longest_seconds=_LONGEST_PAUSE_SECONDS,
             where=f"putting {len(parts)} parts together",
         )

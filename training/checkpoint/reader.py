@@ -362,7 +362,7 @@ def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None
 
 
 def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """Run `find_problem` in a process that shares no memory with this one. Raises StoreAway if it has no result."""
+    """Run `find_problem` in a process that shares no memory with this one. Raises StoreUnavailable if it has no result."""
     path = python_path(os.environ.get("PYTHONPATH"))
     arguments = [str(os.getpid()), store_uri, key]
     if object_key:
