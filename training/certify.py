@@ -43,6 +43,19 @@ WORKLOAD_OPTION = "certified_workload"
 FOLDER_OPTION = "certified_records"
 DEFAULT_STEPS = 24
 _SAVES = 6
+_SECONDS = 900.0  # for one start of the gang
+_MOST_STARTS = 4
+_NUMBERS = ("loss", "gradient_norm", "tokens", "learning_rate")
+# The rehearsed fault by interruption, at steps between commits, so that work is lost or must be saved in time.
+UNINTERRUPTED, NODE_LOST = "none", "a node is lost"
+INTERRUPTIONS = {
+    "a rank is killed": "rank-kill@55%",
+    NODE_LOST: "node-loss@70%",
+    "a notice": "notice@40%",
+}
+VERSION = 1
+_FEWEST_STEPS = 12  # so that there is a commit before each interruption
+_CHILD_SECONDS = 3600.0
 
 
 def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
@@ -158,18 +171,6 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield repr(value).encode()
 
 
-_SECONDS = 900.0  # for one start of the gang
-_MOST_STARTS = 4
-_NUMBERS = ("loss", "gradient_norm", "tokens", "learning_rate")
-# The rehearsed fault by interruption, at steps between commits, so that work is lost or must be saved in time.
-UNINTERRUPTED, NODE_LOST = "none", "a node is lost"
-INTERRUPTIONS = {
-    "a rank is killed": "rank-kill@55%",
-    NODE_LOST: "node-loss@70%",
-    "a notice": "notice@40%",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class CertifiedRun:
     """What one run left behind.
@@ -261,9 +262,6 @@ def _samples(folder: Path) -> list[tuple[int, int, str]]:
                 continue
             found.append((rank, record["first"], record["sha256"]))
     return found
-
-
-VERSION = 1
 
 
 def build_certificate(
@@ -360,10 +358,6 @@ def _by_step(run: CertifiedRun) -> dict[int, dict[str, Any]]:
 
 def _sha256(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
-_FEWEST_STEPS = 12  # so that there is a commit before each interruption
-_CHILD_SECONDS = 3600.0
 
 
 def main(arguments: list[str]) -> int:

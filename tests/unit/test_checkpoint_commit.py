@@ -132,7 +132,7 @@ def test_racing_committers_write_the_same_bytes(job: Store) -> None:
     job.delete(commit.key)
     save = CheckpointId(job="test", generation=generation.name, step=5, world_size=2)
     with ThreadPoolExecutor(8) as pool:
-        attempts = list(pool.map(lambda _: CommitWatch(Store.open(job.uri), save), range(8)))
+        attempts = list(pool.map(lambda _: CommitWatch(Store.open(job.uri), save).look(), range(8)))
     assert {attempt.commit for attempt in attempts} == {commit}
     assert [meta.key for meta in job.list(commit_prefix(5, 1))] == [commit.key]
     assert job.get(commit.key) == written

@@ -27,6 +27,7 @@ from ebbflow.training.errors import CheckpointError, CorruptCommit, RefusedCommi
 _BAD_USAGE = 2
 # These act on what they read, so they require the key of a job that signs; the others report what is unchecked.
 _CHECKING = ("export", "pin", "prune", "sign")
+_KINDS = ("dcp", "safetensors", "torch")
 
 
 def main(argv: list[str]) -> int:
@@ -368,9 +369,6 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
         print(f"{'would delete' if options.dry_run else 'deleted'}  step {row['step']:>8}  {row['key']}")
     print(f"orphans: {len(orphans)} objects, {document['orphan_bytes'] / 1e6:.1f} MB")
     return 0
-
-
-_KINDS = ("dcp", "safetensors", "torch")
 
 
 def _export(store: Store, options: argparse.Namespace) -> int:

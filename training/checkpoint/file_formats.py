@@ -42,6 +42,34 @@ from ebbflow.training.checkpoint.portable_state import (
 from ebbflow.training.errors import CheckpointError, NoRoom
 
 KINDS = ("dcp", "safetensors", "torch")
+# PKWARE APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12: local header, data descriptor, directory entry
+_LOCAL_BYTES, _LOCAL_LENGTHS = 30, 26
+_DESCRIPTOR, _DESCRIPTOR_CRC = b"PK\x07\x08", 4
+_ENTRY, _ENTRY_BYTES, _ENTRY_CRC, _ENTRY_LENGTHS = b"PK\x01\x02", 46, 16, 28
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+_OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
+_OURS = "ebbflow"
+_OPTIMIZER = ".optimizer.safetensors"
+_WEIGHTS, _STATES = "model.", "optimizer."
+_ALIGNMENT = 8
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def read_file(path: Path, *, weights_only: bool = False) -> PortableState:
@@ -196,12 +224,6 @@ def _listed(document: Any) -> Any:
     return inner
 
 
-# PKWARE APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12: local header, data descriptor, directory entry
-_LOCAL_BYTES, _LOCAL_LENGTHS = 30, 26
-_DESCRIPTOR, _DESCRIPTOR_CRC = b"PK\x07\x08", 4
-_ENTRY, _ENTRY_BYTES, _ENTRY_CRC, _ENTRY_LENGTHS = b"PK\x01\x02", 46, 16, 28
-
-
 def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str]:
     """Save `document`, whose tensors have no values, with room for the values.
 
@@ -270,10 +292,6 @@ def _fill_directory(file: BinaryIO, start: int, sums: Mapping[str, int]) -> None
         at += _ENTRY_BYTES + sum(lengths)
 
 
-_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
-_OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
-
-
 def read_torch(path: Path, weights_only: bool) -> PortableState:
     """Read a torch file without executing code from it."""
     return parse_document(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path), weights_only)
@@ -309,30 +327,6 @@ def parse_document(document: Any, what: str, weights_only: bool) -> PortableStat
             add_optimizer(content, found, what)
             break
     return content
-
-
-_OURS = "ebbflow"
-_OPTIMIZER = ".optimizer.safetensors"
-_WEIGHTS, _STATES = "model.", "optimizer."
-_ALIGNMENT = 8
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def read_safetensors(path: Path, weights_only: bool) -> PortableState:

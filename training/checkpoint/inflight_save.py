@@ -28,6 +28,9 @@ from ebbflow.training.errors import CheckpointError, GenerationSuperseded, NoRoo
 
 _KILLED_SECONDS = 2.0  # a process in a hanging write dies only when the write ends
 _LOOK_SECONDS = 5.0
+_ANSWER_MARGIN_SECONDS = 2.0  # an uploader that is this late counts as stuck
+_FAILURES_IN_A_ROW = 2  # the first is only reported; the second in a row ends the gang
+_NO_ROOM_HINT = "free space or raise the quota, or use another store; then start again: the last commit stands"
 
 
 class UploaderClient:
@@ -129,12 +132,6 @@ def _listen(process: subprocess.Popen[str], answers: queue.SimpleQueue[dict[str,
     for line in process.stdout:
         answers.put(json.loads(line))
     answers.put({"event": "ended", "exit_code": process.wait()})
-
-
-_ANSWER_MARGIN_SECONDS = 2.0  # an uploader that is this late counts as stuck
-_FAILURES_IN_A_ROW = 2  # the first is only reported; the second in a row ends the gang
-
-_NO_ROOM_HINT = "free space or raise the quota, or use another store; then start again: the last commit stands"
 
 
 class UploadCost(NamedTuple):

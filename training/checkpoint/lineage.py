@@ -45,6 +45,10 @@ from ebbflow.training.errors import (
 
 LISTING_SECONDS = 10.0
 _BEFORE = 500  # listings begin this many numbers before the wanted one; a page holds 1,000
+# Commits that a start may restore. If none verifies, all are quarantined and the next start gets older ones.
+CANDIDATES = 16
+FROM_SCRATCH = "from-scratch"  # a permit: see ebbflow.training.checkpoint.rollback
+NO_PARENT = ""  # instead of a parent: start from scratch although there are commits
 
 
 @dataclass(frozen=True)
@@ -202,12 +206,6 @@ class LineageChain:
                     f"{self._store.uri}: generation {number} names a parent of generation {parent_number}"
                 )
             self._ahead = parent_number, min(limit, generation.parent_step)
-
-
-# Commits that a start may restore. If none verifies, all are quarantined and the next start gets older ones.
-CANDIDATES = 16
-FROM_SCRATCH = "from-scratch"  # a permit: see ebbflow.training.checkpoint.rollback
-NO_PARENT = ""  # instead of a parent: start from scratch although there are commits
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # states with the parameter's shape
 
 Source = Callable[[Sequence[str]], Iterator[tuple[str, Tensor]]]
+_WINDOW_BYTES = 128 * 2**20  # an export reads this much at once
+_OBJECT_BYTES = 2 * 2**30  # per data object: memory that an import needs in addition to its input
 
 
 @dataclass(kw_only=True)
@@ -181,10 +183,6 @@ def _plain(value: Any) -> Any:
     if isinstance(plain, float) and not math.isfinite(plain):
         raise CheckpointError(f"an optimizer's setting is {plain}, which JSON cannot keep; hint: --weights-only")
     return plain
-
-
-_WINDOW_BYTES = 128 * 2**20  # an export reads this much at once
-_OBJECT_BYTES = 2 * 2**30  # per data object: memory that an import needs in addition to its input
 
 
 def read_commit(store: Store, key: str) -> PortableState:

@@ -46,6 +46,12 @@ from ebbflow.training.checkpoint.verified_io import (
 from ebbflow.training.errors import CheckpointError, CorruptCommit
 
 _MOST_PIECES = 512  # per read; above this, one copy is cheaper than many buffers
+_PARALLEL_REMOTE = 8  # requests to a remote store mostly wait
+_PARALLEL_LOCAL = 2  # a read from the page cache is a copy
+_BLOCK_BYTES = 2**19  # fits the processor's cache; smaller blocks cost more calls
+_TRIES = 4
+_CHUNK_SECONDS = 120.0  # for one chunk, with its retries
+_READ_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -120,13 +126,6 @@ def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) ->
         length = min(data.chunk_bytes, data.size - base)
         chunks.append(ChunkRead(place, number, base, length, tuple(sorted(found, key=lambda part: part.at))))
     return chunks
-
-
-_PARALLEL_REMOTE = 8  # requests to a remote store mostly wait
-_PARALLEL_LOCAL = 2  # a read from the page cache is a copy
-_BLOCK_BYTES = 2**19  # fits the processor's cache; smaller blocks cost more calls
-_TRIES = 4
-_CHUNK_SECONDS = 120.0  # for one chunk, with its retries
 
 
 def read_manifest(store: Store, key: str) -> Manifest:
@@ -337,9 +336,6 @@ def _forget_cached(path: Path | None, start: int, length: int) -> None:
                 os.close(descriptor)
 
 
-_READ_SECONDS = 120.0
-
-
 def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None = None) -> str:
     """Describe what is wrong with a commit's manifest, and with one data object if named; "" if sound.
 
@@ -362,7 +358,7 @@ def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None
 
 
 def find_problem_in_new_process(store_uri: str, key: str, object_key: str = "", chunk: int | None = None) -> str:
-    """Run `find_problem` in a process that shares no memory with this one. Raises StoreUnavailable if it has no result."""
+    """Run `find_problem` in a process that shares no memory with this one. Raises StoreUnavailable without a result."""
     path = python_path(os.environ.get("PYTHONPATH"))
     arguments = [str(os.getpid()), store_uri, key]
     if object_key:

@@ -39,6 +39,12 @@ from ebbflow.training.checkpoint.signing import signer
 from ebbflow.training.checkpoint.verified_io import fetch_verified, put_verified, seal, unseal
 from ebbflow.training.errors import CorruptCommit, DamagedLineage, GenerationSuperseded
 
+_PARALLEL = 8
+_RUN_SECONDS = 30.0  # the next upload must not wait for retention; what is left waits for the next commit
+_SHORTEST_ORPHAN_SECONDS = 600.0
+_SWEEPS_PER_LIMIT = 4  # while the job runs, an orphan is deleted at 1.25 times its limit at the latest
+_RECORD_MISSING_SECONDS = 60.0  # a listing may lag by seconds, hardly by a minute
+
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
@@ -140,9 +146,6 @@ def _beyond_cap(
         dropped.add(commit.sha256)
         total -= commit.size
     return dropped
-
-
-_PARALLEL = 8
 
 
 def delete_commit(store: Store, ref: CommitRef, generation: str | None, *, newest: int, full: bool = False) -> bool:
@@ -270,12 +273,6 @@ def _sweep_orphans(
 ) -> None:
     orphans = find_orphans(store, clock, older_than_seconds=older_than_seconds)
     _delete_all(store, [meta.key for meta in orphans], interrupted)
-
-
-_RUN_SECONDS = 30.0  # the next upload must not wait for retention; what is left waits for the next commit
-_SHORTEST_ORPHAN_SECONDS = 600.0
-_SWEEPS_PER_LIMIT = 4  # while the job runs, an orphan is deleted at 1.25 times its limit at the latest
-_RECORD_MISSING_SECONDS = 60.0  # a listing may lag by seconds, hardly by a minute
 
 
 @dataclass(frozen=True)

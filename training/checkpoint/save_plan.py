@@ -27,6 +27,8 @@ from torch.optim import Optimizer
 from ebbflow.training.checkpoint.manifest import ALIGNMENT, IndexEntry
 from ebbflow.training.checkpoint.state import named_state
 
+_MOMENTS_AT_MOST = 2  # for optimizers with betas; one for those with momentum only
+
 
 @dataclass(frozen=True)
 class TensorShard:
@@ -95,9 +97,6 @@ def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
         chosen[name] = writer
         heapq.heappush(loads, (load + sizes[name], writer))
     return chosen
-
-
-_MOMENTS_AT_MOST = 2  # for optimizers with betas; one for those with momentum only
 
 
 @dataclass(frozen=True)

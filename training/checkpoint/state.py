@@ -27,6 +27,7 @@ from ebbflow.training.checkpoint.manifest import Manifest, TensorEntry
 from ebbflow.training.errors import CheckpointError, CommitMismatch
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_PREFIX = "rng"
 
 
 def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -197,9 +198,6 @@ def _compare_shapes(targets: Mapping[str, Tensor], manifest: Manifest) -> None:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
-
-
-_PREFIX = "rng"
 
 
 def capture_rng(rank: int) -> dict[str, Tensor]:

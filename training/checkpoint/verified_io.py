@@ -24,6 +24,7 @@ T = TypeVar("T")
 CHUNK_BYTES = 16 * 2**20
 Buffer = bytes | bytearray | memoryview
 _crc: Callable[..., int] = _crc64nvme  # its annotation asks for bytes; it takes any buffer
+_READINGS = 6
 
 
 def crc_text(data: Buffer) -> str:
@@ -141,9 +142,6 @@ def retry_until(
                 raise CheckpointError(f"{what}: gave up after {tried}: {cause}") from error
         sleep(pause)
     raise AssertionError("pauses never end")
-
-
-_READINGS = 6
 
 
 def fetch_verified(store: Store, key: str, parse: Callable[[bytes, str], T], what: str | None = None) -> T:

@@ -29,6 +29,11 @@ from ebbflow.training.errors import DataError
 _ROUNDS = 6
 _BLOCK = 4096
 _U64 = np.uint64
+FORMAT_VERSION = 2
+DESCRIPTION = "tokens.json"
+SHARDS = {"train": "train.bin", "held_out": "held_out.bin"}
+_CHUNK_TOKENS = 2**24
+_READ_BYTES = 2**24
 
 
 class SampleOrder:
@@ -83,13 +88,6 @@ def _mix(values: np.ndarray) -> np.ndarray:
     values = (values ^ (values >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> _U64(27))) * _U64(0x94D049BB133111EB)
     return values ^ (values >> _U64(31))
-
-
-FORMAT_VERSION = 2
-DESCRIPTION = "tokens.json"
-SHARDS = {"train": "train.bin", "held_out": "held_out.bin"}
-_CHUNK_TOKENS = 2**24
-_READ_BYTES = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)

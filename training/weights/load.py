@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.weights.files import StoredTensor, Translate, abbreviate, find_weights, open_weights
 
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
 
 def initialise(module: nn.Module, blank: nn.Module, *, seed: int) -> None:
     """Fill `module`, sharded or not, with initial weights.
@@ -89,9 +91,6 @@ def _copy(target: Tensor, value: Tensor) -> None:
             target.to_local().copy_(own.to_local())
         else:
             target.copy_(value)
-
-
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path: str) -> None:
