@@ -1,13 +1,13 @@
 """Settings of the documentation site, built by `make docs`."""
 
-import configparser
 import pathlib
+import sys
 
-_setup = configparser.ConfigParser()
-_setup.read(pathlib.Path(__file__).resolve().parents[1] / "setup.cfg", encoding="utf-8")
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from ebbflow import __version__ as release
 
 project = "Ebbflow"
-release = _setup["metadata"]["version"]
 extensions = ["myst_parser"]
 exclude_patterns = ["_build"]
 html_theme = "furo"

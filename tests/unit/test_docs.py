@@ -37,6 +37,7 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     assert built.returncode == 0, built.stderr
     built_pages = list(site.glob("**/*.html"))
     assert len(built_pages) > len(PAGES)  # and the search page
+    assert re.search(r"<title>Ebbflow \d+\.\d+\.\d+", (site / "index.html").read_text(encoding="utf-8"))
     address = r"(?:https?:)?//"
     for built_page in built_pages:
         html = built_page.read_text(encoding="utf-8")
