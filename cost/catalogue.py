@@ -1,12 +1,13 @@
-"""Catalogue
+"""The dated tables of instance types, GPUs, prices and rates, read and checked line by line.
 
-An unknown figure is None, never a guess: whoever needs it rejects the type and says why.
+An unknown figure is None, never a guess: a pool that needs it is rejected with the reason. `other_costs` prices what a
+job uses besides machines:
 
-- storage: the commits that are kept at once × their size × the time; each node's volume × the time it is paid.
-- requests: puts of parts, indexes and manifests of every commit, and of the events and log lines of every rank while it
-  runs; gets of a restore.
-- transfer (data gravity): with the store in another region than the pool, every commit leaves the pool's region, and
-  every start brings tokens and the newest commit from the store's. Within a region nothing, through a gateway endpoint.
+- storage: the commits kept at once × their size × the time; each node's volume × its paid time.
+- requests: puts of parts, indexes and manifests of every commit, and of the events and log lines of every rank; gets
+  of a restore.
+- transfer: if the store is in another region than the pool, every commit leaves the pool's region, and every start
+  reads tokens and the newest commit from the store's. Within a region transfer is free, through a gateway endpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 from ebbflow.cost.errors import CatalogueError
 from ebbflow.infra.config.schema import RunConfig
 
-# The region that shipped prices are of; others come with `ebbflow catalogue refresh`.
+# The region of the shipped prices; `ebbflow catalogue refresh` adds others.
 ON_DEMAND_REGION = "us-east-1"
 
 _HERE = Path(__file__).parent
@@ -39,7 +40,7 @@ _RECORDED = re.compile(r"\brecorded (\d{4}-\d{2}(?:-\d{2})?)")
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU model. Peaks in dense TFLOP/s; None where the vendor's sheet has no such figure (`note` says why)."""
+    """A GPU model. Peaks in dense TFLOP/s; None if the vendor publishes no such figure (`note` says why)."""
 
     name: str
     compute_capability: float
@@ -50,14 +51,14 @@ class Gpu:
     note: str
 
     def peak_flops(self, mixed_precision: bool) -> float | None:
-        """Dense peak in FLOP/s for bfloat16 (mixed precision) or float32."""
+        """Return the dense peak in FLOP/s for bfloat16 (mixed precision) or float32; None if unknown."""
         tflops = self.bf16_tflops if mixed_precision else self.fp32_tflops
         return None if tflops is None else tflops * 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpotAdvice:
-    """What the advisor said of a type in a region: savings against the region's on-demand price, band of reclaims."""
+    """The spot advisor's entry of a type in a region: savings against on-demand, and the band of interruptions."""
 
     savings_percent: float
     interruption_band: int
@@ -65,7 +66,7 @@ class SpotAdvice:
 
 @dataclass(frozen=True, kw_only=True)
 class OnDemandPrice:
-    """Of a type in a region, exactly as listed; recorded: the day, such as 2026-07-20."""
+    """On-demand price of a type in a region, exactly as listed, and the day it was recorded, such as 2026-07-20."""
 
     usd_per_hour: Decimal
     recorded: str
@@ -73,10 +74,7 @@ class OnDemandPrice:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceType:
-    """One line of the catalogue. gpu_memory_mib per GPU; network_gbps sustained.
-
-    on_demand, advice: the price list's and the spot advisor's, by region.
-    """
+    """One instance type. gpu_memory_mib is per GPU, network_gbps sustained; prices and advice are by region."""
 
     name: str
     gpu: Gpu
@@ -94,7 +92,7 @@ class InstanceType:
         return self.gpu_memory_mib * 2**20
 
     def interruption_band(self, region: str) -> int | None:
-        """The advisor's band there; None where it has none."""
+        """Return the advisor's band in the region; None without an entry."""
         advice = self.advice.get(region)
         return None if advice is None else advice.interruption_band
 
@@ -112,14 +110,14 @@ class Catalogue:
         raise KeyError(name)
 
     def matching(self, prefixes: list[str]) -> tuple[InstanceType, ...]:
-        """The types whose name begins with one of the prefixes; all of them for an empty list."""
+        """Return the types whose names begin with one of the prefixes; all types for an empty list."""
         return tuple(kind for kind in self.types if not prefixes or kind.name.startswith(tuple(prefixes)))
 
 
 def load_catalogue(
     instances: Path = INSTANCES, gpus: Path = GPUS, advisor: Path = ADVISOR, on_demand: Path = ON_DEMAND
 ) -> Catalogue:
-    """Read the tables. Raises CatalogueError naming file:line:column for anything that cannot be right."""
+    """Read the tables. Raises CatalogueError with file:line:column for an invalid value."""
     models = {gpu.name: gpu for gpu in _unique(_read_gpus(gpus), gpus)}
     advice, prices = _read_advice(advisor), _read_on_demand(on_demand)
     types = _unique(_read_instances(instances, models), instances)
@@ -130,7 +128,7 @@ def load_catalogue(
 
 @cache
 def advisor_recorded(advisor: Path = ADVISOR) -> str:
-    """The day or month that the head of the advisor's table states. Raises CatalogueError where it states none."""
+    """Return the day or month in the head of the advisor's table. Raises CatalogueError if there is none."""
     found = _RECORDED.search(advisor.read_text(encoding="utf-8")[:1000])
     if found is None:
         raise CatalogueError(f'{advisor}:1:1: no "recorded 2025-07" in the first line')
@@ -139,7 +137,7 @@ def advisor_recorded(advisor: Path = ADVISOR) -> str:
 
 @cache
 def on_demand_recorded(on_demand: Path = ON_DEMAND) -> Mapping[str, str]:
-    """By region the oldest day of its on-demand prices; a region that is missing has none."""
+    """Return the oldest day of the on-demand prices by region. A missing region has no prices."""
     oldest: dict[str, str] = {}
     for regions in _read_on_demand(on_demand).values():
         for region, price in regions.items():
@@ -148,7 +146,7 @@ def on_demand_recorded(on_demand: Path = ON_DEMAND) -> Mapping[str, str]:
 
 
 class _Row:
-    """One line with its place in the file, so that every complaint can name line and column."""
+    """One line of a table with its place, so that errors name line and column."""
 
     def __init__(self, path: Path, number: int, line: str, header: list[str]) -> None:
         self.path, self.number = path, number
@@ -214,7 +212,7 @@ def _read_instances(path: Path, gpus: dict[str, Gpu]) -> Iterator[InstanceType]:
 
 
 def _read_on_demand(path: Path) -> dict[str, dict[str, OnDemandPrice]]:
-    """By type and region. Prices of a type that is not in the catalogue are kept and never asked for."""
+    """Read on-demand prices by type and region. Types outside the catalogue are allowed and unused."""
     prices: dict[str, dict[str, OnDemandPrice]] = {}
     for row in _rows(path, list(ON_DEMAND_COLUMNS)):
         region, name = row.parse("region", *_REGION), row.parse("name", _text, "a name")
@@ -230,7 +228,7 @@ def _read_on_demand(path: Path) -> dict[str, dict[str, OnDemandPrice]]:
 
 
 def _read_advice(path: Path) -> dict[str, dict[str, SpotAdvice]]:
-    """By type and region. Advice on a type that is not in the catalogue is kept and never asked for."""
+    """Read the advisor's entries by type and region. Types outside the catalogue are allowed and unused."""
     advice: dict[str, dict[str, SpotAdvice]] = {}
     for row in _rows(path, list(ADVISOR_COLUMNS)):
         region, name = row.parse("region", *_REGION), row.parse("name", _text, "a name")
@@ -282,11 +280,11 @@ def _unique(items: Iterator[Any], path: Path) -> Iterator[Any]:
         yield item
 
 
-RATES_RECORDED = "2026-11"
-# What every place that shows such a figure says of it.
-RATES_KIND = f"list prices, recorded {RATES_RECORDED}"
-# No list price of a gigabyte, or of a thousand requests, is above; what is, is no such price.
 _REGION = _text, "a region"
+RATES_RECORDED = "2026-11"
+# How plan and report describe such a figure.
+RATES_KIND = f"list prices, recorded {RATES_RECORDED}"
+# No list price of a gigabyte, or of a thousand requests, is above $10.
 _LIST_PRICE = _number(0, 10), "dollars in 0 … 10"
 
 
@@ -302,19 +300,19 @@ class RegionRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """regions: by name; one that is missing has no price on record. egress: (from, to) → USD per GB."""
+    """List prices by region name, and of transfer by (from, to) in USD per GB. A missing key has no price on record."""
 
     regions: Mapping[str, RegionRates]
     egress: Mapping[tuple[str, str], float]
 
     def egress_usd_per_gb(self, source: str, target: str) -> float | None:
-        """Of data that leave `source` for `target`; 0 within a region; None: not on record."""
+        """Return the price of transfer from `source` to `target`; 0 within a region, None if not on record."""
         return 0.0 if source == target else self.egress.get((source, target))
 
 
 @cache
 def load_rates(list_prices: Path = _HERE / "list_prices.csv", egress: Path = _HERE / "egress.csv") -> Rates:
-    """Both tables. Raises CatalogueError naming file:line:column for what cannot be a price."""
+    """Read both tables. Raises CatalogueError with file:line:column for an invalid price."""
     prices = [field.name for field in fields(RegionRates)]
     return Rates(
         regions={
@@ -332,18 +330,22 @@ def load_rates(list_prices: Path = _HERE / "list_prices.csv", egress: Path = _HE
 
 GB = 2**30
 HOURS_PER_MONTH = 730.0
-# A commit's data go up in parts of this size, and a rank adds an index (training/checkpoint).
+# A checkpoint is uploaded in parts of this size; each rank adds an index (training/checkpoint).
 PART_BYTES = 32 * 2**20
-# A remote event log is flushed each 10 s, shipped log lines each 15 s, by every rank.
+# Every rank flushes its event log each 10 s and its log lines each 15 s.
 SMALL_PUTS_PER_RANK_HOUR = 3600 / 10 + 3600 / 15
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What the remaining work takes, whatever the pool's place. commit_bytes: of one commit, all ranks together.
+    """Use of storage and transfer by the remaining work.
 
-    commits: written in all. starts: of the gang, the first one included. token_bytes: that one node reads per start,
-    at most. hours: paid.
+    Attributes:
+        hours: Paid hours per node.
+        commit_bytes: Size of one commit, all ranks together.
+        commits: Number of commits written.
+        starts: Starts of the gang, including the first one.
+        token_bytes: Most bytes of tokens that one node reads per start.
     """
 
     nodes: int
@@ -358,7 +360,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """Dollars. lacking: what could not be priced, and why; such parts count as nothing."""
+    """Cost in dollars. lacking: what has no price on record and counts as 0."""
 
     storage_usd: float
     transfer_usd: float
@@ -366,7 +368,7 @@ class Bill:
 
 
 def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> Bill:
-    """Storage with requests, and transfer, of a pool in `region`. Without an s3:// store only the volumes."""
+    """Return the cost of storage, requests and transfer in `region`; only volumes count without an s3:// store."""
     lacking: list[str] = []
     months = usage.hours / HOURS_PER_MONTH
     here = rates.regions.get(region)
@@ -389,7 +391,7 @@ def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> B
 
 
 def kept_commits(config: RunConfig) -> int:
-    """At once: the newest and the best, and the one that is being written. Those of keep_every_steps come on top."""
+    """Count the commits kept at once: newest, best, those of keep_every_steps, and the one being written."""
     saves = config.checkpoint
     every = config.training.max_steps // saves.keep_every_steps if saves.keep_every_steps else 0
     return saves.keep_last + saves.keep_best + every + 1

@@ -1,7 +1,4 @@
-"""`ebbflow catalogue refresh`: renew the shipped instance, price and interruption tables from AWS.
-
-boto3 is imported when a client is made, and only then. Every question has a deadline (`cost.prices.ec2_prices`).
-"""
+"""`ebbflow catalogue refresh`: renew the shipped tables of instances, prices and interruptions from AWS."""
 
 from __future__ import annotations
 
@@ -33,12 +30,12 @@ from ebbflow.infra.aws.calls import RequestDeadline, aws_client, paginate
 from ebbflow.infra.config.schema import CostConfig
 from ebbflow.infra.errors import CloudError
 
-# The Price List's own region; its answers are of all regions.
+# The region of the Price List, which has the prices of all regions.
 PRICE_LIST_REGION = "us-east-1"
 ADVISOR_URL = "https://spot-bid-advisor.s3.amazonaws.com/spot-advisor-data.json"
 _ADVISOR_SECONDS = 30.0
 _ADVISOR_MOST_BYTES = 64 * 2**20
-# Linux on shared hardware, nothing installed, billed by use: what a training node is.
+# A training node: Linux on shared hardware, without licensed software, billed by use.
 _LISTED = {
     "operatingSystem": "Linux",
     "tenancy": "Shared",
@@ -50,7 +47,7 @@ _LISTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Of an instance type, as EC2 describes it. gpu: its name there. network_gbps: the baseline of all its cards."""
+    """Hardware of an instance type as EC2 describes it. network_gbps is the baseline of all its network cards."""
 
     name: str
     gpu: str
@@ -63,14 +60,14 @@ class Hardware:
 
 
 def gpu_hardware(ec2: Any, deadline: RequestDeadline) -> list[Hardware]:
-    """All types with NVIDIA GPUs that the region has, by name. Raises Unavailable."""
+    """Return all types of the region with NVIDIA GPUs, by name. Raises CloudError."""
     entries = paginate(ec2, "describe_instance_types", "InstanceTypes", deadline, token="NextToken")
     found = [hardware for entry in entries if (hardware := _hardware(entry)) is not None]
     return sorted(found, key=lambda hardware: hardware.name)
 
 
 def on_demand_prices(pricing: Any, region: str, deadline: RequestDeadline) -> dict[str, Decimal]:
-    """Dollars per hour of each GPU type that is listed for the region. Raises Unavailable, PriceError."""
+    """Return the listed dollars per hour of each GPU type of the region. Raises CloudError, PriceError."""
     wanted = [*_LISTED.items(), ("regionCode", region)]
     filters = [{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted]
     prices: dict[str, Decimal] = {}
@@ -86,7 +83,7 @@ def on_demand_prices(pricing: Any, region: str, deadline: RequestDeadline) -> di
 
 
 def advisor_bands(read: Callable[[], bytes] | None = None) -> dict[tuple[str, str], tuple[int, int]]:
-    """(region, type) → (savings in percent, interruption band), Linux. Raises PriceError with what went wrong."""
+    """Return (savings in percent, interruption band) by (region, type), for Linux. Raises PriceError."""
     try:
         data = json.loads((read or _read_advisor)())
         regions: Mapping[str, Any] = data["spot_advisor"]
@@ -100,7 +97,7 @@ def advisor_bands(read: Callable[[], bytes] | None = None) -> dict[tuple[str, st
 
 
 def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
-    """None for a type without NVIDIA GPUs, or with a part of one, which cannot train."""
+    """Parse one type. Return None for a type without whole NVIDIA GPUs."""
     gpus = (entry.get("GpuInfo") or {}).get("Gpus") or []
     if len(gpus) != 1 or gpus[0].get("Manufacturer") != "NVIDIA" or not gpus[0].get("Count"):
         return None
@@ -120,7 +117,7 @@ def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
 
 
 def _usd_per_hour(product: Mapping[str, Any]) -> Decimal | None:
-    """None for what is not sold by the hour, and for the listed zero of capacity blocks."""
+    """Return the hourly price; None if the product is not sold by the hour, or for the zero of capacity blocks."""
     for usd in _hourly(product):
         return usd if usd > 0 else None
     return None
@@ -150,17 +147,21 @@ _PRICES_HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class TableChange:
-    """What a refresh made of a table: how many lines it has, and in words what is new, other or left out."""
+    """Result of writing a table: its number of lines, and notes on new, changed and omitted entries."""
 
     lines: int
-    said: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def write_on_demand(
     path: Path, catalogue: Catalogue, listed: Mapping[str, Mapping[str, Decimal]], today: str
 ) -> TableChange:
-    """listed: by region and type. Other regions' lines stay, and so do, with their old day, types no longer listed."""
-    lines, said = {}, []
+    """Write the on-demand prices. Keep lines of other regions, and of types that are no longer listed.
+
+    Args:
+        listed: Prices by region and type.
+    """
+    lines, notes = {}, []
     known = {(region, kind.name): price for kind in catalogue.types for region, price in kind.on_demand.items()}
     for key, price in known.items():
         lines[key] = f"{key[0]},{key[1]},{price.usd_per_hour:f},{price.recorded}"
@@ -173,17 +174,17 @@ def write_on_demand(
             lines[region, name] = f"{region},{name},{usd:f},{today}"
             old = known.get((region, name))
             if old is not None and old.usd_per_hour != usd:
-                said.append(f"{name} in {region}: ${old.usd_per_hour:f} of {old.recorded} is now ${usd:f}")
+                notes.append(f"{name} in {region}: ${old.usd_per_hour:f} of {old.recorded} is now ${usd:f}")
         gone = [name for of, name in known if of == region and name not in prices]
-        said += [f"{name} in {region}: no longer listed; its price of the day it was recorded stays" for name in gone]
+        notes += [f"{name} in {region}: no longer listed; its price of the day it was recorded stays" for name in gone]
     _write(path, _PRICES_HEAD, ON_DEMAND_COLUMNS, [lines[key] for key in sorted(lines)])
-    return TableChange(lines=len(lines), said=tuple(said))
+    return TableChange(lines=len(lines), notes=tuple(notes))
 
 
 def write_advisor(
     path: Path, catalogue: Catalogue, bands: Mapping[tuple[str, str], tuple[int, int]], today: str
 ) -> TableChange:
-    """The whole table anew, of the catalogue's types."""
+    """Write the advisor's table for the catalogue's types."""
     names = {kind.name for kind in catalogue.types}
     rows = [
         f"{region},{name},{savings},{band}"
@@ -197,31 +198,31 @@ def write_advisor(
         "reclaimed in the trailing month: 0 below 5 %, 1 5-10 %, 2 10-15 %, 3 15-20 %, 4 above 20 %.\n"
     )
     _write(path, head, ADVISOR_COLUMNS, rows)
-    return TableChange(lines=len(rows), said=())
+    return TableChange(lines=len(rows), notes=())
 
 
 def write_instances(path: Path, catalogue: Catalogue, found: Sequence[Hardware], gpus: Iterable[str]) -> TableChange:
-    """Types that are new, with a GPU that gpus.csv knows; what is on record of the others stays, and is compared."""
+    """Add new types whose GPU is in gpus.csv. Keep recorded types, and note their differences."""
     known = {kind.name: kind for kind in catalogue.types}
     lines = {kind.name: _line(kind.name, kind.gpu.name, kind) for kind in catalogue.types}
-    said = []
+    notes = []
     for one in found:
         if one.name in known:
-            said += _differences(one, known[one.name])
+            notes += _differences(one, known[one.name])
         elif one.gpu not in set(gpus):
-            said.append(f"{one.name}: left out, because gpus.csv has no {one.gpu}; add its peaks with their source")
+            notes.append(f"{one.name}: left out, because gpus.csv has no {one.gpu}; add its peaks with their source")
         elif one.network_gbps is None:
-            said.append(f"{one.name}: left out, because EC2 states no baseline of its network")
+            notes.append(f"{one.name}: left out, because EC2 states no baseline of its network")
         else:
             lines[one.name] = _line(one.name, one.gpu, one)
-            said.append(f"{one.name}: new, {one.gpu_count} × {one.gpu}")
+            notes.append(f"{one.name}: new, {one.gpu_count} × {one.gpu}")
     head = "".join(f"{line}\n" for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     _write(path, head, INSTANCE_COLUMNS, [lines[name] for name in sorted(lines)])
-    return TableChange(lines=len(lines), said=tuple(said))
+    return TableChange(lines=len(lines), notes=tuple(notes))
 
 
 def reread(folder: Path) -> Catalogue:
-    """The tables of a folder as a catalogue: what was written can be read. Raises CatalogueError."""
+    """Read the tables of a folder. Raises CatalogueError."""
     return load_catalogue(
         folder / "instances.csv", folder / "gpus.csv", folder / "spot_advisor.csv", folder / "on_demand.csv"
     )
@@ -233,7 +234,7 @@ def _line(name: str, gpu: str, one: Hardware | InstanceType) -> str:
 
 
 def _differences(one: Hardware, known: InstanceType) -> list[str]:
-    """A table's figure may be the better one (sustained, not listed), so that a person decides."""
+    """List differences. The table's figure stays, because it may be better (sustained instead of listed)."""
     pairs = {"gpu_count": (one.gpu_count, known.gpu_count), "vcpu": (one.vcpu, known.vcpu), "efa": (one.efa, known.efa)}
     pairs |= {"network_gbps": (one.network_gbps, known.network_gbps), "ram_gib": (one.ram_gib, known.ram_gib)}
     return [
@@ -247,7 +248,7 @@ def _write(path: Path, head: str, columns: Sequence[str], rows: Sequence[str]) -
     path.write_text(head + ",".join(columns) + "\n" + "".join(f"{row}\n" for row in rows), encoding="utf-8")
 
 
-# The price list has many pages and is slow; nobody waits for a plan.
+# The price list has many pages and is slow.
 _SECONDS = 300.0
 
 
@@ -256,7 +257,7 @@ def add_commands(commands: Any) -> None:
     catalogue = commands.add_parser("catalogue", help="renew the shipped tables of types, prices and bands")
     ways = catalogue.add_subparsers(required=True, metavar="COMMAND")
     refresh = ways.add_parser("refresh", help="ask the price list, EC2 and the spot advisor")
-    regions = CostConfig().regions
+    regions = CostConfig.model_validate({}).regions
     refresh.add_argument(
         "--regions", nargs="+", default=regions, metavar="REGION", help=f"default: {' '.join(regions)}"
     )
@@ -273,9 +274,10 @@ def refresh_catalogue(
     client: Callable[[str, str], Any] | None = None,
     read_advisor: Callable[[], bytes] | None = None,
 ) -> int:
-    """Ask everything first, and only then write. Raises PriceError, with nothing written, when an answer is missing.
+    """Ask for everything, then write. Raises PriceError, with nothing written, if an answer is missing.
 
-    client: makes a client of (service, region); None: boto3's, by the usual chain of credentials.
+    Args:
+        client: Makes a client of (service, region). None: botocore's, with the usual chain of credentials.
     """
     make, deadline = client or aws_client, RequestDeadline.after(_SECONDS)
     try:
@@ -292,27 +294,27 @@ def refresh_catalogue(
     bands = None if arguments.no_advisor else advisor_bands(read_advisor)
     folder, today = arguments.output, datetime.now(UTC).date().isoformat()
     for table in (INSTANCES, GPUS, ON_DEMAND, ADVISOR):
-        _seed(table, folder)
+        _copy_if_missing(table, folder)
     before = reread(folder)
     gpus = {line.split(",")[0] for line in (folder / GPUS.name).read_text(encoding="utf-8").splitlines()}
     found = [hardware[name] for name in sorted(hardware)]
-    _tell(folder / INSTANCES.name, write_instances(folder / INSTANCES.name, before, found, gpus))
+    _print_change(folder / INSTANCES.name, write_instances(folder / INSTANCES.name, before, found, gpus))
     catalogue = reread(folder)
-    _tell(folder / ON_DEMAND.name, write_on_demand(folder / ON_DEMAND.name, catalogue, listed, today))
+    _print_change(folder / ON_DEMAND.name, write_on_demand(folder / ON_DEMAND.name, catalogue, listed, today))
     if bands is not None:
-        _tell(folder / ADVISOR.name, write_advisor(folder / ADVISOR.name, catalogue, bands, today))
+        _print_change(folder / ADVISOR.name, write_advisor(folder / ADVISOR.name, catalogue, bands, today))
     reread(folder)
     return 0
 
 
-def _seed(table: Path, folder: Path) -> None:
-    """Another folder begins with the shipped tables."""
+def _copy_if_missing(table: Path, folder: Path) -> None:
+    """Copy a shipped table to a folder that lacks it."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / table.name).exists():
         shutil.copy(table, folder / table.name)
 
 
-def _tell(path: Path, change: TableChange) -> None:
+def _print_change(path: Path, change: TableChange) -> None:
     print(f"{path}: {change.lines} lines")
-    for line in change.said:
+    for line in change.notes:
         print(f"  · {line}")

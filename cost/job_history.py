@@ -1,10 +1,10 @@
-"""Job history: what past jobs of a store have shown of interruptions and speed, and the estimates that follow.
+"""Job history: interruptions and speeds measured by past jobs of a store, and the estimates that follow.
 
-A local run shows nothing of any pool: its price is simulated, and so would be its experience. It leaves no record.
+Each job writes one record, a pure function of its events, so writing it again changes nothing:
 
     <store>/experience/<day of the job's first event>-<job>.json
 
-An object is a pure function of the job's events, so that writing it again, by whomever, changes nothing.
+A local run writes none: its price is simulated, and it measures no pool.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from ebbflow.infra.store import Store
 SCHEMA = 1
 # The first steps of a generation compile kernels and fill caches.
 _WARM_UP_STEPS = 3
-# The deviation of a measured speed is that of so many stretches of the run.
+# The deviation of a measured speed is taken between this many stretches of the run.
 _STRETCHES = 8
-# An exchange of machines or a busy neighbour changes more between runs than a short run shows of itself.
+# Other machines or a busy neighbour change the speed more between runs than within a short run.
 LEAST_LOG_DEVIATION = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStay:
-    """One generation of a gang in one pool. hours: of its life; reclaimed: the pool took it back."""
+    """One generation of a gang in one pool: its hours, and whether the pool reclaimed it."""
 
     instance_type: str
     nodes: int
@@ -61,9 +61,11 @@ class PoolStay:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSpeed:
-    """Median speed of one generation. fingerprint: of the configuration that decides it (`cost.plan.throughput`).
+    """Median speed of one generation.
 
-    log_deviation: of the logarithm of the speed between stretches of the run.
+    Attributes:
+        fingerprint: Hash of the settings that decide the speed (`cost.plan.throughput`).
+        log_deviation: Standard deviation of the log of the speed between stretches of the run.
     """
 
     instance_type: str
@@ -78,7 +80,7 @@ class MeasuredSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """All that a job has shown."""
+    """Stays and speeds measured by one job."""
 
     job: str
     stays: tuple[PoolStay, ...] = ()
@@ -89,7 +91,7 @@ class JobRecord:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> JobRecord:
-        """Raises ValueError, KeyError or TypeError for what is no record of this schema."""
+        """Read the result of `to_json`. Raises ValueError, KeyError or TypeError for another schema."""
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']!r}, this version reads {SCHEMA}")
         return cls(
@@ -100,7 +102,7 @@ class JobRecord:
 
 
 def summarize_job(events: Sequence[Event]) -> JobRecord:
-    """From a job's events, in any order. A generation belongs to the plan in force when it started."""
+    """Make a job's record from its events, in any order. A generation belongs to the newest plan before its start."""
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     plans = [event for event in ordered if event.name == PLAN and event.data.get("chosen")]
     stays, speeds = [], []
@@ -116,9 +118,12 @@ def summarize_job(events: Sequence[Event]) -> JobRecord:
 
 
 def _stay(chosen: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]) -> PoolStay:
-    """A notice, or a node that was gone without a word, is the pool's doing; a rank's death, a user's stop or what was
-    rehearsed is not. A notice that was waited out took no machine, or the one that it took was counted by the stay in
-    which it was heard first."""
+    """Make a stay of a generation.
+
+    It counts as reclaimed after a reclaim notice, or if a node disappeared without a message. The death of a rank, a
+    user's stop and a rehearsal do not count. A notice that was waited out took no machine, or was counted by the stay
+    that received it first.
+    """
     machine = next((event.data for event in events if event.name == NODE_STARTED), {})
     zone = chosen.get("zone")  # an id, or a name where prices have no ids
     market = machine.get("market") or chosen["market"]  # a queue may have fallen back to on-demand
@@ -161,13 +166,13 @@ def _speed(plan: dict[str, Any], generation: RecordedGeneration, events: Sequenc
 
 
 def _type_of(chosen: dict[str, Any], events: Sequence[Event]) -> str:
-    """As the first machine says that it is: a queue may have given another than was planned."""
+    """Return the type that the first machine reported; it may differ from the planned one."""
     told = (event.data.get("instance_type") for event in events if event.name == NODE_STARTED)
     return next((kind for kind in told if kind), chosen["instance_type"])
 
 
 def _tokens_per_second(event: Event) -> float | None:
-    """Of one step, with its wait for data, without saves and evaluations."""
+    """Return the speed of one step, including its wait for data, without checkpoints and evaluations."""
     seconds = event.data.get("seconds", {})
     busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
     tokens = event.data.get("tokens")
@@ -179,12 +184,12 @@ def _started(events: Sequence[Event], key: str, planned: int) -> int:
     return int(started or planned)
 
 
-# What was seen counts half after a day, and is worth far more than the band. Chosen by the likelihood of the next day's
-# losses, given all days before, in recorded traces (V100, 2023): a day did best of 6 h, 12 h, 1, 2, 3, 5, 7 and 14 days
-# and for ever, both in nine zones and for gangs of four in three zones (nine zones: −1,262 against −1,503 for ever).
+# Half-life of observations, chosen by the likelihood of the next day's losses given all days before, in recorded traces
+# (V100, 2023). One day was best of 6 h, 12 h, 1, 2, 3, 5, 7 and 14 days and no decay, both in nine zones and for gangs
+# of four in three zones (log likelihood in nine zones: −1,262 against −1,503 without decay).
 HALF_LIFE_HOURS = 24.0
-# Losses come in bursts: a day's vary 3 to 8 times as much as independent ones would (the same nine zones). So what was
-# seen leaves as much doubt as a quarter of it would, had it been independent. The mean stays as it is.
+# Losses come in bursts: daily counts vary 3 to 8 times as much as independent losses would (the same nine zones). So
+# observations count as a quarter of as many independent ones, which widens the estimate but keeps its mean.
 EVIDENCE_WORTH = 0.25
 
 Place = tuple[str, str | None, str | None]
@@ -192,7 +197,7 @@ Place = tuple[str, str | None, str | None]
 
 @dataclass(frozen=True)
 class JobHistory:
-    """Stays by (type, region, zone), and by (type, region, None) all of the region; speeds by type."""
+    """Stays by (type, region, zone), with zone None for the whole region, and speeds by type."""
 
     stays: Mapping[Place, Sequence[PoolStay]] = field(default_factory=dict)
     speeds: Mapping[str, Sequence[MeasuredSpeed]] = field(default_factory=dict)
@@ -215,10 +220,13 @@ class JobHistory:
     def reclaim_hazard(
         self, prior: GammaHazard, instance_type: str, region: str | None, zone: str | None, now_utc: float
     ) -> tuple[GammaHazard, int]:
-        """The belief after all stays in the pool, and their number. zone None: any of the region.
+        """Update the prior by all stays in the pool. zone None: all stays of the region.
 
-        A gang is one hazard whatever its size, so that stays of all sizes count alike. Each hour of a stay counts by
-        its own age: were a long stay weighed by its end alone, its hours would outweigh the losses in them.
+        Stays of gangs of all sizes count alike, because a pool is reclaimed as a whole. Each hour of a stay decays by
+        its own age; otherwise the hours of a long stay would outweigh its losses.
+
+        Returns:
+            The estimated hazard, and the number of stays.
         """
         found = self.stays.get((instance_type, region, zone), ())
         belief = prior
@@ -231,7 +239,7 @@ class JobHistory:
         return belief, len(found)
 
     def speed(self, instance_type: str, nodes: int, processes_per_node: int, fingerprint: str) -> MeasuredSpeed | None:
-        """The newest speed of exactly this."""
+        """Return the newest speed of exactly this gang and configuration; None without one."""
         found = [
             seen
             for seen in self.speeds.get(instance_type, ())
@@ -240,7 +248,7 @@ class JobHistory:
         return max(found, key=lambda seen: seen.seen_utc, default=None)
 
     def nearest_speed(self, instance_type: str, nodes: int, fingerprint: str) -> MeasuredSpeed | None:
-        """Elsewhere, of the same configuration: same type first, then the nearest number of nodes, then the newest."""
+        """Return the speed of this configuration on the most similar gang: by type, then nodes, then age."""
 
         def distance(seen: MeasuredSpeed) -> tuple[bool, float, float]:
             ratio = max(seen.nodes, nodes) / min(seen.nodes, nodes)
@@ -250,14 +258,15 @@ class JobHistory:
         return min(every, key=distance, default=None)
 
 
-# A plan reads no more than these: older jobs say little of today's pools, and each costs a request.
+# Records read for a plan. Older jobs say little about today's pools, and each record costs a request.
 NEWEST_JOBS = 200
 
 
 def save_job_record(root: Store, events: Sequence[Event]) -> JobRecord | None:
-    """Put what the job has shown so far; None, and nothing is written, where it has shown nothing.
+    """Write the job's record. Write nothing and return None if it has no stays and no speeds. Raises StoreError.
 
-    root: the store that holds all jobs. Raises StoreError.
+    Args:
+        root: The store of all jobs.
     """
     if not events:
         return None
@@ -270,11 +279,11 @@ def save_job_record(root: Store, events: Sequence[Event]) -> JobRecord | None:
 
 
 def load_job_history(root: Store) -> JobHistory:
-    """What the newest jobs of the store have shown. Raises StoreError; an object that cannot be read is left out."""
+    """Read the newest job records of the store. Unreadable records are skipped. Raises StoreError."""
     jobs = []
     for key in sorted(meta.key for meta in root.list(EXPERIENCE_PREFIX))[-NEWEST_JOBS:]:
         try:
             jobs.append(JobRecord.from_json(json.loads(root.get(key))))
         except (ObjectNotFound, ValueError, KeyError, TypeError):
-            continue  # deleted meanwhile, or of another version: a plan does without
+            continue  # deleted meanwhile, or written by another version
     return JobHistory.of(jobs)

@@ -1,6 +1,6 @@
-"""Where the next attempt of a job runs on AWS Batch: asked before each attempt, with fresh prices and what came before.
+"""Place the attempts of a job on AWS Batch, each with fresh prices and the history of the attempts before it.
 
-`place` answers with a `Placement`; `history_of` reads from a job's events what its earlier attempts met.
+`choose_placement` returns a `Placement`; `read_attempts` reads from a job's events how earlier attempts ended.
 """
 
 from __future__ import annotations

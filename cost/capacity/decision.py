@@ -1,16 +1,17 @@
-"""Place
+"""Choose where the next attempt runs: `choose_placement`, a pure function of the plan, the queues and past attempts.
 
-Policies know one speed. So the work left is that of the slowest pool shown, and each price is such that finishing
-there, one start included, costs what that pool would really cost: price = p · (w_pool + d + Δ) / (w + d + Δ).
+A policy decides through the safety net: Spot while slack lasts, on-demand at the last safe moment. Two things differ on
+Batch. Waiting for capacity is free, and a job in RUNNABLE starts as soon as there is some. So if a policy would wait,
+the next best Spot start is submitted instead, for as long as waiting is safe (`Placement.runnable_seconds`). And an
+on-demand attempt runs to the end of the job, because nothing takes it away: it does not begin before the last safe
+moment, whatever the policy answers.
 
-Policies draw nothing and read no clock, so that the same states in the same order make the same policy. The states of
-the decisions are recorded with the placements; between them, as long as an attempt ran, its pool is shown as running.
+Policies assume one speed. So the remaining work is that of the slowest pool shown, and each price is scaled such that
+finishing there, with one start, has its real cost: price = p · (w_pool + d + Δ) / (w + d + Δ).
 
-The answer is a policy's, through the safety net: Spot while slack lasts, on-demand at the last safe moment. Two things
-are particular to Batch. Waiting for capacity is free there and starts the moment there is some: a job in RUNNABLE. So a
-policy that would wait gets the next best start of Spot instead, for as long as waiting is safe
-(`Placement.runnable_seconds`). And an attempt on demand runs to the end of the job, since nothing takes it away: to
-begin it before the last safe moment gives up slack for nothing, so it is not begun earlier, whatever the policy says.
+Policies draw no random numbers and read no clock, so the same states in the same order give the same policy. The state
+of each decision is recorded with its placement and replayed before the next one; between decisions, an attempt's pool
+is shown as running.
 """
 
 from __future__ import annotations
@@ -49,21 +50,23 @@ if TYPE_CHECKING:
 
 
 HOUR = 3600.0
-# Less than this in RUNNABLE is no try: an instance must boot before a job can start (an assumption, not measured).
+# Shortest useful time in RUNNABLE: an instance must boot before a job can start (an assumption, not measured).
 LEAST_TRY_HOURS = 5 / 60
-# A faster on-demand pool to fall back to may be dearer by this factor if only with it Spot can be tried at all.
+# A faster on-demand fallback may cost more by this factor if Spot can only be tried with it.
 _DEARER = 1.25
-# Spot pools that a policy is shown, the best by the plan: each decision is kept with all that it saw.
+# Most Spot pools shown to a policy, the best of the plan; the state of each decision is recorded.
 _MOST_SHOWN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """state: None where nothing runs on demand, so that nothing could be promised; the offers are all that can run.
+    """Input of one decision.
 
-    shown: the offers by the pool's name in the state. spare_hours: slack beyond what the least try of Spot needs;
-    below 0: Spot is closed. start_within_hours: of each Spot pool of the state, how long waiting and starting may take
-    together, so that on-demand would still be in time after it.
+    Attributes:
+        state: None without an on-demand pool, because no deadline can be guaranteed then.
+        shown: Offers by the pool's name in the state.
+        spare_hours: Slack beyond the shortest Spot try; negative if Spot is closed.
+        start_within_hours: By Spot pool, the longest wait and start after which on-demand would still be in time.
     """
 
     state: State | None
@@ -75,18 +78,22 @@ class Situation:
 def build_situation(
     plan: Plan, found: Sequence[QueueOffer], history: AttemptHistory, *, runnable_hours: float, now_utc: float
 ) -> Situation:
-    """runnable_hours: that a job may wait for capacity: the stated delay of on-demand, and what a refused start of Spot
-    costs at most."""
+    """Build the input of a decision.
+
+    Args:
+        runnable_hours: Longest wait for capacity: the stated on-demand delay, and the most that a refused Spot start
+            costs.
+    """
     now = (now_utc - plan.started_utc) / HOUR
     deadline = math.inf if plan.deadline_hours is None else plan.deadline_hours
     spots = [offer for offer in found if offer.is_spot]
-    on_demand = _to_fall_back_to(found, history)
+    on_demand = _fallback_offers(found, history)
     if not on_demand:
         return Situation(state=None, shown={one.id: one for one in found}, spare_hours=0.0)
     changeover = max(one.candidate.case.fixed_lost_hours for one in found)
 
     def spare(offer: QueueOffer, last_resort: QueueOffer) -> float:
-        """Of the slack, beyond a start that is refused at once and everything that must be in reserve."""
+        """Return the slack beyond a start that is refused at once and beyond all reserves."""
         reserve = 2 * changeover + runnable_hours + offer.candidate.case.interval_hours
         return deadline - now - max(offer.work_hours, last_resort.work_hours) - reserve
 
@@ -121,8 +128,10 @@ def build_situation(
 
 
 def _budget_usd(plan: Plan, last_resort: QueueOffer, tick_hours: float) -> float:
-    """What the net may count on, the last save's price left out. It keeps the price of one tick on demand back, since
-    elsewhere whole ticks may be billed: AWS bills seconds, a minute at least, so that the rest of a tick is given back.
+    """Return the budget for the safety net, without the price of the last checkpoint.
+
+    The net reserves one tick on demand, for whole-tick billing. AWS bills seconds, with a one-minute minimum, so the
+    rest of that tick is added back.
     """
     if plan.budget_usd is None:
         return math.inf
@@ -130,8 +139,8 @@ def _budget_usd(plan: Plan, last_resort: QueueOffer, tick_hours: float) -> float
     return plan.budget_usd - reserve_usd(plan, last_resort.candidate) + given_back
 
 
-def _to_fall_back_to(found: Sequence[QueueOffer], history: AttemptHistory) -> list[QueueOffer]:
-    """On-demand pools, cheapest first, without those that were just waited for in vain, unless there are no others."""
+def _fallback_offers(found: Sequence[QueueOffer], history: AttemptHistory) -> list[QueueOffer]:
+    """Return on-demand pools, cheapest first, without those that just had no capacity unless all of them had none."""
     refused = set()
     for attempt in reversed(history.attempts):
         if not attempt.refused:
@@ -156,8 +165,7 @@ def _view(offer: QueueOffer, history: AttemptHistory, plan: Plan, now: float, wo
 
 
 def _last_seen(offer: QueueOffer, history: AttemptHistory, plan: Plan, now: float) -> tuple[bool | None, float | None]:
-    """(had capacity, when) as the newest attempt there has shown; what ended the attempt before this decision is seen
-    at this decision."""
+    """Return (had capacity, hour) from the newest attempt in the pool. The last attempt's end counts as seen now."""
     if not offer.is_spot:
         return True, now
     for attempt in reversed(history.attempts):
@@ -175,21 +183,21 @@ _INFINITE = ("deadline_hours", "budget_usd")
 
 
 def state_json(state: State) -> dict[str, Any]:
-    """Strict JSON: what has no limit is null."""
+    """Return strict JSON; infinite limits become null."""
     data = {name: value for name, value in asdict(state).items() if not name.startswith("_")}
     limits = {name: None for name in _INFINITE if math.isinf(data[name])}
     return {**data, **limits, "pools": [dict(pool) for pool in data["pools"]]}
 
 
 def state_from_json(data: dict[str, Any]) -> State:
-    """Raises TypeError, KeyError or ValueError for what is no state of this version."""
+    """Read the result of `state_json`. Raises TypeError, KeyError or ValueError for the state of another version."""
     limits = {name: math.inf if data[name] is None else data[name] for name in _INFINITE}
     pools = tuple(PoolView(**{**pool, "market": Market(pool["market"])}) for pool in data["pools"])
     return State(**{**data, **limits, "pools": pools})
 
 
 def as_running(state: State, pool: str, now_hours: float, work_done_hours: float) -> State:
-    """The same state later, with the pool's machines running: capacity was there."""
+    """Return the state at a later hour, with the pool's machines running."""
     pools = tuple(
         replace(view, available=True, seen_at_hours=now_hours) if view.id == pool else view for view in state.pools
     )
@@ -203,39 +211,40 @@ def as_running(state: State, pool: str, now_hours: float, work_done_hours: float
     )
 
 
-# An attempt is shown at its decisions' distance, but no more often than this: a policy learns from spells, not ticks.
-_MOST_SIGHTS = 50
+# Most states replayed per attempt; a policy learns from spells, not from ticks.
+_MOST_REPLAYED = 50
 
 
 def replay_attempts(policy: Policy, history: AttemptHistory, *, started_utc: float) -> None:
-    """Show `policy` what the job's earlier decisions and attempts showed. started_utc: of the job's clock.
+    """Replay the job's earlier decisions and attempts to `policy`, and raise what it raises.
 
-    Raises whatever the policy raises: one that cannot bear its own past cannot be asked.
+    Args:
+        started_utc: Unix time of hour 0 of the job's clock.
     """
     for attempt in history.attempts:
-        for state in _sights(attempt, started_utc):
+        for state in _replayed_states(attempt, started_utc):
             policy.decide(state)
 
 
-def _sights(attempt: PastAttempt, started_utc: float) -> Iterator[State]:
+def _replayed_states(attempt: PastAttempt, started_utc: float) -> Iterator[State]:
     try:
         decided = state_from_json(attempt.placement.state or {})
     except (KeyError, TypeError, ValueError):
-        return  # recorded by another version: less is remembered, and nothing wrong
+        return  # recorded by another version
     yield decided
     pool = attempt.placement.pool
     if attempt.started_utc is None or pool not in {view.id for view in decided.pools}:
         return
     first = max(decided.now_hours, (attempt.started_utc - started_utc) / HOUR)
     last = max(first, (attempt.ended_utc - started_utc) / HOUR)
-    step = max(decided.tick_hours, (last - first) / _MOST_SIGHTS)
+    step = max(decided.tick_hours, (last - first) / _MOST_REPLAYED)
     for number in range(math.floor((last - first) / step) + 1):
         done = max(0.0, number * step - decided.changeover_hours)
         yield as_running(decided, pool, first + number * step, done)
 
 
 LEAST_WALL_SECONDS = 60
-# Without budget and deadline: so many times what the rest is expected to take, never less than Metaflow's own limit.
+# Without budget and deadline: this multiple of the expected hours, at least Metaflow's own limit.
 _WALL_TIMES, _WALL_AT_LEAST_SECONDS = 4, 5 * 24 * 3600
 
 
@@ -257,10 +266,15 @@ def choose_placement(
     now_utc: float,
     catalogue: Catalogue | None = None,
 ) -> Placement:
-    """The next attempt's place. plan: fresh, of the remaining work, with all its pools. queues: by name, as
-    `ebbflow.infra.batch.queues.describe_queues` has them. now_utc: Unix time.
+    """Choose the place of the next attempt.
 
-    Raises PlacementError: what refused the plan (budget, deadline, no capacity), or that no queue can run it.
+    Args:
+        plan: A fresh plan of the remaining work, with all its pools.
+        queues: By name, from `ebbflow.infra.batch.queues.describe_queues`.
+        now_utc: Unix time.
+
+    Raises:
+        PlacementError: The plan is refused (budget, deadline, no capacity), or no queue can run any of its pools.
     """
     if plan.refusal is not None:
         raise PlacementError(plan.refusal.outcome, f"{plan.refusal.message} ({plan.refusal.hint})")
@@ -276,7 +290,7 @@ def choose_placement(
         )
     runnable = config.batch.runnable_minutes / 60
     seen = build_situation(plan, found, history, runnable_hours=runnable, now_utc=now_utc)
-    choice = _after_a_bug(found, history) or _asked(seen, history, plan) or _only_one_market(found, history)
+    choice = _after_a_bug(found, history) or _ask_policy(seen, history, plan) or _only_one_market(found, history)
     kind = kinds[choice.offer.candidate.instance_type]
     wall = wall_seconds(config, plan, choice.offer, now_utc)
     state = None if seen.state is None else state_json(seen.state)
@@ -286,8 +300,7 @@ def choose_placement(
 
 
 def _region_of(queues: Mapping[str, QueueState]) -> str | None:
-    """As the queues' ARNs have it (arn:aws:batch:REGION:…): prices of another region are none of theirs. None where
-    they have none, as queues have that Batch was not asked of."""
+    """Return the region in the queues' ARNs (arn:aws:batch:REGION:…); None if they have none or differ."""
     said = {queue.arn.split(":")[3] for queue in queues.values() if queue.arn.count(":") > 3}
     return said.pop() if len(said) == 1 else None
 
@@ -321,7 +334,10 @@ def _placement(
 
 
 def wall_seconds(config: RunConfig, plan: Plan, offer: QueueOffer, now_utc: float) -> int:
-    """Paid seconds that budget and deadline still bear; the job's own stops come before: the last save is in both."""
+    """Return the paid seconds within budget and deadline.
+
+    The job stops itself earlier, because both limits include its last checkpoint.
+    """
     one, limits = offer.candidate, []
     if plan.budget_usd is not None and one.gang_usd_per_hour > 0:
         limits.append((plan.budget_usd - plan.spent_usd) / one.gang_usd_per_hour * HOUR)
@@ -334,7 +350,7 @@ def wall_seconds(config: RunConfig, plan: Plan, offer: QueueOffer, now_utc: floa
 
 
 def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Choice | None:
-    """The user's own code ended the attempt: the next one stays, and is never dearer. None: nothing of the kind."""
+    """Stay in the pool, or choose one that costs no more, if the user's code ended the last attempt; else None."""
     last = history.last
     if last is None or last.cause != USER_CODE:
         return None
@@ -359,46 +375,47 @@ def _after_a_bug(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Cho
 
 
 def _only_one_market(found: tuple[QueueOffer, ...], history: AttemptHistory) -> _Choice:
-    """Nothing to fall back to: the cheapest Spot that was not just refused or lost."""
+    """Choose the cheapest Spot pool that did not just refuse, if there is no on-demand pool to fall back to."""
     gone = [attempt.placement.pool for attempt in history.attempts[-len(found) :] if attempt.refused]
     order = sorted(found, key=lambda one: gone.index(one.id) + 1 if one.id in gone else 0)
     return _Choice(
         offer=order[0],
-        reason=f"{_came(history)}nothing on demand that queues, deadline and budget bear: Spot as it comes",
+        reason=f"{_last_end(history)}nothing on demand that queues, deadline and budget bear: Spot as it comes",
     )
 
 
-def _asked(seen: Situation, history: AttemptHistory, plan: Plan) -> _Choice | None:
-    """The policy's answer through the net; None without anything on demand."""
+def _ask_policy(seen: Situation, history: AttemptHistory, plan: Plan) -> _Choice | None:
+    """Ask the policy through the safety net; None without an on-demand pool."""
     state = seen.state
     if state is None:
         return None
     if not state.spot_pools:
-        return _Choice(offer=seen.shown[state.on_demand.id], reason=_came(history) + _why_no_spot(seen, plan))
+        return _Choice(offer=seen.shown[state.on_demand.id], reason=_last_end(history) + _why_no_spot(seen, plan))
     name = "greedy" if math.isinf(state.deadline_hours) else "adaptive"
     policy = policies()[name]()
     try:
         replay_attempts(policy, history, started_utc=plan.started_utc)
         net = SafetyNet(policy)
-        action = net.decide(state)
+        decided = net.decide(state)
+        action = None if net.broken else decided
     except Exception:
-        net = None
-    if net is None or net.broken:
-        name, net = "greedy", SafetyNet(policies()["greedy"]())
-        action = net.decide(state)
+        action = None
+    if action is None:
+        name = "greedy"
+        action = SafetyNet(policies()[name]()).decide(state)
     spot = _spot_of(action, state) or _queued_for(state)
     if spot is None:
         last = (
-            f"on-demand at the last safe moment: {state.slack_hours:.2f} h of slack do not bear another start of Spot"
+            f"on-demand at the last safe moment: {state.slack_hours:.2f} h of slack are too few for another Spot start"
         )
-        return _Choice(offer=seen.shown[state.on_demand.id], reason=_came(history) + last, policy=name)
-    why = f"{_came(history)}Spot while slack lasts ({_slack(state)})"
+        return _Choice(offer=seen.shown[state.on_demand.id], reason=_last_end(history) + last, policy=name)
+    why = f"{_last_end(history)}Spot while slack lasts ({_slack(state)})"
     limits = {"runnable_hours": state.tick_hours, "start_within_hours": seen.start_within_hours[spot]}
     return _Choice(offer=seen.shown[spot], reason=why, policy=name, **limits)
 
 
-class _Says:
-    """A policy with one answer, to ask the net whether it is let through."""
+class _FixedPolicy:
+    """A policy with one answer, to learn whether the net allows it."""
 
     def __init__(self, action: Action) -> None:
         self._action = action
@@ -414,15 +431,17 @@ def _spot_of(action: Action, state: State) -> str | None:
 
 
 def _queued_for(state: State) -> str | None:
-    """The Spot pool to wait for in its queue, as far as the net lets it: pools seen without capacity last, the one that
-    was seen so longest ago before the others, else the cheapest."""
+    """Return the Spot pool to queue for, if the net allows it.
+
+    Cheapest first; pools observed without capacity last, the longest-ago observation first.
+    """
 
     def rank(pool: PoolView) -> tuple[float, float, str]:
         gone = (pool.seen_at_hours or 0.0) if pool.available is False else -math.inf
         return gone, pool.usd_per_hour, pool.id
 
     order = [pool.id for pool in sorted(state.spot_pools, key=rank)]
-    wanted: Policy = _Says(UsePool(order[0], tuple(order[1:])))
+    wanted: Policy = _FixedPolicy(UsePool(order[0], tuple(order[1:])))
     return _spot_of(SafetyNet(wanted).decide(state), state)
 
 
@@ -440,12 +459,12 @@ def _slack(state: State) -> str:
     return "no deadline" if math.isinf(state.deadline_hours) else f"{state.slack_hours:.2f} h"
 
 
-def _came(history: AttemptHistory) -> str:
-    """What ended the attempt before, as the beginning of a reason."""
+def _last_end(history: AttemptHistory) -> str:
+    """Describe how the last attempt ended, as the beginning of a reason."""
     last = history.last
     if last is None:
         return ""
-    return f"{last.placement} {_ENDS.get(last.cause, 'ended for a reason that nobody told')}; "
+    return f"{last.placement} {_ENDS.get(last.cause, 'ended for an unknown reason')}; "
 
 
 _ENDS = {

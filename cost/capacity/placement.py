@@ -1,10 +1,10 @@
-"""Placement"""
+"""Placements that AWS Batch can run, the queues that can run each pool, and how a job's earlier placements ended."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
@@ -14,27 +14,34 @@ from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, GENERATION_ENDE
 from ebbflow.infra.notices import RECLAIMS
 
 if TYPE_CHECKING:
+    from ebbflow.infra.batch.jobs import BatchAttempt
     from ebbflow.infra.batch.queues import QueueState
 
 
-# Of the installed memory: the kernel and the platform keep 2.5 % (8,192 MiB register as 7,985), the ECS agent 32 MiB,
-# and 5 % are recommended for it and other system processes. Source: AWS Batch user guide, "Compute resource memory
-# management" and "Reserve system memory", read 2026-11. Of the processors nothing is kept.
+# Memory that a job cannot have: 2.5 % for kernel and platform (8,192 MiB register as 7,985), 32 MiB for the ECS agent,
+# and 5 % recommended for system processes. Source: AWS Batch user guide, "Compute resource memory management" and
+# "Reserve system memory", read 2026-11. Processors are not reserved.
 _KERNEL_SHARE, _RESERVED_SHARE, _AGENT_MIB = 0.025, 0.05, 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where one attempt runs and why.
+    """Where one attempt runs, and why.
 
-    queue: its name or ARN. market: spot or on_demand. region, zone: of the price; Batch itself chooses the zone.
-    cpu, gpu, memory_mib: what the job asks for on each node, so that one job fills one instance.
-    wall_seconds: paid time that budget and deadline still bear, for Batch's own attempt duration; at least 60.
-    runnable_seconds: how long the job may wait for capacity before it is better placed elsewhere.
-    usd_per_hour: per node, estimated as the plan quoted it; quoted_usd_per_hour: the same as text, for the bill.
-    expected_hours, expected_usd: of finishing the rest of the job there, as the plan has them.
-    start_by_utc: Unix time by which it is to run, so that on-demand after it would still be in time; None: no matter.
-    reason: in one line. policy: who chose. state: what it saw, to be shown again to the policy of the next decision.
+    Attributes:
+        queue: Name or ARN.
+        market: spot or on_demand.
+        region, zone: Place of the price; Batch chooses the zone itself.
+        cpu, gpu, memory_mib: Request per node; one job fills one instance.
+        wall_seconds: Paid time within budget and deadline, for Batch's attempt duration; at least 60.
+        runnable_seconds: Longest wait for capacity before the attempt is placed again.
+        usd_per_hour: Per node, from the plan.
+        quoted_usd_per_hour: The same price as quoted, for the bill.
+        expected_hours, expected_usd: Forecast of the plan for the rest of the job in this pool.
+        reason: Why the pool was chosen, on one line.
+        policy: Name of the policy that chose it.
+        start_by_utc: Unix time of the latest start after which on-demand would still be in time; None: no limit.
+        state: State that the policy saw, to be replayed before the next decision.
     """
 
     queue: str
@@ -61,7 +68,7 @@ class Placement:
 
     @property
     def pool(self) -> str:
-        """What the policy knows it by: its memory is of pools, not of prices."""
+        """Name of the pool for policies, whose memory is by pool."""
         return pool_id(self.queue, self.instance_type, self.nodes)
 
     @property
@@ -77,7 +84,7 @@ class Placement:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Placement:
-        """The inverse of `to_json`. Keys of later versions are passed over. Raises TypeError where one is missing."""
+        """Read the result of `to_json`. Ignores keys of later versions. Raises TypeError for a missing key."""
         return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
 
 
@@ -86,15 +93,15 @@ def pool_id(queue: str, instance_type: str, nodes: int) -> str:
 
 
 def memory_mib(kind: InstanceType) -> int:
-    """Of an instance, as far as a job can have it."""
+    """Return the memory of an instance that a job can use."""
     left = (1 - _KERNEL_SHARE) * (1 - _RESERVED_SHARE)
     return math.floor(kind.ram_gib * 1024 * left) - _AGENT_MIB
 
 
 def with_placement(plan: Plan, placement: Placement) -> Plan:
-    """The plan with the placed pool as the chosen one, so that terms, ledger and report follow what is really taken.
+    """Return the plan with the placed pool as the chosen one, for terms, ledger and report.
 
-    Raises KeyError where the plan has no such pool.
+    Raises KeyError if the plan does not rank that pool.
     """
     ours = next((one for one in plan.ranked if _is_of(one, placement)), None)
     if ours is None:
@@ -104,7 +111,7 @@ def with_placement(plan: Plan, placement: Placement) -> Plan:
 
 
 def reserve_usd(plan: Plan, pool: Candidate) -> float:
-    """The price of one last save there: the plan has it of its chosen pool, and it goes by the gang's price."""
+    """Return the price of the last checkpoint in a pool, scaled from that of the chosen pool by the gang's price."""
     chosen = plan.ranked[0].gang_usd_per_hour
     return plan.reserve_usd * pool.gang_usd_per_hour / chosen if chosen else plan.reserve_usd
 
@@ -116,7 +123,7 @@ def _is_of(one: Candidate, placement: Placement) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueOffer:
-    """One pool as Batch can run it: the cheapest of the plan's places for the type, since Batch chooses the zone."""
+    """A pool that a queue can run, at the plan's cheapest place for the type, because Batch chooses the zone."""
 
     candidate: Candidate
     queue: str
@@ -141,7 +148,7 @@ def find_offers(
     region: str | None = None,
     catalogue: Catalogue | None = None,
 ) -> tuple[QueueOffer, ...]:
-    """In the plan's order, each type, size and queue once. region: where the queues are; None: not known."""
+    """Return one offer per type, size and queue, in the plan's order. region: that of the queues; None if unknown."""
     kinds = load_catalogue() if catalogue is None else catalogue
     found: dict[str, QueueOffer] = {}
     for one in ranked:
@@ -161,7 +168,7 @@ def explain_no_offer(
     region: str | None = None,
     catalogue: Catalogue | None = None,
 ) -> str:
-    """What each queue lacks to run the cheapest pool that is nearest to it."""
+    """Explain for each queue why it cannot run the cheapest pool that is closest to its market and types."""
     if not queues:
         return "the account has no queue that training may go to"
     here = [one for one in ranked if region is None or one.region in (None, region)]
@@ -186,18 +193,20 @@ RECLAIMED, USER_CODE, NEVER_STARTED, NOT_MADE, TERMINATED, ENDED, UNKNOWN = (
     "unknown",
 )
 
-_TOLD_BETTER = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
+_CORRECTABLE = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PastAttempt:
-    """One placement and what came of it. Unix times by Batch's clock; None: it did not come to that, or nobody told.
+    """A placement and how it ended. Unix times by Batch's clock; None if it did not happen or is unknown.
 
-    run: of the flow that placed it. after_generation: the newest start of the gang that whoever placed it knew of; what
-    a later one committed came after. Generations have one authority, and clocks are minutes apart.
-    cause: as Batch tells it, except that an attempt that left on a reclaim's notice counts as reclaimed, that it is not
-    the user's code that failed where the agents name something else, such as the store, and that it is where they name
-    it and Batch names nothing. reason: Batch's own words, "" without any.
+    Attributes:
+        cause: Batch's cause, corrected by the agents' events: an attempt that left after a reclaim notice counts as
+            reclaimed, and a failure is the user's code only if the agents agree or know nothing else.
+        reason: Batch's text, or "".
+        run: Run of the flow that placed it.
+        after_generation: Newest generation known when it was placed; later generations ran after it. Clocks are minutes
+            apart, generations are ordered.
     """
 
     placement: Placement
@@ -213,19 +222,19 @@ class PastAttempt:
 
     @property
     def refused(self) -> bool:
-        """Its pool had no capacity for as long as the job was let wait."""
+        """Whether the pool had no capacity within the allowed wait."""
         return self.cause == NEVER_STARTED or (self.cause == TERMINATED and self.started_utc is None)
 
     @property
     def ended_utc(self) -> float:
-        """When it was known what came of it, as far as that was told."""
+        """Latest known time of the attempt."""
         known = (self.placed_utc, self.created_utc, self.started_utc, self.stopped_utc)
         return max(moment for moment in known if moment is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptHistory:
-    """All attempts of a job so far, oldest first."""
+    """All attempts of a job, oldest first."""
 
     attempts: tuple[PastAttempt, ...] = ()
 
@@ -234,25 +243,24 @@ class AttemptHistory:
         return self.attempts[-1] if self.attempts else None
 
 
-def batch_attempt_data(attempt: Any, placement: Placement | None) -> dict[str, Any]:
-    """The data of a `batch_attempt` event: what Batch told of a job (`infra.batch.attempts.BatchAttempt`), and where it
-    was placed, so that the ledger can price it. placement: None where nobody knows."""
-    told = asdict(attempt) if is_dataclass(attempt) and not isinstance(attempt, type) else dict(attempt)
-    told["cause"] = str(told.get("cause") or UNKNOWN)
-    placed = {} if placement is None else placement.to_json()
+def batch_attempt_data(attempt: BatchAttempt, placement: Placement | None) -> dict[str, Any]:
+    """Return the data of a `batch_attempt` event: Batch's description of a job, and its placement for the ledger.
+
+    Args:
+        placement: None if unknown.
+    """
     names = ("instance_type", "market", "region", "zone", "processes_per_node", "usd_per_hour", "quoted_usd_per_hour")
-    return {**told, **{name: placed.get(name) for name in (*names, "price_kind")}}
+    return {**asdict(attempt), **{name: getattr(placement, name, None) for name in (*names, "price_kind")}}
 
 
 def read_attempts(events: Sequence[Event]) -> AttemptHistory:
-    """From a job's events, in any order.
+    """Read the attempts from a job's events, in any order.
 
-    What came of a placement is told of the job that was submitted for it; where no submit was recorded, it is the first
-    `batch_attempt` that follows it and comes before the next one. Of a job that was told of twice the last word counts.
-    A placement that this version cannot read is passed over.
+    An attempt's end is that of the job submitted for it; without a recorded submit, the first `batch_attempt` between
+    it and the next placement. Of several events about one job the last one counts. Unreadable placements are skipped.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    better = _as_agents_tell(ordered)
+    agents = _causes_from_agents(ordered)
     newest = {str(event.data.get("job_id")): event.data for event in ordered if event.name == BATCH_ATTEMPT}
     attempts: list[PastAttempt] = []
     jobs = _jobs_of_placements(ordered)
@@ -260,18 +268,16 @@ def read_attempts(events: Sequence[Event]) -> AttemptHistory:
     for event in ordered:
         if event.name != PLACED or (placement := _placement(event.data)) is None:
             continue
-        # One that was placed by the plan of the run, without the events, came no earlier than those before it.
+        # A placement made without the job's events has no generation; it is not earlier than those before it.
         reached = max(reached, int(event.data.get("after_generation") or 0))
         attempt = PastAttempt(placement=placement, placed_utc=event.t_wall, run=event.run, after_generation=reached)
         job_id = jobs.get(id(event), "")
-        attempts.append(
-            _with_word(attempt, job_id, newest[job_id], better.get(job_id)) if job_id in newest else attempt
-        )
+        attempts.append(_with_end(attempt, job_id, newest[job_id], agents.get(job_id)) if job_id in newest else attempt)
     return AttemptHistory(attempts=tuple(attempts))
 
 
 def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:
-    """Batch's job by the `id` of its `placed` event."""
+    """Map the `id` of each `placed` event to its Batch job."""
     found: dict[int, str] = {}
     taken: set[str] = set()
     tries: dict[tuple[Any, ...], Event] = {}
@@ -279,7 +285,7 @@ def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:
         if event.name == PLACED:
             tries[_try(event)] = event
         elif event.name == BATCH_SUBMITTED and "twin_of" in event.data:
-            taken.add(str(event.data.get("job_id")))  # ended, since nobody waited for it: nothing came of it
+            taken.add(str(event.data.get("job_id")))  # a duplicate submit, which was ended
         elif event.name == BATCH_SUBMITTED and (placed := tries.get(_try(event))) is not None:
             found[id(placed)] = str(event.data.get("job_id"))
             taken.add(found[id(placed)])
@@ -298,17 +304,19 @@ def _try(event: Event) -> tuple[Any, ...]:
     return event.run, event.attempt, event.data.get("step"), event.data.get("task")
 
 
-def _with_word(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], better: str | None) -> PastAttempt:
+def _with_end(attempt: PastAttempt, job_id: str, data: Mapping[str, Any], better: str | None) -> PastAttempt:
     cause = str(data.get("cause") or UNKNOWN)
-    if better is not None and cause in (_TOLD_BETTER if better == RECLAIMED else (USER_CODE, UNKNOWN)):
+    if better is not None and cause in (_CORRECTABLE if better == RECLAIMED else (USER_CODE, UNKNOWN)):
         cause = better
     times = {name: _moment(data.get(name)) for name in ("created_utc", "started_utc", "stopped_utc")}
     return replace(attempt, job_id=job_id, cause=cause, reason=str(data.get("reason") or ""), **times)
 
 
-def _as_agents_tell(events: Sequence[Event]) -> dict[str, str]:
-    """By job, what Batch cannot know of an attempt that left with a code: its machine was to be taken back, or the last
-    generation was ended by something else than the program, which is no bug."""
+def _causes_from_agents(events: Sequence[Event]) -> dict[str, str]:
+    """Return by Batch job the causes that only agents know.
+
+    The machine was to be reclaimed, or the last generation ended for another reason than the user's code.
+    """
     jobs: dict[int, set[str]] = {}
     for event in events:
         if event.name == NODE_STARTED and event.data.get("batch_job_id"):

@@ -282,7 +282,7 @@ def slack_grid(question: SlackProblem, step_hours: float) -> Array:
         width *= 1.15
         top += width
         points.add(top)
-    grid = np.unique(np.round(np.array([point for point in points if point >= 0]), 9))
+    grid: Array = np.unique(np.round(np.array([point for point in points if point >= 0], dtype=np.float64), 9))
     return grid[np.r_[True, np.diff(grid) > _EPSILON / 10]]
 
 

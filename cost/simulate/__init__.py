@@ -1,1 +1,1 @@
-"""Simulation of jobs over recorded availability and prices, and the omniscient optimum over the same traces."""
+"""Simulation of jobs over recorded availability and prices, and the optimum over the same traces."""

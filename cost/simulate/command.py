@@ -1,4 +1,4 @@
-"""`ebbflow simulate`: one policy over anyone's traces, as a table or as JSON."""
+"""`ebbflow simulate`: run one policy over recorded traces, beside the optimum, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _stated(usd_per_hour: float | None, otherwise: float) -> float:
 
 
 def _prices(arguments: argparse.Namespace) -> str:
-    """What the dollars are made of: a price that nobody stated is said to be that of a V100 in 2023."""
+    """Describe the prices. A price that is not stated is that of a V100 in 2023."""
     usual = "list price of a V100, 2023"
     spot = "as stated" if arguments.spot_usd_per_hour is not None else usual
     demand = "as stated" if arguments.on_demand_usd_per_hour is not None else usual
@@ -173,7 +173,7 @@ def _document(
 
 
 def _mean(usd: list[float | None]) -> float | None:
-    """None where one of them is not known: a mean of the others would be that of other jobs."""
+    """Return the mean; None if one value is unknown, because the others would be the mean of other jobs."""
     known = [value for value in usd if value is not None]
     return statistics.fmean(known) if known and len(known) == len(usd) else None
 

@@ -1,13 +1,13 @@
-"""Simulate
+"""Simulate one job under one policy, tick by tick, and compute the optimum with the whole future known.
 
-At each tick: a spot machine whose pool has no capacity is lost; the state is observed as far as the rules allow; the
-policy answers; starts are tried in the order it named; the tick is billed and the useful part of it is done. What a
-tick means, what is seen and how it is billed are in `Rules`; the published definition is one of them.
+At each tick, a spot machine whose pool has no capacity is lost; the state is observed as far as the rules allow; the
+policy answers; starts are tried in the named order; the tick is billed and its useful part is done. `Rules` define what
+is observed and how ticks are billed; the published definition is one of them.
 
-Exact on the grid of ticks, which is the published definition (SkyNomad, NSDI'27): work, changeover and transfer are
-rounded up to whole ticks, whole ticks are billed, one machine is held at a time, and the first start is in any zone
-without a transfer. Solved backwards in time; a state is (what is held and where, ticks of start-up left, ticks of work
-left), and numpy does all work-left values, start-up values and zones at once:
+The optimum is exact on the grid of ticks, which is the published definition (SkyNomad, NSDI'27): work, changeover and
+transfer are rounded up to whole ticks, whole ticks are billed, one machine is held at a time, and the first start is in
+any zone without a transfer. Dynamic programming solves it backwards in time. A state is (machine held and its place,
+remaining ticks of start-up h, remaining ticks of work w):
 
     hold(t, r, h, w) = min(leave, price(t, r) + hold(t+1, r, h−1, w))            h > 0
                        min(leave, price(t, r) + hold(t+1, r, 0, w−1))            h = 0, spot only if available at t
@@ -29,14 +29,13 @@ from numpy.typing import NDArray
 from ebbflow.cost.errors import SimulationError
 from ebbflow.cost.policy.interface import (
     MINIMUM_HOURS,
-    Action,
+    Greedy,
     Market,
     Policy,
     PolicyFactory,
     PoolView,
     State,
     UsePool,
-    Wait,
 )
 from ebbflow.cost.policy.safety_net import AdmissionRefusal, SafetyNet, admission
 from ebbflow.cost.simulate.world import World
@@ -44,11 +43,13 @@ from ebbflow.cost.simulate.world import World
 
 @dataclass(frozen=True, slots=True)
 class SimulatedJob:
-    """`work_hours` of useful time by `deadline_hours` after the submit, for the whole gang.
+    """A job of a gang: `work_hours` of useful time, due `deadline_hours` after the submit.
 
-    `changeover_hours`: paid time from a start to the first useful hour. `commit_interval_hours`: useful hours between
-    commits; a preemption redoes what came after the last one (0: nothing, the published definition).
-    `seed` draws the on-demand delays.
+    Attributes:
+        changeover_hours: Paid time from a start to the first useful hour.
+        commit_interval_hours: Useful hours between commits; a preemption redoes the work since the last one. 0: nothing
+            is redone, the published definition.
+        seed: Seed of the on-demand delays.
     """
 
     work_hours: float
@@ -61,11 +62,12 @@ class SimulatedJob:
 
 @dataclass(frozen=True, slots=True)
 class Deviations:
-    """What departs from the stated conditions, for measuring what happens then.
+    """Deviations from the stated conditions.
 
-    `useful_per_hour`: true throughput over the one the plan assumed. `noticed_after_hours`: useful hours after which
-    the job's own estimate of its remaining time uses the true one (inf: never). `on_demand_delays`: hours each
-    on-demand start takes, in order, the last for all further ones; None draws them within the rules.
+    Attributes:
+        useful_per_hour: True throughput relative to the assumed one.
+        noticed_after_hours: Useful hours after which the job's estimate uses the true throughput (inf: never).
+        on_demand_delays: Hours of each on-demand start, the last one for all further starts. None: drawn by the rules.
     """
 
     useful_per_hour: float = 1.0
@@ -75,7 +77,7 @@ class Deviations:
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """What a job cost and did. Dollars for the whole gang; hours of the job's clock."""
+    """Cost and course of a simulated job. Dollars for the whole gang; hours on the job's clock."""
 
     finished_hours: float | None = None
     deadline_hours: float = 0.0
@@ -105,31 +107,36 @@ class SimulationOutcome:
         return self.finished_hours is None or self.finished_hours > self.deadline_hours + 1e-9
 
     def over_budget(self, budget_usd: float) -> bool:
-        """More than one tick of on-demand compute beyond the budget; transfer, probes and minima have no tolerance."""
+        """Whether the cost exceeds the budget by more than one tick of on-demand compute."""
         return self.usd > budget_usd + self.tick_usd + 1e-9
 
 
 class Billing(StrEnum):
     WHOLE_TICK = "whole_tick"
-    """Each tick in which a machine is held is paid whole, the last one too: the definition of the published figures."""
+    """Every tick with a machine is billed in full, as in the published figures."""
     PER_SECOND = "per_second"
-    """The time a machine is held, 60 s at least per start: Amazon's rule for Linux."""
+    """The time of a machine is billed, at least 60 s per start: Amazon's rule for Linux."""
 
 
 class Visibility(StrEnum):
     OWN_ZONE = "own_zone"
-    """The zone of the running or last start is seen at each decision; of others only what probes and starts tell."""
+    """The zone of the running or last start is observed at each decision, others only by probes and starts."""
     OWN_POOL = "own_pool"
-    """The running machine is seen, nothing else: a waiting job learns from a start alone."""
+    """Only the running machine is observed; a waiting job learns only from starts."""
     ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`attempts`: starts that can be tried at one decision, 0 for as many as there are pools. `probe_hours`: paid time
-    of one probe, None where there are none. `drain_hours`: paid time of leaving a machine on purpose.
-    `on_demand_delay_hours`: longest unpaid wait for on-demand, drawn uniformly from 0 for each start.
-    `probe_interval_hours`: a pool is probed at most once in this time."""
+    """Rules of a simulation.
+
+    Attributes:
+        attempts: Starts per decision; 0: as many as there are pools.
+        probe_hours: Paid time of a probe; None without probes.
+        drain_hours: Paid time of leaving a machine on purpose.
+        on_demand_delay_hours: Longest unpaid wait for on-demand; drawn uniformly from 0 for each start.
+        probe_interval_hours: Shortest time between probes of a pool.
+    """
 
     name: str
     information: Visibility
@@ -159,7 +166,6 @@ ENACTABLE = Rules(
     drain_hours=2 / 60,
     on_demand_delay_hours=0.5,
 )
-"""At most 50 queues is the plan's business: one region's zones of one type are far fewer."""
 RULES = {"published": PUBLISHED, "sees-all": SEES_ALL, "enactable": ENACTABLE}
 
 
@@ -171,21 +177,16 @@ def simulate(
 ) -> SimulationOutcome:
     """Run the job from the first tick of `world` until it is done or the world ends.
 
-    Nothing here keeps the deadline: give a policy in its net (`ebbflow.cost.policy.safety_net.SafetyNet`) for that.
+    To keep the deadline, pass a policy in its net (`ebbflow.cost.policy.safety_net.SafetyNet`).
     """
     return _Simulation(world, job, rules, policy, reality or Deviations()).run()
 
 
 def first_state(world: World, job: SimulatedJob, rules: Rules) -> State:
-    """What a policy sees before anything has started; for the admission of a job."""
-    simulation = _Simulation(world, job, rules, _Nobody(), Deviations())
+    """Return the state before any start, for the admission of a job."""
+    simulation = _Simulation(world, job, rules, Greedy(), Deviations())
     simulation.look_at_all(0)
     return simulation.state(0.0)
-
-
-class _Nobody:
-    def decide(self, state: State) -> Action:
-        return Wait()
 
 
 class _Simulation:
@@ -194,7 +195,7 @@ class _Simulation:
         self.spots = len(world.zones)
         self.up: list[list[bool]] = world.available.tolist()
         self.prices: list[list[float]] = world.usd_per_hour.tolist()
-        # Most prices stand still at most ticks: only those that move are looked at.
+        # Most prices are constant at most ticks: only changes are processed.
         self.moved: dict[int, list[int]] = {}
         for tick, pool in np.argwhere(np.diff(world.usd_per_hour, axis=1).T != 0).tolist():
             self.moved.setdefault(tick + 1, []).append(pool)
@@ -205,7 +206,7 @@ class _Simulation:
         self.zones = [*world.zones, *(first[region] for region in self.places[self.spots :])]
         self.index = {name: position for position, name in enumerate(self.names)}
         self.attempts = rules.attempts or len(self.names)
-        # When the next change comes is not for the policy to know: the longest tick is what it may count on.
+        # The policy may only rely on the longest tick, because the time of the next change is unknown to it.
         self.longest_tick = float(world.tick_hours.max())
         self.delays = random.Random(job.seed)
         one_tick = world.on_demand_usd_per_hour * self.longest_tick
@@ -216,7 +217,7 @@ class _Simulation:
         self.current: int | None = None
         self.work_left, self.uncommitted, self.useful = job.work_hours, 0.0, 0.0
         self.startup_left = self.delay_left = self.stated_left = self.held = 0.0
-        # Of a drain that is longer than its tick, what the next ticks still have of it.
+        # Rest of a drain that is longer than its tick.
         self.draining = 0.0
 
     def run(self) -> SimulationOutcome:
@@ -240,7 +241,7 @@ class _Simulation:
             now += hours
         return self.outcome
 
-    # What is seen
+    # Observations
 
     def _view(self, pool: int, tick: int, available: bool | None, seen: float | None) -> PoolView:
         spot = pool < self.spots
@@ -259,7 +260,7 @@ class _Simulation:
         )
 
     def look_at_all(self, tick: int) -> None:
-        """Renew every view, as after a move of the checkpoint; what was seen of capacity is kept."""
+        """Renew every view, as after a move of the checkpoint; observations of capacity are kept."""
         old = self.views or [None] * len(self.names)
         self.views = [
             self._view(
@@ -308,7 +309,7 @@ class _Simulation:
             probe_interval_hours=self.rules.probe_interval_hours,
         )
 
-    # What is done
+    # Actions
 
     def _preempted(self, tick: int, now: float) -> None:
         assert self.current is not None
@@ -319,14 +320,14 @@ class _Simulation:
         self._release()
 
     def _release(self) -> None:
-        """Give the machine back; a start shorter than the minimum is paid up to it."""
+        """Release the machine; bill the minimum for a shorter start."""
         if self.rules.billing is Billing.PER_SECOND and 0 < self.held < MINIMUM_HOURS and self.current is not None:
             self._pay(self.current, (MINIMUM_HOURS - self.held) * self.views[self.current].usd_per_hour)
         self.current, self.uncommitted, self.held = None, 0.0, 0.0
         self.startup_left = self.delay_left = self.stated_left = 0.0
 
     def _act(self, action: object, tick: int, now: float) -> float:
-        """Follow the answer; returns the hours of the tick that leaving took."""
+        """Carry out the answer. Return the hours of the tick spent on leaving."""
         if not isinstance(action, UsePool):
             return self._leave()
         used = 0.0
@@ -392,7 +393,7 @@ class _Simulation:
             self.outcome.probe_usd += self.rules.probe_hours * self.prices[pool][tick] * up
 
     def _work(self, tick: int, hours: float, used: float) -> float | None:
-        """Bill the tick and do its useful part; returns the hour within the tick at which the job was done."""
+        """Bill the tick and do its useful part. Return the hour within the tick at which the job finished, or None."""
         used += self.draining
         self.draining = max(0.0, used - hours)
         used = min(used, hours)
@@ -443,7 +444,7 @@ class _Simulation:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Exactly one of the two is None."""
+    """Outcome of a job, or its refusal; exactly one is None."""
 
     outcome: SimulationOutcome | None
     refusal: AdmissionRefusal | None
@@ -452,7 +453,7 @@ class SimulationResult:
 def run_job(
     world: World, job: SimulatedJob, rules: Rules, factory: PolicyFactory, *, reality: Deviations | None = None
 ) -> SimulationResult:
-    """Admit the job, run it in the safety net, say what became of it."""
+    """Admit the job and run it in the safety net."""
     refusal = admission(first_state(world, job, rules))
     if refusal is not None:
         return SimulationResult(None, refusal)
@@ -466,10 +467,10 @@ Values = NDArray[np.float64]
 
 
 def optimum_usd(world: World, job: SimulatedJob) -> float:
-    """Least cost of finishing by the deadline from the first tick of `world`; `math.inf` if it cannot be done.
+    """Return the least cost of finishing by the deadline from the first tick of `world`; `math.inf` if impossible.
 
-    Ticks must be of equal length. Budget, commits and on-demand delays play no part: knowing the future, nothing is
-    ever redone, and on-demand is taken to start at once.
+    Ticks must have equal length. Budget, commits and on-demand delays are ignored: with the future known no work is
+    redone, and on-demand starts at once.
     """
     return _Optimum(world, job).solve()
 
@@ -490,7 +491,7 @@ class _Optimum:
                 self.delay[source, target] = math.ceil(hours / tick - 1e-9)
                 self.egress[source, target] = world.distances.egress_usd(name, to)
         up = world.available[:, : self.ticks]
-        # Without capacity a tick costs infinitely much. One on-demand pool per region follows the spot pools.
+        # A tick without capacity has infinite cost. One on-demand pool per region follows the spot pools.
         spot = np.where(up, world.usd_per_hour[:, : self.ticks] * tick, math.inf)
         on_demand = np.full((count, self.ticks), world.on_demand_usd_per_hour * tick)
         self.price = np.concatenate([spot, on_demand])
@@ -506,7 +507,7 @@ class _Optimum:
         rows = np.arange(pools)
         for t in range(self.ticks - 1, -1, -1):
             price = self.price[:, t]
-            # going[p, h]: the tick is held to its end, with h ticks of start-up left at its beginning.
+            # going[p, h]: hold the machine for the tick, with h ticks of start-up left at its beginning.
             going[:, 1:] = hold[:, :-1]
             going[:, 0, 1:] = hold[:, 0, :-1]
             going += price[:, None, None]

@@ -1,11 +1,11 @@
 """The world of a simulation: pools with recorded availability and prices, read from files.
 
 A trace is one zone's JSON file: `{"metadata": {"gap_seconds": 195, "values": "available_count"}, "data": [1, 0, …]}`,
-one value per tick of `gap_seconds`. What the values mean is named by `metadata.values`:
+one value per tick of `gap_seconds`. `metadata.values` names the meaning of the values:
 
-- `available_count`: how many machines could be had (0: none). The default of this shape.
-- `preempted`: 1 where a machine would have been preempted, 0 where it could run. Public copies of the same recordings
-  exist in both polarities, so a file that names neither is read as `available_count` and the reading says so.
+- `available_count`: number of available machines. The default.
+- `preempted`: 1 if a machine would have been preempted, 0 if it could run. Public copies of the same recordings exist
+  in both polarities; a file that names neither is read as `available_count` and marked as assumed.
 
 Prices are one JSON file, plain or gzip, `{"<name of the trace>": [usd_per_hour, …]}`, on the same ticks.
 """
@@ -32,7 +32,7 @@ _ZONE = re.compile(r"^(?P<region>[a-z]+(?:-[a-z]+)+-?\d+)-?(?P<letter>[a-z])(?:_
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One zone's machines over time. `available` counts them per tick, shape (ticks,), int."""
+    """One zone's machines over time. `available` counts them, shape [ticks]."""
 
     name: str
     region: str
@@ -48,9 +48,10 @@ class Trace:
 
 
 def read_traces(folder: Path, *, values: str | None = None) -> list[Trace]:
-    """All traces `*.json` of a folder, sorted by name.
+    """Read all traces `*.json` of a folder, sorted by name. Raises TraceError with the file and the key.
 
-    `values` says the polarity of files that do not name theirs. Raises TraceError with the file and the key.
+    Args:
+        values: Polarity of files that do not name theirs.
     """
     paths = sorted(path for path in folder.glob("*.json") if path.is_file())
     if not paths:
@@ -63,7 +64,7 @@ def read_traces(folder: Path, *, values: str | None = None) -> list[Trace]:
 
 
 def read_trace(path: Path, *, values: str | None = None) -> Trace:
-    """One trace. Zone and region come from the file's name (`us-east-1a_….json`), or from `metadata.zone`."""
+    """Read one trace. Zone and region come from `metadata.zone`, else from the file's name (`us-east-1a_….json`)."""
     document = _document(path)
     metadata = document.get("metadata")
     if not isinstance(metadata, dict):
@@ -86,7 +87,7 @@ def read_trace(path: Path, *, values: str | None = None) -> Trace:
 
 
 def read_prices(path: Path) -> dict[str, NDArray[np.float64]]:
-    """Prices per trace name, USD per hour and machine, shape (ticks,)."""
+    """Read prices by trace name, USD per hour and machine, shape [ticks]."""
     document = _document(path)
     prices: dict[str, NDArray[np.float64]] = {}
     for name, series in document.items():
@@ -156,12 +157,12 @@ V100_SPOT_USD_PER_HOUR = 0.9731
 
 @dataclass(frozen=True)
 class Distances:
-    """What a move of the checkpoint from one region to another costs.
+    """Cost of moving the checkpoint from one region to another.
 
-    Throughput between regions as measured for SkyNomad (9.72 Gbit/s within a region, 8.20 between regions of a
-    continent, 3.59 between continents); the time within a region is part of the changeover, so only what is beyond it
-    counts. Gigabytes are 1024 Mbit × 8, as there. USD per GB: Amazon's list prices of transfer between regions, 0.02
-    from most regions of North America, 0.01 between us-east-1 and us-east-2.
+    Throughput as measured for SkyNomad: 9.72 Gbit/s within a region, 8.20 between regions of a continent, 3.59 between
+    continents; a gigabyte is 1024 × 8 Mbit, as there. The changeover includes the time within a region, so only the
+    excess counts. USD per GB are Amazon's list prices of transfer between regions: 0.02 from most regions of North
+    America, 0.01 between us-east-1 and us-east-2.
     """
 
     checkpoint_gb: float = 0.0
@@ -185,10 +186,12 @@ class Distances:
 
 @dataclass(frozen=True)
 class World:
-    """Pools over ticks. Spot pool i is `zones[i]`; each region has one on-demand pool, in the zone that comes first.
+    """Pools over time. Spot pool i is `zones[i]`; each region has one on-demand pool, in its first zone.
 
-    `available` (pools, ticks) bool: the whole gang could run. `usd_per_hour` (pools, ticks): of the whole gang.
-    `tick_hours` (ticks,): how long each lasts; all equal in a recorded trace.
+    Attributes:
+        available: Whether the whole gang could run, [pools, ticks].
+        usd_per_hour: Price of the whole gang, [pools, ticks].
+        tick_hours: Duration of each tick, [ticks]; equal in a recorded trace.
     """
 
     zones: tuple[str, ...]
@@ -208,15 +211,12 @@ class World:
         return float(self.tick_hours.sum())
 
     def window(self, start_hours: float, hours: float) -> World:
-        """The part from `start_hours` on that covers `hours`. Raises SimulationError if the world ends before."""
+        """Return the part that covers `hours` from `start_hours`. Raises SimulationError if the world ends earlier."""
         ends = np.cumsum(self.tick_hours)
         first = int(np.searchsorted(ends, start_hours + 1e-9, side="right"))
         last = int(np.searchsorted(ends, start_hours + hours - 1e-9)) + 1
         if last > self.ticks:
             raise SimulationError(f"{hours:.1f} h from hour {start_hours:.1f} end after the trace's {self.hours:.1f} h")
-        return self.slice(first, last)
-
-    def slice(self, first: int, last: int) -> World:
         return replace(
             self,
             available=self.available[:, first:last],
@@ -225,7 +225,7 @@ class World:
         )
 
     def only(self, zones: Sequence[str]) -> World:
-        """The same world with these zones alone, in this order. Raises SimulationError for a zone it does not have."""
+        """Return the world with only these zones, in this order. Raises SimulationError for an unknown zone."""
         _distinct(zones)
         missing = [zone for zone in zones if zone not in self.zones]
         if missing:
@@ -249,10 +249,10 @@ def world_of(
     on_demand_usd_per_hour: float = V100_ON_DEMAND_USD_PER_HOUR,
     distances: Distances | None = None,
 ) -> World:
-    """Traces side by side, cut to the shortest. A gang of `nodes` can run where at least as many are available.
+    """Make a world of traces, cut to the shortest. A gang runs where at least `nodes` machines are available.
 
-    Prices are per machine here and per gang in the world; without `prices` every spot machine costs
-    `spot_usd_per_hour` at all times.
+    Args:
+        prices: Per machine; the world's prices are per gang. None: every spot machine costs `spot_usd_per_hour`.
     """
     if not traces:
         raise SimulationError("no traces, so there is no world to simulate")
@@ -285,7 +285,7 @@ def world_of(
 
 
 def _distinct(zones: Sequence[str]) -> None:
-    """Raises SimulationError for two pools of one name: what a policy chose would not be what it gets."""
+    """Raise SimulationError for two pools of one name, between which a policy could not choose."""
     twice = sorted({zone for zone in zones if zones.count(zone) > 1})
     if twice:
         raise SimulationError(f"zone {', '.join(twice)} is there more than once; one trace for each zone")
@@ -301,9 +301,9 @@ def world_of_events(
     on_demand_usd_per_hour: float,
     distances: Distances | None = None,
 ) -> World:
-    """The event variant: (hour, zone, has capacity) changes, in any order; a zone has none before its first.
+    """Make a world of (hour, zone, has capacity) changes, in any order. A zone has no capacity before its first change.
 
-    Every change is a decision, and so is every `decision_hours` without one: ticks as long as the time between them.
+    There is a decision at every change and every `decision_hours`; ticks last from one decision to the next.
     """
     edges = {0.0, hours, *(hour for hour, _, _ in changes if 0 < hour < hours)}
     edges |= set(np.arange(0.0, hours, decision_hours).tolist())
