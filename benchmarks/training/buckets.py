@@ -40,6 +40,16 @@ def null_sink() -> Iterator[BucketPlace]:
 
 
 @contextlib.contextmanager
+def strict_s3() -> Iterator[BucketPlace]:
+    """Start the strict S3 server of the tests, which keeps objects in memory and checks signatures and checksums."""
+    with _server([sys.executable, "-m", "tests.support.s3", "--parent", str(os.getpid())], None) as line:
+        about = json.loads(line)
+        environment = _environment(about["endpoint"], about["access_key"], about["secret_key"])
+        _make_bucket(about["endpoint"], environment)
+        yield BucketPlace("strict S3", "s3://bench/bench", environment)
+
+
+@contextlib.contextmanager
 def swift(folder: Path) -> Iterator[BucketPlace | str]:
     """OpenStack Swift, all of it in `folder`; why not, where it cannot be started."""
     if importlib.util.find_spec("swift") is None:
