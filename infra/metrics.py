@@ -1,10 +1,10 @@
-"""Prometheus metrics: the catalogue of names, the boards that hold values, their page, and how it is served or pushed.
+"""Prometheus metrics: the catalogue of names, the boards that hold values, and how their page is served or pushed.
 
-Names follow Prometheus' conventions: prefix, base unit, `_total` for what only grows. No label holds what is unbounded
-(a step, a path, a message). docs/observability.md explains the same list; a test compares the two.
+Names follow Prometheus' conventions: prefix, base unit, `_total` for counters. No label has unbounded values such as
+steps, paths or messages. docs/observability.md explains the same list; a test compares the two.
 
-A push replaces its whole group, and a group never expires: so each node has a group of its own, {job, node}, and it is
-deleted, by exactly that key, at every end that some process of the node lives to see.
+A push replaces its whole group, and a group never expires. So each node has a group {job, node}, which is deleted by
+exactly this key whenever a process of the node is left to do it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from prometheus_client.registry import Collector
 from ebbflow.infra.errors import Outcome
 from ebbflow.infra.events import COMMIT, COMMIT_FAILED, STEP, Event
 
-# Steps of a laptop's model and of a large one: a factor of about two apart.
+# From a laptop's model to a large one, about a factor of two apart.
 STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0)
 COMMIT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class MetricKind(StrEnum):
-    """Types of the exposition format."""
+    """Types of Prometheus' exposition format."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -50,7 +50,12 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True)
 class Metric:
-    """labels: besides the constant ones of its board. buckets: upper bounds, of a histogram."""
+    """A metric of the catalogue.
+
+    Attributes:
+        labels: in addition to its board's constant labels.
+        buckets: upper bounds of a histogram.
+    """
 
     name: str
     kind: MetricKind
@@ -67,7 +72,7 @@ def _gauge(name: str, text: str, *labels: str) -> Metric:
     return Metric(name, MetricKind.GAUGE, text, labels)
 
 
-# metrics.prom: of a whole job, folded from its events. Constant label: job.
+# metrics.prom, of a whole job. Constant label: job.
 JOB_METRICS = (
     _gauge("ebbflow_job_outcome", "How the job ended: 1 for that outcome, 0 for the others.", "outcome"),
     _gauge("ebbflow_job_capacity_info", "The planned capacity; always 1.", "instance_type", "market"),
@@ -108,7 +113,7 @@ JOB_METRICS = (
     _gauge("ebbflow_job_unattributed_ratio", "Share of the paid time that no interval covers, 0 to 1."),
 )
 
-# /metrics and the Pushgateway: of one running node, by its local rank 0. Constant labels: job, node.
+# /metrics and the Pushgateway, of one running node by its local rank 0. Constant labels: job, node.
 NODE_METRICS = (
     _gauge("ebbflow_generation", "Number of this start of the gang."),
     _gauge("ebbflow_world_size", "Ranks of the whole gang."),
@@ -166,11 +171,14 @@ class _Histogram:
 
 
 class MetricBoard(Collector):
-    """Values of `metrics`, all with the `constant` labels. Safe to read from another thread.
+    """The current values of a set of metrics, rendered only when a page is wanted. Safe to read from another thread.
 
-    Its own, and not the client library's counters: they would add a `_created` series to each, which nothing here
-    documents, and are global to the process, where a user's own metrics live.
-    before_page: called for each page, to set what is cheaper to look up then than at every step.
+    The client library's own counters are not used: they add an undocumented `_created` series each and are global to
+    the process, where a user's own metrics live.
+
+    Args:
+        constant: labels of all values.
+        before_page: called before each page, to set values that are costly to update at every step.
     """
 
     def __init__(
@@ -189,7 +197,7 @@ class MetricBoard(Collector):
         }
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
-        """What is not known, or is no number, is absent, not 0. Raises KeyError for a name outside the catalogue."""
+        """Set a value; None and NaN remove it. Raises KeyError for a name outside the catalogue."""
         series = self._numbers[name]
         with self._lock:
             if value is None or math.isnan(value):
@@ -207,17 +215,17 @@ class MetricBoard(Collector):
             self._histograms[name].observe(value)
 
     def page(self) -> bytes:
-        """The text format of Prometheus (version 0.0.4)."""
+        """Render the text format of Prometheus (version 0.0.4)."""
         return generate_latest(self.registry())
 
     def registry(self) -> CollectorRegistry:
-        """For the client library's server and push."""
+        """Return a registry for the client library's server and push."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return registry
 
     def collect(self) -> Iterator[Family]:
-        """What the client library asks for."""
+        """Yield the metric families, as the client library requires."""
         self._before_page()
         with self._lock:
             numbers = {name: dict(series) for name, series in self._numbers.items()}
@@ -229,7 +237,7 @@ class MetricBoard(Collector):
                 yield self._family(metric, numbers[name])
 
     def describe(self) -> list[Family]:
-        """Registering must not make a page."""
+        """Return nothing, so that registering does not render a page."""
         return []
 
     def _family(self, metric: Metric, series: Mapping[Labels, float]) -> Family:
@@ -251,12 +259,17 @@ class MetricBoard(Collector):
         return family
 
 
-# Words of a plan or a ledger line, and what they say of a figure: the weakest of several holds.
+# Kinds of figures, from the most to the least certain.
 _STRENGTH = ("measured", "live", "recorded", "estimated", "simulated")
 
 
 def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes:
-    """report: as in report.json. events: the ones it was made from, for what a report does not add up."""
+    """Render metrics.prom, the figures of a job's report for Prometheus' textfile collector.
+
+    Args:
+        report: as in report.json.
+        events: of the job, for figures that the report lacks.
+    """
     board = MetricBoard(JOB_METRICS, {"job": report["job"]})
     _set_end(board, report)
     _set_money(board, report)
@@ -278,7 +291,7 @@ def _set_money(board: MetricBoard, report: dict[str, Any]) -> None:
     price = str(report["actual"].get("price_kind") or "unpriced")
     for line in report["ledger"]:
         board.set("ebbflow_job_rank_seconds_total", line["rank_seconds"], line["class"], line["kind"])
-        if price != "unpriced":  # without a price nothing is known to have been paid, which is not nothing
+        if price != "unpriced":  # without a price the cost is unknown, not zero
             board.set("ebbflow_job_usd_total", line["usd"], line["class"], weakest_kind(price, line["kind"]))
     board.set("ebbflow_job_savings_usd", report["savings_usd"], weakest_kind(price, "estimated"))
     plan = report["plan"] or {}
@@ -308,7 +321,7 @@ def _set_work(board: MetricBoard, report: dict[str, Any]) -> None:
 
 
 def _set_counts(board: MetricBoard, events: Sequence[Event]) -> None:
-    """Every rank tells the whole gang's tokens: rank 0's are counted."""
+    """Set what is counted from events. Every rank records the whole gang's tokens, so rank 0's are used."""
     steps = [event for event in events if event.name == STEP and event.rank == 0]
     commits = {event.data.get("key", event.step): event.data for event in events if event.name == COMMIT}.values()
     board.set("ebbflow_job_tokens_total", sum(event.data.get("tokens") or 0 for event in steps))
@@ -319,7 +332,7 @@ def _set_counts(board: MetricBoard, events: Sequence[Event]) -> None:
 
 
 def weakest_kind(*words: str) -> str:
-    """Of "recorded 2026-07-20" and "measured": recorded. A figure is no better than the worst that it is made from."""
+    """Return the least certain kind among several, such as "recorded" of "recorded 2026-07-20" and "measured"."""
     kinds = [word.split()[0] if word else "estimated" for word in words]
     return max(kinds, key=lambda kind: _STRENGTH.index(kind) if kind in _STRENGTH else len(_STRENGTH))
 
@@ -329,7 +342,7 @@ TIMEOUT_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class PushGroup:
-    """The grouping key."""
+    """The grouping key of a node at a Pushgateway."""
 
     url: str
     job: str
@@ -337,10 +350,7 @@ class PushGroup:
 
 
 class Pusher:
-    """Pushes each `interval_seconds` from a thread of its own. A gateway that is away costs one line, and no more.
-
-    say: takes one line of notice.
-    """
+    """Pushes every `interval_seconds` from its own thread. While a gateway is away, one warning is printed."""
 
     def __init__(
         self, group: PushGroup, registry: CollectorRegistry, *, interval_seconds: float, say: Callable[[str], object]
@@ -352,7 +362,7 @@ class Pusher:
         self._thread.start()
 
     def close(self) -> None:
-        """End pushing; the group stays. Waits for a push under way, at most its time-out. Never raises."""
+        """Stop pushing; the group stays. Waits for a push in progress, at most its time-out. Never raises."""
         self._ended.set()
         self._thread.join(TIMEOUT_SECONDS + 1)
 
@@ -371,18 +381,18 @@ class Pusher:
                 grouping_key={"node": str(group.node)},
                 timeout=TIMEOUT_SECONDS,
             )
-        except Exception as error:  # urllib and http.client raise many kinds, and none may end the training
+        except Exception as error:  # of urllib or http.client; none may end the training
             if not self._away:
-                self._say(f"metrics: WARNING: {group.url} takes no push, trying on: {error}")
+                self._say(f"metrics: WARNING: {group.url} accepts no push, retrying: {error}")
             self._away = True
         else:
             if self._away:
-                self._say(f"metrics: {group.url} takes pushes again")
+                self._say(f"metrics: {group.url} accepts pushes again")
             self._away = False
 
 
 def delete_group(group: PushGroup, *, say: Callable[[str], object]) -> None:
-    """Delete what this node pushed; a group that is not there is no error. Never raises, and ends within 4 s."""
+    """Delete this node's group; a missing group is no error. Never raises, and ends within 4 s."""
     failed = [f"no answer within {TIMEOUT_SECONDS + 1:g} s"]
 
     def delete() -> None:
@@ -393,7 +403,7 @@ def delete_group(group: PushGroup, *, say: Callable[[str], object]) -> None:
         except Exception as error:  # as above
             failed[:] = [str(error)]
 
-    # In a thread: a name server that is away holds a request up beyond its own time-out.
+    # In a thread, because an absent name server delays a request beyond its time-out.
     thread = threading.Thread(target=delete, name="push", daemon=True)
     thread.start()
     thread.join(TIMEOUT_SECONDS + 1)
@@ -404,14 +414,19 @@ def delete_group(group: PushGroup, *, say: Callable[[str], object]) -> None:
 
 PORTS_TRIED = 16
 _REQUEST_SECONDS = 10.0
-_LOOK_SECONDS = 0.1  # how soon the server notices that it is to close
+_LOOK_SECONDS = 0.1  # how often the server looks whether it was closed
 
 
 class MetricsServer:
-    """Serves `page()` at the first free one of `PORTS_TRIED` ports from `port` on: nodes may share a machine.
+    """An HTTP server for /metrics, on the first free one of `PORTS_TRIED` ports because nodes may share a machine.
 
-    address: an IP address of this machine to listen on; "": all of them. Raises OSError when no port is free, or when
-    port or address is not allowed.
+    Args:
+        port: the first port to try.
+        page: renders the metrics.
+        address: IP address to listen on; "": all of them.
+
+    Raises:
+        OSError: no port is free, or port or address is not allowed.
     """
 
     def __init__(self, port: int, page: Callable[[], bytes], *, address: str) -> None:
@@ -433,12 +448,12 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def server_bind(self) -> None:
-        """Without HTTPServer's look-up of this host's full name, which waits for a name server that may be away."""
+        """Bind without HTTPServer's look-up of the host's full name, which waits for an absent name server."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A reader that goes away in mid-answer is its own affair."""
+        """Ignore readers that disconnect."""
 
 
 class _Server6(_Server):
@@ -471,6 +486,6 @@ def _handler(page: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """A line per scrape is nobody's news."""
+            """Print nothing for each scrape."""
 
     return Handler

@@ -1,7 +1,7 @@
-"""Notices that the machine or the process is about to go: their sources, and the thread that watches them.
+"""Notices that the machine or the process is about to end: their sources, and the thread that watches them.
 
-AWS: "Spot Instance interruption notices" (instance-action: two minutes before terminate or stop; hibernation begins at
-once) and "EC2 instance rebalance recommendations". Both answer 404 until there is one.
+Sources are EC2's metadata service (AWS: "Spot Instance interruption notices", two minutes before terminate or stop, and
+"EC2 instance rebalance recommendations"; both answer 404 without a notice), Metaflow's spot monitor, and rehearsals.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ebbflow.infra.instance import HOP_LIMIT_FIX, MetadataService, metadata_endp
 
 
 class NoticeSource(StrEnum):
-    """Who says that the machine, or the process, is about to go."""
+    """The kinds of sources of notices."""
 
     SIGNAL = "signal"
     METADATA = "metadata"
@@ -32,18 +32,21 @@ class NoticeSource(StrEnum):
     REHEARSAL = "rehearsal"
 
 
-RECLAIMS = frozenset({"terminate", "stop", "hibernate"})  # EC2's: the pool takes its machine back
+RECLAIMS = frozenset({"terminate", "stop", "hibernate"})  # EC2's actions that take the machine back
 # Actions besides those.
-LEAVE = "leave"  # SIGTERM: the process is to end, whatever becomes of the machine
-REBALANCE = "rebalance"  # a recommendation: the machine is more likely than usual to be taken
-STALE_SECONDS = 10.0  # so long after its time a notice counts for nothing: the machine is still there
+LEAVE = "leave"  # SIGTERM: the process is to end; the machine may stay
+REBALANCE = "rebalance"  # a recommendation: an interruption is more likely than usual
+STALE_SECONDS = 10.0  # a notice that is older is void, since the machine still runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """One word of one source. ends_at: time.monotonic() here when it takes effect; infinite: no time was said.
+    """One notice of one source.
 
-    What it is about is (source, action): the same said again is no news, though its time may have become shorter.
+    (source, action) identifies it: a repeated notice is not new, though its time may have become shorter.
+
+    Attributes:
+        ends_at: time.monotonic() at which it takes effect; infinite if unknown.
     """
 
     source: NoticeSource
@@ -58,35 +61,35 @@ class Notice:
 
     @property
     def reclaims(self) -> bool:
-        """Whether it is the pool that takes its machine back, and not somebody who ends the process."""
+        """Whether the pool takes its machine back, in contrast to a request to end the process."""
         return self.action in RECLAIMS
 
 
 class Source(Protocol):
-    """Where notices come from. Only the watcher's thread calls it."""
+    """A source of notices. Only the watcher's thread calls it."""
 
     name: NoticeSource
     poll_seconds: float
 
     def begin(self) -> str:
-        """Decide, within about a second, whether there is anything to watch: "" or why there is not. Never raises."""
+        """Return "" if there is something to watch, else why not, within about a second. Never raises."""
         ...
 
     def look(self) -> list[Notice]:
-        """What the source says now; within its deadline. Raises OSError when it cannot be asked just now."""
+        """Return the current notices, within the source's deadline. Raises OSError if the source does not answer."""
         ...
 
 
-_SILENT_POLLS = 5  # in a row, before it is said that a source has fallen silent
+_SILENT_POLLS = 5  # failures in a row before they are reported
 _LONGEST_PAUSE_SECONDS = 10.0
 _SHORTEST_PAUSE_SECONDS = 0.02
 _CLOSE_SECONDS = 3.0
 
 
 class NoticeWatcher:
-    """Polls its sources until it is closed. One that has nothing to watch is asked once, and never again.
+    """Polls its sources in one thread until it is closed. A source with nothing to watch is asked only once.
 
-    Requests of one source hold up the others for their deadline at most (about 2 s), and nobody but this thread.
+    A slow source delays the others by its own deadline at most (about 2 s).
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -100,20 +103,22 @@ class NoticeWatcher:
         self._thread.start()
 
     def new_notices(self) -> list[Notice]:
-        """Notices not handed out before. One whose time became shorter by more than a second is news again, and so is
-        any that follows one whose time has passed."""
+        """Return the notices since the last call.
+
+        A notice is new again if its time became shorter by more than a second or if its former time has passed.
+        """
         return _all(self._notices)
 
     def wait_for_first_poll(self, seconds: float) -> bool:
-        """Whether each source has been asked once, within the time: what stood before this was made is news then."""
+        """Wait until each source was polled once and return True, or False at the time-out."""
         return self._looked.wait(seconds)
 
     def problems(self) -> list[str]:
-        """What keeps a source from being asked, each thing said once."""
+        """Return why sources cannot be polled, each reason once."""
         return _all(self._problems)
 
     def source_problems(self) -> dict[str, str] | None:
-        """{source: "" where it is watched, else why not}, or None while that is not known yet (about a second)."""
+        """Return {source: "" if it is watched, else why not}, or None for about a second after the start."""
         return dict(self._absent) if self._decided.is_set() else None
 
     def close(self) -> None:
@@ -140,7 +145,7 @@ class NoticeWatcher:
     def _look(self, source: Source, failed: int) -> bool:
         try:
             found = source.look()
-        except Exception as error:  # whatever it was, the thread must live: the other sources hang on it
+        except Exception as error:  # the thread must live for the other sources
             if failed + 1 == _SILENT_POLLS:
                 self._problems.put(f"{source.name}: {_SILENT_POLLS} requests in a row failed, the last: {error}")
             return False
@@ -154,11 +159,10 @@ class NoticeWatcher:
 
 
 def _begun(source: Source) -> str:
-    """Why there is nothing to watch, or "". One that cannot even be asked takes no other source along."""
     try:
         return source.begin()
     except Exception as error:
-        return f"it cannot be watched: {error or type(error).__name__}"
+        return f"cannot be watched: {error or type(error).__name__}"
 
 
 def _all(waiting: queue.SimpleQueue) -> list:
@@ -173,12 +177,17 @@ _REBALANCE = "meta-data/events/recommendations/rebalance"
 _FIRST_ANSWERS_SECONDS = 0.9
 _ANSWER_SECONDS = 1.0
 _TOKEN_TTL_SECONDS = 6 * 3600
-_NO_SUCH_REQUEST = (400, 404, 405, 501)  # to the PUT: a service of before version 2, or a stand-in that has only GET
-_UNSAID_SECONDS = 30.0  # for an action whose time cannot be read: what the shortest notices of clouds leave
+_NO_SUCH_REQUEST = (400, 404, 405, 501)  # answers to the PUT by services without version 2
+_UNSAID_SECONDS = 30.0  # for unreadable times: as long as the shortest notices of clouds
 
 
 class MetadataSource:
-    """What EC2 says of this instance. environment, system: where to look for the service (`ebbflow.infra.instance`)."""
+    """Interruptions and rebalance recommendations from EC2's metadata service.
+
+    Args:
+        environment: where to look for the endpoint (`ebbflow.infra.instance`).
+        system: root folder of the machine's description.
+    """
 
     name = NoticeSource.METADATA
 
@@ -207,7 +216,7 @@ class MetadataSource:
         except TimeoutError:
             return self._without_token(limit - time.monotonic())
         except (OSError, http.client.HTTPException, ValueError) as error:
-            return f"{self._service.endpoint} cannot be asked: {error or type(error).__name__}"
+            return f"{self._service.endpoint} does not answer: {error or type(error).__name__}"
 
     def look(self) -> list[Notice]:
         found: list[Notice] = []
@@ -216,7 +225,7 @@ class MetadataSource:
                 if (notice := find()) is not None:
                     found.append(notice)
         except OSError:
-            if not found:  # an interruption that was heard counts, whatever becomes of the second question
+            if not found:  # an interruption counts although the second request failed
                 raise
         except (http.client.HTTPException, ValueError) as error:
             if not found:
@@ -224,14 +233,14 @@ class MetadataSource:
         return found
 
     def _without_token(self, seconds: float) -> str:
-        """The token's answer may not travel as far as a container; other answers may, where version 1 is allowed."""
-        said = f"{self._service.endpoint} gives no token in time"
+        """Try version 1: the token's answer may not reach a container although other answers do."""
+        said = f"{self._service.endpoint} gave no token in time"
         try:
             status, _ = self._service.get(_INSTANCE_ACTION, "", seconds=seconds)
         except (OSError, http.client.HTTPException, ValueError):
-            return f"{said}, nor any other answer"
+            return f"{said}, and no other answer"
         if status in (200, 404):
-            self._version_1 = True  # not as safe, and better than to be taken by surprise
+            self._version_1 = True  # less secure, but better than no notice
             return ""
         return f"{said}, while it answers {status} without one: the hop limit is too small; fix: {HOP_LIMIT_FIX}"
 
@@ -246,7 +255,7 @@ class MetadataSource:
         return ""
 
     def _get(self, path: str) -> str | None:
-        """None: nothing is said. A token that is refused is replaced once."""
+        """Return the text of a path, None for 404. A refused token is replaced once."""
         if not self._version_1 and time.monotonic() >= self._token_until and (problem := self._renew(_ANSWER_SECONDS)):
             raise OSError(problem)
         status, text = self._service.get(path, self._token, seconds=_ANSWER_SECONDS)
@@ -264,7 +273,7 @@ class MetadataSource:
             return None
         said = _object(text)
         ends_at = self._ending.of(said.get("time"))
-        if ends_at < time.monotonic() - STALE_SECONDS:  # of a machine that was stopped, or was left alone after all
+        if ends_at < time.monotonic() - STALE_SECONDS:  # of a machine that was stopped and restarted, or was spared
             return None
         action = str(said.get("action") or "terminate")
         return Notice(
@@ -282,15 +291,17 @@ class MetadataSource:
 
 
 class EffectiveTime:
-    """When what one source says takes effect. The same word heard again means the same moment, also where it cannot be
-    read, or the machine's clock was set meanwhile."""
+    """When a source's notice takes effect.
+
+    A repeated text keeps its first result, also when it cannot be read or the machine's clock was set.
+    """
 
     def __init__(self) -> None:
         self._said: object = None
         self._ends_at = 0.0
 
     def of(self, moment: object) -> float:
-        """time.monotonic() of what was said."""
+        """Return time.monotonic() of a moment in text form."""
         said = str(moment)
         if said != self._said:
             self._said, self._ends_at = said, time.monotonic() + _seconds_until(moment)
@@ -298,7 +309,7 @@ class EffectiveTime:
 
 
 def _seconds_until(moment: object) -> float:
-    """From now to an ISO 8601 time, in UTC unless it says otherwise, by this machine's clock; 30 s where it is none."""
+    """Return the seconds until an ISO 8601 time (UTC by default), 30 s if it cannot be read."""
     try:
         told = datetime.fromisoformat(str(moment).replace("Z", "+00:00"))
         return (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp() - time.time()
@@ -307,7 +318,7 @@ def _seconds_until(moment: object) -> float:
 
 
 def _object(text: str) -> dict:
-    """A notice counts even where its words cannot be read."""
+    """Parse a JSON object, {} if it cannot be read: an unreadable notice is still a notice."""
     try:
         said = json.loads(text)
     except ValueError:
@@ -315,14 +326,14 @@ def _object(text: str) -> dict:
     return said if isinstance(said, dict) else {}
 
 
-METAFLOW_FILE = "/tmp/spot_termination_notice"  # as Metaflow 2.19 tells it in current.spot_termination_notice
+METAFLOW_FILE = "/tmp/spot_termination_notice"  # as in Metaflow 2.19's current.spot_termination_notice
 
 
 class MetaflowSource:
-    """The time of termination, as Metaflow's spot monitor found it: an ISO time, or nothing while it is written.
+    """The time of termination from the file of Metaflow's spot monitor: an ISO time, or nothing while it is written.
 
-    The monitor's signal does not reach the task, and its file may be left over from a machine that was stopped and came
-    back: what is past counts for nothing.
+    The monitor's signal does not reach the task. The file may be left over from a machine that was stopped and
+    restarted, so a time in the past is ignored.
     """
 
     name = NoticeSource.METAFLOW
@@ -333,7 +344,7 @@ class MetaflowSource:
         self._ending = EffectiveTime()
 
     def begin(self) -> str:
-        return "" if self._path.parent.is_dir() else f"there is no folder {self._path.parent}"
+        return "" if self._path.parent.is_dir() else f"no folder {self._path.parent}"
 
     def look(self) -> list[Notice]:
         try:
@@ -347,7 +358,7 @@ class MetaflowSource:
 
 
 class RehearsalSource:
-    """A notice that a rehearsed fault leaves for its node; heard once, since the file is then taken away."""
+    """A notice from a rehearsed fault, read once from a file that is then deleted."""
 
     name = NoticeSource.REHEARSAL
     poll_seconds = 0.1
@@ -355,7 +366,7 @@ class RehearsalSource:
     def __init__(self, path: Path) -> None:
         self._path = path
         with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()  # of an attempt that did not live to hear it
+            self._path.unlink()  # left over from an earlier attempt
 
     def begin(self) -> str:
         return ""
@@ -373,7 +384,7 @@ class RehearsalSource:
 
 
 def rehearse_notice(path: Path, *, action: str, seconds: float) -> None:
-    """Leave a notice for the agent of this node; whole or not at all, since it looks at any time."""
+    """Write a notice for this node's agent atomically."""
     said = {"action": action, "seconds": seconds, "t_mono": time.monotonic()}
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(json.dumps(said))

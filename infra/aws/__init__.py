@@ -1,1 +1,1 @@
-"""An AWS account: how it is asked, what it has, and what is made there."""
+"""The AWS account: calls with deadlines, read-only questions, and the commands `adopt` and `deploy`."""

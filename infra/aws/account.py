@@ -1,4 +1,4 @@
-"""Read-only questions to an AWS account: quotas, roles, buckets, images, and Metaflow's settings on this machine."""
+"""Read-only questions to an AWS account (quotas, roles, buckets, images), and Metaflow's settings on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ECR = re.compile(
     r"(?P<account>[0-9]{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/"
     r"(?P<repository>[^:@]+)(:(?P<tag>[^@]+))?(@(?P<digest>sha256:[0-9a-f]+))?"
 )
-CONTAINERS = "ecs-tasks.amazonaws.com"  # who takes on the role of a container on Batch
+CONTAINERS = "ecs-tasks.amazonaws.com"  # the service that assumes a Batch container's role
 
 # https://docs.aws.amazon.com/ec2/latest/instancetypes/ec2-instance-quotas.html; vCPUs, per region. The codes are those
 # of `aws service-quotas list-service-quotas --service-code ec2`.
@@ -36,7 +36,7 @@ _QUOTAS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """A limit on running vCPUs. code, name: as Service Quotas has them."""
+    """A limit on running vCPUs, with the code and the name that Service Quotas gives it."""
 
     code: str
     name: str
@@ -45,7 +45,7 @@ class Quota:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleState:
-    """A role. trusted: the services that may take it on."""
+    """An IAM role and the services that may assume it."""
 
     arn: str
     trusted: tuple[str, ...]
@@ -53,7 +53,12 @@ class RoleState:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketState:
-    """What matters of a bucket. abort_days: until parts of unfinished uploads are deleted, None: never."""
+    """The properties of a bucket that a job depends on.
+
+    Attributes:
+        public_access_blocked: all four settings of S3's public access block are on.
+        abort_days: days until S3 deletes parts of unfinished uploads; None: never.
+    """
 
     region: str
     public_access_blocked: bool
@@ -61,18 +66,19 @@ class BucketState:
 
 
 def sibling_client(service: str, batch: Any, region: str | None = None) -> Any:
-    """The client of a service beside a client of Batch. Raises CloudRefused where the two are of different worlds.
+    """Make the client of another service for the account that a Batch client talks to.
 
-    Who leads Batch elsewhere and the rest not has no account at Amazon that would say anything about that Batch.
+    Raises:
+        CloudRefused: Batch is a stand-in and the service would be Amazon's, which knows nothing of that Batch.
     """
     client = aws_client(service, region or batch.meta.region_name)
     if is_amazons(client) and not is_amazons(batch):
-        raise CloudRefused(f"Batch is at {batch.meta.endpoint_url}, and {service} would be asked of Amazon")
+        raise CloudRefused(f"Batch is at {batch.meta.endpoint_url}, but {service} is Amazon's")
     return client
 
 
 def quota_code(instance_type: str, market: str) -> str | None:
-    """The code of the vCPU quota that a machine counts against; None for a family that we do not know one of."""
+    """Return the code of the vCPU quota that an instance type counts against, or None for an unknown family."""
     family = instance_type.partition(".")[0]
     if re.match(r"p5", family) and market == "spot":
         group = "p5"
@@ -88,14 +94,14 @@ def quota_code(instance_type: str, market: str) -> str | None:
 
 
 def vcpu_quota(code: str, client: Any, deadline: RequestDeadline) -> Quota:
-    """client: of service-quotas. Raises CloudError."""
+    """Read one vCPU quota. client: of service-quotas. Raises CloudError."""
     answer = call_aws(client, "get_service_quota", deadline, ServiceCode="ec2", QuotaCode=code)
     vcpus = required_field(answer, "Quota.Value", client, "get_service_quota")
     return Quota(code=code, name=answer["Quota"].get("QuotaName", code), vcpus=float(vcpus))
 
 
 def role_state(arn: str, client: Any, deadline: RequestDeadline) -> RoleState | None:
-    """client: of iam. None: there is no such role. Raises CloudError."""
+    """Read a role, or return None if it does not exist. client: of iam. Raises CloudError."""
     try:
         answer = call_aws(client, "get_role", deadline, RoleName=arn.rpartition("/")[2])
     except CloudRefused as error:
@@ -107,7 +113,7 @@ def role_state(arn: str, client: Any, deadline: RequestDeadline) -> RoleState | 
 
 
 def trusted_services(document: Any) -> tuple[str, ...]:
-    """The services that a trust policy allows to take a role on. document: as IAM gives it, decoded or not."""
+    """Return the services that a trust policy allows to assume the role. document: as IAM gives it."""
     policy = json.loads(unquote(document)) if isinstance(document, str) else document or {}
     statements = policy.get("Statement") or []
     found: list[str] = []
@@ -122,9 +128,15 @@ def trusted_services(document: Any) -> tuple[str, ...]:
 def denied_actions(
     arn: str, actions: Sequence[str], resources: Sequence[str], client: Any, deadline: RequestDeadline
 ) -> tuple[str, ...]:
-    """The actions that IAM's simulation denies a role on any of the resources. client: of iam. Raises CloudError.
+    """Return the actions that IAM's policy simulation denies a role on any of the resources.
 
-    Policies of resources and of the organisation are not part of it: what it denies may be allowed by a bucket policy.
+    The simulation ignores policies of buckets and of the organisation, so a bucket policy may still allow an action.
+
+    Args:
+        client: of iam.
+
+    Raises:
+        CloudError: the simulation failed or decided nothing about an action.
     """
     request = {"PolicySourceArn": arn, "ActionNames": list(actions), "ResourceArns": list(resources)}
     answer = call_aws(client, "simulate_principal_policy", deadline, **request)
@@ -136,12 +148,12 @@ def denied_actions(
         for one in sorted(results, key=lambda one: one.get("EvalDecision") != "allowed")  # one denial is enough
     }
     if missing := [action for action in actions if action not in decided]:
-        raise CloudRefused(f"{request_name(client, call)}: the answer decides nothing of {', '.join(missing)}")
+        raise CloudRefused(f"{request_name(client, call)}: the answer has no decision on {', '.join(missing)}")
     return tuple(action for action, allowed in decided.items() if not allowed)
 
 
 def bucket_state(bucket: str, client: Any, deadline: RequestDeadline) -> BucketState:
-    """client: of s3. Raises CloudError for any of its parts that cannot be read."""
+    """Read the properties of a bucket. client: of s3. Raises CloudError if any of them cannot be read."""
     location = call_aws(client, "get_bucket_location", deadline, Bucket=bucket).get("LocationConstraint")
     block = _call_optional(
         client, "get_public_access_block", deadline, "NoSuchPublicAccessBlockConfiguration",
@@ -171,13 +183,21 @@ def bucket_state(bucket: str, client: Any, deadline: RequestDeadline) -> BucketS
 
 
 def ecr_region(image: str) -> str | None:
-    """The region of an image in ECR; None for an image of another registry."""
+    """Return the region of an image in ECR, or None for an image of another registry."""
     match = _ECR.fullmatch(image)
     return None if match is None else match["region"]
 
 
 def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
-    """client: of ecr in the image's region. Raises CloudError, ValueError for an image that is not in ECR."""
+    """Return whether an image is in ECR.
+
+    Args:
+        client: of ecr, in the image's region.
+
+    Raises:
+        CloudError: ECR does not answer or refuses.
+        ValueError: the image is not in ECR.
+    """
     match = _ECR.fullmatch(image)
     if match is None:
         raise ValueError(f"{image} is not in ECR")
@@ -197,7 +217,7 @@ def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
 def _call_optional(
     client: Any, operation: str, deadline: RequestDeadline, absent: str, *, iam_action: str, **request: Any
 ) -> Any:
-    """The answer, or None where AWS says that nothing of the kind was configured."""
+    """Return the answer, or None if AWS answers with the code `absent`."""
     try:
         return call_aws(client, operation, deadline, iam_action=iam_action, **request)
     except CloudRefused as error:
@@ -207,9 +227,10 @@ def _call_optional(
 
 
 def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
-    """Every METAFLOW_* setting as (value, where it stands). A file that cannot be read has none.
+    """Return every METAFLOW_* setting as (value, source).
 
-    The file is ~/.metaflowconfig/config.json, or config_<profile>.json there; METAFLOW_HOME moves the folder.
+    Sources are the environment and ~/.metaflowconfig/config.json (config_<profile>.json with METAFLOW_PROFILE;
+    METAFLOW_HOME names another folder). An unreadable file counts as empty.
     """
     variables = os.environ if environment is None else environment
     path = _file(variables)
@@ -223,7 +244,7 @@ def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str,
 
 
 def metaflow_setting(name: str, environment: Mapping[str, str] | None = None) -> str:
-    """The value of one, "" where nobody sets it."""
+    """Return the value of one Metaflow setting, or "" if it is not set."""
     return metaflow_settings(environment).get(name, ("", ""))[0]
 
 

@@ -1,4 +1,4 @@
-"""`ebbflow adopt`: write a job's configuration from what an AWS account already has. Reads only."""
+"""The command `ebbflow adopt`: write a job's configuration from the resources of an AWS account. Reads only."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ SETTING_OF_OUTPUT = {
     "JobRoleArn": "METAFLOW_ECS_S3_ACCESS_IAM_ROLE",
 }
 STORE_OUTPUT = "Store"
-# What names a stack as one of those: other stacks have outputs of the same common names.
+# Outputs that only these stacks have; other output names are common.
 _MARKS = ("MetaflowDataStoreS3Url", "LightQueueName")
-# Names by which a bucket, a repository or a role tells that it is meant for this.
+# Words in the names of buckets, repositories and roles that belong to these tools.
 _OURS = ("ebbflow", "metaflow")
 _SECONDS = 15.0
-_MOST_BUCKETS = 20  # of which the region is asked, where none has a name that tells
+_MOST_BUCKETS = 20  # whose location is read if none is named for this
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackOutputs:
-    """A CloudFormation stack that set Metaflow or Ebbflow up. outputs: by their keys."""
+    """The outputs of a CloudFormation stack that set up Metaflow or Ebbflow."""
 
     name: str
     outputs: Mapping[str, str]
@@ -54,7 +54,14 @@ class StackOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class AccountFacts:
-    """What was read. buckets, roles, images: those that could be meant. unread: what could not be read, and why."""
+    """The answers of the account.
+
+    Attributes:
+        buckets: in the region and possibly meant for jobs.
+        roles: ARNs of roles that containers may assume.
+        images: newest tagged image of each possible repository.
+        unread: one message for each service that could not be read.
+    """
 
     region: str
     account: str
@@ -67,7 +74,11 @@ class AccountFacts:
 
 
 def read_account(region: str | None, *, seconds: float = _SECONDS) -> AccountFacts:
-    """Ask the account, each service within `seconds`. Raises CloudError when Batch says nothing of its queues."""
+    """Read queues, stacks, buckets, roles and images of an account, each service within `seconds`.
+
+    Raises:
+        CloudError: Batch does not describe its queues.
+    """
     batch = batch_client(region)
     queues = describe_queues(None, batch, deadline_seconds=seconds)
     unread: list[str] = []
@@ -92,7 +103,7 @@ def read_account(region: str | None, *, seconds: float = _SECONDS) -> AccountFac
 
 
 def is_named_for_this(name: str) -> bool:
-    """Whether a bucket, repository or role says by its name that it is Ebbflow's or Metaflow's."""
+    """Return whether a name of a bucket, repository or role contains "ebbflow" or "metaflow"."""
     return any(word in name.lower() for word in _OURS)
 
 
@@ -110,7 +121,7 @@ def _stacks(client: Any, deadline: RequestDeadline) -> tuple[StackOutputs, ...]:
 
 
 def _buckets(client: Any, deadline: RequestDeadline) -> tuple[str, ...]:
-    """Of the region: those that are named for this, else all. A bucket whose region may not be asked is left out."""
+    """Return the region's buckets named for this, else all. Buckets of unknown location are left out."""
     names = [
         bucket["Name"]
         for bucket in call_aws(client, "list_buckets", deadline, iam_action="s3:ListAllMyBuckets")["Buckets"]
@@ -127,7 +138,7 @@ def _buckets(client: Any, deadline: RequestDeadline) -> tuple[str, ...]:
 
 
 def _roles(client: Any, deadline: RequestDeadline) -> tuple[str, ...]:
-    """Those that containers may take on, the ones named for this first."""
+    """Return the roles that containers may assume, those named for this first."""
     arns = [
         role["Arn"]
         for role in paginate(client, "list_roles", "Roles", deadline, token="Marker")
@@ -138,7 +149,7 @@ def _roles(client: Any, deadline: RequestDeadline) -> tuple[str, ...]:
 
 
 def _images(client: Any, deadline: RequestDeadline) -> tuple[str, ...]:
-    """The newest tagged image of each repository that is named for this."""
+    """Return the newest tagged image of each repository named for this."""
     found = []
     for repository in paginate(client, "describe_repositories", "repositories", deadline):
         name = repository["repositoryName"]
@@ -160,9 +171,13 @@ _FARGATE_ROLE = "METAFLOW_ECS_FARGATE_EXECUTION_ROLE"  # without it Metaflow mak
 
 @dataclass(frozen=True, kw_only=True)
 class AdoptedSetup:
-    """What is to be written. queues: where training may go; gang_queues: those of them for several nodes, by name.
+    """The setup that is written to the configuration.
 
-    settings: Metaflow's. notes: what a person should know.
+    Attributes:
+        queues: for training.
+        gang_queues: names of the queues for several nodes.
+        settings: Metaflow's.
+        notes: one line each, for the user.
     """
 
     region: str
@@ -182,7 +197,7 @@ class _Notes:
     notes: list[str] = field(default_factory=list)
 
     def only(self, what: str, options: tuple[str, ...], how: str) -> str | None:
-        """The only one there is; none of several, which are told."""
+        """Return the only option, or None; several options are listed in a note."""
         if len(options) > 1:
             self.notes.append(f"{what}: {', '.join(options)}; {how}")
         return options[0] if len(options) == 1 else None
@@ -191,13 +206,19 @@ class _Notes:
 def choose_setup(
     facts: AccountFacts, given: Mapping[str, tuple[str, str]], *, store: str | None = None, stack: str | None = None
 ) -> AdoptedSetup:
-    """given: Metaflow's settings on this machine as (value, where). store, stack: what the user has said."""
+    """Choose store, queues, image, role and Metaflow's settings.
+
+    Args:
+        given: Metaflow's settings on this machine as (value, source).
+        store: the user's choice, None without one.
+        stack: name of the CloudFormation stack that the user chose, None without one.
+    """
     notes = _Notes([f"could not be read: {said}" for said in facts.unread])
     known = _settings(facts, given, stack, notes)
     queues, light = _queues(facts, known, notes)
     store = store or _store(facts, known, stack, notes)
     role = known.get("METAFLOW_ECS_S3_ACCESS_IAM_ROLE") or notes.only(
-        "several roles can be taken on by containers", facts.roles, "set batch.job_role to the one of the jobs"
+        "containers may assume several roles", facts.roles, "set batch.job_role to the one of the jobs"
     )
     image = known.get("METAFLOW_BATCH_CONTAINER_IMAGE") or notes.only("several images", facts.images, "set batch.image")
     if not image:
@@ -227,7 +248,7 @@ def choose_setup(
 def _settings(
     facts: AccountFacts, given: Mapping[str, tuple[str, str]], stack: str | None, notes: _Notes
 ) -> dict[str, str]:
-    """Metaflow's settings by name: of this machine, else of the one stack that has them."""
+    """Return Metaflow's settings: those of this machine, completed by the outputs of the one stack that has them."""
     chosen = _stack(facts, stack, notes)
     outputs = {} if chosen is None else chosen.outputs
     found = {SETTING_OF_OUTPUT[key]: value for key, value in outputs.items() if key in SETTING_OF_OUTPUT}
@@ -243,12 +264,12 @@ def _stack(facts: AccountFacts, wanted: str | None, notes: _Notes) -> StackOutpu
                 f"there is no stack {wanted} of Metaflow or Ebbflow in {facts.region}; there are: {there}"
             )
         return stacks.get(wanted)
-    name = notes.only("several stacks set Metaflow up", tuple(stacks), "choose one with --stack")
+    name = notes.only("several stacks set up Metaflow", tuple(stacks), "choose one with --stack")
     return stacks.get(name or "")
 
 
 def _queues(facts: AccountFacts, known: Mapping[str, str], notes: _Notes) -> tuple[tuple[QueueState, ...], str | None]:
-    """Where training may go, and the queue for the steps around it."""
+    """Return the queues for training and the name of the queue for light steps."""
     training, light = [], []
     for state in facts.queues.values():
         if not state.usable:
@@ -266,18 +287,23 @@ def _queues(facts: AccountFacts, known: Mapping[str, str], notes: _Notes) -> tup
 def _light_queue(
     facts: AccountFacts, known: Mapping[str, str], light: list[QueueState], training: list[QueueState], notes: _Notes
 ) -> str | None:
-    """light: on-demand queues without GPUs. training: what is taken where there are none."""
+    """Choose the queue for the steps around training.
+
+    Args:
+        light: on-demand queues without GPUs.
+        training: used if there are no others.
+    """
     named = known.get("METAFLOW_BATCH_JOB_QUEUE", "")
     name = named.rpartition("/")[2]
     chosen = facts.queues.get(name)
     if named and chosen is None:
-        notes.notes.append(f"METAFLOW_BATCH_JOB_QUEUE names {name}, which is no queue of {facts.region}")
+        notes.notes.append(f"METAFLOW_BATCH_JOB_QUEUE names {name}, which does not exist in {facts.region}")
     if chosen is None or not chosen.usable:
         # The steps around training need no machine of their own, but Fargate needs a role that nobody may have made.
         light = sorted(light, key=lambda state: state.fargate != bool(known.get(_FARGATE_ROLE)))
         chosen = next(iter([*light, *(state for state in training if state.market == "on_demand")]), None)
     if chosen is None:
-        notes.notes.append("no on-demand queue: the steps around training have no place that is not taken away")
+        notes.notes.append("no on-demand queue: the steps around training would run on Spot machines")
         return None
     if chosen.fargate and not known.get(_FARGATE_ROLE):
         notes.notes.append(f"{chosen.name} is Fargate: set {_FARGATE_ROLE} to a role that may pull the image")
@@ -285,13 +311,13 @@ def _light_queue(
 
 
 def _gangs(queues: tuple[QueueState, ...], notes: _Notes) -> frozenset[str]:
-    """The queues for several nodes. Where some keep them close together the others are not for gangs."""
+    """Return the names of the queues for several nodes: those that place nodes together, if there are any."""
     able = [state for state in queues if state.multi_node]
     near = [state for state in able if state.places_nodes_together]
     if able and not near:
         names = ", ".join(state.name for state in able)
         notes.notes.append(
-            f"{names}: no placement group and several subnets; nodes of a gang may lie in different zones"
+            f"{names}: no placement group and several subnets; nodes of a gang may run in different zones"
         )
     return frozenset(state.name for state in near or able)
 
@@ -305,21 +331,19 @@ def _store(facts: AccountFacts, known: Mapping[str, str], stack: str | None, not
     root = known.get("METAFLOW_DATASTORE_SYSROOT_S3", "")
     if root.startswith("s3://"):
         return f"{_bucket(root)}/ebbflow"
-    bucket = notes.only("several buckets could be meant", facts.buckets, "choose one with --store s3://bucket/prefix")
+    bucket = notes.only("several buckets are possible", facts.buckets, "choose one with --store s3://bucket/prefix")
     if bucket is None and not facts.buckets:
-        notes.notes.append("no bucket of the region is known; give one with --store s3://bucket/prefix")
+        notes.notes.append("no bucket found in the region; name one with --store s3://bucket/prefix")
     elif bucket is not None and not is_named_for_this(bucket):
-        notes.notes.append(f"{bucket} is taken as the region's only bucket; another: --store s3://bucket/prefix")
+        notes.notes.append(f"using {bucket}, the region's only bucket; to use another: --store s3://bucket/prefix")
     return None if bucket is None else f"s3://{bucket}/ebbflow"
 
 
 def _metadata(known: Mapping[str, str], given: Mapping[str, tuple[str, str]], notes: _Notes) -> dict[str, str]:
-    """Of Metaflow's metadata service; its key is a secret, which is named and never written."""
+    """Return the settings of Metaflow's metadata service. Its key is a secret and is never written."""
     url = known.get("METAFLOW_SERVICE_URL")
     if not url:
-        notes.notes.append(
-            "no metadata service is known: Metaflow's records stay on the launching machine (docs/aws.md)"
-        )
+        notes.notes.append("no metadata service found: Metaflow's records stay on the launching machine (docs/aws.md)")
         return {}
     if _SECRET in given:
         notes.notes.append(f"{_SECRET} is a secret: it stays in {given[_SECRET][1]}")
@@ -329,12 +353,11 @@ def _metadata(known: Mapping[str, str], given: Mapping[str, tuple[str, str]], no
 
 
 def _bucket(uri: str) -> str:
-    """s3://bucket of an address in it."""
     return "s3://" + uri.removeprefix("s3://").partition("/")[0]
 
 
 def configuration_text(choice: AdoptedSetup, now_utc: float) -> str:
-    """YAML that the loader takes as it is: store, cluster.plan_for, cost.regions and the section batch."""
+    """Render the configuration as YAML that the loader accepts: store, cluster.plan_for, cost.regions and batch."""
     document: dict[str, Any] = {} if choice.store is None else {"store": choice.store}
     document |= {"cluster": {"plan_for": "batch", "nodes": "auto", "processes_per_node": "auto"}}
     document |= {"cost": {"regions": [choice.region]}}
@@ -344,7 +367,7 @@ def configuration_text(choice: AdoptedSetup, now_utc: float) -> str:
     head = [
         "# yaml-language-server: $schema=schema.json",
         f"# Read from account {choice.account} in {choice.region} on {_day(now_utc)} by `ebbflow adopt`.",
-        "# Add what is to be trained (model, training, data …), then: ebbflow preflight THIS_FILE",
+        "# Add model, training, data and the rest of the job, then: ebbflow preflight THIS_FILE",
         *_notes(choice),
         "",
     ]
@@ -352,20 +375,21 @@ def configuration_text(choice: AdoptedSetup, now_utc: float) -> str:
 
 
 def settings_text(choice: AdoptedSetup, now_utc: float) -> str:
-    """Lines for a shell: `. FILE`. No secret is among them."""
+    """Render Metaflow's settings as a shell script without secrets."""
     head = f"# Metaflow's settings for account {choice.account} in {choice.region}, read on {_day(now_utc)}."
     return "\n".join([head, *_exports(choice.settings)]) + "\n"
 
 
 def notes_text(choice: AdoptedSetup) -> str:
-    """What a person should know, one line each."""
     return "\n".join(f"adopt: {note}" for note in choice.notes)
 
 
 def _queue(state: QueueState, choice: AdoptedSetup) -> dict[str, Any]:
-    """As the configuration has it; what is its default is left out."""
+    """Return a queue's entry for the configuration without default values."""
     entry: dict[str, Any] = {"name": state.name, "market": state.market}
-    if state.instance_types and not set(AUTO_INSTANCE_TYPES) & set(state.instance_types):  # those nobody can list
+    if state.instance_types and not set(AUTO_INSTANCE_TYPES) & set(
+        state.instance_types
+    ):  # an open-ended choice cannot be listed
         entry["instance_types"] = list(state.instance_types)
     return entry | ({"multi_node": True} if state.name in choice.gang_queues else {})
 
@@ -386,14 +410,14 @@ _SETTINGS_SUFFIX = ".env"
 
 
 def add_adopt_command(commands: argparse._SubParsersAction) -> None:
-    """`adopt` and its options."""
+    """Add `adopt` and its options to the commands."""
     command = commands.add_parser("adopt", help="write a configuration from what an AWS account already has")
     command.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write it, with FILE.env beside it; else printed"
     )
     command.add_argument("--region", metavar="NAME", help="of queues and bucket; else as every AWS tool finds it")
     command.add_argument(
-        "--store", metavar="URI", help="s3://bucket/prefix of the jobs, where several buckets could be meant"
+        "--store", metavar="URI", help="s3://bucket/prefix of the jobs, if several buckets are possible"
     )
     command.add_argument(
         "--stack", metavar="NAME", help="CloudFormation stack to take settings from, where there are several"
@@ -403,7 +427,11 @@ def add_adopt_command(commands: argparse._SubParsersAction) -> None:
 
 
 def adopt(options: argparse.Namespace) -> int:
-    """Exit code 0, 1 when there is no queue that training may go to, 2 for a file in the way or a bad request."""
+    """Run `ebbflow adopt` and return the exit code.
+
+    Returns:
+        0; 1 if there is no queue for training; 2 for a bad request or a file that exists.
+    """
     files = _files(options.out)
     there = [str(file) for file in files if file.exists()]
     if there and not options.force:
@@ -411,7 +439,8 @@ def adopt(options: argparse.Namespace) -> int:
         return Outcome.CONFIG.exit_code
     if options.store and not options.store.startswith("s3://"):
         print(
-            f"adopt: --store {options.store} is no s3://bucket/prefix: containers reach nothing else", file=sys.stderr
+            f"adopt: --store {options.store} is not s3://bucket/prefix, the only store that containers reach",
+            file=sys.stderr,
         )
         return Outcome.CONFIG.exit_code
     try:
@@ -434,8 +463,8 @@ def adopt(options: argparse.Namespace) -> int:
     if choice.notes:
         print(notes_text(choice), file=sys.stderr)
     if not choice.queues:
-        fix = "make some with ebbflow deploy, or name another --region"
-        print(f"adopt: {facts.region} has no queue that training may go to; fix: {fix}", file=sys.stderr)
+        fix = "create queues with ebbflow deploy, or name another --region"
+        print(f"adopt: {facts.region} has no queue for training; fix: {fix}", file=sys.stderr)
         return Outcome.FAILED.exit_code
     return 0
 

@@ -1,6 +1,6 @@
-"""Questions to AWS that end: few and bounded retries before a deadline, and errors that say what is missing.
+"""Calls to AWS with a deadline, bounded retries and one-line errors.
 
-botocore is imported when a client is made, and only then. Its own retries are turned off: they know no deadline.
+botocore is imported only when a client is made. Its own retries are off because they know no deadline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ebbflow.infra.store.s3 import aws_settings
 
 T = TypeVar("T")
 
-# What AWS says when it is asked too often, or is in trouble itself: asking again later may help.
+# AWS's error codes for too many requests, which a later retry may cure.
 _THROTTLED = frozenset(
     {"RequestLimitExceeded", "Throttling", "ThrottlingException", "ThrottledException", "RequestThrottled",
      "RequestThrottledException", "TooManyRequestsException", "TooManyRequests", "SlowDown"}
@@ -31,10 +31,10 @@ _NOT_ACCEPTED = frozenset(
      "RequestExpired", "SignatureDoesNotMatch", "InvalidSignatureException", "UnrecognizedClientException",
      "IncompleteSignature", "RequestTimeTooSkewed"}
 )  # fmt: skip
-_NOT_IMPLEMENTED = 501  # by a stand-in for AWS: it will not know the request a second later either
+_NOT_IMPLEMENTED = 501  # by a stand-in for AWS, which does not know the operation
 _CONNECT_SECONDS, _READ_SECONDS = 4.0, 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.3, 5.0
-# Nobody there is seldom cured by asking again within seconds; a limit of requests is.
+# A retry within seconds seldom helps where nothing listens; it does where requests are throttled.
 _TRIES_TO_REACH = 3
 _MOST_PAGES = 2000
 _AMAZONS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
@@ -42,7 +42,7 @@ _AMAZONS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 
 @dataclass(frozen=True)
 class RequestDeadline:
-    """Until when to ask. until: in the time of `monotonic`, seconds."""
+    """The time until which a call and its retries may take, in seconds of `monotonic`."""
 
     until: float
     monotonic: Callable[[], float] = field(default=time.monotonic, repr=False)
@@ -59,7 +59,14 @@ class RequestDeadline:
 def aws_client(service: str, region: str | None = None) -> Any:
     """Make a client with short time-outs and no retries of its own, since `call_aws` retries.
 
-    AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_<SERVICE> lead elsewhere. Raises CloudRefused for settings that make none.
+    AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_<SERVICE> name another endpoint than Amazon's.
+
+    Args:
+        service: botocore's name of the service, such as "batch".
+        region: None uses the region that every AWS tool finds.
+
+    Raises:
+        CloudRefused: no client can be made with these settings.
     """
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -78,14 +85,14 @@ def aws_client(service: str, region: str | None = None) -> Any:
 
 
 def is_amazons(client: Any) -> bool:
-    """Whether a client asks Amazon, and not a stand-in that AWS_ENDPOINT_URL or its like leads to."""
+    """Return whether a client's endpoint is Amazon's and not a stand-in."""
     host = urlsplit(client.meta.endpoint_url).hostname or ""
     return host.endswith(_AMAZONS)
 
 
 @cache
 def _loader(path: str | None) -> Any:
-    """The descriptions of services, read once: that of EC2 alone takes a second."""
+    """Return a cached loader of service descriptions, since reading EC2's alone takes a second."""
     from botocore.loaders import create_loader
 
     return create_loader(path)
@@ -94,11 +101,18 @@ def _loader(path: str | None) -> Any:
 def call_aws(
     client: Any, operation: str, deadline: RequestDeadline, *, iam_action: str = "", **request: Any
 ) -> Mapping[str, Any]:
-    """The answer to one request, asked again after a growing pause while that may help.
+    """Send one request and retry it with growing pauses while that may help.
 
-    right: the IAM action that is needed, where it is not called as the operation. Raises CloudUnavailable without an
-    answer in time, CloudForbidden without the right or with credentials that are not accepted, CloudRefused when
-    AWS rejects the request (`code` is AWS's error code).
+    Args:
+        operation: the client's method, such as "describe_jobs".
+        deadline: for the request and all its retries.
+        iam_action: the IAM action that errors name, where it differs from the operation's name.
+        request: the request's parameters.
+
+    Raises:
+        CloudUnavailable: no answer in time.
+        CloudForbidden: the credentials are refused or lack the action.
+        CloudRefused: AWS finds the request wrong; `code` is AWS's error code.
     """
     question = _Request(client, operation, iam_action)
     return retry(
@@ -136,8 +150,12 @@ def paginate(
 
 
 def required_field(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> Any:
-    """What an answer holds under a dotted path. Raises CloudRefused, which names the call and what is missing: a 200
-    with nothing in it comes from stand-ins for AWS, proxies and versions of a service that botocore does not know.
+    """Return the value under a dotted path of an answer.
+
+    Proxies, stand-ins for AWS and unknown versions of a service may answer 200 with fields missing.
+
+    Raises:
+        CloudRefused: the field is missing; the message names the call and the path.
     """
     found: Any = answer
     for at, name in enumerate(names := path.split("."), start=1):
@@ -148,23 +166,21 @@ def required_field(answer: Mapping[str, Any], path: str, client: Any, operation:
 
 
 def is_throttled(status: int, code: str) -> bool:
-    """Whether an answer's HTTP status and code say that AWS is asked too often."""
+    """Return whether an HTTP status and error code mean "too many requests"."""
     return code in _THROTTLED or status == 429
 
 
 def request_name(client: Any, operation: str) -> str:
-    """How a request is called in messages."""
+    """Return a request's name for messages, such as "batch:DescribeJobQueues in us-east-1"."""
     return str(_Request(client, operation, ""))
 
 
 def within(seconds: float, find: Callable[[], T], what: str) -> T:
-    """What `find` returns or raises. Raises CloudUnavailable when there is no answer within `seconds`."""
-    return call_within(seconds, find, what, lambda: CloudUnavailable(f"{what}: no answer within {seconds:.3g} s"))
+    """Return the result of `find`, or raise CloudUnavailable when it takes longer than `seconds`."""
+    return call_within(seconds, find, what, lambda: CloudUnavailable(f"{what}: timed out after {seconds:.3g} s"))
 
 
 class _Request:
-    """How a request is called in messages: "batch:DescribeJobQueues in us-east-1"."""
-
     def __init__(self, client: Any, operation: str, iam_action: str) -> None:
         meta = client.meta
         self.iam_action = iam_action or f"{meta.service_model.signing_name}:{meta.method_to_api_mapping[operation]}"
@@ -175,7 +191,11 @@ class _Request:
 
 
 def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None]:
-    """The reason in words, and how often to ask in all (None: while there is time); raises what cannot be cured."""
+    """Return why a retry may help and the largest number of tries (None: until the deadline).
+
+    Raises:
+        CloudError: a retry cannot help.
+    """
     if isinstance(error, CloudError):
         raise error
     from xml.etree.ElementTree import ParseError
@@ -190,9 +210,9 @@ def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None
         if is_throttled(status, code):
             return f"throttled ({code})", None
         if status >= 500 and status != _NOT_IMPLEMENTED:
-            return f"AWS is in trouble itself ({status} {code})", None
+            return f"AWS has an internal error ({status} {code})", None
         if code in _FORBIDDEN:
-            fix = f"allow {question.iam_action} to whoever these credentials belong to"
+            fix = f"allow {question.iam_action} for these credentials"
             raise CloudForbidden(f"{question}: denied ({code}); fix: {fix}") from error
         if code in _NOT_ACCEPTED:
             why = f"the credentials are not accepted ({code})"
@@ -201,13 +221,13 @@ def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None
         said = error.response.get("Error", {}).get("Message", "")
         raise CloudRefused(f"{question}: refused: {code}: {_one_line(said)}", code=code) from error
     if isinstance(error, NoConnection | HTTPClientError):
-        return f"cannot be reached: {_one_line(error)}", _TRIES_TO_REACH
+        return f"unreachable: {_one_line(error)}", _TRIES_TO_REACH
     if isinstance(error, NoCredentialsError):
         raise CloudForbidden(f"{question}: no AWS credentials; fix: set AWS_PROFILE or keys, or give a role") from error
     if isinstance(error, BotoCoreError):  # half of the credentials, a parameter that the API does not know
         raise CloudRefused(f"{question}: {_one_line(error)}") from error
     if isinstance(error, ResponseParserError | ParseError):  # a stand-in for AWS that has another service, or none
-        raise CloudRefused(f"{question}: what answers there is not this service: {_one_line(error)}") from error
+        raise CloudRefused(f"{question}: the endpoint is not this service: {_one_line(error)}") from error
     raise error
 
 

@@ -1,6 +1,7 @@
 """The command `ebbflow deploy`: show what the CloudFormation template would create or change, or apply it.
 
-Only for what a stack does not have yet: a stack that made the log group itself would find it, and give it up.
+CloudFormation does the work. This module waits for it with progress lines and one-line causes of failures, which the
+SDK's waiters do not give.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ class PlannedResource:
 
 
 def read_template(text: str) -> dict[str, Any]:
-    """The template as CloudFormation reads it, short forms (`!Ref X`) written out (`{"Ref": "X"}`)."""
+    """Parse the template as CloudFormation does, with short forms (`!Ref X`) written out (`{"Ref": "X"}`)."""
     return yaml.load(text, _loader())
 
 
 def check_parameters(template: Mapping[str, Any], given: Mapping[str, str]) -> None:
-    """Raises CloudRefused, naming each parameter that the template does not have or whose value it does not allow."""
+    """Raise CloudRefused that names every unknown parameter and every value that the template does not allow."""
     known = template["Parameters"]
     problems = []
     for name, value in given.items():
         if name not in known:
-            problems.append(f"--parameter {name}: there is none; the template has {', '.join(sorted(known))}")
+            problems.append(f"--parameter {name}: unknown; the template has {', '.join(sorted(known))}")
         elif reason := _not_allowed(known[name], value):
             problems.append(f"--parameter {name}={value}: {reason}")
     if problems:
@@ -55,7 +56,7 @@ def check_parameters(template: Mapping[str, Any], given: Mapping[str, str]) -> N
 
 
 def planned_resources(template: Mapping[str, Any], given: Mapping[str, str], *, region: str) -> list[PlannedResource]:
-    """What would be made with these parameters, in the template's order."""
+    """Return the resources that these parameters would create, in the template's order."""
     values = {name: str(of["Default"]) for name, of in template["Parameters"].items() if "Default" in of}
     values |= {"AWS::Region": region, **given}
     conditions = template.get("Conditions", {})
@@ -84,7 +85,7 @@ def _not_allowed(parameter: Mapping[str, Any], value: str) -> str:
 
 
 def _holds(condition: Mapping[str, Any], values: Mapping[str, str]) -> bool:
-    """Equals, Not, And and Ref: what this template's conditions are made of."""
+    """Evaluate a condition made of Fn::Equals, Fn::Not, Fn::And and Ref."""
     [(function, arguments)] = condition.items()
     if function == "Fn::And":
         return all(_holds(one, values) for one in arguments)
@@ -93,7 +94,7 @@ def _holds(condition: Mapping[str, Any], values: Mapping[str, str]) -> bool:
     if function == "Fn::Equals":
         left, iam_action = (values[one["Ref"]] if isinstance(one, dict) else str(one) for one in arguments)
         return left == iam_action
-    raise ValueError(f"condition {function}: not known here")
+    raise ValueError(f"condition {function} is not supported")
 
 
 def _loader() -> type[yaml.SafeLoader]:
@@ -123,16 +124,21 @@ _ANSWER_SECONDS = 20.0
 
 
 def found_parameters(region: str, decided: Collection[str], say: Callable[[str], None]) -> dict[str, str]:
-    """Values of parameters by what the account in `region` has. decided: names that are given, or that the stack has.
+    """Derive parameters from the account's existing resources, for a stack that does not have them yet.
 
-    What cannot be found out is said, with the parameter to give; the template's default holds then.
+    A parameter whose state cannot be read keeps the template's default, and `say` names it.
+
+    Args:
+        region: of the stack.
+        decided: names of parameters that the user gave or that the stack has.
+        say: prints one line.
     """
     found = {}
     if _LOG_PARAMETER not in decided:
         question = f"whether {BATCH_LOG_GROUP} is there"
         if _told(lambda: _log_group_exists(region), question, f"{_LOG_PARAMETER}=no if it is", say):
             found[_LOG_PARAMETER] = "no"
-            say(f"{BATCH_LOG_GROUP} is there already and is left as it is ({_LOG_PARAMETER}=no)")
+            say(f"{BATCH_LOG_GROUP} exists and stays as it is ({_LOG_PARAMETER}=no)")
     if _BILL_PARAMETER not in decided and region == _BILLING_REGION:
         question = "whether the account publishes its bill"
         published = _told(lambda: _bill_is_published(region), question, f"{_BILL_PARAMETER}=yes if it does", say)
@@ -141,28 +147,26 @@ def found_parameters(region: str, decided: Collection[str], say: Callable[[str],
         elif published is not None:
             say(
                 "no alarm on the bill: the account does not publish it; with `Receive CloudWatch billing alerts` on in "
-                f"Billing's preferences, --parameter {_BILL_PARAMETER}=yes makes one (the budget warns without)"
+                f"Billing's preferences, --parameter {_BILL_PARAMETER}=yes adds one (the budget warns without it)"
             )
     return found
 
 
 def _told(ask_account: Callable[[], bool], question: str, give: str, say: Callable[[str], None]) -> bool | None:
-    """None where it is not known."""
+    """Return the account's answer, or None (and say so) if it cannot be read."""
     try:
         return ask_account()
     except CloudError as error:
-        say(f"{question} is not known; --parameter {give}: {error}")
+        say(f"{question} is unknown; --parameter {give}: {error}")
         return None
 
 
 def _log_group_exists(region: str) -> bool:
-    """Raises CloudError."""
     answer = _ask("logs", "describe_log_groups", region, logGroupNamePrefix=BATCH_LOG_GROUP)
     return any(one.get("logGroupName") == BATCH_LOG_GROUP for one in answer.get("logGroups") or [])
 
 
 def _bill_is_published(region: str) -> bool:
-    """Raises CloudError."""
     answer = _ask("cloudwatch", "list_metrics", region, Namespace="AWS/Billing", MetricName="EstimatedCharges")
     return bool(answer.get("Metrics"))
 
@@ -173,13 +177,19 @@ def _ask(service: str, operation: str, region: str, **request: Any) -> Any:
 
 _POLL_SECONDS = 5.0
 _CAPABILITIES = ["CAPABILITY_IAM"]
-# What a resource says that was only stopped because another one failed.
+# Reasons of resources that were only cancelled because another one failed.
 _SECONDARY = ("cancelled", "Resource creation cancelled", "Resource update cancelled")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceChange:
-    """action: Add, Modify, Remove … replacement: True, False or Conditional; because: the properties that change."""
+    """A change that a change set would make.
+
+    Attributes:
+        action: "Add", "Modify", "Remove" and so on.
+        replacement: "True", "False" or "Conditional".
+        because: names of the properties that change.
+    """
 
     action: str
     name: str
@@ -190,7 +200,12 @@ class ResourceChange:
 
 @dataclass(frozen=True, kw_only=True)
 class StackState:
-    """status: CloudFormation's word. parameters: those it was last applied with."""
+    """The state of an existing stack.
+
+    Attributes:
+        status: such as "CREATE_COMPLETE".
+        parameters: of the last update.
+    """
 
     status: str
     reason: str
@@ -199,7 +214,7 @@ class StackState:
 
 
 class Stack:
-    """A stack of this name in the client's region. Every call ends within its `deadline`."""
+    """A CloudFormation stack in the client's region. Each call ends within its deadline."""
 
     def __init__(self, client: Any, name: str, tell: Callable[[str], None]) -> None:
         self._client = client
@@ -207,7 +222,7 @@ class Stack:
         self._tell = tell
 
     def state(self, deadline: RequestDeadline) -> StackState | None:
-        """None where there is no such stack. Raises CloudError."""
+        """Read the stack's state, or return None if there is no such stack. Raises CloudError."""
         try:
             [found] = call_aws(self._client, "describe_stacks", deadline, StackName=self._name)["Stacks"]
         except CloudRefused as error:
@@ -224,7 +239,7 @@ class Stack:
     def changes(
         self, body: str, given: Mapping[str, str], state: StackState, deadline: RequestDeadline
     ) -> list[ResourceChange]:
-        """What applying would do to the stack that is there. The change set is deleted again. Raises CloudError."""
+        """Return the changes that an update would make, from a change set that is deleted again. Raises CloudError."""
         name = f"dry-run-{uuid.uuid4().hex[:12]}"
         request = {"StackName": self._name, "ChangeSetName": name}
         self._ask("create_change_set", deadline, ChangeSetType="UPDATE", **request, **self._request(body, given, state))
@@ -247,13 +262,18 @@ class Stack:
     def apply(
         self, body: str, given: Mapping[str, str], state: StackState | None, deadline: RequestDeadline
     ) -> StackState:
-        """Create or update the stack and wait for the end. Raises CloudError with every resource that failed."""
+        """Create or update the stack and wait until it is done.
+
+        Raises:
+            CloudError: names every resource that failed, with CloudFormation's reason.
+            CloudUnavailable: the deadline has passed; CloudFormation goes on by itself.
+        """
         if state is not None and not _can_be_changed(state.status):
             raise CloudError(_how_to_go_on(self._name, state))
         told = set() if state is None else {event["EventId"] for event in self._events(deadline)}
         operation = "create_stack" if state is None else "update_stack"
         request = self._request(body, given, state)
-        try:  # the token makes asking again after a lost answer harmless
+        try:  # the token makes a retry after a lost answer harmless
             self._ask(operation, deadline, StackName=self._name, ClientRequestToken=uuid.uuid4().hex, **request)
         except CloudRefused as error:
             if state is not None and _nothing_to_do(str(error)):
@@ -272,17 +292,17 @@ class Stack:
                     self._tell(_line(event))
                     failures += _failure(event)
             if state is None:
-                raise CloudError(f"stack {self._name}: is gone")
+                raise CloudError(f"stack {self._name}: it was deleted meanwhile")
             if not state.status.endswith("_IN_PROGRESS"):
                 break
             self._pause(deadline, f"it is {state.status}")
         if state.status in ("CREATE_COMPLETE", "UPDATE_COMPLETE"):
             return state
-        causes = failures or [state.reason or "no resource says why"]
+        causes = failures or [state.reason or "no resource gives a reason"]
         raise CloudError("\n".join([f"stack {self._name}: {state.status}", *(f"  {one}" for one in causes)]))
 
     def _request(self, body: str, given: Mapping[str, str], state: StackState | None) -> dict[str, Any]:
-        """A parameter that is not given keeps the value it has."""
+        """Return the request's parameters; a parameter that is not given keeps its value."""
         parameters = [{"ParameterKey": name, "ParameterValue": value} for name, value in given.items()]
         if state is not None:
             kept = [name for name in state.parameters if name not in given and f"\n  {name}:\n" in body]
@@ -291,7 +311,7 @@ class Stack:
         return {"TemplateBody": body, "Parameters": parameters, "Capabilities": _CAPABILITIES, "Tags": tags}
 
     def _events(self, deadline: RequestDeadline) -> list[Mapping[str, Any]]:
-        """Newest first."""
+        """Return all events, newest first."""
         return list(
             paginate(
                 self._client,
@@ -309,7 +329,7 @@ class Stack:
     def _pause(self, deadline: RequestDeadline, what: str) -> None:
         if deadline.left() <= _POLL_SECONDS:
             raise CloudUnavailable(
-                f"stack {self._name}: {what} and the time is up; CloudFormation goes on by itself; "
+                f"stack {self._name}: {what} and the deadline has passed; CloudFormation goes on by itself; "
                 f"fix: look at it with `aws cloudformation describe-stack-events --stack-name {self._name}`, "
                 "or run the same command again with a longer --minutes"
             )
@@ -337,7 +357,7 @@ def _can_be_changed(status: str) -> bool:
 
 def _how_to_go_on(name: str, state: StackState) -> str:
     if state.status.endswith("_IN_PROGRESS") and state.status != "REVIEW_IN_PROGRESS":
-        return f"stack {name} is {state.status}: somebody is at it; fix: wait until it is done"
+        return f"stack {name} is {state.status}: another operation is running; fix: wait until it is done"
     if state.status == "UPDATE_ROLLBACK_FAILED":
         return f"stack {name} is {state.status}; fix: aws cloudformation continue-update-rollback --stack-name {name}"
     return (
@@ -368,23 +388,25 @@ _MARKS = {"Add": "+", "Modify": "~", "Remove": "-"}
 
 
 def add_deploy_command(commands: Any) -> None:
-    """Add `deploy` to argparse's subparsers."""
+    """Add `deploy` and its options to the commands."""
     command = commands.add_parser("deploy", help="the stack on AWS: network, bucket, queues, roles, schedule, budget")
     what = command.add_mutually_exclusive_group(required=True)
-    what.add_argument("--dry-run", action="store_true", help="say what would be made or changed, and change nothing")
+    what.add_argument(
+        "--dry-run", action="store_true", help="show what would be created or changed, and change nothing"
+    )
     what.add_argument("--apply", action="store_true", help="create or update the stack, and wait until it is done")
     command.add_argument("--stack", default="ebbflow", metavar="NAME", help="also the prefix of the queues' names")
-    command.add_argument("--region", metavar="REGION", help="default: as every AWS tool finds it")
+    command.add_argument("--region", metavar="REGION", help="default: the region of every AWS tool")
     command.add_argument("--minutes", type=float, default=45.0, help="how long --apply waits for the end (default: 45)")
     command.add_argument(
-        "--parameter", action="append", default=[], metavar="NAME=VALUE", help=f"of {TEMPLATE.name}, which explains it"
+        "--parameter", action="append", default=[], metavar="NAME=VALUE", help=f"described in {TEMPLATE.name}"
     )
-    command.add_argument("--env", type=Path, metavar="FILE", help="--apply also writes the settings there, for a shell")
+    command.add_argument("--env", type=Path, metavar="FILE", help="shell script that --apply writes the settings to")
     command.set_defaults(command=deploy)
 
 
 def deploy(options: argparse.Namespace) -> int:
-    """Exit code 0; 2 for a request that cannot be made so; 1 when AWS refuses, does not answer, or a resource fails."""
+    """Run `ebbflow deploy` and return the exit code: 0, 1 if AWS refuses or a resource fails, 2 for a bad request."""
     try:
         given = _given(options.parameter)
         if not _STACK_NAME.fullmatch(options.stack):
@@ -422,7 +444,7 @@ def _dry_run(stack: Stack, client: Any, body: str, template: Mapping[str, Any], 
         state = stack.state(deadline)
     except (CloudForbidden, CloudUnavailable) as error:
         print(_additions(planned_resources(template, given, region=region)))
-        print(f"the account was not asked, because {error}")
+        print(f"the account was not read: {error}")
         return
     given = _with_found(given, state, region)
     if state is None:
@@ -438,7 +460,7 @@ def _additions(resources: Sequence[PlannedResource]) -> str:
 
 
 def _with_found(given: Mapping[str, str], state: StackState | None, region: str) -> dict[str, str]:
-    """The parameters, with what follows from the account; those of the stack that is there stay as they are."""
+    """Complete the given parameters by those found in the account; parameters of an existing stack stay as they are."""
     decided = {*given, *(state.parameters if state is not None else ())}
     return {**found_parameters(region, decided, print), **given}
 
@@ -454,18 +476,18 @@ def _apply(
     state = stack.state(deadline)
     state = stack.apply(body, _with_found(given, state, client.meta.region_name), state, deadline)
     settings = _settings(options.stack, state, client.meta.region_name)
-    print(f"stack {options.stack}: {state.status}\nthe machine that launches runs needs:")
+    print(f"stack {options.stack}: {state.status}\nthe launching machine needs:")
     print(textwrap.indent(settings, "    "), end="")
     if options.env is not None:
         options.env.write_text(settings, encoding="utf-8")
         print(f"wrote {options.env}")
-    print(f"the image goes to {state.outputs.get('RepositoryUri', '')}; docs/aws.md goes on from here")
+    print(f"the image goes to {state.outputs.get('RepositoryUri', '')}; continue with docs/aws.md")
 
 
 def _table(changes: Sequence[ResourceChange]) -> str:
     rows = []
     for change in changes:
-        why = f"  replaced, because of {', '.join(change.because)}" if change.replacement == "True" else ""
+        why = f"  replaced because of {', '.join(change.because)}" if change.replacement == "True" else ""
         if not why and change.because:
             why = f"  {', '.join(change.because)}"
         rows.append(f"{_MARKS.get(change.action, '?')} {change.name:<24} {change.kind}{why}")
@@ -475,7 +497,7 @@ def _table(changes: Sequence[ResourceChange]) -> str:
 
 
 def _settings(stack: str, state: StackState, region: str) -> str:
-    """Lines for a shell; nothing of them is secret. Who launches runs has rights of their own."""
+    """Render the settings for launching runs as a shell script without secrets."""
     outputs = state.outputs
     exports = {
         "AWS_DEFAULT_REGION": region,

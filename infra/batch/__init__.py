@@ -1,4 +1,4 @@
-"""AWS Batch as it is asked: queues, what became of attempts, cancelling. botocore is imported when a client is made."""
+"""AWS Batch: queues, jobs and their ends. botocore is imported only when a client is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of AWS Batch: the client, finding, describing and terminating them, and the cause of each end."""
+"""Jobs of AWS Batch: the client, description and termination of jobs, and the cause of each end."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ebbflow.infra.errors import CloudError
 
 
 def batch_client(region: str | None = None) -> Any:
-    """A client with short time-outs and no retries of its own. region: None: as every AWS tool finds it.
+    """Make a client for AWS Batch (see `aws_client`). Importing botocore takes part of a second.
 
-    AWS_ENDPOINT_URL_BATCH or AWS_ENDPOINT_URL lead to a Batch that is not Amazon's. Raises CloudRefused for settings
-    that no client can be made with. Imports botocore, which takes part of a second.
+    Raises:
+        CloudRefused: no client can be made with these settings.
     """
     return aws_client("batch", region)
 
 
-# What our own reasons begin with: a job that was ended by us is told from one that a person or Metaflow ended.
+# Our reasons begin with these words, which tell our terminations from those of people and of Metaflow.
 NEVER_STARTED = "Ebbflow: did not start in time"  # it waited for capacity
 NOT_MADE = "Ebbflow: its container was not made in time"  # it had capacity
 TERMINATED = "Ebbflow: ended"
@@ -29,11 +29,14 @@ TERMINATED = "Ebbflow: ended"
 def cancel_job(
     job_id: str, reason: str, client: Any, *, words: str = NEVER_STARTED, deadline_seconds: float = 20.0
 ) -> None:
-    """End a job in whatever state it is; one that has ended already is left as it is.
+    """Terminate a job in any state; a job that has ended stays as it is.
 
-    words: what its reason begins with, by which `describe_attempts` tells why it ended: NEVER_STARTED, NOT_MADE or
-    TERMINATED. reason: for people, it goes on from "Ebbflow: did not start in time: ". Raises CloudError when Batch
-    could not be told.
+    Args:
+        reason: for people; follows `words` in Batch's reason.
+        words: NEVER_STARTED, NOT_MADE or TERMINATED, by which `describe_attempts` recognises the cause.
+
+    Raises:
+        CloudError: Batch did not accept the request.
     """
     text = f"{words}: {reason}"
     # TerminateJob also cancels what has not reached STARTING; CancelJob would leave alone what has, and not say so:
@@ -42,12 +45,12 @@ def cancel_job(
 
 
 Cause = Literal["reclaimed", "user_code", "never_started", "not_made", "terminated", "ended", "unknown"]
-"""reclaimed: the machine was taken away or lost; Batch tells a Spot reclaim and a broken host alike.
-user_code: the container ended by itself, or its image cannot be had: it would do the same elsewhere. A drain after a
-notice that left with a code looks like this to Batch; the events of the job know better.
-never_started: no capacity, a misconfiguration, or a container that could not be made. not_made: it had capacity, and
-its submitter saw no container for too long. terminated: somebody ended it, or its time limit did. ended: it succeeded.
-unknown: it still runs, or Batch's words are none that we know.
+"""reclaimed: the machine was reclaimed or lost; Batch reports a Spot reclaim and a broken host alike.
+user_code: the container exited by itself, or its image cannot be pulled; another machine would not help. A drain
+after a notice looks the same to Batch; the job's events tell them apart.
+never_started: no capacity, a misconfiguration, or a container that could not be created. not_made: there was
+capacity, but no container in time. terminated: a call or the time limit ended it. ended: it succeeded.
+unknown: it still runs, or Batch's texts are unknown.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 FINISHED = ("SUCCEEDED", "FAILED")
@@ -56,7 +59,7 @@ _JOBS_IN_A_REQUEST = 100
 _SECONDS = 20.0
 _NODES_SECONDS = 5.0
 
-# Texts of AWS, as its user guide and the reports of users show them; matched at the beginning unless they move about.
+# AWS's texts, from its user guide and from reports of users.
 # https://docs.aws.amazon.com/batch/latest/userguide/job_retries.html
 _RECLAIMED = re.compile(r"Host EC2\b|Your Spot Task was interrupted")  # EC2 as the guide matches it; Fargate Spot
 _TOO_LONG = re.compile(r"Job attempt duration exceeded timeout")
@@ -80,16 +83,18 @@ _NO_CONTAINER = re.compile(
 )
 _EXITED = re.compile(r"Essential container in task exited")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemory(Error)?\b")
-_KILLED = (137, 143)  # 128 + SIGKILL, SIGTERM: by whom, the code does not say
+_KILLED = (137, 143)  # 128 + SIGKILL, SIGTERM; the sender is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAttempt:
-    """One Batch job. Times in Unix seconds by Batch's clock, None where it did not get that far.
+    """One Batch job. Times are Unix seconds by Batch's clock, None if not reached.
 
-    queue: its name. status: Batch's. exit_code: the main container's, None when there was none to tell. reason: Batch's
-    words and the container's, "" without any. node_times: (started, stopped) of each node of an ended job of several,
-    by its index; the job's own are its main node's. Empty where Batch has not told.
+    Attributes:
+        queue: its name.
+        exit_code: of the main container, None without one.
+        reason: texts of Batch and of the containers, "" without any.
+        node_times: (started, stopped) of each node of an ended multi-node job; () if unknown.
     """
 
     job_id: str
@@ -114,7 +119,7 @@ class BatchAttempt:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BatchAttempt:
-        """Keys that this version does not know are left out."""
+        """Read the record of any version; unknown keys are left out."""
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         times = tuple((started, stopped) for started, stopped in data.get("node_times") or ())
         return cls(**{**known, "node_times": times})
@@ -123,10 +128,15 @@ class BatchAttempt:
 def describe_attempts(
     job_ids: Sequence[str], client: Any, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, BatchAttempt]:
-    """The jobs that Batch still knows, by id: it forgets them some days after their end. Raises CloudError.
+    """Describe the jobs that Batch still knows; it forgets a job some days after its end.
 
-    Of a job of several nodes that has ended its nodes are asked as well, since only they tell that a machine was lost,
-    and how long each was paid for.
+    For an ended multi-node job the nodes are described too, because only they show a lost machine and each node's time.
+
+    Returns:
+        The attempts by job id.
+
+    Raises:
+        CloudError: Batch does not answer.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     jobs = _describe(list(dict.fromkeys(job_ids)), client, deadline)
@@ -149,9 +159,12 @@ def classify_cause(
     ended_by_call: bool = False,
     main_alone: bool = False,
 ) -> Cause:
-    """What Batch's words mean. reasons: of the job, its container and its nodes.
+    """Return the cause that Batch's texts mean.
 
-    ended_by_call: by TerminateJob or CancelJob. main_alone: nothing is known of its further nodes, one may be lost.
+    Args:
+        reasons: of the job, its container and its nodes.
+        ended_by_call: TerminateJob or CancelJob ended it.
+        main_alone: the other nodes' ends are unknown, so that one of them may have been lost.
     """
     text = "\n".join(reasons)
     if status != "FAILED":
@@ -187,7 +200,7 @@ def _describe(job_ids: Sequence[str], client: Any, deadline: RequestDeadline) ->
 
 
 def _nodes_of(children: Sequence[str], client: Any, deadline: RequestDeadline) -> dict[str, Mapping[str, Any]]:
-    """The nodes' own descriptions; without them the job's is still worth having."""
+    """Describe nodes, or return nothing if Batch does not answer: the job's own description is still useful."""
     try:
         return (
             _describe(children, client, RequestDeadline.after(min(_NODES_SECONDS, deadline.left()))) if children else {}
@@ -232,7 +245,7 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
 def _job_times(
     job: Mapping[str, Any], nodes: Sequence[tuple[float | None, float | None]]
 ) -> tuple[float | None, float | None]:
-    """(started, stopped) of a job; where it does not say, as its nodes do: the first start, the last stop."""
+    """Return (started, stopped) of a job, completed by the first start and the last stop of its nodes."""
     started, stopped = _seconds(job.get("startedAt")), _seconds(job.get("stoppedAt"))
     starts, stops = ([one[which] for one in nodes if one[which] is not None] for which in (0, 1))
     return (

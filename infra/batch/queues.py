@@ -1,6 +1,6 @@
-"""Job queues of an AWS account: their market, machines and state, and the queues that a configuration declares.
+"""Job queues of AWS Batch: their market, machines and state, and the queues that a configuration declares.
 
-Families as AWS has them: https://docs.aws.amazon.com/ec2/latest/instancetypes/instance-type-names.html
+Instance families: https://docs.aws.amazon.com/ec2/latest/instancetypes/instance-type-names.html
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ebbflow.infra.aws.calls import RequestDeadline, call_aws, is_amazons, pagin
 from ebbflow.infra.config.schema import BatchConfig, QueueConfig, RunConfig
 from ebbflow.infra.store.s3 import aws_settings
 
-# Batch takes what fits the job, of the families c6i, c7i, m6i and r6i, or their Arm kin: none of them has a GPU.
+# Batch chooses from the families c6i, c7i, m6i and r6i, or their Arm variants; none has a GPU.
 # https://docs.aws.amazon.com/batch/latest/userguide/instance-type-compute-table.html
 AUTO_INSTANCE_TYPES = ("optimal", "default_x86_64", "default_arm64")
 _ARM_CHOICE = "default_arm64"
@@ -23,12 +23,12 @@ _ACCELERATED = re.compile(r"(p|g|gr|vt|inf|trn|dl|f)[0-9]")
 
 
 def has_accelerator(instance_type: str) -> bool:
-    """Whether a type, or a family, has GPUs or other accelerators, and its price."""
+    """Return whether an instance type or family has GPUs or other accelerators."""
     return _ACCELERATED.match(instance_type) is not None
 
 
 def is_arm(instance_type: str) -> bool:
-    """Whether a type, or a family, has processors that run no image for x86-64."""
+    """Return whether an instance type or family has Arm processors, which run no x86-64 image."""
     return instance_type == _ARM_CHOICE or _ARM.match(instance_type.partition(".")[0]) is not None
 
 
@@ -36,15 +36,18 @@ Market = Literal["spot", "on_demand"]
 
 _SECONDS = 20.0
 _NAMES_IN_A_REQUEST = 100
-# computeResources.type → the market; others (SageMaker, ECS managed instances) are none that a price is known of.
+# computeResources.type → the market; there are no prices for others (SageMaker, ECS managed instances).
 _MARKETS: dict[str, Market] = {"SPOT": "spot", "FARGATE_SPOT": "spot", "EC2": "on_demand", "FARGATE": "on_demand"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeEnvironment:
-    """One compute environment. kind: Batch's computeResources.type (SPOT, EC2, FARGATE …), "" of an unmanaged one.
+    """A compute environment of Batch.
 
-    instance_types: as given to Batch: types, families, or "optimal". max_vcpus: None where it has no limit.
+    Attributes:
+        kind: computeResources.type (SPOT, EC2, FARGATE …), "" if it is unmanaged.
+        instance_types: as given to Batch: types, families or "optimal".
+        max_vcpus: None: no limit.
     """
 
     name: str
@@ -66,16 +69,21 @@ class ComputeEnvironment:
 
     @property
     def places_nodes_together(self) -> bool:
-        """Several nodes come to lie in one zone: by a placement group, or since there is one subnet only."""
+        """Whether several nodes share a zone, because of a placement group or a single subnet."""
         return self.placement_group is not None or len(self.subnets) == 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueState:
-    """A job queue as Batch describes it now. usable: takes jobs and can run them; problem: why not, "" when it can.
+    """A job queue as Batch describes it.
 
-    market: None where it is not one, or nobody knows. instance_types: of all its usable compute environments, empty:
-    any. multi_node: Batch runs several nodes there. cancels_after_seconds: by reason, its jobStateTimeLimitActions.
+    Attributes:
+        market: None if it is mixed or unknown.
+        instance_types: of all usable compute environments; (): any type.
+        multi_node: the queue runs multi-node jobs.
+        usable: the queue accepts jobs and can run them.
+        problem: why it is not usable, "" if it is.
+        cancels_after_seconds: its jobStateTimeLimitActions, by reason.
     """
 
     name: str
@@ -92,7 +100,7 @@ class QueueState:
 
     @property
     def places_nodes_together(self) -> bool:
-        """Several nodes come to lie in one zone in whichever of its compute environments."""
+        """Whether several nodes share a zone in each of the usable compute environments."""
         return all(one.places_nodes_together for one in self.compute_environments if one.usable)
 
     def to_json(self) -> dict[str, Any]:
@@ -102,9 +110,16 @@ class QueueState:
 def describe_queues(
     names: Sequence[str] | None, client: Any, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, QueueState]:
-    """The queues of these names or ARNs, by what they were asked for; None: all of the region, by name.
+    """Describe queues and their compute environments.
 
-    A queue that does not exist is in the answer, as one that cannot be used. Raises CloudError.
+    Args:
+        names: names or ARNs; None: all queues of the region.
+
+    Returns:
+        The queues by the names that were given; a missing one is there too and not usable.
+
+    Raises:
+        CloudError: Batch does not answer or refuses.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     wanted = None if names is None else list(dict.fromkeys(names))
@@ -120,7 +135,7 @@ def describe_queues(
 
 
 def parse_environment(detail: Mapping[str, Any]) -> ComputeEnvironment:
-    """Read from DescribeComputeEnvironments, whose answer need not hold state, status and type."""
+    """Read one entry of DescribeComputeEnvironments, where state, status and type may be missing."""
     resources = detail.get("computeResources") or {}
     state, status = detail.get("state") or "ENABLED", detail.get("status") or "VALID"
     problem = ""
@@ -164,7 +179,7 @@ def _environments(arns: Sequence[str], client: Any, deadline: RequestDeadline) -
         for detail in answer.get("computeEnvironments") or []:
             one = parse_environment(detail)
             if set(AUTO_INSTANCE_TYPES) & set(one.instance_types) and not is_amazons(client):
-                one = replace(one, instance_types=())  # what another Batch chooses from, nobody knows
+                one = replace(one, instance_types=())  # the choice of a stand-in for Batch is unknown
             found |= {detail.get("computeEnvironmentArn", one.name): one, one.name: one}
     return found
 
@@ -212,7 +227,7 @@ def _problem(
 ) -> str:
     name = detail["jobQueueName"]
     if detail.get("state") != "ENABLED":
-        return f"queue {name} is {detail.get('state', 'in no state')}: it takes no jobs"
+        return f"queue {name} is {detail.get('state', 'in no state')} and accepts no jobs"
     if (detail.get("status") or "VALID") not in ("VALID", "UPDATING"):  # the answer need not hold it
         why = " ".join(str(detail.get("statusReason") or "").split())
         return f"queue {name} is {detail['status']}{': ' + why if why else ''}"
@@ -222,7 +237,7 @@ def _problem(
         return f"queue {name}: " + "; ".join(one.problem for one in environments)
     if market is None:
         kinds = ", ".join(f"{one.name}: {one.kind or 'unmanaged'}" for one in usable)
-        return f"queue {name} is of no single market ({kinds}): the price of a job there would not be known"
+        return f"queue {name} mixes markets ({kinds}), so that a job's price is unknown"
     return ""
 
 
@@ -239,7 +254,7 @@ def _missing(name: str, region: str) -> QueueState:
 
 
 def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
-    """As the configuration has them, all taken to be usable: for when Batch does not answer."""
+    """Return the configuration's queues, all marked usable, for when Batch does not answer."""
     return {
         queue.name: QueueState(
             name=queue.name,
@@ -255,10 +270,13 @@ def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
 
 
 def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float = 20.0) -> dict[str, QueueState]:
-    """Where training may go, by the name in the configuration; with none declared, all EC2 queues of the region.
+    """Return the queues for training by their configured names, or all EC2 queues of the region if none is configured.
 
-    A declaration can only narrow what Batch says: its instance types, and multi_node where that is not wanted. One that
-    contradicts Batch makes the queue unusable, with the reason in `problem`. Raises CloudError.
+    A declaration may narrow instance types and exclude multi-node jobs. One that contradicts Batch makes the queue
+    unusable, with the reason in `problem`.
+
+    Raises:
+        CloudError: Batch does not answer or refuses.
     """
     if not batch.queues:
         found = describe_queues(None, client, deadline_seconds=deadline_seconds)
@@ -268,10 +286,14 @@ def training_queues(batch: BatchConfig, client: Any, *, deadline_seconds: float 
 
 
 def limit_to_queue_region(config: RunConfig, *, told: bool = True) -> RunConfig:
-    """The configuration with the region of the queues as the only one that is priced: a job runs nowhere else.
+    """Return the configuration with the queues' region as the only region that is priced.
 
-    told: False takes the default region where nobody has told another, as a client does; True leaves the configuration
-    as it is then, since a container need not know. Raises StoreError for an unreadable profile.
+    Args:
+        told: False uses the default region where none is set, as a client does; True leaves the configuration unchanged
+            then, because a container may not know the region.
+
+    Raises:
+        StoreError: an AWS profile cannot be read.
     """
     region = config.batch.region
     if region is None:
@@ -284,21 +306,19 @@ def limit_to_queue_region(config: RunConfig, *, told: bool = True) -> RunConfig:
 
 
 def declaration_conflict(state: QueueState, declared: QueueConfig) -> str:
-    """What the configuration says of a queue and Batch does not, with the fix; "" when they agree."""
+    """Return how a declared queue contradicts Batch, with the fix; "" if they agree."""
     if state.market is not None and state.market != declared.market:
         kinds = ", ".join(dict.fromkeys(one.kind for one in state.compute_environments))
-        said = f"queue {state.name} is declared {declared.market}, and its compute environments are {kinds}"
+        said = f"queue {state.name} is declared {declared.market}, but its compute environments are {kinds}"
         return f"{said}; fix: set its market to {state.market} in batch.queues"
     if declared.multi_node and not state.multi_node:
-        said = (
-            f"queue {state.name} is declared multi_node, and Batch runs several nodes in managed EC2 environments only"
-        )
+        said = f"queue {state.name} is declared multi_node, but Batch runs multi-node jobs only in managed EC2 environments"
         return f"{said}; fix: set its multi_node to false in batch.queues"
     if declared.instance_types and state.instance_types:
         lost = [kind for kind in declared.instance_types if not _offered(kind, state.instance_types)]
         if lost:
             said = (
-                f"queue {state.name} is declared to have {', '.join(lost)}, and has {', '.join(state.instance_types)}"
+                f"queue {state.name} is declared to have {', '.join(lost)}, but has {', '.join(state.instance_types)}"
             )
             return f"{said}; fix: correct its instance_types in batch.queues"
     return ""
@@ -316,7 +336,7 @@ def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:
 
 
 def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
-    """What both mean: of a family that is declared only the types that there are, where Batch was given types."""
+    """Return the declared types that Batch offers; a declared family becomes the types that Batch lists of it."""
     if not declared or not offered:
         return tuple(declared or offered)
     narrow = [kind for kind in declared if kind in offered or not _lists_types_of(offered, kind)]
@@ -325,24 +345,24 @@ def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
 
 
 def _lists_types_of(offered: Sequence[str], kind: str) -> bool:
-    """Whether Batch was given narrower words than the declared ones: g5.xlarge, and g5 is declared."""
+    """Return whether Batch lists single types of a declared family, such as g5.xlarge of g5."""
     whole = kind.rstrip(".")
     return any(one != whole and one.startswith(whole if "." in whole else f"{whole}.") for one in offered)
 
 
 def _offered(kind: str, offered: Sequence[str]) -> bool:
-    """Whether a type or family is among those of a compute environment, as wide or as narrow as it names them."""
+    """Return whether a type or family is among a compute environment's types and families."""
     family, _, size = kind.rstrip(".").partition(".")
     for one in offered:
         other, _, its_size = one.partition(".")
         if one in AUTO_INSTANCE_TYPES and not has_accelerator(kind):
-            return True  # Batch's own choice changes with time and region, and has never had GPUs
+            return True  # Batch's own choice varies and has never had GPUs
         if family == other and (not size or not its_size or its_size.startswith(size)):
             return True
     return False
 
 
-# Of a step without @resources Metaflow asks for 4,096 MiB, which the system leaves of no machine with 4 GiB.
+# Without @resources Metaflow requests 4,096 MiB, more than a machine with 4 GiB has free.
 _LEAST_GIB = 5.0
 _GIB_PER_VCPU = {"c": 2.0, "r": 8.0, "x": 16.0, "z": 8.0}  # others: 4
 _VCPUS = {"nano": 0.5, "micro": 0.5, "small": 0.5, "medium": 1.0, "large": 2.0, "xlarge": 4.0}
@@ -352,31 +372,35 @@ _CPU, _FARGATE, _UNKNOWN, _GPU, _UNFIT = range(5)
 
 
 def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
-    """(name, why) of the on-demand queue whose smallest machine that will do is the smallest, one without GPUs before
-    any with them, and Fargate, which needs one more role, in between; None where no queue takes jobs on demand. What
-    the machines are goes by their types' names.
+    """Choose the on-demand queue with the smallest sufficient machine for the steps around training.
+
+    Queues without GPUs come first, then Fargate (which needs one more role), then those with GPUs. Machine sizes are
+    read from the names of instance types.
+
+    Returns:
+        (name, reason), or None without an on-demand queue that accepts jobs.
     """
     able = [(name, queue) for name, queue in queues.items() if queue.usable and queue.market == "on_demand"]
     if not able:
         return None
     name, queue = min(able, key=lambda one: _rank_of(one[1]))  # the first of equals
     kind, _ = _rank_of(queue)
-    types = ", ".join(queue.instance_types) or "machines that nobody named"
+    types = ", ".join(queue.instance_types) or "unknown machines"
     fix = "fix: name a queue of small machines in batch.light_queue"
     why = {
         _CPU: f"the smallest of {len(able)} on demand ({types})"
         if len(able) > 1
         else f"the only one on demand ({types})",
-        _FARGATE: "of Fargate, which has no GPUs; Metaflow runs none there without METAFLOW_ECS_FARGATE_EXECUTION_ROLE",
+        _FARGATE: "of Fargate, without GPUs; Metaflow needs METAFLOW_ECS_FARGATE_EXECUTION_ROLE for it",
         _UNKNOWN: f"of {types}, which may have GPUs; {fix}",
-        _GPU: f"whose machines all have GPUs or other accelerators, paid for and not used ({types}); {fix}",
+        _GPU: f"whose machines all have unused GPUs or other accelerators ({types}); {fix}",
         _UNFIT: f"whose machines may have less than {_LEAST_GIB:g} GiB, or run no image for x86-64 ({types}); {fix}",
     }
     return name, why[kind]
 
 
 def has_gpus_only(queue: QueueState) -> bool:
-    """Whether all of its machines that hold a step have GPUs or other accelerators, as far as their types are told."""
+    """Return whether every sufficient machine of a queue has an accelerator, as far as its types are known."""
     return bool(queue.instance_types) and _rank(queue.instance_types)[0] == _GPU
 
 
@@ -385,7 +409,7 @@ def _rank_of(queue: QueueState) -> tuple[int, float]:
 
 
 def _rank(types: Iterable[str]) -> tuple[int, float]:
-    """(kind, processors) of the smallest machine among the types that will do."""
+    """Return (kind, vCPUs) of the smallest sufficient machine among the types."""
     fit = [one for one in types if _gib(one) >= _LEAST_GIB and not is_arm(one)]
     found = [(_GPU if has_accelerator(one) else _CPU, _vcpus(one)) for one in fit]
     return min(found) if found else ((_UNFIT, 0.0) if list(types) else (_UNKNOWN, 0.0))
@@ -409,15 +433,19 @@ def _gib(listed: str) -> float:
     return _vcpus(listed) * _GIB_PER_VCPU.get(listed[0], 4.0)
 
 
-# Of a submit's parameters, which stand in no job definition and so replace nothing; Batch tells them with the job.
+# A parameter of each submit. No job definition uses it, and Batch returns it with the job.
 MARK = "ebbflow_submit"
 _JOBS_IN_A_REQUEST = 100
 
 
 def find_marked_jobs(queue: str, job_name: str, mark: str, client: Any, *, deadline_seconds: float = 20.0) -> list[str]:
-    """Ids of the queue's jobs of that name whose parameter `MARK` is `mark`, in whatever state, the first made first.
+    """Find the ids of a queue's jobs by name and mark, in any state, oldest first.
 
-    Batch lists jobs by name whatever their state, and says no parameters with the list. Raises CloudError.
+    Args:
+        mark: value of the job's parameter `MARK`.
+
+    Raises:
+        CloudError: Batch does not answer or refuses.
     """
     deadline = RequestDeadline.after(deadline_seconds)
     by_name = [{"name": "JOB_NAME", "values": [job_name]}]

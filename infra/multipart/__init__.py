@@ -1,4 +1,4 @@
-"""Large objects in parts, each with a checksum, a deadline and a name: what obstore keeps to itself."""
+"""Uploads of large objects in parts, each with a checksum and a deadline, which obstore does not offer."""
 
 from ebbflow.infra.multipart.requests import Throttle
 from ebbflow.infra.multipart.sinks import (

@@ -1,6 +1,7 @@
-"""Signed S3 requests: each has a deadline, kept-alive connections and a shared bandwidth cap.
+"""Signed S3 requests with a deadline, over kept-alive connections and under a shared bandwidth cap.
 
-Source: AWS, "Signature Calculations for the Authorization Header: Transferring Payload in a Single Chunk".
+Signatures follow AWS, "Signature Calculations for the Authorization Header: Transferring Payload in a Single Chunk".
+The payload is unsigned: checksums protect the bytes in a quarter of the time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ _CREDENTIALS_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class S3Account:
-    """endpoint: scheme, host and port, None for Amazon's own. access_key "": requests are not signed."""
+    """The account of a request.
+
+    Attributes:
+        endpoint: scheme, host and port; None: Amazon's.
+        access_key: "": requests are not signed.
+    """
 
     region: str
     endpoint: str | None
@@ -49,9 +55,11 @@ class S3Account:
 
 
 def find_account() -> Callable[[], S3Account]:
-    """What to ask before each request: keys that expire are renewed in between.
+    """Return a function that gives the current account, with renewed keys if they expire.
 
-    Raises StoreForbidden without any, StoreUnavailable when their source does not answer.
+    Raises:
+        StoreForbidden: there are no credentials.
+        StoreUnavailable: the source of credentials does not answer.
     """
     settings = aws_settings()
     provider = credential_provider(_CREDENTIALS_SECONDS)
@@ -81,7 +89,14 @@ _PAYLOAD = "UNSIGNED-PAYLOAD"
 def signed_headers(
     account: S3Account, method: str, path: str, query: str, headers: Mapping[str, str], *, now: float
 ) -> dict[str, str]:
-    """`headers`, which must have "host", with those of the signature. path and query: encoded as they are sent."""
+    """Return `headers` with those of the signature added.
+
+    Args:
+        path: encoded as it is sent.
+        query: encoded as it is sent.
+        headers: must contain "host".
+        now: Unix time.
+    """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
     known = {name.lower(): " ".join(value.split()) for name, value in headers.items()}
     known |= {"x-amz-date": stamp, "x-amz-content-sha256": _PAYLOAD}
@@ -105,7 +120,7 @@ def signed_headers(
 
 
 def encoded_query(parameters: Mapping[str, str]) -> str:
-    """Sorted by name, as it is signed and sent."""
+    """Encode query parameters, sorted by name as the signature requires."""
     return "&".join(f"{quote(name, safe='-_.~')}={quote(parameters[name], safe='-_.~')}" for name in sorted(parameters))
 
 
@@ -113,22 +128,25 @@ def encoded_path(key: str) -> str:
     return quote(f"/{key.lstrip('/')}", safe="/-_.~")
 
 
-_BURST_SECONDS = 0.05  # short, so that the network is shared evenly and not by turns
+_BURST_SECONDS = 0.05  # short, so that threads share the network evenly
 
 
 class Throttle:
-    """bytes_per_second None: no cap; it may be changed at any time. Thread-safe."""
+    """A cap on the bytes per second of all threads of a process. Thread-safe.
+
+    `bytes_per_second` may be changed at any time; None: no cap.
+    """
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         if bytes_per_second is not None and bytes_per_second <= 0:
             raise ValueError(f"bytes_per_second must be positive: {bytes_per_second}")
         self.bytes_per_second = bytes_per_second
-        self._free_at = 0.0  # time.monotonic() at which what was taken so far has been paid for
+        self._free_at = 0.0  # time.monotonic() at which the bytes taken so far are within the cap
         self._lock = threading.Lock()
 
     @property
     def slice_bytes(self) -> int | None:
-        """How much to send at once; None without a cap: as much as there is."""
+        """How many bytes to send at once, None without a cap."""
         rate = self.bytes_per_second
         return None if rate is None else max(16 * 1024, int(rate * _BURST_SECONDS))
 
@@ -146,7 +164,7 @@ class Throttle:
 
 
 class DeadlineWatch:
-    """Thread-safe. Its thread is started when there is something to watch, and ends when there is nothing left."""
+    """Runs actions at deadlines. Thread-safe; its thread lives only while there is a deadline to watch."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int]] = []  # time.monotonic() and number
@@ -157,7 +175,7 @@ class DeadlineWatch:
 
     @contextmanager
     def limit(self, seconds: float, action: Callable[[], None]) -> Iterator[None]:
-        """Call `action` if the block has not ended within `seconds`; never after it. action: short, does not raise."""
+        """Call `action`, which must be short and not raise, if the block does not end within `seconds`."""
         number = next(self._numbers)
         due = (time.monotonic() + seconds, number)
         with self._changed:
@@ -193,14 +211,14 @@ class DeadlineWatch:
 Buffer = bytes | bytearray | memoryview
 
 _FULL_CODES = frozenset({"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
-# The bytes, or the clock, went wrong on the way: the same request may do better.
+# Corrupted or late on the way: a retry may succeed.
 _AGAIN_CODES = frozenset({"BadDigest", "RequestTimeout", "IncompleteBody", "XAmzContentChecksumMismatch"})
 _LONGEST_TEXT = 300
 
 
 @dataclass(frozen=True)
 class S3Response:
-    """headers: by lower-case name."""
+    """An answer. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -208,7 +226,7 @@ class S3Response:
 
 
 class S3Client:
-    """Requests to one bucket. Thread-safe; each thread keeps a connection of its own."""
+    """Requests to one bucket. Thread-safe: each thread keeps its own connection."""
 
     def __init__(self, bucket: str, account: Callable[[], S3Account]) -> None:
         self._bucket = bucket
@@ -227,10 +245,19 @@ class S3Client:
         seconds: float,
         throttle: Throttle | None = None,
     ) -> S3Response:
-        """The answer to a request that succeeded. key "": the bucket itself.
+        """Send a request and return the answer if it succeeded.
 
-        Raises StoreUnavailable for what another try may cure (no or late answer, 5xx, 408, 409, 429, bytes changed on
-        their way), ObjectNotFound, StoreForbidden, StoreFull, StoreMisconfigured, and StoreError for any other answer.
+        Args:
+            key: "" addresses the bucket itself.
+            seconds: deadline for the whole request.
+
+        Raises:
+            StoreUnavailable: a retry may help (no or late answer, 5xx, 408, 409, 429, corrupted bytes).
+            ObjectNotFound: 404.
+            StoreForbidden: 401 or 403.
+            StoreFull: the store accepts no more bytes.
+            StoreMisconfigured: no such bucket, or another region.
+            StoreError: any other answer.
         """
         account = self._account()
         scheme, host, path = self._place(account, key)
@@ -250,7 +277,7 @@ class S3Client:
         return answer
 
     def _place(self, account: S3Account, key: str) -> tuple[str, str, str]:
-        """(scheme, host, path). Amazon's own buckets are names of hosts; others expect the bucket in the path."""
+        """Return (scheme, host, path). Amazon's buckets are host names; other stores expect the bucket in the path."""
         if account.endpoint is None:
             if "." in self._bucket:  # would not match Amazon's certificate
                 return "https", f"s3.{account.region}.amazonaws.com", encoded_path(f"{self._bucket}/{key}")
@@ -272,7 +299,7 @@ class S3Client:
         end = time.monotonic() + seconds
         connection = self._connection(scheme, host, max(seconds, 0.05))
         try:
-            # A peer that trickles bytes renews every time-out of a socket: this one cannot be renewed.
+            # A peer that sends single bytes resets a socket's time-out again and again, but not this one.
             with self._watch.limit(max(seconds, 0.05), partial(_break, connection)):
                 connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
                 for name, value in headers.items():
@@ -315,7 +342,10 @@ class S3Client:
 def _send(
     connection: http.client.HTTPConnection, body: memoryview, end: float, throttle: Throttle | None
 ) -> OSError | None:
-    """What broke off the sending: a store that refuses often answers, and closes, before it has read everything."""
+    """Send the body and return the error that stopped it, or None.
+
+    A store that refuses a request may answer and close the connection before it has read the body.
+    """
     size = len(body)
     step = (throttle and throttle.slice_bytes) or max(size, 1)
     try:
@@ -326,16 +356,16 @@ def _send(
             _limit_sending(connection.sock, max(end - time.monotonic(), 0.001))
             connection.sock.sendall(piece)
         connection.sock.settimeout(max(end - time.monotonic(), 0.001))
-    except (OSError, AttributeError) as error:  # the watch may have closed it in between
+    except (OSError, AttributeError) as error:  # the watch may have closed it
         return error if isinstance(error, OSError) else ConnectionAbortedError("closed at its deadline")
     return None
 
 
 def _limit_sending(connected: socket.socket, seconds: float) -> None:
-    """No send waits longer.
+    """Limit how long a send may block.
 
-    By the kernel where it can: a time-out of Python's own makes the socket non-blocking, and a large body is then a
-    wait and a call for each buffer's worth that the other side has taken, under the interpreter's lock.
+    The kernel's limit is used where possible. Python's own makes the socket non-blocking, and a large body then needs a
+    wait and a call per buffer under the interpreter's lock.
     """
     if isinstance(connected, ssl.SSLSocket) or not sys.platform.startswith("linux"):
         connected.settimeout(seconds)
@@ -347,7 +377,7 @@ def _limit_sending(connected: socket.socket, seconds: float) -> None:
 
 
 def _is_quiet(connected: socket.socket) -> bool:
-    """False for a connection that the other side has closed meanwhile, or that has an answer nobody asked for."""
+    """Return False for a connection that the server has closed or that has unread bytes."""
     if isinstance(connected, ssl.SSLSocket):
         return True  # cannot be peeked at: it is tried as it is
     try:
@@ -381,7 +411,7 @@ def _refused(what: str, answer: S3Response) -> StoreError:
     if status == 404:
         return ObjectNotFound(said)
     if code in _FULL_CODES or status in (413, 507):
-        return StoreFull(f"{said}; no room; fix: delete old jobs, or raise the quota")
+        return StoreFull(f"{said}; no space; fix: delete old jobs, or raise the quota")
     if code in _AGAIN_CODES or status in (408, 409, 429) or status >= 500:
         return StoreUnavailable(said)
     if status in (401, 403):

@@ -1,10 +1,10 @@
 """Upload targets for objects in parts: a bucket or a folder.
 
-Checksums are CRC64NVME, as 64-bit numbers here and as base64 of 8 big-endian bytes on the wire. They go with each part
-and with the whole, which stores that know them compare; what comes back is returned, None where nothing does.
+Checksums are CRC64NVME, as 64-bit integers here and as base64 of 8 big-endian bytes on the wire. They accompany each
+part and the whole object, and stores that support them verify them.
 
-Whole blocks go to the disk directly where the file system allows it: through the page cache the same bytes cost some
-ten times the processor time and push out what training has cached (measured on ext4).
+In a folder, whole blocks bypass the page cache where the file system allows it. Through the page cache the same bytes
+cost about ten times the processor time and evict cached training data (measured on ext4).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LARGEST_COUNT = 10_000  # parts of one object, by S3
 
 @dataclass(frozen=True)
 class MultipartUpload:
-    """A multipart upload under way. age_seconds: by the store's own clock, where it was listed."""
+    """A multipart upload in progress. age_seconds: by the store's clock, for listed uploads."""
 
     key: str
     id: str
@@ -42,7 +42,7 @@ class MultipartUpload:
 
 @dataclass(frozen=True)
 class UploadedPart:
-    """A part that the store has. crc64nvme: what the store computed, None when it does not say."""
+    """A part in the store. crc64nvme: the store's own checksum, None if it gives none."""
 
     number: int
     etag: str
@@ -50,14 +50,17 @@ class UploadedPart:
 
 
 class Bucket:
-    """All calls take `seconds`, for the whole request, and raise as `Requests.send` does. Thread-safe."""
+    """The requests of multipart uploads to a bucket. Thread-safe.
+
+    Every method takes `seconds` for the whole request and raises as `S3Client.send` does.
+    """
 
     def __init__(self, name: str, account: Callable[[], S3Account], throttle: Throttle | None = None) -> None:
         self._requests = S3Client(name, account)
         self._throttle = throttle
 
     def put(self, key: str, body: Buffer, crc64nvme: int, *, seconds: float) -> int | None:
-        """One request for the whole object. Returns the store's checksum of it, None when it gives none."""
+        """Put the whole object in one request. Returns the store's checksum, None if it gives none."""
         answer = self._requests.send(
             "PUT", key, headers=_checksum(crc64nvme), body=body, seconds=seconds, throttle=self._throttle
         )
@@ -74,7 +77,7 @@ class Bucket:
     def put_part(
         self, upload: MultipartUpload, number: int, body: Buffer, crc64nvme: int, *, seconds: float
     ) -> UploadedPart:
-        """number: from 1 on."""
+        """Upload one part. number: counted from 1."""
         answer = self._requests.send(
             "PUT",
             upload.key,
@@ -91,7 +94,7 @@ class Bucket:
     def complete(
         self, upload: MultipartUpload, parts: Sequence[UploadedPart], crcs: Sequence[int], whole: int, *, seconds: float
     ) -> int | None:
-        """Put the parts together. Returns the store's checksum of the whole, None when it gives none."""
+        """Complete the upload. Returns the store's checksum of the whole object, None if it gives none."""
         root = ElementTree.Element("CompleteMultipartUpload", xmlns="http://s3.amazonaws.com/doc/2006-03-01/")
         for part, crc in zip(parts, crcs, strict=True):
             node = ElementTree.SubElement(root, "Part")
@@ -107,7 +110,7 @@ class Bucket:
             seconds=seconds,
         )
         document = _parse(answer)
-        if document.tag == "Error":  # S3 answers 200 at once, and an error in the body when it comes to that
+        if document.tag == "Error":  # S3 answers 200 at once, and any error follows in the body
             raise StoreUnavailable(
                 f"complete {upload.key}: {document.findtext('Code')}: {document.findtext('Message')}"
             )
@@ -118,12 +121,12 @@ class Bucket:
         self._requests.send("DELETE", upload.key, query={"uploadId": upload.id}, seconds=seconds)
 
     def size(self, key: str, *, seconds: float) -> tuple[int, int | None]:
-        """(bytes, checksum or None) of an object. Raises ObjectNotFound."""
+        """Return (bytes, checksum or None) of an object. Raises ObjectNotFound."""
         answer = self._requests.send("HEAD", key, headers={"x-amz-checksum-mode": "ENABLED"}, seconds=seconds)
         return int(answer.headers["content-length"]), _stated(answer)
 
     def uploads(self, prefix: str, *, seconds: float) -> Iterator[MultipartUpload]:
-        """Uploads that were begun below `prefix` and neither completed nor aborted."""
+        """Yield the unfinished uploads below `prefix`."""
         marker: dict[str, str] = {}
         while True:
             query = {"uploads": "", "prefix": prefix, **marker}
@@ -150,7 +153,7 @@ def _encoded(crc64nvme: int) -> str:
 
 
 def _decoded(text: str) -> int | None:
-    """None for what is no checksum of a whole: some stores give a checksum of the parts' checksums, "…-3"."""
+    """Decode a checksum. Returns None for a checksum of the parts' checksums ("…-3"), which some stores give."""
     return None if "-" in text else int.from_bytes(base64.b64decode(text), "big")
 
 
@@ -164,11 +167,11 @@ def _timestamp(text: str) -> float:
 
 
 def _parse(answer: S3Response) -> ElementTree.Element:
-    """The document without its name space, which not all stores give."""
+    """Parse XML and drop its namespace, which not all stores give."""
     try:
         document = ElementTree.fromstring(answer.body)
     except ElementTree.ParseError as error:
-        raise StoreUnavailable(f"an answer that is no XML: {answer.body[:200]!r}") from error
+        raise StoreUnavailable(f"the answer is not XML: {answer.body[:200]!r}") from error
     for node in document.iter():
         node.tag = node.tag.rpartition("}")[2]
     return document
@@ -183,7 +186,12 @@ _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 @dataclass
 class _File:
-    """An unfinished file. direct: a second descriptor that bypasses the page cache, None where there is none."""
+    """An unfinished file.
+
+    Attributes:
+        direct: second descriptor that bypasses the page cache, None if unavailable.
+        hung: an abandoned call may still use the descriptors, so they are never closed.
+    """
 
     path: Path
     unfinished: Path
@@ -192,7 +200,7 @@ class _File:
     hung: bool = False  # an abandoned call may still use the descriptors, which are therefore never closed
 
     def run(self, call: Callable[[], None], seconds: float) -> None:
-        """Raises StoreTimeout when `call` does not come back in time; nothing more is written to this file then."""
+        """Run one operation on the file. Raises StoreHung at the deadline; the file then accepts no more writes."""
         if self.hung:
             raise StoreError(f"put {self.path}: an operation on this file hangs")
         try:
@@ -208,7 +216,7 @@ class _File:
 
 
 class FolderSink:
-    """Parts are written where they belong in a file beside the name, which is synced and then given its name."""
+    """Writes parts in place into an unfinished file, then syncs it and gives it its name."""
 
     def __init__(self, root: Path, throttle: Throttle) -> None:
         self._root = root
@@ -253,7 +261,7 @@ class FolderSink:
 
         with os_errors_as_store_errors(
             f"put {begun.path}", otherwise=StoreError
-        ):  # a failed sync is not cured by another
+        ):  # a second sync would not report the failure again
             begun.run(finished, seconds)
             begun.close()
         return None
@@ -290,7 +298,7 @@ def _write(file: _File, data: memoryview, start: int) -> None:
             written = os.pwrite(file.direct, data[:whole], start)
             data, start = data[written:], start + written
         except OSError as error:
-            if error.errno != errno.EINVAL:  # memory or disk that is aligned otherwise: through the cache then
+            if error.errno != errno.EINVAL:  # memory or disk with another alignment: use the page cache
                 raise
     while data and not file.hung:
         written = os.pwrite(file.cached, data, start)
@@ -298,7 +306,7 @@ def _write(file: _File, data: memoryview, start: int) -> None:
 
 
 class os_errors_as_store_errors:  # noqa: N801 - reads as a phrase
-    """An error of the system within the block becomes one of the store."""
+    """Context manager that turns an OSError into a StoreError."""
 
     def __init__(self, what: str, otherwise: type[StoreError] = StoreUnavailable) -> None:
         self._what = what
@@ -314,7 +322,7 @@ class os_errors_as_store_errors:  # noqa: N801 - reads as a phrase
         if isinstance(error, FileNotFoundError):
             raise ObjectNotFound(words) from error
         if error.errno in _FULL:
-            raise StoreFull(f"{words}; no room; fix: free space, or a store on another disk") from error
+            raise StoreFull(f"{words}; no space; fix: free space, or a store on another disk") from error
         if error.errno in _FORBIDDEN:
             raise StoreForbidden(f"{words}; fix: the folder's owner and permissions") from error
         raise self._otherwise(words) from error
@@ -324,9 +332,9 @@ _SMALLEST_PART = 5 * 2**20  # by S3, but for the last
 
 
 class UploadSink(Protocol):
-    """Keys are relative to the store that it was opened for. Checksums are CRC64NVME; None: the store gives none.
+    """A target for objects in parts. Keys are relative to its store, and checksums are CRC64NVME or None.
 
-    What `begin` returns is handed to the calls that follow. `put_part` may be called by several threads at once.
+    The result of `begin` is passed to the other methods. `put_part` may run in several threads at once.
     """
 
     def begin(self, key: str, size: int, *, parts: int, seconds: float) -> Any: ...
@@ -344,12 +352,12 @@ class UploadSink(Protocol):
     def size(self, key: str, *, seconds: float) -> tuple[int, int | None]: ...
 
     def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
-        """Abort what was begun below `prefix` that long ago and never finished. Returns the keys."""
+        """Abort unfinished uploads below `prefix` that are older than `older_than_seconds`. Returns their keys."""
         ...
 
 
 def open_sink(uri: str, throttle: Throttle) -> UploadSink:
-    """For ``s3://bucket/prefix`` or a folder, as `Store.uri` has them."""
+    """Open a sink for ``s3://bucket/prefix`` or a folder, as in `Store.uri`."""
     if uri.startswith("s3://"):
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         return BucketSink(Bucket(bucket, find_account(), throttle), prefix)
@@ -357,7 +365,7 @@ def open_sink(uri: str, throttle: Throttle) -> UploadSink:
 
 
 class BucketSink:
-    """One part is a plain put, which an S3 makes visible as a whole; several are a multipart upload."""
+    """Uploads a single part as a plain put and several parts as a multipart upload."""
 
     def __init__(self, bucket: Bucket, prefix: str) -> None:
         self._bucket = bucket
@@ -399,7 +407,7 @@ class BucketSink:
             if upload.age_seconds > older_than_seconds and left > 0:
                 try:
                     self._bucket.abort(upload, seconds=left)
-                except ObjectNotFound:  # another sweep was first
+                except ObjectNotFound:  # another process swept it
                     continue
                 swept.append(upload.key)
         return swept

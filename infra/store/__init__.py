@@ -1,4 +1,4 @@
-"""One object store for everything: a local folder (the embedded default) or S3, through the same code path."""
+"""The object store, a local folder (the default) or S3, behind one interface."""
 
 from ebbflow.infra.store.objects import Buffer, ObjectMeta, Store
 

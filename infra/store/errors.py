@@ -1,7 +1,6 @@
 """One-line errors of the store: operation, object, what happened, what to do.
 
-The library's exceptions tell most of it in their text alone, which is why it is searched for status, S3 error code and
-system error here, and nowhere else.
+obstore's exceptions carry most of this only in their text, which is searched here for status, S3 code and errno.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ebbflow.infra.errors import (
     StoreUnavailable,
 )
 
-# The right that each operation needs, as IAM names it.
+# The IAM action that each operation needs.
 ACTIONS = {
     "put": "s3:PutObject",
     "get": "s3:GetObject",
@@ -33,8 +32,8 @@ ACTIONS = {
 _KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 _RENEW = "renew them (aws sso login), or let a role renew them"
 _REFUSALS = {
-    "InvalidAccessKeyId": ("the store does not know the access key", f"check {_KEYS}, and the endpoint"),
-    "SignatureDoesNotMatch": ("the secret key is not the access key's", f"check {_KEYS}"),
+    "InvalidAccessKeyId": ("unknown access key", f"check {_KEYS}, and the endpoint"),
+    "SignatureDoesNotMatch": ("the secret key does not match the access key", f"check {_KEYS}"),
     "ExpiredToken": ("the credentials have expired", _RENEW),
     "InvalidToken": ("the session token is not valid", "renew the credentials, or unset AWS_SESSION_TOKEN"),
     "RequestTimeTooSkewed": (
@@ -49,7 +48,7 @@ _FORBIDDEN_NUMBERS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 class as_store_errors:  # noqa: N801 - reads as a phrase: with translated("put", uri)
-    """Turns the library's exceptions within the block into a StoreError."""
+    """Context manager that turns exceptions of obstore and of the operating system into a StoreError."""
 
     def __init__(self, operation: str, uri: str) -> None:
         self._operation = operation
@@ -79,7 +78,7 @@ def _store_error(operation: str, uri: str, error: BaseException) -> StoreError:
 
 def _local(number: int | None, text: str, missing: bool) -> tuple[type[StoreError], str]:
     if number in _FULL_NUMBERS:
-        return StoreFull, f"no room: {os.strerror(number)}; fix: free space, or a store on another disk"
+        return StoreFull, f"no space: {os.strerror(number)}; fix: free space, or a store on another disk"
     if number in _FORBIDDEN_NUMBERS:
         return StoreForbidden, f"not allowed: {os.strerror(number)}; fix: the folder's owner and permissions"
     if missing:
@@ -89,7 +88,7 @@ def _local(number: int | None, text: str, missing: bool) -> tuple[type[StoreErro
 
 def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[StoreError], str]:
     bucket = uri.removeprefix("s3://").partition("/")[0]
-    # A delete is one key of a bulk request: its refusal comes in an answer that succeeded, and reads otherwise.
+    # A delete is one key of a bulk request, and its refusal is part of a successful answer.
     code = _found(r"<Code>\s*(\w+)\s*</Code>", text) or _found(r"\(code: (\w+)\)", text)
     status = int(_found(r"status code: (\d{3})", text) or 0)
     if code == "NoSuchBucket":
@@ -106,10 +105,10 @@ def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[St
     if code in _REGION_CODES or "BareRedirect" in text:
         region = _found(r"expecting '([\w-]+)'", text)
         fix = f"AWS_REGION={region}" if region else f"AWS_REGION (aws s3api get-bucket-location --bucket {bucket})"
-        return StoreMisconfigured, f"bucket {bucket!r} lies in another region; fix: set {fix}"
+        return StoreMisconfigured, f"bucket {bucket!r} is in another region; fix: set {fix}"
     if code in _FULL_CODES or status in (413, 507):
         said = " ".join(filter(None, [f"HTTP {status}", code]))
-        return StoreFull, f"no room: the store takes no more ({said}); fix: delete old jobs, or raise the quota"
+        return StoreFull, f"no space: the store is full ({said}); fix: delete old jobs, or raise the quota"
     if code in _REFUSALS or code == "AccessDenied" or status in (401, 403):
         return StoreForbidden, _refusal(operation, bucket, code)
     return _away(text, status, code)
@@ -132,19 +131,19 @@ def _away(text: str, status: int, code: str) -> tuple[type[StoreError], str]:
         after = f" after {tries} retries" if tries else ""
         return (
             StoreUnavailable,
-            f"{host} is in trouble{after} ({said}); fix: try again later, or ask who runs the store",
+            f"{host} has an internal error{after} ({said}); fix: try again later, or ask the store's operator",
         )
     if "dns error" in text:
         return StoreUnavailable, f"the name of {host} does not resolve; fix: the endpoint (AWS_ENDPOINT_URL), or DNS"
     if "ConnectionRefused" in text:
-        return StoreUnavailable, f"nobody listens at {host} (connection refused); fix: start it, or AWS_ENDPOINT_URL"
+        return StoreUnavailable, f"connection refused by {host}; fix: start it, or correct AWS_ENDPOINT_URL"
     if "Timeout" in text or "TimedOut" in text:
         seconds = _seconds(text)
         within = f" within {seconds:.1f} s" if seconds is not None else " in time"
         if "Connect," in text:
             fix = "a firewall or security group that drops packets, the route, or AWS_ENDPOINT_URL"
             return StoreUnavailable, f"no connection to {host}{within}; fix: {fix}"
-        return StoreUnavailable, f"no answer from {host}{within}; fix: the network to it, or who runs the store"
+        return StoreUnavailable, f"no answer from {host}{within}; fix: the network to it, or the store itself"
     if "kind: Connect" in text or "kind: Request" in text:
         cause = _found(r'message: "([^"]+)"', text) or _first_sentence(text)
         return StoreUnavailable, f"the connection to {host} broke: {cause}; fix: the network to it, or AWS_ENDPOINT_URL"
@@ -152,12 +151,12 @@ def _away(text: str, status: int, code: str) -> tuple[type[StoreError], str]:
 
 
 def _host(text: str) -> str:
-    """Scheme, name and port of who was asked."""
+    """Return scheme, name and port of the endpoint."""
     return _found(r"(https?://[^/\s\"?]+)", text) or "the store"
 
 
 def _seconds(text: str) -> float | None:
-    """How long the library tried: "in 2.801919468s" or "in 928.5ms"."""
+    """Return how long obstore tried, from "in 2.801919468s" or "in 928.5ms"."""
     match = re.search(r" in ([\d.]+)(ms|s)\b", text)
     return None if match is None else float(match[1]) / (1000 if match[2] == "ms" else 1)
 

@@ -1,8 +1,8 @@
-"""A folder as an object store, each operation of which can be abandoned.
+"""A folder as an object store, each operation of which can be abandoned at its deadline.
 
-A call into a file system that hangs (NFS, FUSE) cannot be interrupted. So each operation runs in a daemon thread and is
-left there when its time is over; a process never waits for it, and can still end. Files are opened without blocking and
-must be regular: a FIFO or a device in the place of an object is refused.
+A call into a hanging file system (NFS, FUSE) cannot be interrupted. Each operation therefore runs in a daemon thread
+that is left behind at the deadline, so that the process goes on and can exit. Files are opened without blocking and
+must be regular: a FIFO or device in the place of an object is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TypeVar
 from ebbflow.infra.errors import StoreError, StoreTimeout
 
 T = TypeVar("T")
-# Unfinished files of this module, of `ebbflow.infra.multipart.sinks`, and of obstore, which wrote folders before.
+# Unfinished files of this module, of `ebbflow.infra.multipart.sinks`, and of obstore in older stores.
 UNFINISHED = re.compile(r".+#\d+")
 _MOST_ABANDONED = 64
 _IDLE_SECONDS = 10.0
@@ -29,7 +29,7 @@ _LONGEST_PATH = 4096
 
 
 class HangGuard:
-    """Runs calls in daemon threads that are used again. A call that does not come back keeps its thread for itself."""
+    """Runs calls in reused daemon threads. A call that does not return keeps its thread."""
 
     def __init__(self) -> None:
         self._idle: list[_Thread] = []
@@ -38,14 +38,12 @@ class HangGuard:
         self._pid = os.getpid()
 
     def run(self, call: Callable[[], T], seconds: float, what: str) -> T:
-        """What `call` returns or raises. Raises StoreTimeout when it has not come back within `seconds`."""
+        """Return or raise the result of `call`. Raises StoreHung when it takes longer than `seconds`."""
         if self._pid != os.getpid():  # after a fork there are no threads here
             self.__init__()
         with self._lock:
             if self._abandoned >= _MOST_ABANDONED:
-                raise StoreTimeout(
-                    f"{what}: not tried: {self._abandoned} operations on this machine's folders hang already"
-                )
+                raise StoreTimeout(f"{what}: not tried: {self._abandoned} operations on folders hang already")
             thread = self._idle.pop() if self._idle else None
         task = _Task(call)
         if thread is None or not thread.take(task):
@@ -54,7 +52,7 @@ class HangGuard:
         if not task.done.wait(max(seconds, 0.0)) and self._abandon(task):
             raise StoreTimeout(
                 f"{what}: no answer from the file system within {seconds:.3g} s; "
-                "fix: look at the mount (NFS, FUSE) or the disk, or use another store"
+                "fix: check the mount (NFS, FUSE) or the disk, or use another store"
             )
         with self._lock:
             self._idle.append(thread)
@@ -63,7 +61,7 @@ class HangGuard:
         return task.result
 
     def _abandon(self, task: _Task) -> bool:
-        """False where it was done just now."""
+        """Mark a task as abandoned. Returns False if it has just finished."""
         with self._lock:
             if not task.call_back(self._came_back):
                 return False
@@ -85,7 +83,7 @@ class _Task:
         self._lock = threading.Lock()
 
     def call_back(self, came_back: Callable[[], None]) -> bool:
-        """Have `finish` return `came_back`. False where the task is finished already."""
+        """Register `came_back` for a late end. Returns False if the task has finished."""
         with self._lock:
             if self.done.is_set():
                 return False
@@ -97,14 +95,14 @@ class _Task:
         return self._came_back is not None
 
     def finish(self) -> Callable[[], None] | None:
-        """Mark the task as done. Returns the function to call if it was abandoned before."""
+        """Mark the task as done. Returns the registered function if the task was abandoned."""
         with self._lock:
             self.done.set()
             return self._came_back
 
 
 class _Thread:
-    """Ends when nothing has come for a while, or after a call that was abandoned."""
+    """A worker thread that ends when it is idle for a while or after an abandoned call."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
@@ -140,39 +138,40 @@ class _Thread:
             del task
 
 
-_RUNNING = threading.local()  # task: what this thread is at
+_RUNNING = threading.local()  # task: the one that this thread runs
 
 
 def refuse_if_abandoned(what: str) -> None:
-    """Raise StoreTimeout in a call that was abandoned: its caller has gone on, and may have written something newer."""
+    """Raise StoreHung in an abandoned call, because its caller has gone on and may have written something newer."""
     task = getattr(_RUNNING, "task", None)
     if task is not None and task.abandoned:
         raise StoreTimeout(f"{what}: the file system answered after the deadline; nothing was changed")
 
 
-HANG_GUARD = HangGuard()  # one for the process: what hangs is counted over all stores
+HANG_GUARD = HangGuard()  # one for the process: hanging calls are counted over all stores
 
 
 def open_regular(path: Path | str) -> int:
-    """A descriptor for reading. Raises StoreError for what is no regular file, without waiting for a FIFO's writer."""
+    """Open a file for reading without waiting for a FIFO's writer. Raises StoreError if it is not a regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise StoreError(f"{path}: is no regular file; fix: remove it")
+        raise StoreError(f"{path}: not a regular file; fix: remove it")
     return descriptor
 
 
 class FolderBackend:
-    """Objects below `root`, by their full keys. Raises OSError; the caller sets the deadline."""
+    """Objects below `root` by their full keys. Methods raise OSError; the caller sets the deadline."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def put(self, key: str, data: memoryview, *, create: bool = False, private: bool = False) -> None:
-        """Durable when it returns: the file, and each folder up to the root.
+        """Write an object durably: the file is synced, and each folder up to the root.
 
-        create: raise FileExistsError where there is an object already. private: only this user may read the file. Its
-        folder stays open to others, who have objects of their own in it.
+        Args:
+            create: raise FileExistsError if the object exists.
+            private: only this user may read the file.
         """
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +207,7 @@ class FolderBackend:
             return file.read(length)
 
     def head(self, key: str) -> tuple[int, float]:
-        """Size and Unix time. Raises FileNotFoundError for what is no regular file."""
+        """Return (size in bytes, Unix time). Raises FileNotFoundError for anything but a regular file."""
         found = self._path(key).stat()
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(key))
@@ -218,10 +217,12 @@ class FolderBackend:
         self._path(key).unlink()
 
     def list(self, prefix: str, after: str) -> list[tuple[str, int, float]]:
-        """(key, size, time) of all files below the folder `prefix` whose keys come after `after`.
+        """List (key, size, time) of all files below a folder whose keys are greater than `after`.
 
-        Passed over: unfinished files, names that are not UTF-8, which no key of ours is, and links that lead nowhere or
-        in a circle. Raises OSError where a folder cannot be read: a listing is whole, or none.
+        Unfinished files, names that are not UTF-8, and links that are broken or circular are skipped.
+
+        Raises:
+            OSError: a folder cannot be read; there are no partial listings.
         """
         try:
             return [found for found in self._walk(prefix) if found[0] > after]
@@ -260,12 +261,12 @@ class FolderBackend:
     def _path(self, key: str) -> Path:
         parts = key.split("/") if key else []
         if any(part in ("", ".", "..") for part in parts):
-            raise StoreError(f"{self.root}/{key}: is not a key")
+            raise StoreError(f"{self.root}/{key}: not a valid key")
         return self.root.joinpath(*parts)
 
 
 def sync_folders(folder: Path, root: Path) -> None:
-    """fsync each folder up to `root`: a name is durable only when its folder is."""
+    """Sync each folder up to `root`, because a name is durable only when its folder is."""
     while True:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

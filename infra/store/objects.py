@@ -1,10 +1,8 @@
 """The object store: the same few operations on a local folder and on a bucket.
 
-A `put` that returned is durable: on S3 by the service's promise, locally by fsync of the file and its folders.
-Every operation ends within its deadline, on a bucket and on a folder whose file system hangs (`infra.store.folder`).
-Keys of data, indexes and commits are never overwritten; reports are.
-
-This machine's clock says nothing of a store's, and the newest object of a job says little once nothing is put any more.
+A `put` that returned is durable: on S3 by the service's promise, locally by fsync of the file and its folders. Every
+operation ends within its deadline, also on a hanging file system. Keys of data, indexes and commits are never
+overwritten; reports are.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _SLOWEST_BYTES_PER_SECOND = 10e6  # of a folder's disk: a large object is given 
 
 @dataclass(frozen=True)
 class ObjectMeta:
-    """key relative to the store, size in bytes, modified as Unix time."""
+    """An object in a listing: its key relative to the store, size in bytes, and Unix time of modification."""
 
     key: str
     size: int
@@ -46,7 +44,7 @@ class ObjectMeta:
 
 
 class Store:
-    """Keys are relative to the store's root, parts joined by "/". Not fork-safe: open one per process."""
+    """Objects below a root. Keys are relative, with parts joined by "/". Not fork-safe: open one store per process."""
 
     def __init__(
         self, backend: Any, uri: str, root: Path | None, prefix: str = "", *, request_seconds: float = 60.0
@@ -59,11 +57,13 @@ class Store:
 
     @classmethod
     def open(cls, uri: str, *, request_timeout_seconds: float = 60.0) -> Store:
-        """Open a folder (created when missing) or ``s3://bucket/prefix``. No request is made yet.
+        """Open a folder (created when missing) or ``s3://bucket/prefix``; a bucket gets no request yet.
 
-        request_timeout_seconds bounds each request, its retries included; a large put and a long listing are several.
-        In a folder each operation is one request, and a large object has 1 s more for each 10 MB.
         Credentials, region and endpoint come from where every AWS tool finds them (`ebbflow.infra.store.s3`).
+
+        Args:
+            request_timeout_seconds: for each request with its retries; a large put and a long listing are several
+                requests. In a folder each operation is one request, and a large object has 1 s more for each 10 MB.
         """
         if uri.startswith("s3://"):
             bucket, prefix = split_uri(uri)
@@ -83,16 +83,20 @@ class Store:
         return cls(FolderBackend(root), str(root), root, request_seconds=request_timeout_seconds)
 
     def sub(self, prefix: str) -> Store:
-        """The same store, seen from below `prefix`."""
+        """Return the same store as seen from below `prefix`."""
         below = prefix.strip("/")
         uri = f"{self.uri}/{below}" if below else self.uri
         return Store(self._backend, uri, self._root, self._full(below), request_seconds=self.request_seconds)
 
     def put(self, key: str, data: Buffer, *, tags: Mapping[str, str] | None = None, private: bool = False) -> None:
-        """Write the whole object and make it durable. Raises StoreError.
+        """Write the whole object and make it durable.
 
-        tags: for a bucket's lifecycle rules; a folder, and a store that is not Amazon's, goes without. private: in a
-        folder only this user may read it.
+        Args:
+            tags: for a bucket's lifecycle rules; ignored in folders and in stores that are not Amazon's.
+            private: only this user may read the file, in a folder.
+
+        Raises:
+            StoreError: the object could not be written.
         """
         view, full = memoryview(data).cast("B"), self._full(key)
         with self._translated("put", key):
@@ -102,11 +106,11 @@ class Store:
                 obstore.put(self._backend, full, view, tags=dict(tags) if tags else None)
 
     def create(self, key: str, data: Buffer) -> bool:
-        """Write an object only if there is none under the key, and make it durable. False: there is one already.
+        """Write an object durably unless the key exists. Returns False if it existed with other content.
 
-        A bucket's service decides between two writers (If-None-Match). One that does not know the condition is asked
-        before instead. There, and in services that check it before they write (OpenStack Swift), two writers at the
-        same moment may both succeed, and the later one's content stays.
+        A bucket's service decides between two writers (If-None-Match). With a service that does not know the condition,
+        or checks it before the write (OpenStack Swift), two simultaneous writers may both succeed, and the later
+        content stays.
         """
         view, full = memoryview(data).cast("B"), self._full(key)
         try:
@@ -128,7 +132,7 @@ class Store:
         return True
 
     def get(self, key: str) -> bytes:
-        """The whole object. Raises ObjectNotFound or StoreError."""
+        """Return the whole object. Raises ObjectNotFound or StoreError."""
         full = self._full(key)
         with self._translated("get", key):
             if self._root is not None:
@@ -137,7 +141,7 @@ class Store:
             return bytes(obstore.get(self._backend, full).bytes())
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """`length` bytes from `start`. A shorter object raises StoreError, so that truncation is never silent."""
+        """Return `length` bytes from `start`. Raises StoreError if the object is shorter."""
         if length == 0:
             return b""
         full = self._full(key)
@@ -151,7 +155,7 @@ class Store:
         return data
 
     def head(self, key: str) -> ObjectMeta | None:
-        """Size and time of an object, or None when there is none."""
+        """Return size and time of an object, or None if it does not exist."""
         try:
             full = self._full(key)
             with self._translated("head", key):
@@ -162,7 +166,7 @@ class Store:
             return None
 
     def list(self, prefix: str = "", *, limit: int | None = None) -> list[ObjectMeta]:
-        """Objects below the folder `prefix`, sorted by key; at most `limit` of them when given."""
+        """List the objects below the folder `prefix`, sorted by key, at most `limit`."""
         found: list[ObjectMeta] = []
         for page in self.pages(prefix):
             found += page
@@ -171,10 +175,10 @@ class Store:
         return sorted(found, key=_key)[:limit]
 
     def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
-        """Objects below the folder `prefix` whose keys come after `after`, in the order of keys, at most 1,000 a page.
+        """Yield the objects below the folder `prefix` with keys greater than `after`, sorted, at most 1,000 per page.
 
-        Each page is one request, made when the page is asked for. A folder, and a store that lists in no order (its
-        first page shows it), are read as a whole before the first page is given.
+        Each page is one request, sent when the page is wanted. A folder, and a store whose first page is unsorted, are
+        read as a whole before the first page.
         """
         given = self._given(prefix, after)
         first = next(given, [])
@@ -187,7 +191,7 @@ class Store:
             yield whole[start : start + _PAGE]
 
     def delete(self, key: str) -> None:
-        """Remove an object; one that is already gone is no error."""
+        """Delete an object; a missing one is no error."""
         try:
             full = self._full(key)
             with self._translated("delete", key):
@@ -199,11 +203,10 @@ class Store:
             pass
 
     def local_path(self, key: str) -> Path | None:
-        """Where the object lies on this machine's disk, or None for a remote store."""
+        """Return the object's path on this machine's disk, or None for a remote store."""
         return None if self._root is None else self._root / self._full(key)
 
     def _given(self, prefix: str, after: str) -> Iterator[list[ObjectMeta]]:
-        """As the store lists them."""
         offset, full = self._full(after) if after else None, self._full(prefix)
         with self._translated("list", prefix):
             if self._root is not None:
@@ -236,7 +239,7 @@ def _key(meta: ObjectMeta) -> str:
 
 
 def _is_condition_unsupported(cause: BaseException | None) -> bool:
-    """Whether a bucket's service refused a request for its If-None-Match, as some that are not Amazon's do."""
+    """Return whether a store refused a request because it does not support If-None-Match."""
     return isinstance(cause, NotSupportedError) or bool(_UNSUPPORTED.search(str(cause)))
 
 
@@ -245,8 +248,11 @@ _PROBE = b"the store's clock"
 
 
 class StoreClock:
-    """Asks rarely. What it says is never later than the store's time, so that what is judged by it is kept too long
-    rather than too short: the probe is dated before its answer comes, and after that only elapsed time is added.
+    """The store's own clock, which dates its objects, read from a small probe object that is put and deleted.
+
+    The result is never later than the store's time: the probe is dated before its answer arrives, and later only
+    elapsed time is added. Objects judged by it are therefore kept too long rather than too short. The probe is repeated
+    rarely.
     """
 
     def __init__(self) -> None:
@@ -254,8 +260,11 @@ class StoreClock:
         self._at = 0.0
 
     def now(self, store: Store, newest: float) -> float:
-        """Unix time. newest: of the objects that are known, which stands in where nothing can be put: no room, or no
-        permission."""
+        """Return the store's Unix time.
+
+        Args:
+            newest: time of the newest known object, used if no probe can be written.
+        """
         elapsed = time.monotonic() - self._at
         if self._dated is None or elapsed > _ASK_AGAIN_SECONDS:
             self._dated, self._at, elapsed = _probed(store), time.monotonic(), 0.0
@@ -263,7 +272,6 @@ class StoreClock:
 
 
 def _probed(store: Store) -> float | None:
-    """The listing dates it like the objects it is compared with; where that lags, a look at the object itself does."""
     key = clock_key(secrets.token_hex(8))
     found: ObjectMeta | None = None
     left = {key}

@@ -1,7 +1,7 @@
 """Access to S3: credentials, region and endpoint as every AWS tool finds them, and the client for a bucket.
 
-Uploaders start often and must start fast: with keys in the environment nothing of botocore is imported. Otherwise its
-chain is asked: profile and role, web identity, SSO, shared files, container, instance metadata.
+Uploaders must start fast, so keys in the environment need no botocore. Otherwise botocore's chain is used: profile and
+role, web identity, SSO, shared files, container, instance metadata.
 """
 
 from __future__ import annotations
@@ -26,13 +26,18 @@ _DEFAULT_REGION = "us-east-1"
 # botocore renews what expires within 10 minutes when it is asked: asking more often never meets an expired one.
 _ASK_AGAIN = timedelta(minutes=5)
 _TRUE = ("1", "true")
-# The last is what Metaflow hands over to the containers that it starts.
+# Metaflow passes the last one to its containers.
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "METAFLOW_S3_ENDPOINT_URL")
 
 
 @dataclass(frozen=True)
 class AwsSettings:
-    """endpoint: a URL for a store that is not Amazon's; None for Amazon's. region_told: it is no mere default."""
+    """Region and endpoint of S3.
+
+    Attributes:
+        endpoint: URL of a store that is not Amazon's; None: Amazon's.
+        region_told: the region was configured and is not the default.
+    """
 
     region: str
     endpoint: str | None
@@ -40,9 +45,11 @@ class AwsSettings:
 
 
 def aws_settings() -> AwsSettings:
-    """Region and endpoint, from the environment and then the profile. Raises StoreError for an unreadable profile.
+    """Read region and endpoint from the environment, then from the profile.
 
-    Raises StoreMisconfigured for an endpoint that is given and to be ignored: obstore reads it all the same.
+    Raises:
+        StoreError: the profile cannot be read.
+        StoreMisconfigured: an endpoint is set and is also to be ignored, which obstore would not do.
     """
     environment, profile = os.environ, _Profile()
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or profile.get("region")
@@ -57,9 +64,14 @@ def aws_settings() -> AwsSettings:
 
 
 def credential_provider(seconds: float) -> Callable[[], dict] | None:
-    """What obstore asks for credentials; None when it finds them in the environment itself.
+    """Return a function that gives obstore credentials, or None if they are in the environment.
 
-    Raises StoreForbidden when there are none, StoreUnavailable when their source does not answer within `seconds`.
+    Args:
+        seconds: deadline for the source of credentials.
+
+    Raises:
+        StoreForbidden: there are no credentials.
+        StoreUnavailable: the source of credentials does not answer in time.
     """
     environment = os.environ
     if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
@@ -70,7 +82,6 @@ def credential_provider(seconds: float) -> Callable[[], dict] | None:
 
 
 def _from_chain(seconds: float) -> Callable[[], dict]:
-    """seconds: for each renewal."""
     from botocore.session import Session
 
     try:
@@ -99,7 +110,6 @@ def _from_chain(seconds: float) -> Callable[[], dict]:
 
 
 def _within(seconds: float, find: Callable[[], T]) -> T:
-    """Of a source of credentials, such as instance metadata."""
     return call_within(
         seconds,
         find,
@@ -112,7 +122,7 @@ def _within(seconds: float, find: Callable[[], T]) -> T:
 
 
 class _Profile:
-    """The profile in use, from the shared configuration file; empty where there is none."""
+    """The profile in use, from the shared configuration file; empty without one."""
 
     def __init__(self) -> None:
         name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
@@ -129,7 +139,7 @@ class _Profile:
         return self._file.get(self._section, key, fallback=None)
 
     def service(self, service: str, key: str) -> str | None:
-        """A key of the profile's services section, which nests: ``s3 =`` and indented lines below it."""
+        """Return a key of the profile's services section, where keys are nested below ``s3 =``."""
         section = f"services {self.get('services')}"
         for line in self._file.get(section, service, fallback="").splitlines():
             name, _, value = line.partition("=")
@@ -138,14 +148,14 @@ class _Profile:
         return None
 
 
-# Shares of a request's time, which add up to less than all of it: a last try starts before the second is over, after
-# a pause of at most the third, and takes at most the first.
+# Shares of a request's deadline: of one try, of the time in which tries start, of a pause, of connecting. The last try
+# starts within the second plus the third share and takes at most the first, together less than the deadline.
 _TRY, _TRIES_START, _PAUSE, _CONNECT = 0.7, 0.18, 0.1, 0.25
 _RETRIES = 4
 
 
 def split_uri(uri: str) -> tuple[str, str]:
-    """(bucket, prefix) of ``s3://bucket/prefix``. Raises StoreMisconfigured without a bucket."""
+    """Split ``s3://bucket/prefix`` into (bucket, prefix). Raises StoreMisconfigured without a bucket."""
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     if not bucket:
         raise StoreMisconfigured(f"store {uri!r}: names no bucket; fix: s3://bucket/prefix")
@@ -153,17 +163,19 @@ def split_uri(uri: str) -> tuple[str, str]:
 
 
 def open_bucket(bucket: str, seconds: float) -> S3Store:
-    """A client for `bucket` whose every request, its retries included, ends within `seconds`.
+    """Open a client for a bucket whose every request, with its retries, ends within `seconds`.
 
-    Raises StoreForbidden without credentials, StoreUnavailable when their source hangs, StoreMisconfigured for settings
-    that no bucket can be opened with.
+    Raises:
+        StoreForbidden: there are no credentials.
+        StoreUnavailable: the source of credentials does not answer in time.
+        StoreMisconfigured: the settings allow no client.
     """
     settings = aws_settings()
     endpoint = settings.endpoint
     options: dict[str, Any] = {"region": settings.region}
     if endpoint is not None:
         options["endpoint"] = endpoint.rstrip("/")
-        options["disable_tagging"] = True  # few but Amazon's know tags; some refuse the whole request
+        options["disable_tagging"] = True  # few other stores support tags; some refuse the whole request
     elif "AWS_VIRTUAL_HOSTED_STYLE_REQUEST" not in os.environ and "." not in bucket:
         # Amazon's own style; a dot in the name would not match its certificate. Others expect the bucket in the path.
         options["virtual_hosted_style_request"] = True

@@ -190,7 +190,7 @@ def test_queues_that_take_nothing_say_why(client: Any) -> None:
     found = describe_queues(["spot", "gang", "off", "ill", "none"], client)
     assert (found["spot"].market, found["spot"].multi_node, found["spot"].usable) == ("spot", False, True)
     assert (found["gang"].market, found["gang"].multi_node) == ("on_demand", True)
-    assert found["off"].problem == "queue off is DISABLED: it takes no jobs"
+    assert found["off"].problem == "queue off is DISABLED and accepts no jobs"
     assert not found["ill"].usable and "is INVALID" in found["ill"].problem
     assert found["none"].problem == "there is no job queue none in us-east-1"
     assert sorted(describe_queues(None, client)) == ["full", "gang", "ill", "off", "spot"]

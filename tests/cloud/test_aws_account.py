@@ -56,11 +56,11 @@ def test_queues(aws: Account) -> None:
         in failed("aws-queues", **batch({**SPOT, "name": "spot-g6"})).detail
     )
     wrong = failed("aws-queues", **batch({"name": "spot-g5", "market": "on_demand"}))
-    assert "queue spot-g5 is declared on_demand, and its compute environments are SPOT" in wrong.detail
+    assert "queue spot-g5 is declared on_demand, but its compute environments are SPOT" in wrong.detail
     wrong = failed("aws-queues", **batch({"name": "light", "market": "on_demand", "multi_node": True}))
-    assert "is declared multi_node, and Batch runs several nodes in managed EC2 environments only" in wrong.detail
+    assert "is declared multi_node, but Batch runs multi-node jobs only in managed EC2 environments" in wrong.detail
     wrong = failed("aws-queues", **batch({**SPOT, "instance_types": ["g5.xlarge", "g6"]}))
-    assert "is declared to have g6, and has g5" in wrong.detail
+    assert "is declared to have g6, but has g5" in wrong.detail
     assert "for the steps around training" in failed("aws-queues", **batch(SPOT, light_queue="dark")).detail
     aws.disable("gang-p4d")
     assert "queue gang-p4d is DISABLED" in failed("aws-queues", **batch(SPOT, GANG)).detail
@@ -73,7 +73,7 @@ def test_queues(aws: Account) -> None:
 def test_a_queue_of_both_markets_has_no_price(aws: Account) -> None:
     arns = [aws.add_environment(f"mixed-{kind}", kind, ["g5"]) for kind in ("SPOT", "EC2")]
     aws.add_queue("mixed", arns)
-    assert "of no single market" in failed("aws-queues", **batch({"name": "mixed", "market": "spot"})).detail
+    assert "mixes markets" in failed("aws-queues", **batch({"name": "mixed", "market": "spot"})).detail
 
 
 def test_metaflow(aws: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -175,8 +175,8 @@ def test_a_clock_that_is_off_and_a_batch_that_is_not_amazons(monkeypatch: pytest
         monkeypatch.delenv("AWS_BATCH_JOB_ID")
         assert main(["adopt"]) == 0
         # Amazon has no account that would say anything of this Batch, and is not asked.
-        assert "would be asked of Amazon" in skipped("aws-role", **batch(SPOT, job_role=JOB_ROLE)).detail
-        assert "would be asked of Amazon" in skipped("aws-quota", **batch(SPOT, nodes=1)).detail
+        assert "is Amazon" in skipped("aws-role", **batch(SPOT, job_role=JOB_ROLE)).detail
+        assert "is Amazon" in skipped("aws-quota", **batch(SPOT, nodes=1)).detail
         # Who leads all of AWS to one stand-in, which is Batch and nothing else, is not refused for what it lacks.
         monkeypatch.setenv("AWS_ENDPOINT_URL", local.endpoint)
         assert "is not this service" in skipped("aws-role", **batch(SPOT, job_role=JOB_ROLE)).detail

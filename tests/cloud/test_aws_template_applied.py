@@ -96,7 +96,7 @@ def test_a_second_stack_leaves_the_log_group_of_all_jobs_to_the_first(
     )
     assert main(["deploy", "--dry-run", "--stack", "second"]) == 0
     said = capsys.readouterr().out
-    assert "/aws/batch/job is there already and is left as it is" in said
+    assert "/aws/batch/job exists and stays as it is" in said
     assert "+ HeadLogs " in said and "+ BatchLogs " not in said
     assert main(["deploy", "--dry-run", "--stack", "second", "--parameter", "CreateBatchLogGroup=yes"]) == 0
     assert "+ BatchLogs " in capsys.readouterr().out, "what is given holds"
@@ -127,7 +127,7 @@ def test_what_the_account_does_not_tell_is_left_to_the_one_who_asks(
     monkeypatch.setattr("ebbflow.infra.aws.deploy.call_aws", denied)
     assert main(["deploy", "--dry-run", "--stack", "second"]) == 0
     said = capsys.readouterr().out
-    assert "whether /aws/batch/job is there is not known; --parameter CreateBatchLogGroup=no if it is" in said
+    assert "whether /aws/batch/job is there is unknown; --parameter CreateBatchLogGroup=no if it is" in said
     assert "+ BatchLogs " in said
 
 
@@ -154,7 +154,7 @@ def test_a_dry_run_without_an_account_lists_the_template(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--parameter", "Nate=no"], "--parameter Nate: there is none; the template has"),
+        (["--parameter", "Nate=no"], "--parameter Nate: unknown; the template has"),
         (["--parameter", "Nat=maybe"], "one of yes, no is allowed"),
         (["--parameter", "RunnableSeconds=60"], "must be at least 600 and at most 86400"),
         (["--parameter", "VolumeGib=many"], "must be a whole number"),
@@ -213,7 +213,7 @@ def test_waiting_ends_and_says_that_the_stack_goes_on(keys: None) -> None:
             stub.add_response("describe_stacks", stack("CREATE_IN_PROGRESS"))
             stub.add_response("describe_stack_events", {"StackEvents": []})
         with pytest.raises(
-            CloudUnavailable, match=r"it is CREATE_IN_PROGRESS and the time is up.*describe-stack-events"
+            CloudUnavailable, match=r"it is CREATE_IN_PROGRESS and the deadline has passed.*describe-stack-events"
         ):
             Stack(client, "ebbflow", print).apply(BODY, {}, None, no_sleep(24))
 

@@ -183,7 +183,7 @@ def test_trouble_is_tried_again_and_a_lost_answer_is_settled_by_a_look(monkeypat
     [
         ((503, {}, b"<Error><Code>SlowDown</Code></Error>"), r"after \d+ tries within 1 s: part 2 of 2, .*SlowDown"),
         ((403, {}, b"<Error><Code>AccessDenied</Code></Error>"), "after 1 try within 1 s: part 2 .* AccessDenied"),
-        ((507, {}, b""), "after 1 try within 1 s: part 2 of 2, .* no room"),
+        ((507, {}, b""), "after 1 try within 1 s: part 2 of 2, .* no space"),
     ],
 )
 def test_what_cannot_be_cured_ends_in_time_names_the_part_and_leaves_nothing(

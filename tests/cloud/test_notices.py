@@ -62,7 +62,7 @@ def test_a_source_that_cannot_be_begun_silences_no_other(tmp_path: Path, watchin
 
     path = tmp_path / "rehearsed.json"
     watcher = watching(Refused(tmp_path / "metaflow"), RehearsalSource(path))
-    assert watcher.source_problems() == {"metaflow": "it cannot be watched: no entry", "rehearsal": ""}
+    assert watcher.source_problems() == {"metaflow": "cannot be watched: no entry", "rehearsal": ""}
     rehearse_notice(path, action="terminate", seconds=60)
     assert first(watcher).source == "rehearsal"
 
@@ -172,7 +172,7 @@ def test_a_service_that_is_not_there_costs_one_question(
     assert time.monotonic() - began < 3
     said = {
         "silent": "no token in time, nor",
-        "gone": "cannot be asked",
+        "gone": "does not answer",
         "off": "turned off",
         "elsewhere": "not on EC2",
     }
@@ -205,7 +205,7 @@ def test_metaflows_file_counts_when_it_is_whole_and_not_past(tmp_path: Path, wat
     file.write_text(moment(100))
     notice = first(watcher)
     assert notice.source == "metaflow" and 97 < notice.seconds_left < 101
-    assert MetaflowSource(tmp_path / "nowhere" / "file").begin().startswith("there is no folder")
+    assert MetaflowSource(tmp_path / "nowhere" / "file").begin().startswith("no folder")
 
 
 def test_what_follows_a_notice_whose_time_has_passed_is_heard(

@@ -53,14 +53,14 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], St
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (lambda: nullcontext(closed_port()), r"nobody listens at http://127.0.0.1:\d+ \(connection refused\)"),
+        (lambda: nullcontext(closed_port()), r"connection refused by http://127.0.0.1:\d+"),
         (
             lambda: nullcontext("http://no-such-host.invalid"),
             "the name of http://no-such-host.invalid does not resolve",
         ),
         (swallowing_port, r"no connection to http://127.0.0.1:\d+ within 0.8 s"),
         (lambda: faulty_s3(Fault(seconds=60)), r"no answer from http://127.0.0.1:\d+ within 2.1 s"),
-        (lambda: faulty_s3(Fault(503, "SlowDown")), r"is in trouble.* \(HTTP 503 SlowDown\)"),
+        (lambda: faulty_s3(Fault(503, "SlowDown")), r"has an internal error.* \(HTTP 503 SlowDown\)"),
     ],
     ids=["refused", "no-name", "swallowed", "slow", "overloaded"],
 )
@@ -78,18 +78,18 @@ def test_a_store_that_is_away(
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        (Fault(403, "InvalidAccessKeyId"), StoreForbidden, "the store does not know the access key"),
+        (Fault(403, "InvalidAccessKeyId"), StoreForbidden, "unknown access key"),
         (Fault(403, "RequestTimeTooSkewed"), StoreForbidden, "clock is more than 15 minutes off"),
         (Fault(400, "ExpiredToken"), StoreForbidden, "the credentials have expired"),
         (Fault(404, "NoSuchBucket"), StoreMisconfigured, "there is no bucket 'bucket'"),
-        (Fault(301, "PermanentRedirect"), StoreMisconfigured, "lies in another region"),
+        (Fault(301, "PermanentRedirect"), StoreMisconfigured, "is in another region"),
         (
             Fault(400, "AuthorizationHeaderMalformed", "the region is wrong; expecting 'eu-west-1'"),
             StoreMisconfigured,
             "fix: set AWS_REGION=eu-west-1",
         ),
-        (Fault(507, "InsufficientStorage"), StoreFull, r"no room: .* \(HTTP 507 InsufficientStorage\)"),
-        (Fault(413, "EntityTooLarge"), StoreFull, "no room"),
+        (Fault(507, "InsufficientStorage"), StoreFull, r"no space: .* \(HTTP 507 InsufficientStorage\)"),
+        (Fault(413, "EntityTooLarge"), StoreFull, "no space"),
     ],
     ids=lambda value: value.code if isinstance(value, Fault) else None,
 )

@@ -213,11 +213,11 @@ def test_a_gateway_that_is_away_costs_one_line_until_it_is_back() -> None:
     registry = MetricBoard(NODE_METRICS, {"job": "job", "node": "0"}).registry()
     pusher = Pusher(group, registry, interval_seconds=0.01, say=said.append)
     wait_until("several tries", lambda: len(gateway.requests) > 3, timeout=10)
-    assert len(said) == 1 and "takes no push, trying on: HTTP Error 503" in said[0]
+    assert len(said) == 1 and "accepts no push, retrying: HTTP Error 503" in said[0]
     gateway.away = False
     wait_until("a group", gateway.groups, timeout=10)
     pusher.close()
     gateway.close()
     delete_group(group, say=said.append)
-    assert "takes pushes again" in said[1] and len(said) == 3
+    assert "accepts pushes again" in said[1] and len(said) == 3
     assert "may still have the group job=job, node=0, which never expires" in said[2]

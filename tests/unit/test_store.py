@@ -191,7 +191,7 @@ def test_a_quota_that_is_used_up_is_a_full_store(swift: Swift, bucket: str) -> N
     store = Store.open(f"s3://{bucket}")
     store.put("small", b"1")
     swift.limit(bucket, 1000)
-    with pytest.raises(StoreFull, match=rf"^put s3://{bucket}/big: no room: .*EntityTooLarge"):
+    with pytest.raises(StoreFull, match=rf"^put s3://{bucket}/big: no space: .*EntityTooLarge"):
         store.put("big", bytes(2000))
     assert store.get("small") == b"1"
 
@@ -217,7 +217,7 @@ def test_a_full_disk_is_a_full_store(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout.startswith(f"put {tmp_path}/k: no room: "), done.stdout + done.stderr
+    assert done.stdout.startswith(f"put {tmp_path}/k: no space: "), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("uri", "words"), [("gs://bucket", "unknown kind"), ("s3://", "names no bucket")])

@@ -104,6 +104,6 @@ def test_a_store_that_is_away_stops_the_run_in_preflight(tmp_path: Path, away: s
         run = runner.run("run", *runner.options(), timeout=60)
     assert run.exit_code == 3, run.output
     assert time.monotonic() - began < 30
-    assert ("nobody listens at" if away == "refused" else "no connection to") in run.output
+    assert ("connection refused by" if away == "refused" else "no connection to") in run.output
     assert "Traceback" not in run.output and "Task is starting" not in run.output
     assert not (tmp_path / "runs" / "latest").exists()
