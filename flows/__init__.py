@@ -1,1 +1,1 @@
-"""The Metaflow story. No module here imports torch, boto3 or pandas at module level."""
+"""The Metaflow flow and what surrounds it. No module here imports torch, boto3 or pandas at module level."""

@@ -1,4 +1,4 @@
-"""The report as a Metaflow card. The figures are those of every other rendering; only the clothes are Metaflow's."""
+"""The report as a Metaflow card, with the figures of every other rendering."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ from ebbflow.cost.report.report import RunReport
 
 
 def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:
-    """Fill a blank card. Foreign text is escaped; a single NaN would leave the whole page blank, so none gets in.
+    """Fill a blank card with a report.
 
-    Tables are those of the page report.html: Metaflow's own are cut off on a phone.
+    Foreign text is escaped, and NaN is left out because a single NaN leaves the whole page blank. Tables are those of
+    report.html, since Metaflow's own are cut off on a phone.
 
-    earlier: reports of other jobs, to compare with.
+    Args:
+        earlier: reports of other jobs, for comparison.
     """
     run = RunReport.from_json(report)
     card.append(Markdown(f"<style>{TABLE_STYLE.replace(chr(10), '')}</style>"))
@@ -67,7 +69,7 @@ def show_report(card: Any, report: dict, earlier: Sequence[dict] = ()) -> None:
 
 
 def _show_table(card: Any, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table under its title; nothing without rows."""
+    """Add a table under its title, nothing without rows."""
     if rows:
         card.append(Markdown(f"## {title}"))
         card.append(Markdown(render_html_table(header, rows)))
@@ -88,5 +90,5 @@ def _loss_chart(curve: list[dict], unit: str) -> dict:
 
 
 def _text(value: object) -> str:
-    """Foreign text in Markdown, shown letter by letter: neither HTML nor emphasis, links or code."""
+    """Escape foreign text for Markdown: neither HTML nor emphasis, links or code."""
     return re.sub(r"([\\`*_~\[\]|])", r"\\\1", html.escape(str(value), quote=False))

@@ -1,4 +1,4 @@
-"""All rooms' checks together: for the flow, and for `ebbflow preflight`. Only the flow knows every room."""
+"""The checks of all rooms together, for the flow and for `ebbflow preflight`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from ebbflow.infra.config.schema import RunConfig
     from ebbflow.infra.preflight import Check, CheckResult, Target
 
-# What a run that is sent away is held against before anything is submitted, though it asks a network.
+# Checks that need a network and still run before anything is submitted to AWS Batch.
 _BEFORE_A_SUBMIT = ("aws-queues", "aws-metaflow", "aws-metadata", "aws-clock")
-_OF_AN_ACCOUNT = "aws-"  # how the ids of checks begin that ask an AWS account
+_OF_AN_ACCOUNT = "aws-"  # prefix of the ids of checks of an AWS account
 
 
 def all_checks() -> list[Check]:
-    """The checks of every room, in the order in which they are told."""
+    """Return the checks of every room, in the order of the output."""
     from ebbflow.cost.checks import CHECKS as cost_checks
     from ebbflow.flows.attempts.settlement import CHECKS as batch_checks
     from ebbflow.flows.metaflow_fixes import CHECKS as metaflow_checks
@@ -31,8 +31,9 @@ def all_checks() -> list[Check]:
 
 
 def check_before_launch(config: RunConfig, config_path: str, *, job: str | None, words: Sequence[str]) -> str | None:
-    """What forbids a `run` or `resume` before Metaflow is imported, in full; None: nothing does. words: its command
-    line. Makes Metaflow's settings for where it goes.
+    """Return what forbids a `run` or `resume` before Metaflow is imported, in full, or None.
+
+    It also sets Metaflow's settings for the backend. words: the command line.
     """
     from ebbflow.infra.preflight import failed_results, render_results
 
@@ -53,11 +54,13 @@ def run_all_checks(
     job: str | None = None,
     target: Target | None = "local",
 ) -> list[CheckResult]:
-    """The results of every check; `quick_only`: of those that take well under a second and import nothing heavy.
+    """Run the checks and return their results.
 
-    A remote store is tried in any case: nothing of a job can be told when it does not answer. target: where the run is
-    sent; the queues of one that goes to AWS Batch are asked in any case, and no account is for one that stays here.
-    None: judged by the configuration.
+    Args:
+        quick_only: only checks that take well under a second and import nothing heavy, plus a probe of a remote store.
+        job: its name, None for a new job.
+        target: where the run is sent. "batch" always checks its queues, "local" checks no account, and None follows the
+            configuration.
     """
     from ebbflow.infra.preflight import PreflightContext, run_checks
 

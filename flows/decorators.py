@@ -1,9 +1,9 @@
 """Decorators of the flow: `@capacity`, `--with cloud`, `--with local`, and the code package.
 
-Releases before have a hook of decorators for that, `add_to_package`, which puts files beside Metaflow in the package.
+Metaflow sends a step where its decorators say, the same in each attempt. `@capacity` changes that for each attempt in
+the hook `runtime_step_cli`, which is not public because Metaflow has no public hook for it (docs/architecture.md).
 
-Metaflow sends a step where its decorators say, the same in each attempt. The hook `runtime_step_cli` is asked before
-each; it is no public door of Metaflow's, which has none for this (docs/architecture.md). Runs here it leaves alone.
+Metaflow before 2.19.39 has no `@package_sources`; there the hook `add_to_package` adds files to the code package.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ REMOTE = ("batch", "kubernetes")
 
 
 class local(StepMutator):  # noqa: N801 - the name is what stands after --with
-    """Takes @batch and @kubernetes off each step before they ask for a remote datastore.
+    """Remove @batch and @kubernetes from each step before they ask for a remote datastore.
 
-    Runs in every task's process as well: it prints nothing.
+    This runs in every task's process too and therefore prints nothing.
     """
 
     def mutate(self, mutable_step):
@@ -41,7 +41,7 @@ class local(StepMutator):  # noqa: N801 - the name is what stands after --with
 
 
 class cloud(StepMutator):  # noqa: N801
-    """Sends the training steps to AWS Batch and leaves the light ones on the launching machine."""
+    """Send the training steps to AWS Batch and leave the light steps on the launching machine."""
 
     def mutate(self, mutable_step):
         names = _decorator_names(mutable_step)
@@ -51,21 +51,19 @@ class cloud(StepMutator):  # noqa: N801
 
 
 def _init_decorator(mutable_step: Any, name: str) -> None:
-    """A decorator that a mutator adds is begun by nobody in releases to 2.19.20 at least: it then lacks what its `init`
-    makes of its attributes. Later ones begin each once, whoever comes first.
-    """
+    """Initialise a decorator that a mutator added, which Metaflow does only in newer releases than 2.19.20."""
     for decorator in getattr(getattr(mutable_step, "_my_step", None), "decorators", ()):
         if decorator.name == name:
             decorator.external_init()
 
 
 def _decorator_names(mutable_step: Any) -> set[str]:
-    """Of a step's decorators; `has_decorator` is not in every release."""
+    """Return the names of a step's decorators; `has_decorator` is missing in some releases."""
     return {name for name, *_ in mutable_step.decorator_specs}
 
 
 def training_backend(flow: Any) -> str | None:
-    """batch or kubernetes: what the training steps are sent to; None: nothing, the ranks run on this machine."""
+    """Return where the training steps run: "batch", "kubernetes", or None for this machine."""
     steps = (flow.train, flow.train_node)
     return next((one.name for step in steps for one in step.decorators if one.name in REMOTE), None)
 
@@ -90,7 +88,7 @@ def package_sources() -> Callable[[type], Any]:
 
 
 def packaged_files() -> Iterator[tuple[str, str]]:
-    """(path, name in the package) of what a decorator is to add; nothing where Metaflow adds it itself."""
+    """Yield (path, name in the package) for a decorator to add; nothing where Metaflow adds the files itself."""
     for folder in _SHIPPED:
         for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # the rooms are links in a checkout
             for path in (Path(parent, name) for name in sorted(names)):
@@ -98,7 +96,7 @@ def packaged_files() -> Iterator[tuple[str, str]]:
                     yield str(path), str(path.relative_to(folder.parent))
 
 
-# Options of a step that runs here; what else stands there is @batch's.
+# Options of a local step; all others are @batch's.
 _LOCAL_OPTIONS = frozenset({
     "run-id", "task-id", "input-paths", "split-index", "split_index", "retry-count", "max-user-code-retries", "tag",
     "namespace", "ubf-context", "clone-run-id", "num-parallel",
@@ -107,7 +105,7 @@ _ARTIFACTS = ("job", "settings", "capacity", "examined", "rounds", "num_nodes")
 
 
 class CapacityDecorator(StepDecorator):
-    """Edits queue, resources, time limit and number of nodes of an attempt's command line."""
+    """Changes queue, resources, time limit and number of nodes in an attempt's command line."""
 
     name = "capacity"
     defaults: ClassVar[dict[str, Any]] = {}
@@ -119,7 +117,7 @@ class CapacityDecorator(StepDecorator):
         queues = [one.attributes.get("queue") for one in decorators if one.name == "batch"]
         self._named = any(queue not in (None, BATCH_JOB_QUEUE) for queue in queues)
         self._parallel = graph[step_name].parallel_step
-        # Hooks run in the order of this list, and that of @batch overwrites the command line: this one comes last.
+        # Hooks run in this order, and @batch overwrites the command line, so this one is last.
         step = getattr(type(flow), step_name)
         step.decorators = [one for one in step.decorators if one is not self] + [self]
 
@@ -132,14 +130,14 @@ class CapacityDecorator(StepDecorator):
         task = cli_args.task
         try:
             self._place(cli_args, task, retry_count, max_user_code_retries)
-        except Exception as error:  # one that is raised here ends the run
+        except Exception as error:  # an exception here would end the run
             self._unplaced(cli_args, task, repr(error))
 
     def task_pre_step(
         self, step_name, task_datastore, metadata, run_id, task_id, flow, graph, retry_count, max_retries, ubf_context,
         inputs,
     ) -> None:  # fmt: skip
-        # A @parallel step that one node runs as a plain job: what @batch does for jobs of several nodes.
+        # As @batch does for multi-node jobs, for a @parallel step that one node runs as a plain job.
         alone = "AWS_BATCH_JOB_ID" in os.environ and "AWS_BATCH_JOB_NUM_NODES" not in os.environ
         if ubf_context == "ubf_control" and (alone or pods.is_single_pod()):
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
@@ -162,7 +160,7 @@ class CapacityDecorator(StepDecorator):
         if answer.order is None:
             return self._unplaced(cli_args, task, answer.trouble)
         if answer.trouble:
-            said = f"by the plan of the run, since it cannot be chosen afresh: {answer.trouble}"
+            said = f"using the plan of the run, because there is no fresh choice: {answer.trouble}"
             task.log(f"capacity: {said}", system_msg=True)
         task.log(f"capacity: {describe_order(answer.order)}", system_msg=True)
         if answer.order.does != "train":
@@ -174,20 +172,23 @@ class CapacityDecorator(StepDecorator):
             cli_args.env[SUBMIT_VARIABLE] = json.dumps(_for_the_submitter(flow, name, answer.order))
 
     def _unplaced(self, cli_args: Any, task: Any, trouble: str) -> None:
-        """Where @batch itself names a queue, there. The queue of the light steps has no machine to train on: there the
-        attempt would cost and come to nothing, so that it fails where the scheduler is, and the next is placed anew.
+        """Run an attempt without placement in the queue that @batch names; without one, fail beside the scheduler.
+
+        The queue of the light steps has no machine to train on. The next attempt is placed anew.
         """
         backend = cli_args.commands[0]
         if self._named or backend == "kubernetes":
-            task.log(f"capacity: as @{backend} says, since it cannot be chosen: {trouble}", system_msg=True)
+            task.log(
+                f"capacity: using @{backend}'s own settings, because the choice failed: {trouble}", system_msg=True
+            )
             return
-        task.log(f"capacity: this attempt is not submitted, since it cannot be placed: {trouble}", system_msg=True)
+        task.log(f"capacity: this attempt is not submitted, because the placement failed: {trouble}", system_msg=True)
         run_locally(cli_args, self._step)
         cli_args.env[UNPLACED_VARIABLE] = trouble
 
 
 def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
-    """Into the command line of `batch step`, over what @batch has put there."""
+    """Write an order into the command line of `batch step`, over the values of @batch."""
     placement, batch = order.placement or {}, config["batch"]
     options = cli_args.command_options
     options.update({
@@ -204,12 +205,12 @@ def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -
             options[option] = value
     tags = [f"{key}={value}" for key, value in sorted(batch["tags"].items())]
     options["aws-batch-tag"] = [*(options.get("aws-batch-tag") or []), *tags]
-    if "num-parallel" in options:  # one node: a plain job, since Batch runs no job of several nodes on Spot
+    if "num-parallel" in options:  # one node is a plain job, since Batch runs no multi-node job on Spot
         options["num-parallel"] = str(order.nodes if order.nodes > 1 else 0)
 
 
 def run_locally(cli_args: Any, step: str) -> None:
-    """A step that only says how the job goes on needs no machine of its own: it runs where the scheduler is."""
+    """Run a step beside the scheduler, because it only decides how the job goes on."""
     cli_args.commands, cli_args.command_args = ["step"], [step]
     options = cli_args.command_options
     cli_args.command_options = {key: value for key, value in options.items() if key in _LOCAL_OPTIONS}
@@ -231,7 +232,7 @@ def _for_the_submitter(flow: SimpleNamespace, name: AttemptName, order: AttemptO
 
 
 def _artifacts(store: Any, pathspec: str) -> SimpleNamespace:
-    """Of the task before."""
+    """Return the artifacts of the previous task."""
     parent = store.get_task_datastore(*pathspec.split("/"))
     return SimpleNamespace(**{name: parent[name] for name in _ARTIFACTS})
 

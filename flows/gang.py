@@ -1,7 +1,7 @@
-"""This node's part of the gang, run from a step.
+"""This node's part of the gang, run from a step: its shape, its money terms and its outcome.
 
-In a job of several nodes AWS Batch gives each container an interface of the VPC beside one of the ECS agent, whose
-link-local address is the same in all of them. A library that takes the first it finds may wait on that one for ever.
+In a multi-node job AWS Batch gives each container an interface of the VPC and one of the ECS agent, whose link-local
+address is the same in all of them. gloo and NCCL could wait on the wrong one for ever, so the interface is set.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _ANY_PORT = 9
 
 
 def set_network_interface(main_address: str, environment: MutableMapping[str, str] = os.environ) -> str | None:
-    """Tell the libraries of this process's children which interface leads to node 0; what the user has set stands.
+    """Set gloo's and NCCL's variables to the interface that leads to node 0, unless the user has set them.
 
-    Returns its name; None where none leads there, and then nothing is changed.
+    Returns:
+        The interface's name, None (and nothing set) if none leads there.
     """
     name = route_interface(main_address)
     if name is not None:
@@ -55,7 +56,7 @@ def set_network_interface(main_address: str, environment: MutableMapping[str, st
 
 
 def route_interface(address: str) -> str | None:
-    """The interface whose own address a connection to `address` (IPv4) would come from. Sends nothing."""
+    """Return the interface whose address a connection to an IPv4 address would use. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, _ANY_PORT))
@@ -73,21 +74,21 @@ def _address_of(probe: socket.socket, name: str) -> str | None:
     return None
 
 
-STOPPED_TASK_SECONDS = 20.0  # as long as another node's agent may be silent at most
+STOPPED_TASK_SECONDS = 20.0  # as long as another node's agent may be silent
 _LOOK_SECONDS = 1.0
 _STOPPED = {"step": None, "weights_sha256": None}
 
 
 @dataclass(frozen=True)
 class GangShape:
-    """Nodes and ranks of the gang that really runs."""
+    """Nodes and ranks per node of the gang that runs."""
 
     nodes: int
     processes_per_node: int
 
 
 def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
-    """What the attempt was told; else numbers of the configuration, and `auto` follows the plan."""
+    """Return the shape of the order, else of the configuration, where `auto` follows the plan."""
     if order is not None:
         return GangShape(order.nodes, order.processes_per_node)
     job = Job.of(flow, current.run_id)
@@ -102,10 +103,7 @@ def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
 
 
 def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
-    """Ranks of each local node so that every rank has a GPU of this machine to itself; None where there are too few.
-
-    The largest count by which the batch divides.
-    """
+    """Return the most ranks per node that each have a GPU here and divide the batch, None with too few GPUs."""
     most = 0 if config.cluster.device == "cpu" else visible_gpus() // nodes
     parts = config.training.gradient_accumulation_steps * nodes
     return next((ranks for ranks in range(most, 0, -1) if config.training.batch_size % (parts * ranks) == 0), None)
@@ -114,17 +112,20 @@ def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
 def end_stopped_tasks(
     launcher: int, *, limit_seconds: float = STOPPED_TASK_SECONDS, done: threading.Event | None = None
 ) -> None:
-    """Kill tasks on this machine that stay stopped (SIGSTOP), until `done` is set; Metaflow waits for them without end.
+    """Kill local tasks that stay stopped (SIGSTOP) until `done` is set; Metaflow would wait for them without end.
 
-    launcher: the process that Metaflow starts tasks from. A stopped task holds its node's agent: the job goes on as
-    after a lost node. Tasks that submit to AWS Batch are left alone, since their job would go on without them.
+    A stopped task blocks its node's agent, and the job goes on as after a lost node. Tasks that submit to AWS Batch are
+    spared, because their job would go on without them.
+
+    Args:
+        launcher: process id of Metaflow's scheduler.
     """
     watched, done = StoppedProcesses(limit_seconds), done or threading.Event()
     while not done.wait(min(_LOOK_SECONDS, limit_seconds / 4)):
         tasks = [pid for pid in children(launcher) if _is_local_task(pid)]
-        tasks += [pid for task in tasks for pid in children(task) if _is_local_task(pid)]  # the other nodes'
+        tasks += [pid for task in tasks for pid in children(task) if _is_local_task(pid)]  # of the other nodes
         for pid, seconds in watched.look(tasks).items():
-            text = f"the task with pid {pid} was stopped (state T) for {seconds:.0f} s: it is killed, and tried again"
+            text = f"the task with pid {pid} was stopped (state T) for {seconds:.0f} s: killed, to be retried"
             print(text, file=sys.stderr, flush=True)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -139,14 +140,20 @@ def _is_local_task(pid: int) -> bool:
 
 
 def initial_branch(flow: Any) -> str:
-    """node or gang: a single node in AWS Batch has a step of its own, which goes round as often as it is reclaimed."""
+    """Return "node" for a single node in AWS Batch, which repeats its own step after each reclaim, else "gang"."""
     return "node" if training_backend(flow) == "batch" and flow.num_nodes == 1 else "gang"
 
 
 def train_round(flow: Any, this: Any) -> tuple[dict, str]:
-    """One round of a single node: how it ended, and where the flow goes from here (again, gang, done).
+    """Run one round of a single node.
 
-    A drain after a notice ends the round as it should be. Raises what a new attempt can cure.
+    A drain after a notice is a regular end of the round.
+
+    Returns:
+        (outcome, next branch: again, gang or done).
+
+    Raises:
+        StepFailed: a new attempt may help.
     """
     flow.rounds += 1
     order = _order(flow, this)
@@ -163,7 +170,7 @@ def train_round(flow: Any, this: Any) -> tuple[dict, str]:
 
 
 def train_node(flow: Any, this: Any) -> dict:
-    """Run this node's part of the gang. Raises what a new attempt can cure: a death, or a drain after a notice."""
+    """Run this node's part of the gang. Raises StepFailed for a death or a drain, where a new attempt may help."""
     return _train(flow, this, _order(flow, this), node=this.parallel.node_index, main_address=this.parallel.main_ip)
 
 
@@ -178,13 +185,13 @@ def _train(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_
     try:
         outcome = run_gang(_gang_spec(flow, this, order, node=node, main_address=main_address))
     except (TrainingError, InfraError) as error:
-        if isinstance(error, InfraError) or error.curable:  # a store that is away may be back
+        if isinstance(error, InfraError) or error.curable:  # the store may come back
             raise StepFailed(error.outcome, str(error)) from error
-        say(f"no new attempt can cure this: {error}")
-        if node == 0 and not isinstance(error, GangError):  # before there was a generation, whose end is on record
+        say(f"a new attempt would not help: {error}")
+        if node == 0 and not isinstance(error, GangError):  # without a generation, whose end would be recorded
             record_outcome(flow, error.outcome, str(error))
         return {"outcome": error.outcome.value, **_STOPPED}
-    if outcome.goes_on:  # this task has done its part, and must not end the others'
+    if outcome.goes_on:  # the other nodes go on
         say(f"node {node}: {outcome.message}")
     elif outcome.outcome == Outcome.INTERRUPTED:
         raise StepFailed(Outcome.INTERRUPTED, f"drained at step {outcome.step}: {outcome.message}")
@@ -192,7 +199,7 @@ def _train(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_
 
 
 def _stopped(flow: Any, order: AttemptOrder, node: int) -> dict:
-    """The attempt is placed nowhere: budget, deadline or capacity bear none."""
+    """Record that the order stops the job for budget, deadline or capacity."""
     say(f"no further attempt: {order.message}")
     if node == 0:
         record_outcome(flow, Outcome(order.outcome), order.message)
@@ -200,7 +207,7 @@ def _stopped(flow: Any, order: AttemptOrder, node: int) -> dict:
 
 
 def _order(flow: Any, this: Any) -> AttemptOrder | None:
-    """What this attempt was told; None where nobody has placed it, as on this machine. Raises StepFailed."""
+    """Read this attempt's order, None if it was not placed, as on this machine. Raises StepFailed."""
     if training_backend(flow) is None:
         return None
     if trouble := os.environ.get(UNPLACED_VARIABLE):
@@ -215,13 +222,13 @@ def _order(flow: Any, this: Any) -> AttemptOrder | None:
 
 
 def _placed_task(this: Any) -> str:
-    """The task that the scheduler knows: of a gang its control task, under which every node's attempt was placed."""
+    """Return the task under which the scheduler placed the attempt: of a gang, its control task."""
     control = this.parallel.control_task_id if getattr(this, "is_parallel", False) else None
     return str(control or this.task_id)
 
 
 def _gang_spec(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str) -> GangSpec:
-    """What this node's agent must know. Raises StoreError when what was spent so far cannot be read."""
+    """Collect what this node's agent needs. Raises StoreError if the costs so far cannot be read."""
     from ebbflow.training.launch.messages import GangSpec
     from ebbflow.training.launch.transport import control_ports
 
@@ -247,13 +254,13 @@ def _gang_spec(flow: Any, this: Any, order: AttemptOrder | None, *, node: int, m
 
 
 def _promised_gpus(order: AttemptOrder | None) -> int:
-    """GPUs of each node, where the attempt was placed on machines with GPUs. 0: nothing was placed, or without GPUs."""
+    """Return the GPUs per node that the placement promised, 0 without a placement."""
     placement = None if order is None else order.placement
     return 0 if placement is None else int(placement.get("gpu") or 0)
 
 
 def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> dict:
-    """The money terms of this attempt: the price of where it was placed, and what all attempts before it have cost."""
+    """Return the money terms of this attempt: the price of its placement and the costs of all attempts before it."""
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold
     from ebbflow.cost.plan.plan import Plan
@@ -263,8 +270,8 @@ def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> dict:
     try:
         spent = compute_spent_usd(events)
     except CostError as error:
-        # An account that cannot be made is no reason to lose the training; it is one to look at the account.
-        say(f"what was spent so far is unknown, and counts as nothing for the budget: {error}")
+        # A ledger error must not stop the training.
+        say(f"costs so far are unknown and count as $0 of the budget: {error}")
         spent = 0.0
     return plan.terms(
         spent_usd=spent, last_notified_threshold=last_notified_threshold(events, plan.budget_usd)

@@ -1,4 +1,4 @@
-"""A job as the flow's steps see it: its configuration, its part of the store, its folder on this machine."""
+"""A job as the flow's steps see it: configuration, store and local folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ RUNS = runs_folder(PROJECT_ROOT)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """name: kept over all runs of the job. run: this Metaflow run. request_seconds: of the store, for each request."""
+    """A job in one Metaflow run.
+
+    Attributes:
+        name: kept over all runs of the job.
+        run: id of this Metaflow run.
+        request_seconds: deadline of each request to the store.
+    """
 
     name: str
     run: str
@@ -29,12 +35,12 @@ class Job:
 
     @classmethod
     def of(cls, flow: Any, run: str) -> Job:
-        """The job that a flow's step belongs to."""
+        """Return the job of a flow's step."""
         return cls(name=flow.job, run=run, config=RunConfig.model_validate_json(json.dumps(flow.settings["config"])))
 
     @cached_property
     def root_store(self) -> Store:
-        """Opened once: credentials may have to be asked for, and connections are kept."""
+        """The store, opened once because credentials and connections are kept."""
         return Store.open(self.config.store, request_timeout_seconds=self.request_seconds)
 
     @property
@@ -46,16 +52,16 @@ class Job:
         return local_folder(self.name, self.config.store)
 
     def remember(self) -> None:
-        """Leave in runs/<job> where the job lies, so that commands on this machine find it by its name alone."""
+        """Record in runs/<job> where the job is stored, so that commands on this machine find it by name."""
         write_atomically(self.folder / NOTE, KnownJob(self.name, self.config.store).note())
 
     def events(self, process: str) -> EventLog:
-        """A log for one step of the flow; close it before the step ends."""
+        """Open a log for one step of the flow. Close it before the step ends."""
         return EventLog(self.store, Origin(job=self.name, run=self.run, process=process))
 
 
 def local_folder(job: str, store_uri: str) -> Path:
-    """runs/<job> on this machine: the job itself when the store is runs/, else a folder for its reports and logs."""
+    """Return runs/<job> on this machine: the job itself if the store is runs/, else a folder for reports and logs."""
     folder = RUNS / job
     in_store = RUNS / job_prefix(job)
     if store_uri == str(RUNS):
@@ -67,23 +73,22 @@ def local_folder(job: str, store_uri: str) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Whole or not at all: a reader may come at any time."""
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_bytes(content)
     fresh.replace(path)
 
 
 def mark_latest(job: str) -> None:
-    """runs/latest points to the job that was started last."""
+    """Point runs/latest to the job."""
     _link(RUNS / "latest", Path(job))
 
 
 def _link(link: Path, target: Path) -> None:
-    """Point `link` at `target` in one step, so that no reader finds it missing."""
+    """Replace a link atomically."""
     if link.is_symlink() and link.readlink() == target:
         return
     if link.exists() and not link.is_symlink():
-        return  # a folder of an earlier job with another store: leave what is there
+        return  # keep the folder of an earlier job with another store
     fresh = link.with_name(f".{link.name}.new")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)

@@ -1,6 +1,6 @@
-"""What surrounds Metaflow when a user types `run` or `resume`: the environment before, the exit code after.
+"""The launching process of `run` and `resume`: it prepares Metaflow's environment and exits with the job's exit code.
 
-Metaflow turns every failure into exit code 1, so the launching process maps the job's outcome to the exit code itself.
+Metaflow turns every failure into exit code 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ebbflow.infra.program import PROJECT_ROOT
 from ebbflow.infra.store import Store
 from ebbflow.infra.untrusted_text import guard_terminal
 
-# Options with a value that the flow adds to Metaflow's `run`.
+# The flow's own options of Metaflow's `run`.
 _RUN_FLAGS = frozenset({"--from-scratch", "--accept-rollback"})  # `resume` takes them as well
 RUN_OPTIONS = frozenset({"--config", "--set", "--job", "--rehearse", "--certify"})
 _RUN_ID_PREFIX = "ebbflow-run-id-"
@@ -46,9 +46,9 @@ _PARENT_VARIABLE = "EBBFLOW_PARENT_PID"
 _DRAIN_SECONDS = 60.0
 _RUN_ID_SECONDS = 0.2
 _TAKE_OVER = "--take-over"
-_ASKED = "asked to leave: waiting for the last save (Ctrl-C again to leave at once)"
-_REPORT_REQUEST_SECONDS = 10.0  # who waits for the report of a run that has died should soon know that there is none
-# Metaflow's commands, to tell them from the values of the options that may stand before them.
+_ASKED = "asked to leave: waiting for the last checkpoint (Ctrl-C again to leave at once)"
+_REPORT_REQUEST_SECONDS = 10.0  # a missing report of a run that died should be known soon
+# Metaflow's commands, to tell them from values of options before the command.
 _COMMANDS = frozenset({
     "run", "resume", "step", "spin", "card", "show", "check", "dump", "logs", "tag", "batch", "kubernetes", "package",
     "init", "code",
@@ -56,25 +56,25 @@ _COMMANDS = frozenset({
 
 
 class _Launch:
-    """This process as the job's launcher: its claim on the job, and its answer to SIGTERM, SIGHUP and Ctrl-C.
+    """This process as the job's launcher: its claim on the job, and its handling of SIGTERM, SIGHUP and Ctrl-C.
 
-    Before Metaflow starts they end the process. While Metaflow runs, the tasks save and leave. While the report is
-    written they wait for it.
+    Before Metaflow starts, signals end the process. While Metaflow runs, they make the tasks save and leave. While the
+    report is written, they wait for it.
     """
 
     def __init__(self) -> None:
-        self.asked = False  # to leave, while Metaflow ran
+        self.asked = False  # a signal asked to leave while Metaflow ran
         self.claim: Claim | None = None
         self._doing = "prepare"
         self._hurried = False
         self._interrupts = 0  # Ctrl-C while the report is written
         self._take_over = False
-        self._unnamed: RunConfig | None = None  # of a job that Metaflow names by its run
+        self._unnamed: RunConfig | None = None  # of a job that is named by its run
         self._ended = threading.Event()
 
     @property
     def fenced(self) -> bool:
-        """Whether another launcher has taken the job over."""
+        """Whether another launcher has taken over the job."""
         return self.claim is not None and self.claim.fenced_by is not None
 
     def listen(self) -> None:
@@ -83,13 +83,14 @@ class _Launch:
                 signal.signal(number, self._leave)
 
     def read_take_over(self, words: list[str]) -> list[str]:
-        """The words of the command line without --take-over, which Metaflow does not know."""
+        """Remove --take-over from the command line, because Metaflow does not know it."""
         self._take_over = _TAKE_OVER in words
         return [word for word in words if word != _TAKE_OVER]
 
     def claim_job(self, job: str, config: RunConfig, command: str, permits: Sequence[str] = ()) -> None:
-        """Claim a job that has a name, then record the permits. Exits with 3 where another launcher runs the job, and
-        with the error's code where the permits cannot be recorded.
+        """Claim a job that has a name, then record the permits.
+
+        Exits with 3 if another launcher runs the job, and with 3 if the permits cannot be recorded.
         """
         if not job:
             self._unnamed = config
@@ -121,14 +122,14 @@ class _Launch:
             sys.exit(Outcome.PREFLIGHT.exit_code)
 
     def run(self, flow_class: type, run_id_file: Path) -> int:
-        """Metaflow's exit code, or 75 when asked to leave."""
+        """Run Metaflow and return its exit code, or 75 after a signal."""
         if self._unnamed is not None and claim_of_parent() is None:
             threading.Thread(target=self._claim_by_run, args=(run_id_file,), daemon=True).start()
         try:
             self._doing = "run"
             code = _metaflow(flow_class)
             self._doing = "report"
-        except KeyboardInterrupt:  # between two of these lines
+        except KeyboardInterrupt:  # a signal between two of these lines
             self._doing = "report"
             code = Outcome.INTERRUPTED.exit_code
         return Outcome.INTERRUPTED.exit_code if self.asked else code
@@ -155,7 +156,7 @@ class _Launch:
         if self._doing == "report":
             self._interrupts += number == signal.SIGINT
             if self._interrupts > 1:
-                self._leave_at_once("interrupted: the report is left unwritten")
+                self._leave_at_once("interrupted: the report was not written")
             if self._interrupts == 1:
                 write_to_stderr("the report is being written (Ctrl-C again to leave without it)")
             return
@@ -173,7 +174,11 @@ class _Launch:
 
     def _why_leaving(self) -> str:
         by = None if self.claim is None else self.claim.fenced_by
-        return "" if by is None else f"job taken over by {by.describe()}: this run saves and ends (exit code 75)"
+        return (
+            ""
+            if by is None
+            else f"job taken over by {by.describe()}: this run saves a checkpoint and ends (exit code 75)"
+        )
 
     def _leave_at_once(self, words: str) -> NoReturn:
         write_to_stderr(words)
@@ -187,9 +192,8 @@ _launch = _Launch()
 def prepare(module_name: str) -> None:
     """Set the environment that Metaflow reads at import; for `run`, replace the user's options by the checked job.
 
-    Exits with 2 for a bad configuration and with 3 when a quick check forbids the run, also one that is resumed, or
-    when another launcher runs the job, before anything but its claim is written.
-    Does nothing when the flow file is imported and not run.
+    Exits with 2 for a bad configuration, and with 3 if a quick check forbids the run or another launcher runs the job,
+    before anything but the claim is written. Does nothing if the flow file is imported and not run.
     """
     if module_name != "__main__":
         return
@@ -201,7 +205,7 @@ def prepare(module_name: str) -> None:
     if at is not None and sys.argv[at] == "step":
         _tie_to_parent(signal.SIGKILL)
         _leave_signals_to_launcher()
-    elif at is not None and sys.argv[at + 1 : at + 2] == ["step"]:  # batch step: it ends its job before it goes
+    elif at is not None and sys.argv[at + 1 : at + 2] == ["step"]:  # batch step: it terminates its job first
         _tie_to_parent(signal.SIGTERM)
     _set_environment()
     if at is not None and sys.argv[at] == "card":
@@ -209,7 +213,7 @@ def prepare(module_name: str) -> None:
     if not _is_launch(at):
         _join_in(sys.argv[at:] if at is not None else [])
         return
-    os.environ.pop(RUN_CLAIM_VARIABLE, None)  # of another job, where a task of that one starts this launcher
+    os.environ.pop(RUN_CLAIM_VARIABLE, None)  # left by another job whose task starts this launcher
     _launch.listen()
     if sys.argv[at] == "run":
         from ebbflow.flows.options import check_run_options, parse_checked_options, parse_permits
@@ -233,7 +237,7 @@ def prepare(module_name: str) -> None:
 
 
 def run(flow_class: type) -> None:
-    """Run Metaflow's command line; after `run` or `resume`, tell the outcome and exit with its code."""
+    """Run Metaflow's command line; after `run` or `resume`, print the report and exit with the outcome's code."""
     at = _command_index(sys.argv)
     if not _is_launch(at):
         flow_class()
@@ -259,20 +263,20 @@ def run(flow_class: type) -> None:
             code = finish_job(job, code, started, asked=_launch.asked)
         elif _launch.asked and not _launch.fenced:
             write_to_stderr("interrupted before anything was recorded")
-    finally:  # without a job Metaflow itself refused, and has said why
+    finally:  # without a job, Metaflow itself refused and printed why
         _launch.release()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # while the interpreter ends, they would have their default effect
+        signal.signal(number, signal.SIG_IGN)  # the defaults apply while the interpreter ends
     sys.exit(code)
 
 
 def _tell_main_thread() -> None:
-    """Signals are handled there, also while it waits inside Metaflow."""
+    """Send SIGTERM to this process; the main thread handles it even while it waits inside Metaflow."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _leave_signals_to_launcher() -> None:
-    """A terminal's signals come to all of its processes; the launcher passes them on as SIGTERM."""
+    """Ignore a terminal's signals, which reach all processes; the launcher passes them on as SIGTERM."""
     if os.environ.get(_PARENT_VARIABLE):
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -280,22 +284,22 @@ def _leave_signals_to_launcher() -> None:
 
 
 def write_to_stderr(text: str) -> None:
-    """Past Python's buffers, which a signal handler may have interrupted."""
+    """Write past Python's buffers, which a signal handler may have interrupted."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
 
 def _watch_tasks() -> None:
-    """For as long as this process lives."""
+    """Kill stopped tasks for as long as this process lives."""
     from ebbflow.flows.gang import end_stopped_tasks
 
     threading.Thread(target=end_stopped_tasks, args=(os.getpid(),), name="stopped tasks", daemon=True).start()
 
 
 def reorder_words(words: Sequence[str]) -> list[str]:
-    """The command line with options of `run` moved from before the command to behind it, where Metaflow takes them.
+    """Move options of `run` from before the command to behind it, where Metaflow accepts them.
 
-    Exits with 2 when there is no command.
+    Exits with 2 if there is no command.
     """
     before: list[str] = []
     moved: list[str] = []
@@ -321,15 +325,15 @@ def reorder_words(words: Sequence[str]) -> list[str]:
 
 
 def _tie_to_parent(by: signal.Signals) -> None:
-    """Nothing of a job outlives it: a task dies with the launcher, another node's task with the control task."""
+    """Let a task die with the launcher, and another node's task with the control task."""
     parent = os.environ.get(_PARENT_VARIABLE)
-    if parent:  # set on the launching machine only; in a container there is no launcher to die with
+    if parent:  # set on the launching machine only
         die_with_parent(int(parent), by=by)
         os.environ[_PARENT_VARIABLE] = str(os.getpid())
 
 
 def _join_in(words: list[str]) -> None:
-    """What Metaflow's own processes do besides: the one that submits a job, and the task in a container."""
+    """Add this package's work to Metaflow's own processes: the submitting one and the task in a container."""
     from ebbflow.flows import metaflow_fixes
 
     mended = metaflow_fixes.needs_fixes(sys.argv)
@@ -355,25 +359,25 @@ def _join_in(words: list[str]) -> None:
 
 
 def _set_environment() -> None:
-    # Local @parallel starts the other nodes as the bare word `python`: it must be this interpreter.
+    # Local @parallel starts the other nodes as `python`, which must be this interpreter.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    # One place for Metaflow's records and cards, so that resume and card work from any directory. From a container they
-    # come back in the folder where Metaflow looks when nothing is set.
+    # One place for Metaflow's records and cards, so that resume and card work from any directory. A container's records
+    # must be in Metaflow's default folder.
     if not remote.in_container():
         root = os.environ.setdefault(
             "METAFLOW_DATASTORE_SYSROOT_LOCAL", str(records_root(PROJECT_ROOT, METAFLOW_FOLDER))
         )
         os.environ.setdefault("METAFLOW_CARD_LOCALROOT", str(Path(root, METAFLOW_FOLDER, "mf.cards").absolute()))
-        # A head job of AWS Batch: Metaflow would take the steps that run beside it for steps that it sent to Batch.
+        # In a head job of AWS Batch, Metaflow would take local steps for steps that it sent to Batch.
         os.environ.pop("AWS_BATCH_JOB_ID", None)
-    # Metaflow refuses to work for root, which is who runs in a bare container.
-    if not os.environ.get("METAFLOW_USER"):  # a container's user need not have a name
+    # Metaflow refuses to work for root, the user of a bare container.
+    if not os.environ.get("METAFLOW_USER"):  # a container's user may have no name
         user = getpass.getuser()
         os.environ["METAFLOW_USER"] = "ebbflow" if user == "root" else user
 
 
 def _refuse_without_records() -> None:
-    """Exit with 2 and one line where Metaflow would end a `card` before the first run with a traceback."""
+    """Exit with 2 and one line where `card` before the first run would end with Metaflow's traceback."""
     root = os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL")
     if root and not Path(root, METAFLOW_FOLDER).is_dir():
         print(f"no run is recorded in {Path(root, METAFLOW_FOLDER)}; fix: {sys.argv[0]} run", file=sys.stderr)
@@ -381,7 +385,7 @@ def _refuse_without_records() -> None:
 
 
 def _command_index(argv: list[str]) -> int | None:
-    """Where Metaflow's command stands in the command line, None when there is none. `--with batch` is none."""
+    """Return the index of Metaflow's command in the command line, None without one. `--with batch` is no command."""
     return next((at for at, word in enumerate(argv) if at and word in _COMMANDS and argv[at - 1] != "--with"), None)
 
 
@@ -406,14 +410,14 @@ def _metaflow(flow_class: type) -> int:
 
 
 def _empty(run_id_file: Path) -> None:
-    """Until Metaflow writes into it, a file that is used again would name an earlier run."""
+    """Empty a reused file, which would name an earlier run until Metaflow writes into it."""
     if run_id_file.is_file():
-        with contextlib.suppress(OSError):  # Metaflow says so when it writes
+        with contextlib.suppress(OSError):  # Metaflow reports it when it writes
             os.truncate(run_id_file, 0)
 
 
 def _read_run_id(file: Path) -> str:
-    """The run id that Metaflow wrote, or "" when it did not get that far."""
+    """Return the run id that Metaflow wrote, "" without one."""
     run_id = file.read_text().strip() if file.is_file() else ""
     if file.name.startswith(_RUN_ID_PREFIX):
         file.unlink(missing_ok=True)
@@ -421,7 +425,11 @@ def _read_run_id(file: Path) -> str:
 
 
 def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job | None:
-    """The job that this run belonged to, from the artifacts of its start step. without: what there is without it."""
+    """Return a run's job from the artifacts of its start step, or None.
+
+    Args:
+        without: what is missing without the job, for the message.
+    """
     from metaflow import Run, namespace
 
     namespace(None)
@@ -429,42 +437,46 @@ def _job_of(flow_name: str, run_id: str, *, without: str = "no report") -> Job |
         data = Run(f"{flow_name}/{run_id}")["start"].task.data
         config = RunConfig.model_validate_json(json.dumps(data.settings["config"]))
         return Job(name=data.job, run=run_id, config=config, request_seconds=_REPORT_REQUEST_SECONDS)
-    except Exception as error:  # the client raises many kinds; without a start step there is nothing to tell
+    except Exception as error:  # the client raises many kinds
         print(f"{without}: the run's start step cannot be read: {error}", file=sys.stderr)
         return None
 
 
 def _this_python() -> str:
-    """How a user types this interpreter: from the project's folder when it lies below it."""
+    """Return how a user types this interpreter: relative to the project's folder if it is inside."""
     path = Path(sys.executable)
     return str(path.relative_to(PROJECT_ROOT) if path.is_relative_to(PROJECT_ROOT) else path)
 
 
 def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
-    """Print the report, which is rebuilt from the event log when the run died before writing it.
+    """Print the report and return the exit code. If the run died before its report, write one from the event log.
 
-    asked: the run was asked to leave, which its exit code says, unless the job completed in this run after all.
+    Args:
+        code: Metaflow's exit code.
+        started: Unix time.
+        asked: the run was asked to leave; this decides the exit code unless the job completed in
+            this run.
     """
     from ebbflow.cost.errors import CostError, ReportError
     from ebbflow.cost.report.render_text import render
     from ebbflow.cost.report.report import RunReport
     from ebbflow.flows.reporting import write_report
 
-    job.remember()  # when `start` ran on another machine, this one does not know the job yet
+    job.remember()  # `start` may have run on another machine
     mark_latest(job.name)
     path = local_folder(job.name, job.config.store) / "report.json"
     try:
         if not _is_new(path, started):
             check_run_claim(job.store, job.name)
             write_report(job)
-    except JobIsRunning as error:  # the report is the other launcher's now
+    except JobIsRunning as error:  # the other launcher writes the report
         print(error, file=sys.stderr)
         return Outcome.INTERRUPTED.exit_code
     except (InfraError, CostError) as error:
         if asked and isinstance(error, ReportError):
             write_to_stderr("interrupted before anything was recorded")
             return code
-        # That nothing was recorded yet says nothing of why the run ended, which Metaflow does.
+        # Without any record, Metaflow's code tells more than the error's.
         code = code if asked or (code and isinstance(error, ReportError)) else error.outcome.exit_code or code
         if not _is_new(path, started):
             print(f"no report: {error}", file=sys.stderr)
@@ -476,7 +488,7 @@ def finish_job(job: Job, code: int, started: float, *, asked: bool) -> int:
     if asked and not _completed_since(job, started):
         return code
     refused = report.events.get("refused") or {}
-    if refused.get("run") == job.run:  # a completed job stays so, and this run did nothing
+    if refused.get("run") == job.run:  # a completed job stays complete, and this run did nothing
         return Outcome(refused["outcome"]).exit_code
     return report.exit_code or code
 

@@ -1,18 +1,18 @@
-"""What Metaflow gets wrong on AWS Batch where it has no metadata service, mended for releases that are known.
+"""Fixes for Metaflow on AWS Batch without a metadata service, applied only to known releases.
 
-With local metadata, in the releases named below:
+With local metadata, these releases have four faults:
 
-- the command of the other nodes is made by replacing the task's id as a bare string, wherever it stands
+- the command of the other nodes is made by replacing the task's id as a bare string, wherever it occurs
   (Netflix/metaflow#2564, #2574);
 - a task in a container is not in the metadata there, so that its cards cannot be rendered;
-- node 0 waits for the others by asking the metadata of its own container, which know nothing of them;
-- a job that left no metadata ends its submitter with that error, which hides the reason of its failure and its kind
+- node 0 waits for the others by asking the metadata of its own container, which do not contain them;
+- a job that left no metadata ends its submitter with that error, which hides the reason and the kind of its failure
   (Netflix/metaflow#2557).
 
-With a metadata service nothing of Metaflow is changed. One of these it shares: a task's number is replaced wherever it
-stands, and the first tasks of a new service have short ones. A command that this has spoilt is corrected in the request
-to AWS, and said. Of a job of several nodes that has ended it takes for granted what AWS need not tell at once: where
-it is not there yet, a gang that did its work would count as failed, and be started and paid for again.
+With a metadata service Metaflow is not changed. One fault remains there: the short numbers of a new service's first
+tasks are replaced wherever they occur. Such a command is corrected in the request to AWS, with a message. Metaflow also
+relies on fields of an ended multi-node job that AWS may give late; they are filled in, since otherwise a gang that did
+its work would count as failed and be started and paid for again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ebbflow.infra.aws.account import metaflow_setting
 from ebbflow.infra.checks.batch import skip_reason
 from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
 
-# On which the mended flow was run in a local Batch: `make metaflow-releases`.
+# Releases on which the fixed flow ran in a local Batch: `make metaflow-releases`.
 KNOWN = ((2, 19, 0), (2, 19, 20), (2, 19, 39))
 _NODE = "$AWS_BATCH_JOB_NODE_INDEX"
 _MAPPERS_SECONDS = 600.0
@@ -45,50 +45,50 @@ FIXES = ("#2564 command of other nodes", "#2557 reason of a failure", "end of ot
 
 
 def parse_release(text: str) -> tuple[int, ...]:
-    """(2, 19, 39) of "2.19.39", whatever follows."""
+    """Parse "2.19.39" into (2, 19, 39), ignoring what follows."""
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
 def is_known_release(text: str | None = None) -> bool:
-    """None: of the Metaflow that is installed."""
+    """Return whether a release is known; None: the installed Metaflow."""
     return parse_release(text or version("metaflow")) in KNOWN
 
 
 def needs_fixes(words: Sequence[str]) -> bool:
-    """Whether a process of Metaflow with this command line, which names its metadata, is one that is mended."""
+    """Return whether a Metaflow process with this command line uses local metadata and a known release."""
     local = any(pair == ("--metadata", "local") for pair in itertools.pairwise(words)) or "--metadata=local" in words
     return local and is_known_release(version("metaflow"))
 
 
 def check_metadata(context: PreflightContext) -> CheckFinding:
-    """Without a metadata service Metaflow fails on AWS Batch in known ways: these are mended, or the run is refused."""
+    """Without a metadata service Metaflow fails on AWS Batch in known ways. They are fixed, or the run is refused."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     found, metadata = version("metaflow"), metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
     if metadata == "service":
-        return _asked_service(f"nothing of Metaflow {found} is changed")
+        return _asked_service(f"Metaflow {found} is unchanged")
     if metadata != "local":
-        return CheckFinding.passed(f"metadata {metadata}: nothing of Metaflow {found} is changed")
+        return CheckFinding.passed(f"metadata {metadata}: Metaflow {found} is unchanged")
     service = "set METAFLOW_DEFAULT_METADATA=service and METAFLOW_SERVICE_URL"
     if context.config.batch.metadata_fixes == "refuse":
-        return CheckFinding.failed("metadata are local, and batch.metadata_fixes is refuse", service)
+        return CheckFinding.failed("metadata are local and batch.metadata_fixes is refuse", service)
     if not is_known_release(found):
         known = ", ".join(".".join(map(str, one)) for one in KNOWN)
         return CheckFinding.failed(
-            f"metadata are local, and what Metaflow {found} gets wrong then on AWS Batch is not known (known: {known})",
-            f"{service}, or install a release that is known",
+            f"metadata are local, and there are no fixes for Metaflow {found} on AWS Batch (known: {known})",
+            f"{service}, or install a known release",
         )
     return CheckFinding.passed(
-        f"metadata are local: {len(FIXES)} fixes for Metaflow {found} ({', '.join(FIXES)}); for demonstrations, "
-        "a metadata service needs none"
+        f"metadata are local: {len(FIXES)} fixes for Metaflow {found} ({', '.join(FIXES)}); meant for "
+        "demonstrations, a metadata service needs no fixes"
     )
 
 
 def _asked_service(follows: str) -> CheckFinding:
-    """Metaflow asks five times within 15 s, and then shows a traceback."""
+    """Check that the service answers. Metaflow itself would try for 15 s and then print a traceback."""
     url = metaflow_setting("METAFLOW_SERVICE_URL")
     if not url:
-        return CheckFinding.skipped("METAFLOW_SERVICE_URL is not set; the check aws-metaflow says more")
+        return CheckFinding.skipped("METAFLOW_SERVICE_URL is not set; see the check aws-metaflow")
     try:
         headers = json.loads(metaflow_setting("METAFLOW_SERVICE_HEADERS") or "{}")
         if key := metaflow_setting("METAFLOW_SERVICE_AUTH_KEY"):
@@ -98,8 +98,8 @@ def _asked_service(follows: str) -> CheckFinding:
             number = answer.headers.get("METADATA_SERVICE_VERSION", "of an unknown version")
     except (OSError, ValueError) as error:
         return CheckFinding.failed(
-            f"no metadata service answers at {url}: {error}",
-            "correct METAFLOW_SERVICE_URL, or start the service; METAFLOW_DEFAULT_METADATA=local does without",
+            f"the metadata service at {url} does not answer: {error}",
+            "correct METAFLOW_SERVICE_URL, start the service, or set METAFLOW_DEFAULT_METADATA=local",
         )
     return CheckFinding.passed(f"metadata service {number} at {url}: {follows}")
 
@@ -118,7 +118,7 @@ CHECKS = [
 
 
 def drop_interrupt_advice() -> None:
-    """In the launcher: leave out Metaflow's line that asks not to press Ctrl-C again, which a user here may do.
+    """Drop Metaflow's line that advises against Ctrl-C, which is safe here. Runs in the launcher.
 
     A release without this private attribute keeps its line.
     """
@@ -136,10 +136,10 @@ def drop_interrupt_advice() -> None:
 
 
 def keep_terminal_from_tasks() -> None:
-    """In the launcher: start each task in a process group of its own, which a terminal's Ctrl-C does not reach.
+    """Start each task in its own process group, out of reach of a terminal's Ctrl-C. Runs in the launcher.
 
-    The launcher hands it on as SIGTERM. A task that has only just started would else end in a traceback. A release
-    without this private attribute starts them as before.
+    The launcher passes Ctrl-C on as SIGTERM; a starting task would otherwise end in a traceback. A release without this
+    private attribute starts tasks as before.
     """
     from metaflow import runtime
 
@@ -154,13 +154,13 @@ def keep_terminal_from_tasks() -> None:
 
 
 def fix_submitter() -> None:
-    """In the process that submits a job and waits for it."""
+    """Fix the process that submits a job and waits for it."""
     fix_batch_requests()
     _pass_over_missing_metadata()
 
 
 def fix_batch_requests() -> None:
-    """Where nothing of Metaflow is changed: from now on in what this process asks of AWS Batch, and is told by it."""
+    """Fix requests to AWS Batch and its answers in this process, without changes to Metaflow."""
     from botocore import handlers
 
     handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", correct_node_commands))
@@ -168,7 +168,7 @@ def fix_batch_requests() -> None:
 
 
 def fix_task() -> None:
-    """In a container, where a task runs."""
+    """Fix a task's process in a container."""
     from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
     from metaflow.plugins.metadata_providers.local import LocalMetadataProvider
 
@@ -183,7 +183,7 @@ def fix_task() -> None:
 
 
 def correct_node_commands(params: dict[str, Any], **_: Any) -> None:
-    """The other nodes' command in a request to submit a job, made anew from that of node 0 where it is another one."""
+    """Rebuild the other nodes' command in a submit request from node 0's, if it differs."""
     overrides = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
     if len(overrides) < 2:
         return
@@ -192,12 +192,12 @@ def correct_node_commands(params: dict[str, Any], **_: Any) -> None:
     for other in overrides[1:]:
         if other["containerOverrides"]["command"] != command:
             other["containerOverrides"]["command"] = command
-            said = "Metaflow's command of the other nodes changed more than the task's id (#2564): corrected"
+            said = "corrected Metaflow's command of the other nodes, which changed more than the task's id (#2564)"
             print(f"batch: {said}", file=sys.stderr, flush=True)
 
 
 def complete_gang_descriptions(parsed: dict[str, Any], **_: Any) -> None:
-    """In what AWS tells of jobs: what Metaflow reads of one of several nodes is there, and says nothing."""
+    """Fill in the fields of multi-node jobs that Metaflow reads, if AWS has not set them."""
     for job in parsed.get("jobs") or []:
         if job.get("nodeProperties"):
             job["attempts"] = job.get("attempts") or [{"container": {}}]
@@ -205,7 +205,7 @@ def complete_gang_descriptions(parsed: dict[str, Any], **_: Any) -> None:
 
 
 def node_command(main: str) -> str:
-    """Of a node that is not node 0, whose index the shell there knows. main: the shell command of node 0."""
+    """Return the shell command of the other nodes, made from node 0's; the shell there knows the node's index."""
     found = re.search(r"--task-id (\S+)", main)
     if found is None:
         return main
@@ -244,7 +244,7 @@ def _pass_over_missing_metadata() -> None:
 
 
 def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
-    """Node 0's end is the end of the job: first the others must have put their results, which the datastore knows."""
+    """Wait in the datastore for the other nodes' results, because node 0's end ends the job."""
     from metaflow import current
 
     waiting = [path.split("/") for path in flow._control_mapper_tasks[1:]]
@@ -259,7 +259,7 @@ def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
 
 
 def _is_done(datastore: Any, path: list[str], attempt: int) -> bool:
-    """Of this attempt: an earlier one may have ended well on the other node alone."""
+    """Return whether a task is done in this attempt; an earlier attempt may have succeeded on the other node alone."""
     from metaflow.datastore.exceptions import DataException
 
     try:

@@ -1,4 +1,4 @@
-"""The options of `run` and `resume`, checked before Metaflow is imported."""
+"""The options of `run` and `resume`, checked before Metaflow is imported so that errors appear at once."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ from ebbflow.training.checkpoint.rollback import PERMITS, record_permits
 from ebbflow.training.rehearse import Fault
 
 _REQUEST_SECONDS = 10.0
-# What a commit can only be continued with: the model, and which sample has which number.
+# Settings that a commit cannot change: the model, and the numbering of samples.
 _FIXED_FOR_A_JOB = ("workload", "workload_options", "model", "data", "training.seed")
 
 
 def check_run_options(options: list[str]) -> list[str]:
-    """The options of `run` with --config and --set replaced by the one checked configuration, as JSON.
+    """Check the options of `run` and replace --config and --set by the one configuration, as JSON.
 
-    Permits are left out: `give_permits` records them, once the launcher holds the job (see `parse_permits`).
-
-    Exits with 2 for a bad configuration, fault or job name, and with 3 when a quick check forbids the run.
+    Permits are left out: the launcher records them once it holds the job (`parse_permits`, `give_permits`). Exits with
+    2 for a bad configuration, fault or job name, and with 3 if a quick check forbids the run.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=str(DEFAULT_CONFIG))
@@ -57,9 +56,7 @@ def check_run_options(options: list[str]) -> list[str]:
     if said := check_before_launch(loaded.config, known.config, job=known.job or None, words=sys.argv):
         _refuse(said, Outcome.PREFLIGHT)
     if requested_permits(known) and not known.job:
-        _refuse(
-            "--from-scratch and --accept-rollback are about a job that exists; fix: name it with --job", Outcome.CONFIG
-        )
+        _refuse("--from-scratch and --accept-rollback need an existing job; fix: name it with --job", Outcome.CONFIG)
     if known.job:
         _check_place(known.job, loaded.config.store)
         try:
@@ -71,7 +68,7 @@ def check_run_options(options: list[str]) -> list[str]:
 
 
 def add_permits(parser: argparse.ArgumentParser) -> None:
-    """The options that allow a start to give up commits; nothing that runs unattended may decide that."""
+    """Add the options that allow a start to give up commits; nothing that runs unattended may decide that."""
     parser.add_argument(
         "--from-scratch", action="store_true", help="begin anew if no commit of the job can be restored"
     )
@@ -85,30 +82,31 @@ def requested_permits(known: argparse.Namespace) -> list[str]:
 
 
 def parse_permits(options: list[str]) -> list[str]:
-    """The permits that the options of `run` ask for."""
+    """Return the permits that the options of `run` ask for."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_permits(parser)
     return requested_permits(parser.parse_known_args(options)[0])
 
 
 def give_permits(permits: Sequence[str], job: str, store: str) -> None:
-    """Record in the job's store what a person allows for what the job has now. Raises InfraError.
+    """Record in the job's store what the user permits it to give up. Raises InfraError.
 
-    Only under a claim on the job: a launcher that is refused must not change what the job may give up.
+    Call this only under a claim on the job: a refused launcher must not change what the job may give up.
     """
     if permits:
         record_permits(Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)), *permits)
 
 
 def parse_checked_options(words: list[str]) -> tuple[str, RunConfig]:
-    """Job name ("" where none was given) and configuration in the words that `check_run_options` returned."""
+    """Return the job's name ("" without one) and configuration from the result of `check_run_options`."""
     values = dict(zip(words[0:6:2], words[1:6:2], strict=True))
     return values["--job"], RunConfig.model_validate_json(json.dumps(json.loads(values["--config"])["config"]))
 
 
 def _loaded(known: argparse.Namespace, backend: str | None) -> LoadedConfig:
-    """The configuration, its plan made for where --with sends the run: of another backend it would offer what that one
-    cannot run, such as several nodes on Spot. Raises ConfigError.
+    """Load the configuration with the backend of --with, since plans for another backend may not run there.
+
+    Raises ConfigError.
     """
     load = partial(load_config, known.config, project_root=PROJECT_ROOT, cwd=Path.cwd())
     loaded = load(known.overrides)
@@ -126,18 +124,18 @@ def _check_rehearsal(text: str, config: RunConfig) -> None:
 
 
 def _check_place(job: str, store: str) -> None:
-    """One job of a name on one machine: runs/<job> would mix the reports and logs of two."""
+    """Refuse a job name that belongs to another store's job on this machine, where both would share runs/<job>."""
     known = known_job(RUNS / job)
     if known is not None and known.store != store:
         _refuse(
-            f"--job {job}: {RUNS / job} is about the job of that name in {known.store}, not in {store}\n"
+            f"--job {job}: {RUNS / job} belongs to the job of that name in {known.store}, not in {store}\n"
             f"  hint: choose another --job, or set store to {known.store}; if the job was moved, delete {RUNS / job}",
             Outcome.CONFIG,
         )
 
 
 def _check_continuation(job: str, config: RunConfig) -> None:
-    """A job that exists goes on with its own model and data, or not at all."""
+    """Refuse to continue an existing job with another model or other data."""
     store = Store.open(config.store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job))
     if store.head("config.json") is None:
         return
@@ -158,15 +156,15 @@ def _check_continuation(job: str, config: RunConfig) -> None:
     ]
     if changed:
         _refuse(
-            f"job {job} exists in {config.store} and cannot go on with another model or other data:\n"
+            f"job {job} exists in {config.store} and cannot continue with another model or other data:\n"
             + "\n".join(changed)
-            + "\n  hint: choose another --job, or bring back the former values",
+            + "\n  hint: choose another --job, or restore the former values",
             Outcome.CONFIG,
         )
 
 
 def _with_defaults(config: dict) -> dict:
-    """A job that was begun before a key existed has its default; what no longer fits the schema stays as it is."""
+    """Complete an older configuration with defaults; one that no longer fits the schema stays as it is."""
     try:
         return RunConfig.model_validate_json(json.dumps(config)).model_dump(mode="json")
     except ValueError:
@@ -189,13 +187,16 @@ _MOST_ASKED = 8
 
 
 def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
-    """Make Metaflow's settings from those of the job, and hold these against the quick checks that `run` makes.
+    """Apply Metaflow's settings of the resumed job and run the quick checks of `run`.
 
-    Returns the job's name, its configuration and the permits asked for; None where this machine does not know the job.
+    Exits with 3 if a check forbids the run. Nothing is checked, with a message, if this machine does not know the job
+    or its store does not answer.
 
-    words: the command line, from which the options that are Ebbflow's own are taken. Exits with 3 where one of them
-    forbids the run. Of a job that this machine does not know, or whose store does not tell, nothing is checked; that is
-    said.
+    Args:
+        words: the command line; this project's own options are removed from it.
+
+    Returns:
+        (job name, configuration, requested permits), None for an unknown job.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_permits(parser)
@@ -203,7 +204,9 @@ def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
     found = _job_of(words)
     if found is None:
         if requested_permits(known):
-            print("resume: the job is unknown here, so nothing of it is given up; fix: run --job NAME", file=sys.stderr)
+            print(
+                "resume: unknown job on this machine, so the permit has no effect; fix: run --job NAME", file=sys.stderr
+            )
             sys.exit(Outcome.CONFIG.exit_code)
         return None
     name, path, config = found
@@ -214,26 +217,26 @@ def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
 
 
 def refuse_settings(options: Sequence[str]) -> None:
-    """Exit with 2 when a `resume` is given options of `run`: it takes the settings of the run that it goes on with."""
+    """Exit with 2 if `resume` is given options of `run`: it keeps the settings of the resumed run."""
     from ebbflow.flows.launcher import RUN_OPTIONS
 
     given = [word.partition("=")[0] for word in options if word.partition("=")[0] in RUN_OPTIONS]
     if given:
         print(
-            f"resume takes no {' or '.join(dict.fromkeys(given))}: it goes on with the settings of the run before\n"
-            "  hint: run --job NAME --set KEY=VALUE goes on with a job under changed settings",
+            f"resume takes no {' or '.join(dict.fromkeys(given))}: it keeps the settings of the resumed run\n"
+            "  hint: run --job NAME --set KEY=VALUE continues a job with changed settings",
             file=sys.stderr,
         )
         sys.exit(Outcome.CONFIG.exit_code)
 
 
 def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
-    """(name, path of the configuration's file, configuration) of the job whose run a `resume` goes on with."""
+    """Return (name, path of the configuration's file, configuration) of the job to resume, or None."""
     run = (option_values(words, "--origin-run-id") or [""])[-1]
     try:
         job = known_job(RUNS / run) or _find_job_of_run(run) if run else known_job(RUNS / "latest")
         if job is None:
-            _say(f"{RUNS} knows no job of {f'run {run}' if run else 'an earlier run'}")
+            _say(f"{RUNS} has no job of {f'run {run}' if run else 'an earlier run'}")
             return None
         _refuse_moved(job)
         document = json.loads(_store(job).get("config.json"))
@@ -256,7 +259,7 @@ def _refuse_moved(job: KnownJob) -> None:
 
 
 def _find_job_of_run(run: str) -> KnownJob | None:
-    """The job that the run was one of, by the events of the jobs that this machine has started last."""
+    """Search the newest jobs of this machine for the run."""
     folders = [RUNS / "latest", *(RUNS / name for name in list_known_jobs(RUNS)[-_MOST_ASKED:][::-1])]
     jobs = dict.fromkeys(job for folder in folders if (job := known_job(folder)) is not None)
     return next((job for job in jobs if _is_run_of(job, run)), None)
@@ -265,7 +268,7 @@ def _find_job_of_run(run: str) -> KnownJob | None:
 def _is_run_of(job: KnownJob, run: str) -> bool:
     try:
         return any(event.run == run for event in read_events(_store(job)))
-    except InfraError:  # of another job, perhaps
+    except InfraError:  # it may be another job's
         return False
 
 
@@ -274,4 +277,4 @@ def _store(job: KnownJob) -> Store:
 
 
 def _say(why: str) -> None:
-    print(f"resume: nothing is checked, and Metaflow's own settings hold: {why}", flush=True)
+    print(f"resume: no checks, and Metaflow's own settings apply: {why}", flush=True)

@@ -1,9 +1,9 @@
-"""Attempts as pods of a Kubernetes cluster with Karpenter. Never run on a cluster.
+"""Attempts as pods of a Kubernetes cluster with Karpenter (`--with kubernetes`). Never run on a cluster.
 
-Source: https://karpenter.sh/docs/concepts/scheduling/#well-known-labels (read, not tried).
+The choice is the same as for AWS Batch, expressed by node labels instead of queues, so several nodes can be Spot. The
+number of nodes is fixed within a run, because Metaflow creates the tasks of a JobSet before the attempt.
 
-The choice is the same as for AWS Batch; what carries it is node labels instead of queues, so that several nodes can be
-Spot. The number of nodes stays what it is within a run: Metaflow's tasks of a JobSet are counted before the attempt.
+Labels follow https://karpenter.sh/docs/concepts/scheduling/#well-known-labels (v1; read, not tried).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ebbflow.infra.config.schema import RunConfig
 CAPACITY_TYPE = "karpenter.sh/capacity-type"
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 ZONE, ZONE_ID = "topology.kubernetes.io/zone", "topology.k8s.aws/zone-id"
-# Of the NodePools in nodepools.yaml: nothing else lands on nodes that cost so much.
+# Taints of the NodePools in nodepools.yaml, which keep other pods off costly nodes.
 TAINT = "ebbflow/training"
 GPU_TAINT = "nvidia.com/gpu"
 _ZONE_ID = re.compile(r"[a-z]+\d+-[a-z]{2,}\d+")  # use1-az1; a zone's name is us-east-1a
 
-# A pod's memory beyond what a Batch job leaves: kubelet 255 MiB + 11 MiB for each of maxPods = 30 pods
+# Memory that a pod must leave in addition to a Batch job: kubelet 255 MiB + 11 MiB for each of maxPods = 30 pods
 # (github.com/awslabs/amazon-eks-ami), 100 MiB before eviction, and the node's own pods.
 _KUBELET_MIB, _OWN_PODS_MIB = 255 + 11 * 30 + 100, 339
 
 
 def node_selector(placement: Mapping[str, Any]) -> dict[str, str]:
-    """placement: `cost.capacity.Placement` as JSON. The zone keeps a gang together; without one the NodePool must."""
+    """Return the node labels of a placement (`cost.capacity.Placement` as JSON). The zone keeps a gang together."""
     chosen = {
         CAPACITY_TYPE: "spot" if placement["market"] == "spot" else "on-demand",
         INSTANCE_TYPE: placement["instance_type"],
@@ -46,13 +46,13 @@ def node_selector(placement: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tolerations(placement: Mapping[str, Any]) -> list[dict[str, str]]:
-    """As Metaflow takes them: keys as the Kubernetes client's V1Toleration has them."""
+    """Return the pod's tolerations, with the keys of the Kubernetes client's V1Toleration as Metaflow expects."""
     keys = [TAINT, *([GPU_TAINT] if placement["gpu"] else [])]
     return [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in keys]
 
 
 def annotations(metrics_port: int | None) -> dict[str, str]:
-    """Karpenter is not to tidy up a node under a gang; Prometheus finds the metrics where the nodes serve them."""
+    """Return annotations that stop Karpenter from removing the node and let Prometheus find the metrics."""
     found = {"karpenter.sh/do-not-disrupt": "true"}
     if metrics_port is not None:
         found |= {
@@ -64,7 +64,7 @@ def annotations(metrics_port: int | None) -> dict[str, str]:
 
 
 def pod_memory_mib(batch_memory_mib: int) -> int:
-    """Of what a Batch job could ask for on the same instance."""
+    """Return a pod's memory on an instance where a Batch job could ask for `batch_memory_mib`."""
     return max(batch_memory_mib - _KUBELET_MIB - _OWN_PODS_MIB, 1024)
 
 
@@ -73,12 +73,12 @@ _LABELS = {"ebbflow/training": "true"}
 
 
 def is_single_pod() -> bool:
-    """Whether this process is a task in a pod that is no part of a JobSet."""
+    """Return whether this process is a task in a pod outside a JobSet."""
     return "METAFLOW_KUBERNETES_WORKLOAD" in os.environ and "METAFLOW_KUBERNETES_JOBSET_NAME" not in os.environ
 
 
 def pod_markets() -> dict[str, QueueState]:
-    """What stands for Batch's queues: Karpenter makes nodes of either market, of any type and in any number."""
+    """Return one queue per market, as Batch would have: Karpenter creates any type and number of nodes in both."""
     return {
         name: QueueState(
             name=name, arn="", market=market, instance_types=(), multi_node=True, usable=True, problem=""
@@ -88,15 +88,15 @@ def pod_markets() -> dict[str, QueueState]:
 
 
 def with_nodes(config: RunConfig, nodes: int) -> RunConfig:
-    """The configuration with the number of nodes that this run has begun with."""
+    """Return the configuration with the number of nodes that the run began with."""
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
 
 
 def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
-    """Into the command line of `kubernetes step`, over what @kubernetes has put there."""
+    """Write an order into the command line of `kubernetes step`, over the values of @kubernetes."""
     placement, options = order.placement or {}, cli_args.command_options
     options.update({
-        "cpu": str(max(placement["cpu"] - 1, 1)),  # one is left to the node's own pods
+        "cpu": str(max(placement["cpu"] - 1, 1)),  # one for the node's own pods
         "gpu": str(placement["gpu"]) if placement["gpu"] else None,
         "memory": str(pod_memory_mib(placement["memory_mib"])),
         "shared_memory": str(config["batch"]["shared_memory_mib"]),
@@ -108,7 +108,7 @@ def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> 
     })  # fmt: skip
     if config["batch"]["image"]:
         options["image"] = config["batch"]["image"]
-    if "num-parallel" in options:  # a JobSet has at least two; Metaflow refuses one
+    if "num-parallel" in options:  # Metaflow refuses a JobSet of one node
         options["num-parallel"] = str(order.nodes) if order.nodes > 1 else None
     cli_args.env[GRACE_VARIABLE] = str(config["checkpoint"]["stop_seconds"])
 
@@ -118,9 +118,9 @@ def _of(options: dict[str, Any], name: str) -> dict[str, str]:
 
 
 def exit_when_asked() -> None:
-    """In the process that submits: leave through `sys.exit`, since Metaflow ends its pods in an `atexit` handler.
+    """Exit through `sys.exit` on a signal, because Metaflow deletes its pods in an `atexit` handler. For the submitter.
 
-    Later signals are ignored: one in the middle of that handler would leave pods behind. The launcher waits 60 s.
+    Later signals are ignored, since one inside that handler would leave pods behind. The launcher waits 60 s.
     """
     numbers = [
         number
@@ -138,11 +138,10 @@ def exit_when_asked() -> None:
 
 
 def set_grace_period() -> None:
-    """In the process that submits: pods get the time from SIGTERM to SIGKILL that a last save needs, and their tasks
-    hear of it.
+    """Give pods the time between SIGTERM and SIGKILL that a last checkpoint needs, and pass SIGTERM to tasks.
 
-    Metaflow sets it to 0 and has no option for it, and its shell, which is process 1 of the container, hands no signal
-    on. Both are changed where every pod passes: in the Kubernetes client's model.
+    For the submitting process. Metaflow sets the time to 0 without an option, and its shell, process 1 of the
+    container, passes no signal on. Both are changed in the Kubernetes client's model, where every pod passes.
     """
     from kubernetes.client import V1PodSpec
 

@@ -1,4 +1,4 @@
-"""What a run needs that goes to another machine, before Metaflow is imported: its settings, and what forbids it."""
+"""Settings and refusals of runs on other machines, before Metaflow is imported."""
 
 from __future__ import annotations
 
@@ -11,33 +11,31 @@ from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError
 from ebbflow.infra.store.s3 import aws_settings
 
-# Of a light step's job: how long it may wait for capacity (`ebbflow.flows.attempts.submission`).
+# How long a light step's job may wait for capacity (`ebbflow.flows.attempts.submission`).
 RUNNABLE_VARIABLE = "EBBFLOW_RUNNABLE_SECONDS"
 
 _BACKENDS = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}
 
 
 def in_container() -> bool:
-    """Whether this process is a task that Metaflow sent to another machine; a head job there is none."""
+    """Return whether this process is a task that Metaflow sent to another machine, and not a head job there."""
     return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
 
 
 def requested_backend(words: Sequence[str]) -> str | None:
-    """batch or kubernetes: where a command line sends training, by its --with; None: it stays on this machine."""
+    """Return the backend of a command line's --with, "batch" or "kubernetes", or None for this machine."""
     names = [value.partition(":")[0] for value in option_values(words, "--with")]
     return None if "local" in names else next((_BACKENDS[name] for name in names if name in _BACKENDS), None)
 
 
 def option_values(words: Sequence[str], option: str) -> list[str]:
-    """All values that a command line gives an option, as "--option value" or "--option=value"."""
+    """Return all values of an option, given as "--option value" or "--option=value"."""
     found = [words[at + 1] for at, word in enumerate(words[:-1]) if word == option]
     return found + [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
 
 
 def set_environment(config: RunConfig, backend: str) -> None:
-    """Metaflow's settings: what the configuration says goes before what is set elsewhere, and that before what follows
-    from the store alone.
-    """
+    """Set Metaflow's settings: the configuration's first, then existing ones, then those derived from the store."""
     batch = config.batch
     said = {
         "METAFLOW_BATCH_JOB_QUEUE": batch.light_queue,
@@ -51,10 +49,10 @@ def set_environment(config: RunConfig, backend: str) -> None:
         "METAFLOW_DEFAULT_DATASTORE": "s3",
         "METAFLOW_DATASTORE_SYSROOT_S3": f"{config.store.rstrip('/')}/metaflow",
         "METAFLOW_S3_ENDPOINT_URL": aws_settings().endpoint,
-        # Metaflow asks once and gives up: AWS answers "too many requests" to whoever starts many jobs at once.
+        # Metaflow tries once, but AWS throttles accounts that start many jobs at once.
         "AWS_RETRY_MODE": "standard",
         "AWS_MAX_ATTEMPTS": "10",
-        "METAFLOW_BATCH_EMIT_TAGS": "true" if config.batch.tags else "",  # else Metaflow puts none on its jobs
+        "METAFLOW_BATCH_EMIT_TAGS": "true" if config.batch.tags else "",  # Metaflow sets no tags otherwise
     }
     for name, value in follows.items():
         if value and not _is_set(name):
@@ -68,15 +66,16 @@ def _is_set(name: str) -> bool:
 
 
 def light_queue(config: RunConfig) -> str | None:
-    """For the steps around training, where none is named, and said with its reason: the one with the smallest machines
-    on demand of those that are configured or, without any, of the account. None where Batch does not say; preflight
-    tells why.
+    """Choose the queue for the steps around training if none is named, and print the reason.
+
+    Candidates are the configured queues, or all of the account. Returns None if Batch does not answer; preflight tells
+    why.
     """
     from ebbflow.infra.batch import batch_client, declared_queues, lightest_queue, training_queues
 
     queues = declared_queues(config.batch)
     if not queues or any(not queue.instance_types for queue in queues.values()):
-        with contextlib.suppress(InfraError):  # then what is configured must do
+        with contextlib.suppress(InfraError):  # then the configured queues are used
             queues = training_queues(config.batch, batch_client(config.batch.region))
     if (found := lightest_queue(queues)) is None:
         return None
@@ -86,17 +85,17 @@ def light_queue(config: RunConfig) -> str | None:
 
 
 def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] = ()) -> str | None:
-    """Why the run cannot go to another machine, with what to do; None: nothing forbids it. words: its command line."""
+    """Return why the run cannot go to another machine, with the fix, or None. words: the command line."""
     if backend is not None and "://" not in config.store:
         return (
-            f"--with {backend}: store {config.store} is a folder of this machine, which no container sees\n"
+            f"--with {backend}: store {config.store} is a folder of this machine, which containers cannot read\n"
             "  fix: store: s3://bucket/prefix"
         )
     if backend == "batch" and not _names_role(config, words):
         return (
-            "--with batch: no role is named for the containers, and Metaflow submits nothing without one\n"
-            "  fix: set batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE; `ebbflow deploy --env` writes it "
-            "down, `ebbflow adopt` finds one that there is"
+            "--with batch: no role for the containers, which Metaflow needs\n"
+            "  fix: set batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE; `ebbflow deploy --env` writes "
+            "one, `ebbflow adopt` finds an existing one"
         )
     return None
 

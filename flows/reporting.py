@@ -1,4 +1,4 @@
-"""One report per job, written by the `report` step, or by the launcher when a run died before it got there."""
+"""The report of a job, written by the `report` step, or by the launcher if the run died before it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ _COMPARED_JOBS = 8
 
 
 def record_prices(job: Job) -> None:
-    """How prices went while the job ran, into its events; what cannot be had is said, and the plan's price stands."""
+    """Record the prices during the job in its events. If they are unavailable, the plan's prices are used."""
     pools: list[dict[str, Any]] = []
     for kind, plan in _paid_types(read_events(job.store)).items():
         try:
             pools += read_price_changes(job.config.cost, plan, kind, now_utc=time.time(), project_root=PROJECT_ROOT)
         except PriceError as error:
-            print(f"prices of {kind} since the plan are not known, so its own stand: {error}", flush=True)
+            print(f"no prices of {kind} since the plan, so the plan's are used: {error}", flush=True)
     if pools:
         with job.events("prices") as events:
             events.emit(PRICES, pools=pools)
 
 
 def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
-    """Instance types with the plan since which their prices matter: of each the first plan that chose it, since a job
-    that went on may have been planned on another one, and for machines that are of no planned type the first of all.
+    """Return the instance types that were used, each with the plan since which its prices matter.
+
+    That is the first plan that chose the type, since a job may have been planned on another type later. For machines of
+    an unplanned type it is the first plan of all.
     """
     plans = [event.data for event in events if event.name == PLAN and event.data.get("chosen")]
     first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
@@ -47,14 +49,16 @@ def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
 
 
 def write_report(job: Job) -> RunReport:
-    """Fold the job's events; write report and metrics into runs/<job>/ and then into the store, and what the job has
-    shown of pools and speeds for the plans of others.
+    """Fold the job's events into a report and write it, with the metrics, to runs/<job>/ and then to the store.
 
-    Here first: a store that is full or takes no more writes still has events to tell from. Raises StoreError where it
-    does not take the report.
+    The local files come first, because a full store still has the events to build them from. The job's history for
+    later plans is written last.
+
+    Raises:
+        StoreError: the store does not accept the report.
     """
     from ebbflow.flows.attempts.settlement import (
-        settle_for_report,  # not for each card's process, which imports this as well
+        settle_for_report,  # not at module level, since every card's process imports this
     )
 
     settle_for_report(job)
@@ -76,12 +80,12 @@ def write_report(job: Job) -> RunReport:
     try:
         save_job_record(job.root_store, events)
     except InfraError as error:  # the job has ended, however it ended: only later plans know less
-        print(f"what the job has shown of pools and speeds is not kept: {error}", flush=True)
+        print(f"the job's history for later plans was not stored: {error}", flush=True)
     return report
 
 
 def earlier_reports(job: str) -> list[dict]:
-    """Reports of the other jobs that this machine finished last, for comparison; of what cannot be read, none."""
+    """Return the reports of the last other jobs on this machine, for comparison. Unreadable ones are left out."""
     found = []
     for name in [name for name in list_known_jobs(RUNS) if name != job][-_COMPARED_JOBS:]:
         try:

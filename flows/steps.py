@@ -31,24 +31,28 @@ if TYPE_CHECKING:
 
 
 def is_local(flow: Any) -> bool:
-    """Whether the ranks run on this machine, where no pool of the plan is paid for."""
+    """Return whether the ranks run on this machine, where no pool of the plan is paid for."""
     return training_backend(flow) is None
 
 
 def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
-    """On AWS Batch the region of the queues is the only one whose prices mean anything."""
+    """Return the configuration with the region of the queues as the only priced one, on AWS Batch."""
     from ebbflow.infra.batch import limit_to_queue_region
 
     there = limit_to_queue_region(config) if training_backend(flow) == "batch" else config
     if there.cost.regions != config.cost.regions:
         named = ", ".join(config.cost.regions)
-        print(f"prices of {there.cost.regions[0]}, where the queues are; cost.regions has {named}", flush=True)
+        print(
+            f"using prices of {there.cost.regions[0]}, the region of the queues; cost.regions has {named}", flush=True
+        )
     return there
 
 
 def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
-    """On AWS Batch, what training may choose from, whether or not it takes jobs at this moment; as the configuration
-    has it where Batch does not say, such as to a container. None: nobody knows it, or the job goes elsewhere.
+    """Return the queues for training on AWS Batch, whether or not they accept jobs now, or None.
+
+    If Batch does not answer, such as in a container, the configured queues are used. None means that no queue is known
+    or that the job goes elsewhere.
     """
     from ebbflow.infra.batch import batch_client, declared_queues, training_queues
 
@@ -59,30 +63,30 @@ def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | No
     except InfraError as error:
         found = declared_queues(config.batch)
         known = "batch.queues alone" if found else "all instance types, whatever queues there are"
-        print(f"the plan goes by {known}, since AWS Batch cannot be asked for its queues: {error}", flush=True)
+        print(f"planning with {known}, because AWS Batch does not list its queues: {error}", flush=True)
     return {name: replace(queue, usable=True) for name, queue in found.items() if queue.market is not None} or None
 
 
 def read_job_history(job: Job) -> JobHistory:
-    """What jobs of the store have shown; nothing, and said so, where it does not answer: a plan does without."""
+    """Read the history of the store's jobs; an empty one, with a message, if the store does not answer."""
     from ebbflow.cost.job_history import JobHistory, load_job_history
 
     try:
         return load_job_history(job.root_store)
     except InfraError as error:
-        print(f"what own jobs have shown of pools and speeds is not known: {error}", flush=True)
+        print(f"job history unavailable; using priors for pools and throughput: {error}", flush=True)
         return JobHistory()
 
 
 def read_progress(job: Job) -> JobProgress:
-    """How far the job has come, so that only the rest is planned; the whole where no account of it can be made."""
+    """Read the job's progress, so that only the rest is planned. Without a ledger the whole job is planned."""
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.plan.candidates import NO_PROGRESS, read_progress
 
     try:
         return read_progress(read_events(job.store))
     except CostError as error:
-        print(f"how far the job has come is unknown, so all of it is planned: {error}", flush=True)
+        print(f"the job's progress is unknown, so all of it is planned: {error}", flush=True)
         return NO_PROGRESS
 
 
@@ -90,7 +94,7 @@ T = TypeVar("T")
 
 
 class StepFailed(MetaflowException):
-    """A step that failed for a known reason: Metaflow prints the message, and no traceback of its own inside."""
+    """A step that failed for a known reason. Metaflow prints its message without a traceback."""
 
     headline = "This attempt ended"
 
@@ -100,9 +104,9 @@ class StepFailed(MetaflowException):
 
 
 def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
-    """What a room could not do ends the run with its one message, and the job with its outcome.
+    """Decorate a step so that a room's error ends the run with one message and the job with the error's outcome.
 
-    Not for `train`, where a new attempt may cure it.
+    Not for `train`, where a new attempt may help.
     """
 
     @functools.wraps(step)
@@ -116,8 +120,8 @@ def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
             record_outcome(flow, error.outcome, str(error))
             raise StepFailed(error.outcome, str(error)) from error
         except StepFailed:
-            raise  # has told its outcome
-        except Exception as error:  # a bug of ours: the next start would meet it again
+            raise  # its outcome is recorded
+        except Exception as error:  # a bug, which a retry would meet again
             record_outcome(flow, Outcome.FAILED, f"{type(error).__name__}: {error}")
             raise
 
@@ -125,17 +129,17 @@ def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 def record_outcome(flow: Any, outcome: Outcome, message: str) -> None:
-    """In the events, for the report; a store that does not even open takes none, and the message alone must do."""
+    """Record the job's outcome in its events. If the store does not open, only the message remains."""
     try:
         with Job.of(flow, current.run_id).events(current.step_name) as events:
             events.emit(OUTCOME, outcome=outcome.value, message=message)
     except InfraError as error:
-        say(f"the store cannot be told: {error}")
+        say(f"the outcome was not recorded: {error}")
 
 
 @record_failure
 def begin_job(flow: Any) -> None:
-    """Give the job its folder on this machine; nothing is written to its store before the checks have passed."""
+    """Create the job's folder on this machine. Its store is written only after the checks have passed."""
     job = Job.of(flow, current.run_id)
     job.folder.mkdir(parents=True, exist_ok=True)
     job.remember()
@@ -145,7 +149,7 @@ def begin_job(flow: Any) -> None:
 
 @record_failure
 def run_preflight(flow: Any) -> list[dict]:
-    """Run every room's checks; raise StepFailed when one of them forbids the run."""
+    """Run every room's checks. Raises StepFailed if one of them forbids the run."""
     from ebbflow.infra.preflight import failed_results, render_results
     from ebbflow.training.checks import WORKLOAD_CHECK
 
@@ -155,7 +159,7 @@ def run_preflight(flow: Any) -> list[dict]:
     say(render_results(results))
     records = [result.to_json() for result in results]
     failed = failed_results(results)
-    # A workload that cannot be trained ends alike, whether it is found out here, in the plan or by a rank.
+    # A workload that cannot be trained has the same outcome here, in the plan and in a rank.
     outcome = Outcome.CONFIG if {result.id for result in failed} == {WORKLOAD_CHECK} else Outcome.PREFLIGHT
     with job.events("preflight") as events:
         events.emit(CONFIGURED, settings=values_with_sources(flow.settings["config"], flow.settings["sources"]))
@@ -170,8 +174,10 @@ def run_preflight(flow: Any) -> list[dict]:
 
 @record_failure
 def plan_capacity(flow: Any) -> dict:
-    """The plan as JSON, of its best pools; the job's plan.json has all. Raises StepFailed when budget, deadline or
-    capacity cannot be kept.
+    """Plan the job and return the plan of the best pools as JSON; plan.json has all pools.
+
+    Raises:
+        StepFailed: budget, deadline or capacity forbid the job.
     """
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.plan.plan_text import render_plan
@@ -198,7 +204,7 @@ def plan_capacity(flow: Any) -> dict:
 
 @record_failure
 def examine_workload(flow: Any) -> dict | None:
-    """A workload of one's own, its data prepared and one sample tried: what the plan must know of it. Else None."""
+    """Prepare a user's own workload, try one sample, and return its shape; None for the default workload."""
     from ebbflow.training.workloads.examine import examine
 
     job = Job.of(flow, current.run_id)
@@ -211,7 +217,7 @@ def examine_workload(flow: Any) -> dict | None:
 
 @record_failure
 def prepare_data(flow: Any) -> dict:
-    """The data in the store, once for the same data: their fingerprint, and what else is known of them."""
+    """Prepare the data in the store, once for equal data, and return their fingerprint and statistics."""
     from ebbflow.training.data import prepare_tokens
 
     job = Job.of(flow, current.run_id)
@@ -231,18 +237,18 @@ def prepare_data(flow: Any) -> dict:
 
 
 def write_report(flow: Any) -> dict:
-    """Build the report from all events of the job and put it into the store and this machine's runs/<job>/."""
+    """Write the job's report to the store and to runs/<job>/ on this machine."""
     from ebbflow.cost.errors import CostError
     from ebbflow.flows.reporting import write_report as write
 
     try:
         return write(Job.of(flow, current.run_id)).to_json()
-    except (InfraError, CostError) as error:  # the job has its outcome already, and keeps it
+    except (InfraError, CostError) as error:  # the job keeps its outcome
         raise StepFailed(error.outcome, str(error)) from error
 
 
 def report_frames(report: dict) -> tuple[Any, Any]:
-    """Loss curve and ledger as pandas DataFrames, for notebooks."""
+    """Return loss curve and ledger as pandas DataFrames, for notebooks."""
     from ebbflow.cost.report.report import RunReport, ledger_frame, loss_frame
 
     run_report = RunReport.from_json(report)
@@ -250,7 +256,7 @@ def report_frames(report: dict) -> tuple[Any, Any]:
 
 
 def require_completion(flow: Any) -> None:
-    """Fail the run when the job is not complete: a run that looks like success must be one."""
+    """Fail the run if the job is not complete, so that a run that looks successful is."""
     outcome = Outcome(flow.run_report["outcome"])
     if outcome is not Outcome.COMPLETED:
         raise StepFailed(outcome, f"the job is not complete; report: runs/{flow.job}/report.html")
@@ -262,7 +268,11 @@ def say(text: str) -> None:
 
 @record_failure
 def certify(flow: Any) -> dict | None:
-    """The certificate as JSON; None where none is asked for. One that does not hold ends the job before it costs."""
+    """Return the resume certificate as JSON, None if it was not asked for.
+
+    Raises:
+        TrainingError: the job would not resume exactly.
+    """
     from ebbflow.training.certify import certify_in_child
     from ebbflow.training.errors import TrainingError
 

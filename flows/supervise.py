@@ -1,10 +1,9 @@
-"""Keeps a job going until it is done, or nothing but money is left to lose. Run it with
+"""Supervise a job until it is done, or until a failure, budget or deadline ends it. Run it with
 
     python flows/supervise.py CONFIG [--job NAME] [options of `run`, such as --set …, --with batch]
 
-It starts the flow again and again under the job's name: beyond Metaflow's five attempts, after a launcher that was
-killed, and when there was no capacity. It keeps nothing on this machine: what it knows of the job lies in the job's
-store, so that it can be killed itself and started again, here or elsewhere.
+It starts the flow again and again under the job's name: beyond Metaflow's five attempts, after a killed launcher, and
+when there was no capacity. All its knowledge is in the job's store, so it can be killed and started again anywhere.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The rooms are this file's siblings; in a code package they lie beside it.
+# In a checkout the package `ebbflow` is beside this file's folder; elsewhere Python finds it anyway.
 _ROOT = Path(__file__).resolve().parents[1]
 if (_ROOT / "ebbflow").is_dir():  # a checkout
     sys.path.insert(1, str(_ROOT))

@@ -24,11 +24,11 @@ if __name__ == "__main__":
     begin_program()
     from ebbflow.infra.process import exit_when_interrupted
 
-    exit_when_interrupted()  # until the launcher answers signals itself, which takes a second of imports
+    exit_when_interrupted()  # until the launcher handles signals itself, after a second of imports
 
 from ebbflow.flows import launcher
 
-# Before Metaflow is imported: it reads its environment then, and a bad configuration should not have to wait for it.
+# Before Metaflow's import, which reads its environment and takes a while.
 launcher.prepare(__name__)
 
 from metaflow import FlowSpec, JSONType, Parameter, card, catch, current, parallel, retry, step
@@ -68,28 +68,28 @@ class TrainFlow(FlowSpec):
 
     @step
     def start(self):
-        """Name the job, which outlives this run, and write its configuration down."""
+        """Name the job, which outlives this run, and record its configuration."""
         self.job = self.job_name or current.run_id
-        self.config_sources = self.settings["sources"]  # of every value: default, file:line, environment or --set
+        self.config_sources = self.settings["sources"]  # source of each value: default, file:line, environment or --set
         steps.begin_job(self)
         self.next(self.preflight)
 
     @step
     def preflight(self):
-        """Check everything that can be checked before money is spent; all problems at once."""
+        """Check everything that can be checked before money is spent, and report all problems together."""
         self.checks = steps.run_preflight(self)
         self.next(self.plan)
 
     @step
     def plan(self):
-        """Choose the cheapest capacity that fits and meets the deadline, or refuse and say which limit binds."""
+        """Choose the cheapest capacity that fits and meets the deadline, or refuse and name the limit."""
         self.examined = steps.examine_workload(self)
         self.capacity = steps.plan_capacity(self)
         self.next(self.prepare)
 
     @step
     def prepare(self):
-        """Put the data where all ranks find them, once: the text as token shards; then start training."""
+        """Prepare the data once for all ranks, such as text as token shards, then choose the branch for training."""
         self.prepared = steps.prepare_data(self)
         self.certificate = steps.certify(self)
         self.num_nodes = gang.gang_shape(self).nodes
@@ -101,13 +101,13 @@ class TrainFlow(FlowSpec):
     @retry(times=4, minutes_between_retries=0)
     @step
     def train_node(self):
-        """A single node in AWS Batch: one round for each machine, so that a reclaim is no failure."""
+        """Run a single node in AWS Batch, one round for each machine, so that a reclaim is no failure."""
         self.gang_outcome, self.next_branch = gang.train_round(self, current)
         self.next({"again": self.train_node, "gang": self.fan_out, "done": self.report}, condition="next_branch")
 
     @step
     def fan_out(self):
-        """From here on a gang of several nodes."""
+        """Start a gang of several nodes."""
         self.next(self.train, num_parallel=self.num_nodes)
 
     @capacity
@@ -116,13 +116,13 @@ class TrainFlow(FlowSpec):
     @parallel
     @step
     def train(self):
-        """On every node: run its ranks from the last commit to the end."""
+        """Run this node's ranks from the last commit to the end."""
         self.gang_outcome = gang.train_node(self, current)
         self.next(self.join)
 
     @step
     def join(self, inputs):
-        """One story again."""
+        """Merge the nodes' artifacts."""
         shared = ["job", "config_sources", "capacity", "checks", "prepared", "certificate", "num_nodes"]
         self.merge_artifacts(inputs, include=shared)
         self.next(self.report)
@@ -130,7 +130,7 @@ class TrainFlow(FlowSpec):
     @card(type="blank", id="report")
     @step
     def report(self):
-        """Fold the events of every attempt into one report: what was trained, what it cost, what was lost."""
+        """Fold the events of every attempt into one report: the training, its cost, and the losses."""
         self.run_report = steps.write_report(self)
         self.loss_frame, self.ledger_frame = steps.report_frames(self.run_report)
         cards.show_report(current.card["report"], self.run_report, reporting.earlier_reports(self.job))
@@ -138,7 +138,7 @@ class TrainFlow(FlowSpec):
 
     @step
     def end(self):
-        """Succeed only when the job is complete."""
+        """Succeed only if the job is complete."""
         steps.require_completion(self)
 
 

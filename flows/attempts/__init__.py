@@ -1,1 +1,1 @@
-"""One attempt of a training step that is sent to another machine: where it goes, what it is told, what became of it."""
+"""One attempt of a training step on another machine: its placement, its submission and its outcome."""

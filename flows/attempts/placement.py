@@ -1,4 +1,7 @@
-"""The placement of one attempt: prices, past attempts and remaining work decide on a queue, or on a reason for none."""
+"""The placement of one attempt: prices, past attempts and remaining work decide on a queue, or on a reason for none.
+
+Metaflow's scheduler waits for it, so it ends within its deadlines and raises only if another launcher took over.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +32,24 @@ if TYPE_CHECKING:
 
 
 DEADLINE_SECONDS = 60.0
-PLANNED_SECONDS = 30.0  # more, where it is by the plan of the run
+PLANNED_SECONDS = 30.0  # for the second try, by the plan of the run
 _REQUEST_SECONDS = 20.0
-# Attempts in a row that came to nothing and that no machine's loss explains: another would come to nothing as well.
+# Attempts in a row that failed without a lost machine; another would fail too.
 _MOST_IN_VAIN = 5
-_MOST_NEVER_MADE = 2  # no container was ever made, and not for want of capacity: as without its image
+_MOST_NEVER_MADE = 2  # attempts with capacity but without a container, such as with a missing image
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRequest:
-    """An attempt that is to be placed. flow: the artifacts that the step will find (`job`, `settings`, `capacity` …).
+    """An attempt that needs a placement.
 
-    round: of `train_node`, counted from 1. one_node: the step cannot be a gang. last: Metaflow tries no further.
-    backend: batch or kubernetes. abandoned: nobody waits for the answer any more, so that none may be left behind.
+    Attributes:
+        flow: the artifacts that the step will find (`job`, `settings`, `capacity` and so on).
+        round: of `train_node`, counted from 1.
+        one_node: the step cannot be a gang.
+        last: it is Metaflow's last retry.
+        backend: batch or kubernetes.
+        abandoned: set at the deadline; a late result must leave no order behind.
     """
 
     flow: SimpleNamespace
@@ -55,8 +63,11 @@ class PlacementRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementResult:
-    """trouble: why it was not decided afresh; order is then by the plan of the run, or None where not even that could
-    be done.
+    """The order of an attempt.
+
+    Attributes:
+        order: None if there is no placement at all.
+        trouble: why there is no fresh placement; `order` then follows the plan of the run.
     """
 
     order: AttemptOrder | None = None
@@ -64,13 +75,16 @@ class PlacementResult:
 
 
 def place_attempt(request: PlacementRequest, *, deadline_seconds: float = DEADLINE_SECONDS) -> PlacementResult:
-    """A store or a service that hangs holds up nobody: afresh within the deadline, else by the plan of the run within
-    30 s more."""
+    """Place an attempt afresh within the deadline, else by the plan of the run within 30 s more.
+
+    Raises:
+        JobIsRunning: another launcher has taken over the job.
+    """
     try:
         return PlacementResult(order=within(deadline_seconds, lambda: _place_afresh(request), "placing"))
     except JobIsRunning:  # the run ends: another launcher has taken the job over
         raise
-    except Exception as error:  # whatever it is, a hook that raises would end the run
+    except Exception as error:  # a hook that raises would end the run
         trouble = f"{type(error).__name__}: {error}"
     request.abandoned.set()
     again = replace(request, abandoned=threading.Event())
@@ -108,9 +122,9 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
 
 
 def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
-    """Where Batch, prices or events cannot be asked: by the plan of the run and the queues as they are configured.
+    """Place by the plan of the run and the configured queues, when Batch, prices or events do not answer.
 
-    Raises where that cannot be either, CostError among others: what little is known then is no reason to stop a job.
+    Raises every error, also CostError: the little that is known is no reason to stop a job.
     """
     from ebbflow.cost.capacity import AttemptHistory
     from ebbflow.cost.plan.plan import Plan
@@ -123,7 +137,7 @@ def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
 
 
 def _job(request: PlacementRequest) -> Job:
-    """With the configuration as it holds where the attempt is to run."""
+    """Return the job with the configuration that holds where the attempt runs."""
     from ebbflow.infra.batch import limit_to_queue_region
 
     job = replace(Job.of(request.flow, request.name.run), request_seconds=_REQUEST_SECONDS)
@@ -146,7 +160,14 @@ def _place(
     *,
     after_generation: int = 0,
 ) -> AttemptOrder:
-    """Raises CostError where none of the queues will do, or none of the limits. after_generation: the newest known."""
+    """Choose a pool and write the order.
+
+    Args:
+        after_generation: the newest known generation.
+
+    Raises:
+        CostError: no queue and no limit allows another attempt.
+    """
     from ebbflow.cost.capacity import choose_placement
 
     placed = choose_placement(job.config, plan=plan, history=history, queues=queues, now_utc=time.time())
@@ -173,19 +194,19 @@ def _put_order(job: Job, request: PlacementRequest, order: AttemptOrder) -> Atte
 
 
 def _refuse_if_abandoned(request: PlacementRequest) -> None:
-    """What is decided too late must not be found by a container that was placed otherwise."""
+    """Raise TimeoutError if the deadline has passed: a container placed otherwise must not find this order."""
     if request.abandoned.is_set():
-        raise TimeoutError("nobody waits any more")
+        raise TimeoutError("the deadline for this placement has passed")
 
 
 def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> AttemptOrder:
-    """What the step can do with a placement: a single node cannot become a gang within its own step."""
+    """Turn a placement into an order. A single-node step cannot become a gang by itself."""
     from ebbflow.cost.capacity import with_placement
 
     shape = {"nodes": placed.nodes, "processes_per_node": placed.processes_per_node}
     if request.one_node and placed.nodes > 1:
         return AttemptOrder(does="gang", **shape)
-    if request.one_node and request.last:  # Metaflow tries no further, and another round counts anew
+    if request.one_node and request.last:  # another round has new retries
         return AttemptOrder(does="again", **shape)
     return AttemptOrder(
         does="train", placement=placed.to_json(), plan=with_placement(plan, placed).brief().to_json(), **shape
@@ -193,7 +214,7 @@ def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> Atte
 
 
 def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None) -> Plan:
-    """Of the work that is left, at the prices of now."""
+    """Plan the remaining work at current prices."""
     from ebbflow.cost.plan.candidates import read_progress
     from ebbflow.cost.plan.plan import make_plan
     from ebbflow.cost.prices.source import open_prices
@@ -208,11 +229,13 @@ def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] 
 def give_up_reason(
     history: AttemptHistory, events: Sequence[Event], *, run: str, on_demand_comes: bool = False
 ) -> tuple[Outcome, str] | None:
-    """The outcome and the words for a job whose last attempts all came to nothing; None while there is hope.
+    """Return the outcome and message of a job whose last attempts all failed, or None while another may succeed.
 
-    run: whose attempts count, since whoever starts another run may have mended what those before it came to nothing by.
-    One that was placed before the newest commit's generation began led to something, and the loss of a machine is
-    nobody's failure. on_demand_comes: a deadline ends the waiting for Spot, however often there is none.
+    An attempt placed before the newest commit's generation made progress, and a lost machine is not a failure.
+
+    Args:
+        run: only attempts of this run count, because a new run may have fixed the cause.
+        on_demand_comes: a deadline will end the wait for Spot, however often Spot is refused.
     """
     committed = max((event.generation for event in events if event.name == COMMIT), default=0)
 
@@ -229,18 +252,18 @@ def give_up_reason(
         return None
     words = ", ".join(sorted({f"{one.placement}: {one.cause.replace('_', ' ')}" for one in last}))
     outcome = Outcome.NO_CAPACITY if never and not unmakeable else Outcome.FAILED
-    said = f"; AWS Batch of the last one: {last[0].reason}" if last[0].reason else ""
-    return outcome, f"{len(last)} attempts in a row came to nothing ({words}), and another would as well{said}"
+    said = f"; AWS Batch on the last one: {last[0].reason}" if last[0].reason else ""
+    return outcome, f"{len(last)} attempts in a row failed ({words}), and another would too{said}"
 
 
 def describe_order(order: AttemptOrder) -> str:
-    """One line for the run's log."""
+    """Describe the order in one line for the run's log."""
     if order.does == "stop":
         return f"no further attempt: {order.outcome}: {order.message}"
     if order.does == "gang":
-        return f"goes on as a gang of {order.nodes} nodes"
+        return f"continues as a gang of {order.nodes} nodes"
     if order.does == "again":
-        return "goes round again, since this was the step's last attempt"
+        return "another round, since this was the step's last attempt"
     placement = order.placement or {}
     return (
         f"{placement.get('nodes')} × {placement.get('instance_type')} {str(placement.get('market')).replace('_', '-')} "

@@ -1,6 +1,6 @@
-"""What became of the attempts that went to AWS Batch.
+"""What became of the attempts on AWS Batch, written into the job's events.
 
-A machine that is taken away tells nobody what it cost, and Batch does: when the job began, when it stopped, and why.
+A machine that is reclaimed cannot record its cost. Batch knows when its job began and stopped, and why.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ebbflow.infra.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, P
 from ebbflow.infra.launchers import check_run_claim
 from ebbflow.infra.preflight import Check, CheckFinding, PreflightContext
 
-# A report should not wait long for a service that its container may not reach; the launcher asks again.
+# A container may not reach Batch, so a report waits briefly; the launcher tries again.
 _REPORT_SECONDS = 6.0
-# Batch may tell that a job has ended some seconds before it tells when, and why.
+# Batch may report a job's end some seconds before its time and reason.
 _WHOLE_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
 
@@ -41,13 +41,17 @@ def settle_attempts(
     deadline_seconds: float = 20.0,
     say: Callable[[str], None] = _say,
 ) -> list[Event]:
-    """The new `batch_attempt` events, in the order of their jobs: of all that have ended and that nobody has told of.
-    Of a job that was told of before Batch knew when or why it ended there is another one as soon as Batch does.
+    """Record the end of every Batch job of this job as a `batch_attempt` event, and terminate jobs left behind.
 
-    To be asked where none of the job's attempts runs: one that still does was left behind by its submitter, in this run
-    or before, and is ended, since two would spend for one; that is said.
+    A record without end time or reason is followed by another one as soon as Batch has them. Call this only while no
+    attempt should run: a running job was left behind by its submitter, and two jobs would pay for one.
 
-    Raises: CloudError; JobIsRunning where another launcher has taken the job over, whose attempt this may be.
+    Returns:
+        The new events, in the order of their jobs.
+
+    Raises:
+        CloudError: Batch does not answer.
+        JobIsRunning: another launcher has taken over the job, whose attempt this may be.
     """
     unsettled, half_told = unsettled_jobs(events), _incomplete_jobs(events)
     submitted = {**half_told, **unsettled}
@@ -63,18 +67,18 @@ def settle_attempts(
                 continue
             told.append(log.emit(BATCH_ATTEMPT, **batch_attempt_data(attempt, find_placement(event, events))))
         else:
-            with contextlib.suppress(CloudRefused):  # it has ended in the meantime, and is told of next time
+            with contextlib.suppress(CloudRefused):  # it ended meanwhile and is recorded next time
                 why = f"run {job.run} goes on with job {job.name}"
                 words = NEVER_STARTED if attempt.started_utc is None else TERMINATED
                 cancel_job(job_id, why, client, words=words, deadline_seconds=deadline_seconds)
-                say(f"{_describe_left_behind(attempt, event)} was left behind: ended, since {why}")
+                say(f"{_describe_left_behind(attempt, event)} was left behind: terminated, since {why}")
     return told
 
 
 def _describe_when_complete(
     job_ids: Sequence[str], wanted: Sequence[str], client: Any, deadline_seconds: float
 ) -> dict[str, BatchAttempt]:
-    """What Batch tells of the jobs, asked again for a while as long as it does not tell all of one of `wanted`."""
+    """Describe the jobs, for a while again until each ended one of `wanted` has its end time and reason."""
     limit = time.monotonic() + min(_WHOLE_SECONDS, deadline_seconds / 2)
     while True:
         found = describe_attempts(job_ids, client, deadline_seconds=deadline_seconds)
@@ -85,21 +89,19 @@ def _describe_when_complete(
 
 
 def _is_complete(told: Mapping[str, Any]) -> bool:
-    """Whether it is told of a job that has ended when it ended, where it ever began, and why, where it failed."""
+    """Return whether the description of an ended job has its end time and, if it failed, the reason."""
     is_timed = told.get("started_utc") is None or told.get("stopped_utc") is not None
     return is_timed and (told.get("status") != "FAILED" or bool(told.get("reason")))
 
 
 def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Ids of Batch jobs that were submitted for the job and of whose end nothing is told, with who told of them: the
-    submitter, else the agent within.
-    """
+    """Return the Batch jobs without a recorded end, by id, with the event of the submitter or else of the agent."""
     told = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
     return {job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in told}
 
 
 def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """The same of those that are told of, but not when or why they ended. events: by time."""
+    """Return the Batch jobs whose recorded end lacks time or reason. events: by time."""
     last = {event.data.get("job_id"): event.data for event in events if event.name == BATCH_ATTEMPT}
     known = _submitted_jobs(events)
     return {job_id: event for job_id, event in known.items() if job_id in last and not _is_complete(last[job_id])}
@@ -109,7 +111,7 @@ def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
     found: dict[str, Event] = {}
     for name, key in ((BATCH_SUBMITTED, "job_id"), (NODE_STARTED, "batch_job_id")):
         for event in events:
-            job_id = str(event.data.get(key) or "").partition("#")[0]  # of a node: ID#INDEX
+            job_id = str(event.data.get(key) or "").partition("#")[0]  # a node's id is ID#INDEX
             if event.name == name and job_id:
                 found.setdefault(job_id, event)
     return found
@@ -120,11 +122,11 @@ def _describe_left_behind(attempt: BatchAttempt, told: Event) -> str:
 
 
 def check_left_behind(context: PreflightContext) -> CheckFinding:
-    """What a launcher left behind that was killed with all that it had started runs on, and is paid for."""
+    """Find Batch jobs that a killed launcher left behind; they run on and cost money."""
     if reason := skip_reason(context):
         return CheckFinding.skipped(reason)
     if context.job is None:
-        return CheckFinding.passed("a new job has left nothing behind")
+        return CheckFinding.passed("a new job has no Batch jobs")
     job = Job(name=context.job, run="", config=context.config, request_seconds=ANSWER_SECONDS)
     try:
         submitted = unsettled_jobs(read_events(job.store))
@@ -137,17 +139,17 @@ def check_left_behind(context: PreflightContext) -> CheckFinding:
         return CheckFinding.passed(f"AWS Batch runs nothing of job {context.job}")
     return CheckFinding.failed(
         "\n".join(
-            f"{_describe_left_behind(one, submitted[one.job_id])} runs, and nobody of this run waits for it"
+            f"{_describe_left_behind(one, submitted[one.job_id])} is running, but no process of this run waits for it"
             for one in left
         ),
-        "none is needed: it is ended before the next attempt is placed. If another launcher is at this job, stop one",
+        "nothing to do: it is terminated before the next attempt. If another launcher runs this job, stop one",
     )
 
 
 CHECKS = [
     Check(
         id="aws-left-behind",
-        title="nothing of the job runs in AWS Batch that nobody waits for",
+        title="no job was left behind in AWS Batch",
         severity="warning",
         tier="full",
         deadline_seconds=2 * ANSWER_SECONDS + 1.0,
@@ -158,9 +160,9 @@ CHECKS = [
 
 
 def find_placement(told: Event, events: Sequence[Event]) -> Placement | None:
-    """Of the job that `told` is about: the last one of its run, step and task, as far as the teller knows these.
+    """Return the placement of a Batch job: the last one of its run, step and task.
 
-    Their clocks are not compared: an agent's machine may be minutes ahead.
+    Clocks are not compared, because an agent's machine may be minutes ahead.
     """
     known = () if told.name == NODE_STARTED else ("step", "task")
     placed = [
@@ -177,7 +179,7 @@ def find_placement(told: Event, events: Sequence[Event]) -> Placement | None:
 
 
 def settle_for_report(job: Job) -> None:
-    """Whatever is still untold when the job's report is written. What Batch cannot tell now is said, and left out."""
+    """Settle all attempts before the job's report. If Batch does not answer, it is reported and skipped."""
     events = read_events(job.store)
     if not {**unsettled_jobs(events), **_incomplete_jobs(events)}:
         return
@@ -186,17 +188,22 @@ def settle_for_report(job: Job) -> None:
         with job.events("settle") as log:
             settle_attempts(job, events, client, log, deadline_seconds=_REPORT_SECONDS)
     except InfraError as error:
-        print(f"what became of the last Batch job is not known yet, so the bill has its agents' word only: {error}")
+        print(f"the end of the last Batch job is unknown yet, so the bill uses its agents' records: {error}")
 
 
 _LEFTOVER_SECONDS = 90.0
 
 
 def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
-    """End them and write down what they were, for the bill. job: with the run that its events are to name. Only where
-    no launcher of the job is alive. Takes 90 s at most, also when the supervisor was asked to leave.
+    """Terminate jobs that a run left behind and record them for the bill, within 90 s.
 
-    Batch not answering is said, and no reason to stop: the next attempt that is placed asks again. Raises StoreError.
+    Call this only while no launcher of the job is alive. If Batch does not answer, the next placement tries again.
+
+    Args:
+        job: with the run that events name.
+
+    Raises:
+        StoreError: the events cannot be read.
     """
     events = read_events(job.store)
     if not unsettled_jobs(events):
@@ -214,6 +221,6 @@ def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
                 time.sleep(_LOOK_SECONDS)
             events += settle_attempts(job, events, client, log)
         if left:
-            say(f"not ended within {_LEFTOVER_SECONDS:g} s, and still to be paid for: {', '.join(left)}")
+            say(f"not ended within {_LEFTOVER_SECONDS:g} s and still paid for: {', '.join(left)}")
     except InfraError as error:
-        say(f"whether AWS Batch still runs something of this job is not known: {error}")
+        say(f"cannot check for jobs left behind in AWS Batch: {error}")

@@ -1,13 +1,13 @@
 """The process that submits an attempt to AWS Batch and waits for it.
 
-A container is stopped by SIGTERM to its first process, by SIGKILL to all of it some time later (30 s on Batch), and by
-the end of the first process. That one is the shell of Metaflow's command, below an image's init or in its place. A
-shell that waits for a command dies of SIGTERM at once, and everything with it; as process 1 it never hears of it.
-Either way the task would not be told to save and leave. So the command is run by a shell that hands the signal on to
-the task and to nobody else (its logs pass through processes that must live as long as it), and stays until the command
-has ended by itself.
+It retries a refused submit, records the job's id or the refusal, terminates a job that waits too long for capacity or
+for its container, and passes SIGTERM on as "save and leave". It uses events of the AWS SDK and no internals of
+Metaflow.
 
-It listens at the AWS SDK, where every request passes, so that it needs nothing of Metaflow's inside.
+A container is stopped by SIGTERM to its first process and SIGKILL to all of it later (30 s on Batch). The first process
+is the shell of Metaflow's command, which would die of SIGTERM together with everything below it, or as process 1 never
+receive it. `wrap_command` therefore runs the command under a shell that passes the signal to the task alone (its logs
+go through processes that must live as long) and stays until the command has ended.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from ebbflow.infra.event_log import EventLog
 
 
-# Where the task writes its process id, for the shell around it.
+# The file for the task's process id, which the shell reads.
 _TASK_VARIABLE = "EBBFLOW_TASK_FILE"
-# $1: the command. What is below it ignores SIGTERM, so that a signal to all of a process group leaves shell and logs
-# alone; the task itself listens again (`listen_for_stop`). Without a task there is nothing to save.
+# $1: the command. Processes below ignore SIGTERM, so that a signal to the process group spares shell and logs; only
+# the task listens again (`listen_for_stop`). Without a task there is nothing to save.
 _SHELL = f"""
 export {_TASK_VARIABLE}="$PWD/.ebbflow-task-$$"
 leave() {{
@@ -53,17 +53,14 @@ exit "$code"
 
 
 def wrap_command(command: list[str]) -> list[str]:
-    """The command of a container, the shell around it; one that is no `bash -c TEXT` stays as it is.
-
-    TEXT stays the last word.
-    """
+    """Wrap a container's `bash -c TEXT` in the signal-passing shell, with TEXT as the last word. Others stay."""
     return (
         ["bash", "-c", _SHELL, "bash", command[2]] if len(command) == 3 and command[:2] == ["bash", "-c"] else command
     )
 
 
 def wrap_job_commands(params: dict[str, Any], **_: Any) -> None:
-    """Called by the AWS SDK with each request SubmitJob, before it is made. Changes its commands in place."""
+    """Wrap the commands of a SubmitJob request in place. Called by the AWS SDK."""
     for overrides in _overrides(params):
         if command := overrides.get("command"):
             overrides["command"] = wrap_command(command)
@@ -76,25 +73,28 @@ def _overrides(params: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def listen_for_stop() -> None:
-    """In a task's process: from now on SIGTERM is meant for it. Does nothing outside of such a container."""
+    """Let SIGTERM reach this task's process, in a container with the signal-passing shell; elsewhere do nothing."""
     path = os.environ.get(_TASK_VARIABLE)
     if path:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         Path(path).write_text(str(os.getpid()))
 
 
-# Where a job has no machine yet, and costs nothing. From STARTING on it has, while its image is pulled.
+# States without a machine and without cost. From STARTING on the job has one.
 _WAITING = ("SUBMITTED", "PENDING", "RUNNABLE")
 STARTING_SECONDS = 2700.0
 _STARTING = "STARTING"
 _LOOK_SECONDS = 5.0
 _REQUEST_SECONDS = 15.0
-_LEAVE_SECONDS = 50.0  # less than the launcher waits
+_LEAVE_SECONDS = 50.0  # less than the launcher's wait
 
 
 class _StartLimits:
-    """How long a job may wait for capacity, from its submit, and then be starting, from when it was first seen so; and
-    until when (Unix time, None: no matter) it has to run at the latest, however it spends the time."""
+    """The time limits until a job runs.
+
+    `runnable_seconds` counts from the submit, `starting_seconds` from the first time it was seen as starting, and
+    `start_by_utc` (Unix time, None: no limit) is the latest time to run.
+    """
 
     def __init__(self, *, runnable_seconds: float, starting_seconds: float, start_by_utc: float | None) -> None:
         self._runnable_seconds, self._starting_seconds = runnable_seconds, starting_seconds
@@ -103,16 +103,17 @@ class _StartLimits:
         self._starting: float | None = None
 
     def left(self) -> float:
-        """Seconds until one of the limits, as far as is known now."""
+        """Return the seconds until the next limit."""
         limit = self._submitted + self._runnable_seconds
         if self._starting is not None:
             limit = self._starting + self._starting_seconds
         return min(limit, self._start_by) - time.monotonic()
 
     def exhausted(self, status: str | None) -> tuple[str, str] | None:
-        """(what the reason begins with, what was waited for) of a job whose time is up; None: it has some left.
+        """Return (first words of the reason, what it waited for) once a limit has passed, else None.
 
-        status: Batch's; None: it did not tell of the job this time, which then is taken to be as it was before.
+        Args:
+            status: Batch's; None: unknown this time and taken as unchanged.
         """
         from ebbflow.infra.batch import NEVER_STARTED, NOT_MADE
 
@@ -128,27 +129,30 @@ class _StartLimits:
             return NEVER_STARTED, f"waited {minutes:.1f} minutes for capacity"
         minutes = min(now - self._starting, self._starting_seconds) / 60
         if now < self._starting + self._starting_seconds:
-            return NEVER_STARTED, f"was starting for {minutes:.1f} minutes, and its deadline bears no more"
+            return NEVER_STARTED, f"was starting for {minutes:.1f} minutes, and the job's deadline allows no more"
         return NOT_MADE, (
-            f"had capacity, and no container after {minutes:.1f} minutes of starting (an image too large or out of "
+            f"had capacity but no container after {minutes:.1f} minutes of starting (an image too large or out of "
             "reach, or an instance that does not come up)"
         )
 
 
 class Submission:
-    """The one job that this process submits. asked: what the scheduler said about it, {} for a light step; with limits
-    of this process's own: runnable_seconds, starting_seconds, start_by_utc, submit_seconds; look_seconds: how often its
-    job is looked at."""
+    """The one job that this process submits.
+
+    Args:
+        asked: the scheduler's JSON, {} for a light step. It may set limits: runnable_seconds, starting_seconds,
+            start_by_utc, submit_seconds, and look_seconds (polling interval).
+    """
 
     def __init__(self, asked: dict[str, Any]) -> None:
         self._asked = asked
         self._job_id = ""
-        self._submits = False  # the answer to a submit is awaited
-        self._told_to_leave = 0  # by which signal
+        self._submits = False  # while a submit has no answer
+        self._told_to_leave = 0  # number of the signal, 0 without one
         self._lost = LostAnswers(asked.get("region"), _say, self._note_unwanted)
 
     def listen(self) -> None:
-        """From now on, in every client of the SDK that this process makes."""
+        """Register for every client of the SDK that this process makes, and for SIGTERM."""
         from botocore import handlers
 
         seconds = self._limit("submit_seconds", SUBMIT_SECONDS)
@@ -159,21 +163,22 @@ class Submission:
         handlers.BUILTIN_HANDLERS.append(("after-call.batch.SubmitJob", self._submitted))
         handlers.BUILTIN_HANDLERS.append(("after-call-error.batch.SubmitJob", self._not_submitted))
         signal.signal(signal.SIGTERM, self._leave)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's comes to all: the launcher passes it on as SIGTERM
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher passes a terminal's SIGINT on as SIGTERM
 
     def _begun(self, **_: Any) -> None:
         self._submits = True
 
     def _not_submitted(self, **_: Any) -> None:
-        """No answer came, or none with a job: what the request may have made nobody would wait for."""
+        """Terminate a job that the request may have created, since no process would wait for it."""
         _report_errors(self._lost.end, "")
         self._submits = False
         if self._told_to_leave:
             sys.exit(128 + self._told_to_leave)
 
     def _submitted(self, parsed: dict[str, Any], **_: Any) -> None:
-        """Called by the SDK with each answer to SubmitJob. Never raises, since the job runs already; ends this process
-        where it was told to leave meanwhile.
+        """Start the work beside a submitted job. Called by the SDK with each answer to SubmitJob.
+
+        It never raises, because the job runs already. It ends this process if SIGTERM came meanwhile.
         """
         job_id = parsed.get("jobId")
         if not job_id:
@@ -189,7 +194,7 @@ class Submission:
             self._go(self._told_to_leave)
 
     def _note_refusal(self, why: str) -> None:
-        """Into the events: Metaflow ends the run then, and its report is to say what ended it."""
+        """Record the refusal, because Metaflow now ends the run and its report should name the reason."""
         from ebbflow.infra.errors import Outcome
         from ebbflow.infra.events import OUTCOME
 
@@ -199,12 +204,14 @@ class Submission:
                 log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
 
     def _note_unwanted(self, job_name: str, job_id: str) -> None:
-        """Gives a store that is away some time and no more: who calls may be about to leave."""
+        """Record another job for the bill, for a limited time because the caller may be about to exit."""
         _start_thread(self._note, job_name, job_id).join(_REQUEST_SECONDS)
 
     def _note(self, job_name: str, unwanted: str = "") -> None:
-        """Into the events, so that the job is billed whatever becomes of it and of this process. unwanted: another job
-        that the same submit has made.
+        """Record the job's id, so that it is billed whatever becomes of this process.
+
+        Args:
+            unwanted: id of another job that the same submit created.
         """
         from ebbflow.infra.errors import StoreError
         from ebbflow.infra.events import BATCH_SUBMITTED
@@ -216,14 +223,13 @@ class Submission:
             told = {"step": asked["step"], "task": asked["task"]}
             told |= {"twin_of": self._job_id or None} if unwanted else {}
             log.emit(BATCH_SUBMITTED, job_id=unwanted or self._job_id, job_name=job_name, **told)
-            while True:  # as long as this process lives: a store that is away keeps what it was not told
+            while True:  # as long as this process lives, the store may come back
                 try:
                     return log.flush()
                 except StoreError as error:
                     _say(f"job {unwanted or self._job_id} is not in the events yet: {error}")
 
     def _events(self) -> EventLog:
-        """Those of the job that this attempt belongs to."""
         from ebbflow.infra.config.schema import RunConfig
         from ebbflow.infra.event_log import EventLog
         from ebbflow.infra.events import Origin
@@ -243,7 +249,7 @@ class Submission:
         return float(self._asked.get(name) or usual)
 
     def _watch(self, job_name: str) -> None:
-        """End the job when it does not run in time: Metaflow then tries again, and it is placed elsewhere."""
+        """Terminate the job if it does not run in time; Metaflow then retries and it is placed elsewhere."""
         from ebbflow.infra.batch import batch_client, cancel_job, describe_attempts
         from ebbflow.infra.errors import InfraError
 
@@ -265,17 +271,15 @@ class Submission:
                 words, why = waited
                 queue = f"queue {found.queue}" if found else "its queue"
                 reason = f" ({found.reason})" if found and found.reason else ""
-                _say(f"{job_name} {why} in {queue}{reason}: ended, to be placed anew")
+                _say(f"{job_name} {why} in {queue}{reason}: terminated, to be placed anew")
                 cancel_job(self._job_id, f"{why} in {queue}", client, words=words)
                 return
             except InfraError as error:
-                _say(f"AWS Batch cannot be asked whether {job_name} has begun: {error}")
+                _say(f"AWS Batch does not tell whether {job_name} has started: {error}")
                 time.sleep(_LOOK_SECONDS)
 
     def _leave(self, number: int, frame: object) -> None:
-        """The launcher was told to leave, or is gone: the job saves and leaves, which Batch tells it by SIGTERM. One
-        whose id is not known yet could not be told.
-        """
+        """Terminate the job after SIGTERM, so that it saves and ends. Without an id yet, wait for the answer first."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._submits:
             self._told_to_leave = number
@@ -294,17 +298,17 @@ class Submission:
             return
         client = batch_client(self._asked.get("region"))
         limit = time.monotonic() + _LEAVE_SECONDS
-        cancel_job(job_id, "the launcher was told to leave", client, words=TERMINATED)
+        cancel_job(job_id, "the launcher was asked to leave", client, words=TERMINATED)
         while time.monotonic() < limit:
             found = describe_attempts([job_id], client).get(job_id)
             if found is None or found.finished:
                 return
             time.sleep(0.5)
-        _say(f"job {job_id} has not ended within {_LEAVE_SECONDS:g} s of being told to")
+        _say(f"job {job_id} has not ended within {_LEAVE_SECONDS:g} s after its termination")
 
 
 def refusal_reason(answer: dict[str, Any]) -> str | None:
-    """What Batch says of a request that it will not take the next time either; None: it may, or took it."""
+    """Return Batch's reason for a refusal that a retry cannot cure, else None."""
     from ebbflow.infra.aws.calls import is_throttled
 
     error = answer.get("Error") or {}
@@ -315,7 +319,7 @@ def refusal_reason(answer: dict[str, Any]) -> str | None:
 
 
 def open_submission() -> Submission:
-    """Of this process, by what the scheduler left in its environment."""
+    """Return the submission that the scheduler described in this process's environment."""
     return Submission(json.loads(os.environ.get(SUBMIT_VARIABLE) or "{}"))
 
 

@@ -1,1 +1,1 @@
-"""What `flows/supervise.py` does: start the flow, judge its end by the job's own record, and decide what comes next."""
+"""The supervisor of `flows/supervise.py`: start the flow, judge its end by the job's record, and go on or stop."""

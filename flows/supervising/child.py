@@ -1,6 +1,6 @@
-"""One run of the flow as a child: it dies with the supervisor, and is asked to leave as the supervisor is.
+"""One run of the flow as a child process that dies with the supervisor and receives its signals.
 
-As a program (`child.py PID COMMAND…`) this ties itself to process PID and becomes COMMAND.
+As a program (`child.py PID COMMAND…`) this file ties itself to process PID and becomes COMMAND.
 """
 
 from __future__ import annotations
@@ -24,36 +24,38 @@ from ebbflow.infra.process import StoppedProcesses, die_with_parent
 
 # A drained launcher waits up to 60 s for its last save, and then writes the report.
 LEAVE_SECONDS = 180.0
-STOPPED_SECONDS = 60.0  # that a launcher may be stopped; twice as long where it does not go on
+STOPPED_SECONDS = 60.0  # how long a launcher may be stopped before it is continued, and again before it is killed
 
 
 class FlowProcess:
-    """Runs commands one after the other, and remembers whether it was asked to leave. Of the main thread only: the
-    kernel ties a process to the thread that started it, and signals are handled there."""
+    """Runs commands one after the other and remembers whether it was asked to leave.
+
+    Use it in the main thread only: the kernel ties a child to the thread that started it, and signals arrive there.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._left = threading.Event()
         self._limit: float | None = None
         self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), False
-        self.environment: dict[str, str] = {}  # of the commands, besides this process's own
+        self.environment: dict[str, str] = {}  # additional variables of the commands
 
     @property
     def asked_to_leave(self) -> bool:
         return self._left.is_set()
 
     def listen(self) -> None:
-        """From now on SIGTERM, SIGHUP and Ctrl-C are the child's too."""
+        """Pass SIGTERM, SIGHUP and Ctrl-C on to the child."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
                 signal.signal(number, self._leave)
 
     def run(self, command: Sequence[str]) -> int:
-        """The exit code, negative for a signal; interrupted (75) without a start when already asked to leave."""
+        """Run a command and return its exit code, negative for a signal, or 75 if already asked to leave."""
         if self.asked_to_leave:
             return Outcome.INTERRUPTED.exit_code
         tied = [sys.executable, __file__, str(os.getpid()), *command]
-        # A group of its own: Ctrl-C of the terminal comes once, from here, and not twice.
+        # Its own group, so that a terminal's Ctrl-C arrives once, from here.
         self._process = subprocess.Popen(tied, env={**os.environ, **self.environment}, start_new_session=True)
         self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), False
         if self.asked_to_leave:  # between the two
@@ -65,16 +67,15 @@ class FlowProcess:
         return code
 
     def pause(self, seconds: float) -> None:
-        """Ends early when asked to leave."""
+        """Sleep, until asked to leave."""
         self._left.wait(seconds)
 
     def _end_stop(self) -> None:
-        """A launcher that something has stopped watches its run no more, and never ends: it is continued, and killed
-        where it is stopped for as long again."""
+        """Continue a stopped launcher, which would never end, and kill it if it is stopped again for as long."""
         assert self._process is not None
         for seconds in self._stopped.look([self._process.pid]).values():
             does = "killed" if self._continued else "continued"
-            print(f"the run was stopped (state T) for {seconds:.0f} s: it is {does}", file=sys.stderr, flush=True)
+            print(f"the run was stopped (state T) for {seconds:.0f} s: {does}", file=sys.stderr, flush=True)
             self._tell(signal.SIGKILL if self._continued else signal.SIGCONT)
             self._stopped, self._continued = StoppedProcesses(STOPPED_SECONDS), True
 
@@ -89,7 +90,7 @@ class FlowProcess:
         again = self.asked_to_leave
         self._left.set()
         self._limit = self._limit or time.monotonic() + LEAVE_SECONDS
-        hurried = again and number == signal.SIGINT  # a second Ctrl-C does not wait for the last save
+        hurried = again and number == signal.SIGINT  # a second Ctrl-C does not wait for the last checkpoint
         self._tell(signal.SIGINT if hurried else signal.SIGTERM)
 
     def _tell(self, number: int) -> None:

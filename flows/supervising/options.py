@@ -1,4 +1,4 @@
-"""The supervisor's own options; all others are the flow's and are handed on as they are."""
+"""The supervisor's own options; all others are passed to the flow."""
 
 from __future__ import annotations
 
@@ -21,10 +21,17 @@ WAIT_HOURS = 24.0
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorOptions:
-    """job: the name that every run gets. words: options of `run`, --config and --job included. max_failures: in a row
-    without a new commit. pause_seconds: after the first run that gained nothing. capacity_pause_seconds: before asking
-    again for capacity that was not there. wait_hours: the longest wait for capacity or for the store. take_over: the
-    job from a launcher that runs it. permits: what the job may give up, recorded once; the runs get none.
+    """The supervisor's options.
+
+    Attributes:
+        job: the name that every run gets.
+        words: options of `run`, with --config and --job.
+        max_failures: allowed in a row without a new commit.
+        pause_seconds: after the first run without progress.
+        capacity_pause_seconds: before the next request for missing capacity.
+        wait_hours: longest wait for capacity or for the store.
+        take_over: take the job from a launcher that runs it.
+        permits: what the job may give up, recorded once; the runs get none.
     """
 
     job: str
@@ -39,13 +46,13 @@ class SupervisorOptions:
 
 
 def read_options(arguments: list[str], *, project_root: Path) -> SupervisorOptions:
-    """Exits with 2 where the words make no sense. Raises ConfigError or LayoutError for a bad configuration or name."""
+    """Parse the supervisor's command line; exits with 2 for a wrong one. Raises ConfigError or LayoutError."""
     parser = _parser()
     if arguments[:1] in (["-h"], ["--help"]):
         parser.print_help()
         parser.exit()
     if not arguments or arguments[0].startswith("-"):
-        parser.error("the configuration comes first, such as configs/laptop.yaml")
+        parser.error("the first argument must be the configuration, such as configs/laptop.yaml")
     path = arguments[0]
     known, rest = parser.parse_known_args(arguments)
     _check(parser, known)
@@ -69,11 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python flows/supervise.py",
         allow_abbrev=False,
-        description="Run a job, and go on with it after interruptions, until it is done, or budget, deadline or a "
-        "failure that comes back end it. All other options are handed to `flows/train_flow.py run`.",
+        description="Run a job and continue it after interruptions until it is done, or until budget, deadline or a "
+        "repeated failure ends it. All other options are passed to `flows/train_flow.py run`.",
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the job; it stands first")
-    parser.add_argument("--job", default="", help="name of the job (default: of the file, without its ending)")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the job; the first argument")
+    parser.add_argument("--job", default="", help="name of the job (default: the file's name without its suffix)")
     add_permits(parser)
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="KEY=VALUE, as for run")
     parser.add_argument(
@@ -86,22 +93,24 @@ def _parser() -> argparse.ArgumentParser:
         "--pause-seconds",
         type=float,
         default=PAUSE_SECONDS,
-        help="after a run that failed or came no further (%(default)s), then twice as long each time, at most 600",
+        help="after a run without progress (%(default)s), then twice as long each time, at most 600",
     )
     parser.add_argument(
         "--capacity-pause-seconds",
         type=float,
         default=CAPACITY_PAUSE_SECONDS,
-        help="before asking again where there was no capacity (%(default)s)",
+        help="before the next request for missing capacity (%(default)s)",
     )
     parser.add_argument(
         "--wait-hours",
         type=float,
         default=WAIT_HOURS,
-        help="the longest wait for capacity, or for a store that does not answer (%(default)s)",
+        help="longest wait for capacity, or for a store that does not answer (%(default)s)",
     )
     parser.add_argument(
-        "--take-over", action="store_true", help="end the launcher that runs the job now, and go on from its last save"
+        "--take-over",
+        action="store_true",
+        help="end the launcher that runs the job now, and continue from its last commit",
     )
     return parser
 
@@ -110,9 +119,9 @@ def _check(parser: argparse.ArgumentParser, known: argparse.Namespace) -> None:
     for name in ("max_failures", "pause_seconds", "capacity_pause_seconds", "wait_hours"):
         value, least = getattr(known, name), 1 if name == "max_failures" else 0
         if not least <= value < math.inf:
-            parser.error(f"--{name.replace('_', '-')} {value:g}: it must be a number from {least} on")
+            parser.error(f"--{name.replace('_', '-')} {value:g}: must be a number of at least {least}")
 
 
 def _job_name(path: Path) -> str:
-    """The same file leads to the same job, without a note anywhere: a killed supervisor is started as it was."""
+    """Derive the job's name from the file's name, so that a restarted supervisor finds the same job."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._")[:100]

@@ -1,4 +1,4 @@
-"""The job's record in its store, and the verdict on each run."""
+"""The job's record in its store, by which the supervisor judges, and the verdict on each run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ from ebbflow.training.errors import TrainingError
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedRun:
-    """One run of the flow as it was recorded. commit: the job's newest one at its end. failures: what it counts for.
-    seconds: how long it took."""
+    """One recorded run of the flow.
+
+    Attributes:
+        commit: key of the job's newest commit at its end.
+        failures: how many failures it counts for.
+        seconds: its duration.
+    """
 
     verdict: str
     commit: str | None
@@ -40,12 +45,20 @@ class SupervisedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """interruptions, failures: numbers of the generations that ended unplanned, the failures by the program's own
-    fault. attempts: of AWS Batch, job id and cause of the end (`infra.batch.attempts.Cause`); unsettled: there are some
-    of whose end nothing is told. commit: key of the newest commit. spells: oldest first. report: None where the job has
-    not begun, or where no account can be made of its events (why says so). finished: it is complete, under the settings
-    that are asked for. passed: under these it has passed preflight before, and a gang was started. deadline_utc: Unix
-    time by which the newest plan is to be done; None: it has none.
+    """The job's state in its store.
+
+    Attributes:
+        interruptions: numbers of generations that were interrupted.
+        failures: numbers of generations that the program itself failed.
+        attempts: cause of the end of each AWS Batch job, by id (`infra.batch.Cause`).
+        unsettled: some Batch jobs have no recorded end.
+        commit: key of the newest commit.
+        runs: oldest first.
+        report: None if the job has not begun or its events allow no report.
+        why: why there is no report.
+        finished: complete under the current settings.
+        passed: preflight passed under these settings and a gang was started.
+        deadline_utc: of the newest plan, Unix time; None: no deadline.
     """
 
     interruptions: frozenset[int] = frozenset()
@@ -66,13 +79,13 @@ class JobRecord:
         return bool(self.run)
 
     def with_runs(self, *runs: SupervisedRun) -> JobRecord:
-        """The same with runs that have ended since it was read."""
+        """Return the record with runs added that have ended since it was read."""
         return replace(self, runs=tuple(sorted((*self.runs, *runs), key=lambda past_run: past_run.ended_utc)))
 
     def cost(self) -> str:
-        """What the job has cost so far, in words."""
+        """Describe the job's cost so far."""
         if self.report is None:
-            return f"what it has cost is not known: {self.why}"
+            return f"its cost is unknown: {self.why}"
         simulated = " at a simulated price" if (self.report.plan or {}).get("simulated") else ""
         return f"it has cost ${_money(self.report.total_usd)}{simulated}"
 
@@ -82,7 +95,7 @@ def _money(usd: Decimal) -> str:
 
 
 def read_record(job_store: Store, config: RunConfig) -> JobRecord:
-    """Read everything anew. Raises StoreError; an account that cannot be made is told, and costs only the figures."""
+    """Read the record from the store. Raises StoreError; without a ledger only the figures are missing."""
     use_signing_key(config.checkpoint.signing_key_env)
     events = read_events(job_store)
     if not events:
@@ -108,7 +121,7 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
 
 
 def _deadline_utc(events: Sequence[Event], config: RunConfig) -> float | None:
-    """By the job's own clock, which began with its first plan, and the deadline as it is configured now."""
+    """Return the deadline as configured now, counted from the job's first plan."""
     started = [event.data.get("started_utc") for event in events if event.name == PLAN]
     hours = config.cost.deadline_hours
     return None if hours is None or not started or started[-1] is None else started[-1] + hours * 3600
@@ -117,7 +130,7 @@ def _deadline_utc(events: Sequence[Event], config: RunConfig) -> float | None:
 def _newest_commit(job_store: Store) -> str | None:
     try:
         newest = next(newest_commits(job_store), None)
-    except TrainingError:  # a lineage that cannot be followed: the next start will say what is wrong with it
+    except TrainingError:  # a broken lineage, which the next start reports
         return None
     return None if newest is None else newest.key
 
@@ -130,7 +143,7 @@ def _report(events: Sequence[Event]) -> tuple[RunReport | None, str]:
 
 
 def _written_config(job_store: Store) -> dict | None:
-    """Of the newest run that passed preflight."""
+    """Return the configuration of the newest run that passed preflight."""
     if job_store.head("config.json") is None:
         return None
     return json.loads(job_store.get("config.json")).get("config")
@@ -148,12 +161,12 @@ def _read_past_run(event: Event) -> SupervisedRun:
 
 
 LONGEST_PAUSE_SECONDS = 600.0
-# Between two runs, beyond the usual pause: for so long no supervisor was there, and what was waited for before is over.
-# A machine of AWS Batch that fails is replaced within it.
+# A gap between two runs beyond the usual pause in which no supervisor was running. A failing machine of AWS Batch is
+# replaced within this time.
 ALONE_SECONDS = 3600.0
 
-# The same start would end alike, or a limit that the user has set is reached. Preflight is final for settings
-# that have never passed it: whoever has just written them is to be told at once.
+# Outcomes that another start would repeat, or limits that the user has set. Preflight is final for settings that have
+# never passed it, so that the user hears at once.
 FINAL = frozenset({
     Outcome.CONFIG, Outcome.PREFLIGHT, Outcome.BUDGET, Outcome.CRASH_LOOP, Outcome.NON_FINITE, Outcome.DEADLINE,
     Outcome.NO_RESTORE, Outcome.ROLLED_BACK,
@@ -161,26 +174,29 @@ FINAL = frozenset({
 
 
 class RunVerdict(StrEnum):
-    """How a run of the flow ended, as far as going on is concerned."""
+    """How a run of the flow ended, for the decision to go on."""
 
     COMPLETED = "completed"
     FINAL = "final"  # its outcome ends the job
-    INTERRUPTION = "interruption"  # from outside: goes on, however often
-    NO_CAPACITY = "no_capacity"  # asks again after a pause
-    NOT_READY = "not_ready"  # preflight refused what it has let through before: something does not answer now
-    FAILURE = "failure"  # the program's fault, or a run that came to nothing: only so often without a new commit
+    INTERRUPTION = "interruption"  # from outside: continue, however often
+    NO_CAPACITY = "no_capacity"  # try again after a pause
+    NOT_READY = "not_ready"  # preflight refused what passed before: a service does not answer
+    FAILURE = "failure"  # the program's fault or a run without effect: limited without a new commit
 
 
 def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict:
-    """exit_code: of the flow, negative when a signal ended it. before, after: what the store knew around it.
+    """Judge one run by its exit code and the job's record before and after.
 
-    An exit code of 1 or 75 says little: also a run that died before it trained anything has it. So the record decides:
-    an interruption is what has left an interrupted generation, or an attempt that AWS Batch says was reclaimed.
+    Exit codes 1 and 75 say little, since a run that died before any training has them too. So the record decides: an
+    interruption left an interrupted generation, or an attempt that AWS Batch calls reclaimed.
+
+    Args:
+        exit_code: of the flow, negative for a signal.
     """
     if exit_code == Outcome.COMPLETED.exit_code:
         return RunVerdict.COMPLETED
     if exit_code == Outcome.PREFLIGHT.exit_code and after.passed:
-        return RunVerdict.NOT_READY  # what has passed will pass again, and a refusal costs nothing
+        return RunVerdict.NOT_READY  # what passed before will pass again
     if exit_code in {outcome.exit_code for outcome in FINAL}:
         return RunVerdict.FINAL
     if exit_code == Outcome.NO_CAPACITY.exit_code:
@@ -189,7 +205,7 @@ def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict
         return RunVerdict.FAILURE
     if after.interruptions - before.interruptions:
         return RunVerdict.INTERRUPTION
-    # Batch's word last: to it, a container that drained after a notice has merely failed.
+    # Batch's causes come last, because a container that drained after a notice looks failed to Batch.
     causes = {cause for job, cause in after.attempts.items() if job not in before.attempts}
     if "user_code" in causes:
         return RunVerdict.FAILURE
@@ -199,16 +215,17 @@ def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict
 
 
 def count_failures(before: JobRecord, after: JobRecord) -> int:
-    """What a run that failed counts for: each of its Batch jobs that the program ended, where none led to a commit."""
+    """Return how many failures a run counts for: 1 after a new commit, else its failed Batch jobs, at least 1."""
     if before.commit != after.commit:
         return 1
     return max(1, sum(cause == "user_code" for job, cause in after.attempts.items() if job not in before.attempts))
 
 
 def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
-    """How often runs ended so, back to the newest commit; of failures, how many they were. What is in between of
-    another kind does not break the row: interruptions are counted apart from failures. A time without a supervisor
-    does, but for failures, which nobody's absence cures."""
+    """Count runs with this verdict (of failures: the failures) since the newest commit.
+
+    Runs with other verdicts in between do not end the row. A time without a supervisor does, except for failures.
+    """
     failure = verdict is RunVerdict.FAILURE
     runs = record.runs if failure else _since_alone(record.runs, LONGEST_PAUSE_SECONDS)
     ended = (past_run for past_run in runs if past_run.verdict == verdict and past_run.commit == record.commit)
@@ -216,21 +233,26 @@ def count_in_a_row(record: JobRecord, verdict: RunVerdict) -> int:
 
 
 def pause_seconds(record: JobRecord, verdict: RunVerdict, first_seconds: float) -> float:
-    """After a run that is the last one in `record`: none when it was interrupted after a new commit; otherwise
-    first_seconds, and twice as long each time that the job comes no further, at most 600 s."""
+    """Return the pause after the record's last run.
+
+    None after an interruption with a new commit; otherwise first_seconds, doubled with each run without progress, at
+    most 600 s.
+    """
     times = count_in_a_row(record, verdict)
     if verdict is RunVerdict.INTERRUPTION:
-        times -= 1  # the first one that ends with this commit may have made it
+        times -= 1  # the first run with this commit may have created it
     return min(first_seconds * 2 ** (times - 1), LONGEST_PAUSE_SECONDS) if times > 0 else 0.0
 
 
 def waited_seconds(
     record: JobRecord, verdict: RunVerdict, now_utc: float, *, usual_pause_seconds: float = LONGEST_PAUSE_SECONDS
 ) -> float:
-    """Since when all runs have ended so, for want of capacity or not ready; 0 where the last one did not. Before a time
-    without a supervisor nothing is counted: nobody waited in it, and whoever starts one anew asks it to wait anew.
+    """Return since when all runs have had this verdict (no capacity, or not ready); 0 if the last one did not.
 
-    usual_pause_seconds: the longest that a supervisor makes between two runs.
+    Times before a period without a supervisor do not count: nothing was waiting then.
+
+    Args:
+        usual_pause_seconds: the longest pause of a supervisor between two runs.
     """
     since = now_utc
     for past_run in reversed(_since_alone(record.runs, usual_pause_seconds)):
@@ -241,7 +263,7 @@ def waited_seconds(
 
 
 def _since_alone(runs: tuple[SupervisedRun, ...], usual_pause_seconds: float) -> tuple[SupervisedRun, ...]:
-    """Those that followed each other under a supervisor, up to the last one."""
+    """Return the last runs without a longer time between them than under a supervisor."""
     longest = usual_pause_seconds + ALONE_SECONDS
     pairs = enumerate(itertools.pairwise(runs), start=1)
     first = max((at for at, (before, after) in pairs if after.began_utc - before.ended_utc > longest), default=0)

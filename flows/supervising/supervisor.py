@@ -1,4 +1,4 @@
-"""The supervisor of a job: start the flow, judge how it ended, go on or stop."""
+"""The supervisor of a job: start the flow, judge its end by the store, go on or stop; and its command line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ebbflow.infra.untrusted_text import guard_terminal
 _FLOW = Path(__file__).resolve().parents[1] / "train_flow.py"
 _STORE_PAUSE_SECONDS = 30.0
 _REQUEST_SECONDS = 30.0
-# Ends that may cure themselves, and what is said of them when they have lasted too long.
+# Verdicts that may pass by themselves, with outcome and words for when they last too long.
 _WAITS = {
     RunVerdict.NO_CAPACITY: (Outcome.NO_CAPACITY, "none"),
     RunVerdict.NOT_READY: (Outcome.PREFLIGHT, "refused by preflight"),
@@ -46,7 +46,12 @@ _WAITS = {
 
 
 class Supervisor:
-    """Of one job, until it is over. say: one line for people. flow: the program whose `run` is started."""
+    """The supervisor of one job.
+
+    Args:
+        say: prints one line.
+        flow: the program whose `run` is started.
+    """
 
     def __init__(self, options: SupervisorOptions, say: Callable[[str], None], *, flow: Path = _FLOW) -> None:
         self._options, self._say, self._flow = options, say, flow
@@ -57,9 +62,11 @@ class Supervisor:
         self._claim: Claim | None = None
 
     def supervise(self) -> int:
-        """The exit code of the job: that of its last run, or what the supervisor itself ended it with.
+        """Run the job until it is over and return its exit code.
 
-        Raises JobIsRunning where another launcher runs the job; StoreError.
+        Raises:
+            JobIsRunning: another launcher runs the job.
+            StoreError: the store fails.
         """
         self._child.listen()
         try:
@@ -69,7 +76,7 @@ class Supervisor:
                 self._claim.release()
 
     def _supervise(self) -> int:
-        before = self._read(end_leftovers_too=False)  # without a claim: another launcher's jobs may run
+        before = self._read(end_leftovers_too=False)  # without a claim, another launcher's jobs may run
         if before is None:
             return self._gave_up()
         self._welcome(before)
@@ -77,7 +84,7 @@ class Supervisor:
             return self._is_complete(before)
         self._claim_job()
         give_permits(self._options.permits, self._options.job, self._options.config.store)
-        before = self._read()  # the launcher before may have saved, or completed the job, until it left
+        before = self._read()  # the former launcher may have saved or completed the job
         if before is None:
             return self._gave_up()
         if before.finished:
@@ -99,11 +106,11 @@ class Supervisor:
                 return self._leave(before)
 
     def _is_complete(self, record: JobRecord) -> int:
-        self._say(f"job {self._options.job} is complete already, and {record.cost()}; another --job begins anew")
+        self._say(f"job {self._options.job} is complete already, and {record.cost()}; use another --job to start anew")
         return 0
 
     def _claim_job(self) -> None:
-        """For this supervisor and all its runs, which have no claim of their own."""
+        """Claim the job for this supervisor and all its runs."""
         options = self._options
         try:
             self._claim = claim_job(
@@ -124,7 +131,7 @@ class Supervisor:
         self._say(f"job {self._options.job} in {self._options.config.store} {kind}")
 
     def _end(self, verdict: RunVerdict, code: int, record: JobRecord) -> int | None:
-        """The exit code where the job is over, else None."""
+        """Return the exit code if the job is over, else None."""
         if verdict is RunVerdict.COMPLETED:
             self._say(f"completed after {self._tally(record)}; {record.cost()}")
             return 0
@@ -160,7 +167,7 @@ class Supervisor:
         return None
 
     def _too_many_failures(self, code: int, record: JobRecord) -> int:
-        """A loop that the agents do not see, since each run of it dies for itself: it ends as theirs do."""
+        """End the job as a crash loop; the agents cannot see it, because each run dies by itself."""
         count = count_in_a_row(record, RunVerdict.FAILURE)
         message = (
             f"crash loop: {count} failures with no new commit in between, the last run with exit code {code}: "
@@ -174,18 +181,18 @@ class Supervisor:
             try:
                 self._job.folder.mkdir(parents=True, exist_ok=True)
                 write_report(self._job_of(record))
-            except Exception as error:  # the report is a courtesy here: the outcome stands in the events
-                self._say(f"the report could not be written anew: {error}")
+            except Exception as error:  # the events have the outcome
+                self._say(f"the report could not be rewritten: {error}")
         return Outcome.CRASH_LOOP.exit_code
 
     def _why(self, record: JobRecord, outcome: Outcome) -> str:
-        """The job's own words, where the last run has left any; a run that was refused before its start has not."""
+        """Return the job's own message of its end, if the last run recorded one."""
         if record.report is not None and record.report.outcome is outcome:
             told = record.report.events.get("message")
             told = told or next((failure.get("culprit") for failure in record.report.events["failures"][-1:]), None)
             if told:
                 return " ".join(str(told).split())
-        return "see what the run has printed above"
+        return "see the run's output above"
 
     def _pause(self, verdict: RunVerdict, code: int, record: JobRecord) -> None:
         seconds = self._options.capacity_pause_seconds
@@ -199,7 +206,7 @@ class Supervisor:
             words = "no capacity"
         elif verdict is RunVerdict.NOT_READY:
             count = count_in_a_row(record, verdict)
-            words = f"preflight refused to go on, {_counted(count, 'time')} in a row, what it has let through before"
+            words = f"preflight refused {_counted(count, 'time')} in a row what it passed before"
         else:
             words = f"interrupted (exit code {code}), {self._tally(record)}"
         self._say(f"{words}; {record.cost()}; {when}")
@@ -209,7 +216,7 @@ class Supervisor:
         if self._claim is not None and self._claim.fenced_by is not None:
             self._say(f"job taken over by {self._claim.fenced_by.describe()}; {record.cost()}")
         else:
-            self._say(f"asked to leave; {record.cost()}; the same command goes on with it")
+            self._say(f"asked to leave; {record.cost()}; the same command continues it")
         return Outcome.INTERRUPTED.exit_code
 
     def _tally(self, record: JobRecord) -> str:
@@ -221,12 +228,11 @@ class Supervisor:
         return ", ".join(_counted(count, noun) for count, noun in counts)
 
     def _job_of(self, record: JobRecord) -> Job:
-        """Events are the last run's, so that the report goes on naming it."""
+        """Return the job with its last run's id, so that the report names that run."""
         return Job(name=self._job.name, run=record.run, config=self._job.config, request_seconds=_REQUEST_SECONDS)
 
     def _write(self, verdict: RunVerdict, code: int, seconds: float, record: JobRecord, failures: int) -> JobRecord:
-        """The record with the end of this run. A run that died before there was a job makes none: that only this
-        process remembers."""
+        """Record the end of a run. Before there is a job, only this process remembers it."""
         told = {"verdict": verdict.value, "commit": record.commit, "failures": failures}
         past_run = SupervisedRun(**told, ended_utc=time.time(), seconds=seconds)
         if record.begun:
@@ -237,8 +243,16 @@ class Supervisor:
         return record.with_runs(past_run)
 
     def _read(self, *, end_leftovers_too: bool = True) -> JobRecord | None:
-        """The record, however long the store is away, once no job of a run is left behind. None when asked to leave;
-        raises StoreUnavailable when it was too long. Jobs of a launcher that has taken over are not left behind."""
+        """Read the record, however long the store is away, and terminate jobs that a run left behind.
+
+        Jobs of a launcher that has taken over are not left behind.
+
+        Returns:
+            The record, None if asked to leave.
+
+        Raises:
+            StoreUnavailable: the store was away for too long.
+        """
         limit = time.monotonic() + self._options.wait_hours * 3600
         while True:
             try:
@@ -256,7 +270,7 @@ class Supervisor:
                 self._child.pause(_STORE_PAUSE_SECONDS)
 
     def _gave_up(self) -> int:
-        self._say("asked to leave while the store did not answer; the same command goes on with the job")
+        self._say("asked to leave while the store did not answer; the same command continues the job")
         return Outcome.INTERRUPTED.exit_code
 
 
@@ -265,7 +279,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Supervise one job; the exit code says how it ended."""
+    """Supervise one job and return its exit code."""
     survive_lost_readers()
     guard_terminal()
     try:

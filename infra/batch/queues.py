@@ -312,7 +312,7 @@ def declaration_conflict(state: QueueState, declared: QueueConfig) -> str:
         said = f"queue {state.name} is declared {declared.market}, but its compute environments are {kinds}"
         return f"{said}; fix: set its market to {state.market} in batch.queues"
     if declared.multi_node and not state.multi_node:
-        said = f"queue {state.name} is declared multi_node, but Batch runs multi-node jobs only in managed EC2 environments"
+        said = f"queue {state.name} is declared multi_node, but only managed EC2 environments run it"
         return f"{said}; fix: set its multi_node to false in batch.queues"
     if declared.instance_types and state.instance_types:
         lost = [kind for kind in declared.instance_types if not _offered(kind, state.instance_types)]

@@ -121,7 +121,8 @@ def test_buckets_of_other_names_are_offered_and_a_single_one_is_taken(
     aws.s3.create_bucket(Bucket="acme-logs")
     config, _ = adopted(tmp_path, "--force")
     said = capsys.readouterr().err
-    assert "several buckets are possible: acme-models, acme-logs; choose one" in said and not config.store.startswith("s3://"), said
+    assert "several buckets are possible: acme-models, acme-logs; choose one" in said, said
+    assert not config.store.startswith("s3://")
 
 
 def test_a_file_is_never_overwritten_unasked(aws: Account, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,6 +160,4 @@ def test_an_account_without_queues_is_told_what_to_do(
     aws: Account, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["adopt", "--region", "eu-west-1", "--out", str(tmp_path / "a.yaml")]) == 1
-    assert "eu-west-1 has no queue for training; fix: create queues with ebbflow deploy" in (
-        capsys.readouterr().err
-    )
+    assert "eu-west-1 has no queue for training; fix: create queues with ebbflow deploy" in (capsys.readouterr().err)

@@ -219,5 +219,5 @@ def test_what_asking_again_cannot_cure_is_told_at_once(batch: LocalBatch, client
 
 def test_who_never_answers_is_left_within_the_deadline(batch: LocalBatch, client: Any) -> None:
     batch.change(rules=[{"operation": "DescribeJobQueues", "kind": "slow", "seconds": 120, "times": 10_000}])
-    with pytest.raises(CloudUnavailable, match="no answer within"):
+    with pytest.raises(CloudUnavailable, match="timed out after"):
         describe_queues(["spot"], client, deadline_seconds=1.0)

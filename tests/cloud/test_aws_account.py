@@ -58,7 +58,7 @@ def test_queues(aws: Account) -> None:
     wrong = failed("aws-queues", **batch({"name": "spot-g5", "market": "on_demand"}))
     assert "queue spot-g5 is declared on_demand, but its compute environments are SPOT" in wrong.detail
     wrong = failed("aws-queues", **batch({"name": "light", "market": "on_demand", "multi_node": True}))
-    assert "is declared multi_node, but Batch runs multi-node jobs only in managed EC2 environments" in wrong.detail
+    assert "is declared multi_node, but only managed EC2 environments run it" in wrong.detail
     wrong = failed("aws-queues", **batch({**SPOT, "instance_types": ["g5.xlarge", "g6"]}))
     assert "is declared to have g6, but has g5" in wrong.detail
     assert "for the steps around training" in failed("aws-queues", **batch(SPOT, light_queue="dark")).detail

@@ -1,5 +1,5 @@
 """What keeps a run from AWS Batch is answered with one clear line, before or after the submit, and nothing waits for
-ever: unknown and disabled queues, a store that no container sees, an image that cannot be pulled."""
+ever: unknown and disabled queues, a store that containers cannot read, an image that cannot be pulled."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_queues_that_cannot_be_used_are_found_before_anything_is_submitted(
 def test_a_store_that_is_a_folder_is_refused(runner: BatchRunner) -> None:
     run = runner.run("run", "--with", "batch", *runner.options(store=str(runner.folder / "store")))
     assert run.exit_code == 3, run.output
-    assert "no container sees" in run.output and "s3://" in run.output
+    assert "which containers cannot read" in run.output and "s3://" in run.output
 
 
 def test_an_image_that_cannot_be_pulled_ends_the_job_and_says_so(runner: BatchRunner, batch: LocalBatch) -> None:

@@ -185,7 +185,7 @@ def test_what_batch_said_last_stands_in_the_message() -> None:
     first, last = history("user_code", "user_code", started=None).attempts
     found = vain(AttemptHistory(attempts=(first, replace(last, reason="CannotPullContainerError: no such manifest"))))
     assert found is not None and found[1].endswith(
-        "; AWS Batch of the last one: CannotPullContainerError: no such manifest"
+        "; AWS Batch on the last one: CannotPullContainerError: no such manifest"
     )
 
 

@@ -110,7 +110,7 @@ def test_a_job_that_is_starting_has_capacity_and_a_limit_of_its_own(
     finally:
         batch.change(start_seconds=0.2)
     assert done.returncode == 0, done.stderr
-    assert "pulls had capacity, and no container after 0.1 minutes of starting (an image too large" in done.stderr
+    assert "pulls had capacity but no container after 0.1 minutes of starting (an image too large" in done.stderr
     assert "for capacity" not in done.stderr
     assert cause(batch, done, monkeypatch) == "not_made"
 
@@ -133,7 +133,7 @@ def test_a_throttled_submit_is_made_again_beyond_what_the_sdk_tries(batch: Local
     batch.change(rules=[{"operation": "SubmitJob", "kind": "throttle", "times": 3}])
     done = submit(batch, tmp_path, "late", "free", submit_seconds=120.0)
     assert done.returncode == 0, done.stderr
-    assert "SubmitJob: throttled (TooManyRequestsException); asked again for 2.0 min at most" in done.stderr
+    assert "SubmitJob: throttled (TooManyRequestsException); retrying for at most 2.0 min" in done.stderr
     assert job_when(batch, "late", "SUCCEEDED")["status"] == "SUCCEEDED"
     assert len([job for job in batch.jobs() if job["jobName"] == "late"]) == 1
 
@@ -158,7 +158,7 @@ def test_other_refusals_are_left_to_the_sdk_and_end_the_job_as_failed(batch: Loc
         done = submit(batch, tmp_path, "denied", "free", submit_seconds=120.0)
     finally:
         batch.change(rules=[])
-    assert done.returncode != 0 and "asked again" not in done.stderr and "AccessDenied" in done.stderr
+    assert done.returncode != 0 and "retrying" not in done.stderr and "AccessDenied" in done.stderr
     [(outcome, why)] = outcomes(tmp_path)
     assert outcome == "failed" and why.startswith("AWS Batch refused the submit of train: ") and "AccessDenied" in why
 
@@ -182,8 +182,8 @@ def test_a_submit_whose_answer_is_lost_makes_one_job(batch: LocalBatch, tmp_path
     assert process.returncode == 0, said
     [job] = [job for job in batch.jobs() if job["jobName"] == "lost"]
     assert output.split()[-1] == job["jobId"] and job["status"] == "SUCCEEDED" and asked("SubmitJob") == 1
-    assert "SubmitJob: no answer, so that the job may be made" in said
-    assert f"an unanswered submit has made job {job['jobId']}" in said
+    assert "SubmitJob: no answer, so the job may exist" in said
+    assert f"an unanswered submit created job {job['jobId']}" in said
 
 
 def test_a_job_that_an_unanswered_submit_makes_late_is_ended_and_told(batch: LocalBatch, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_job_that_an_unanswered_submit_makes_late_is_ended_and_told(batch: Loc
         process.kill()
         process.communicate()
     own, twin = [job for job in batch.jobs() if job["jobName"] == "twice"]
-    assert "was told to leave" in own["statusReason"] and f"{own['jobId']} is waited for" in twin["statusReason"]
+    assert "was asked to leave" in own["statusReason"] and f"{own['jobId']} is used" in twin["statusReason"]
     assert {one["job_id"]: one.get("twin_of") for one in told} == {own["jobId"]: None, twin["jobId"]: own["jobId"]}
 
 
@@ -240,4 +240,4 @@ def test_without_the_right_to_look_a_submit_is_made_again_and_said(batch: LocalB
     finally:
         batch.change(rules=[])
     assert done.returncode == 0, done.stderr
-    assert "submitted again without looking" in done.stderr and "allow batch:ListJobs" in done.stderr
+    assert "submitted again without a search" in done.stderr and "allow batch:ListJobs" in done.stderr

@@ -171,7 +171,7 @@ def test_a_service_that_is_not_there_costs_one_question(
     [why] = (watching(source).source_problems() or {}).values()
     assert time.monotonic() - began < 3
     said = {
-        "silent": "no token in time, nor",
+        "silent": "no token in time, and",
         "gone": "does not answer",
         "off": "turned off",
         "elsewhere": "not on EC2",

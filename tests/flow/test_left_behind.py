@@ -74,7 +74,7 @@ def test_a_job_whose_submit_is_not_answered_yet_is_ended_once_its_id_is_known(
     assert submitter.wait(90) == 143
     assert submitter.stdout is not None and submitter.stdout.read() == "", "its submit was not answered"
     [job] = batch.jobs()[before:]
-    assert (job["status"], job["statusReason"]) == ("FAILED", "Ebbflow: ended: the launcher was told to leave")
+    assert (job["status"], job["statusReason"]) == ("FAILED", "Ebbflow: ended: the launcher was asked to leave")
 
 
 def test_what_was_left_behind_is_told_by_preflight_and_ended_by_whoever_goes_on(
@@ -94,7 +94,7 @@ def test_what_was_left_behind_is_told_by_preflight_and_ended_by_whoever_goes_on(
     with following.events("placing") as log:
         assert settle_attempts(following, read_events(job.store), batch.client(), log, say=said.append) == []
     assert said == [
-        f"job {running} of run 1 (RUNNING in {QUEUE}) was left behind: ended, since run 2 goes on with job left"
+        f"job {running} of run 1 (RUNNING in {QUEUE}) was left behind: terminated, since run 2 goes on with job left"
     ]
     wait_until("its end", lambda: batch.jobs()[-1]["status"] == "FAILED")
     assert check_left_behind(context).status == "passed"

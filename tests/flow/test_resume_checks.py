@@ -70,4 +70,4 @@ def test_what_may_run_is_left_to_metaflow(runs: Path) -> None:
 def test_a_run_of_a_job_that_nobody_here_knows_is_not_held_against_another_ones_settings(runs: Path) -> None:
     put_settings(runs.parent, model__hidden_size=65536, model__num_layers=96)
     done = resume(runs, "--origin-run-id", "99")
-    assert done.returncode == 1 and "knows no job of run 99" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "has no job of run 99" in done.stdout, done.stdout + done.stderr

@@ -170,8 +170,8 @@ def test_what_was_left_behind_is_told_and_ended_by_the_next_start(
     run = runner.finish(process, timeout=PATIENCE_SECONDS)
     told = f"job {left} of run"
     preflight, _, placed = run.output.partition("capacity plan")
-    assert told in preflight and "nobody of this run waits for it" in preflight
-    assert told in placed and "was left behind: ended" in placed
+    assert told in preflight and "no process of this run waits for it" in preflight
+    assert told in placed and "was left behind: terminated" in placed
     job = next(job for job in batch.jobs() if job["jobId"] == left)
     assert job["status"] == "FAILED" and job["statusReason"].startswith("Ebbflow: ended: run"), job
     assert_as_quiet(run, quiet)

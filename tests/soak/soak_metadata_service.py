@@ -50,7 +50,7 @@ def test_a_run_and_its_report_are_found_through_the_service(tmp_path: Path, serv
 
 def test_preflight_says_that_nothing_is_mended(context: PreflightContext) -> None:
     found = check_metadata(context)
-    assert found.status == "passed" and "nothing of Metaflow" in found.detail and "2.5.0" in found.detail
+    assert found.status == "passed" and "is unchanged" in found.detail and "2.5.0" in found.detail
 
 
 def test_a_service_that_does_not_answer_is_found_before_anything_is_submitted(
@@ -58,5 +58,5 @@ def test_a_service_that_does_not_answer_is_found_before_anything_is_submitted(
 ) -> None:
     monkeypatch.setenv("METAFLOW_SERVICE_URL", "http://127.0.0.1:9")
     found = check_metadata(context)
-    assert found.status == "failed" and "no metadata service answers at http://127.0.0.1:9" in found.detail
+    assert found.status == "failed" and "the metadata service at http://127.0.0.1:9 does not answer" in found.detail
     assert "METAFLOW_SERVICE_URL" in (found.fix or "")

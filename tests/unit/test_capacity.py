@@ -165,7 +165,7 @@ def test_what_batch_chooses_itself_has_no_gpus(choice: str) -> None:
     ) as refused:
         placed_now(batch_config(), JobLog(), 0.0, where=queues(chosen))
     assert refused.value.outcome is Outcome.NO_CAPACITY
-    assert "is declared to have g5, and has" in declaration_conflict(chosen, declared(["g5"]))
+    assert "is declared to have g5, but has" in declaration_conflict(chosen, declared(["g5"]))
     assert declaration_conflict(chosen, declared(["m6i"])) == declaration_conflict(both, declared(["g5"])) == ""
 
 

@@ -76,7 +76,7 @@ def test_on_batch_only_what_a_queue_takes_is_planned(
     assert none.refusal is not None and none.refusal.outcome is Outcome.NO_CAPACITY
     assert "spot-g6: has g6.xlarge" in none.refusal.message and "cluster.instance_types" in none.refusal.hint
     assert steps.available_queues(OnBatch, config) is None, "Batch is away, and no queue is configured"
-    assert "the plan goes by all instance types" in capsys.readouterr().out
+    assert "planning with all instance types" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_store_that_does_not_tell_of_earlier_jobs_ends_none(
 
     monkeypatch.setattr(Store, "list", away)
     assert steps.read_job_history(job).stays == {}
-    assert "what own jobs have shown of pools and speeds is not known: the store does" in capsys.readouterr().out
+    assert "job history unavailable; using priors for pools and throughput: the store does" in capsys.readouterr().out
 
 
 def test_a_report_is_written_where_experience_cannot_be_kept(
