@@ -1,5 +1,8 @@
 """The report as a Metaflow card, with the figures of every other rendering."""
 
+# Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import html

@@ -6,6 +6,9 @@ the hook `runtime_step_cli`, which is not public because Metaflow has no public 
 Metaflow before 2.19.39 has no `@package_sources`; there the hook `add_to_package` adds files to the code package.
 """
 
+# Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 import json
@@ -14,7 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import metaflow
 from metaflow import StepMutator
@@ -23,6 +26,9 @@ from metaflow.decorators import StepDecorator, _base_step_decorator
 from ebbflow.flows import pods
 from ebbflow.flows.attempts.order import SUBMIT_VARIABLE, UNPLACED_VARIABLE, AttemptName, AttemptOrder
 from ebbflow.infra.program import IMPORT_ROOT, INSTALLED
+
+if TYPE_CHECKING:
+    from ebbflow.infra.preflight import Target
 
 # Decorators that send a step to another machine.
 REMOTE = ("batch", "kubernetes")
@@ -62,7 +68,7 @@ def _decorator_names(mutable_step: Any) -> set[str]:
     return {name for name, *_ in mutable_step.decorator_specs}
 
 
-def training_backend(flow: Any) -> str | None:
+def training_backend(flow: Any) -> Target | None:
     """Return where the training steps run: "batch", "kubernetes", or None for this machine."""
     steps = (flow.train, flow.train_node)
     return next((one.name for step in steps for one in step.decorators if one.name in REMOTE), None)

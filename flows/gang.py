@@ -20,13 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metaflow import current
-
 from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, AttemptOrder
 from ebbflow.flows.decorators import training_backend
 from ebbflow.flows.job import Job
 from ebbflow.flows.remote import in_container
-from ebbflow.flows.steps import StepFailed, record_outcome, say
+from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
 from ebbflow.infra.checks.gpu import visible_gpus
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError, Outcome
@@ -91,7 +89,7 @@ def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
     """Return the shape of the order, else of the configuration, where `auto` follows the plan."""
     if order is not None:
         return GangShape(order.nodes, order.processes_per_node)
-    job = Job.of(flow, current.run_id)
+    job = current_job(flow)
     chosen = flow.capacity["chosen"]
     cluster = job.config.cluster
     nodes = chosen["nodes"] if cluster.nodes == "auto" else cluster.nodes

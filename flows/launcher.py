@@ -3,6 +3,9 @@
 Metaflow turns every failure into exit code 1.
 """
 
+# Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
+# pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import argparse
@@ -18,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 from ebbflow.flows import remote
 from ebbflow.flows.job import RUNS, Job, local_folder, mark_latest
@@ -389,7 +392,7 @@ def _command_index(argv: list[str]) -> int | None:
     return next((at for at, word in enumerate(argv) if at and word in _COMMANDS and argv[at - 1] != "--with"), None)
 
 
-def _is_launch(at: int | None) -> bool:
+def _is_launch(at: int | None) -> TypeGuard[int]:
     return at is not None and sys.argv[at] in ("run", "resume") and "--help" not in sys.argv
 
 

@@ -15,6 +15,9 @@ relies on fields of an ended multi-node job that AWS may give late; they are fil
 its work would count as failed and be started and paid for again.
 """
 
+# Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import functools

@@ -19,6 +19,7 @@ from typing import Any
 from ebbflow.flows.attempts.order import AttemptOrder
 from ebbflow.flows.attempts.submission import wrap_command
 from ebbflow.infra.batch import QueueState
+from ebbflow.infra.batch.queues import Market
 from ebbflow.infra.config.schema import RunConfig
 
 CAPACITY_TYPE = "karpenter.sh/capacity-type"
@@ -51,7 +52,7 @@ def tolerations(placement: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in keys]
 
 
-def annotations(metrics_port: int | None) -> dict[str, str]:
+def pod_annotations(metrics_port: int | None) -> dict[str, str]:
     """Return annotations that stop Karpenter from removing the node and let Prometheus find the metrics."""
     found = {"karpenter.sh/do-not-disrupt": "true"}
     if metrics_port is not None:
@@ -79,11 +80,12 @@ def is_single_pod() -> bool:
 
 def pod_markets() -> dict[str, QueueState]:
     """Return one queue per market, as Batch would have: Karpenter creates any type and number of nodes in both."""
+    markets: dict[str, Market] = {"spot": "spot", "on-demand": "on_demand"}
     return {
         name: QueueState(
             name=name, arn="", market=market, instance_types=(), multi_node=True, usable=True, problem=""
         )
-        for name, market in (("spot", "spot"), ("on-demand", "on_demand"))
+        for name, market in markets.items()
     }  # fmt: skip
 
 
@@ -103,7 +105,7 @@ def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> 
         "node_selector": [f"{key}={value}" for key, value in node_selector(placement).items()],
         "tolerations": json.dumps(tolerations(placement)),
         "labels": json.dumps({**_of(options, "labels"), **_LABELS}),
-        "annotations": json.dumps({**_of(options, "annotations"), **annotations(config["metrics"]["port"])}),
+        "annotations": json.dumps({**_of(options, "annotations"), **pod_annotations(config["metrics"]["port"])}),
         "run-time-limit": int(placement["wall_seconds"]),
     })  # fmt: skip
     if config["batch"]["image"]:
@@ -153,4 +155,4 @@ def set_grace_period() -> None:
             container.command = wrap_command(container.command or []) or None
         make(spec, *args, **{**fields, name: max(fields.get(name) or 0, seconds)})
 
-    V1PodSpec.__init__ = make_with_grace
+    V1PodSpec.__init__ = make_with_grace  # pyright: ignore[reportAttributeAccessIssue] - patched on purpose

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ebbflow.infra.aws.account import metaflow_setting
 from ebbflow.infra.config.schema import RunConfig
 from ebbflow.infra.errors import InfraError
 from ebbflow.infra.store.s3 import aws_settings
 
+if TYPE_CHECKING:
+    from ebbflow.infra.preflight import Target
+
 # How long a light step's job may wait for capacity (`ebbflow.flows.attempts.submission`).
 RUNNABLE_VARIABLE = "EBBFLOW_RUNNABLE_SECONDS"
 
-_BACKENDS = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}
+_BACKENDS: dict[str, Target] = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}
 
 
 def in_container() -> bool:
@@ -22,7 +26,7 @@ def in_container() -> bool:
     return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
 
 
-def requested_backend(words: Sequence[str]) -> str | None:
+def requested_backend(words: Sequence[str]) -> Target | None:
     """Return the backend of a command line's --with, "batch" or "kubernetes", or None for this machine."""
     names = [value.partition(":")[0] for value in option_values(words, "--with")]
     return None if "local" in names else next((_BACKENDS[name] for name in names if name in _BACKENDS), None)

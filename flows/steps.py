@@ -1,5 +1,8 @@
 """The work of the flow's steps, each of which joins the rooms that it needs. No training code is here."""
 
+# Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import functools
@@ -28,6 +31,11 @@ if TYPE_CHECKING:
     from ebbflow.cost.plan.candidates import JobProgress
     from ebbflow.infra.batch import QueueState
     from ebbflow.infra.config.schema import RunConfig
+
+
+def current_job(flow: Any) -> Job:
+    """Return the job of the step that runs."""
+    return Job.of(flow, str(current.run_id))
 
 
 def is_local(flow: Any) -> bool:
@@ -131,7 +139,7 @@ def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
 def record_outcome(flow: Any, outcome: Outcome, message: str) -> None:
     """Record the job's outcome in its events. If the store does not open, only the message remains."""
     try:
-        with Job.of(flow, current.run_id).events(current.step_name) as events:
+        with current_job(flow).events(str(current.step_name)) as events:
             events.emit(OUTCOME, outcome=outcome.value, message=message)
     except InfraError as error:
         say(f"the outcome was not recorded: {error}")
@@ -140,7 +148,7 @@ def record_outcome(flow: Any, outcome: Outcome, message: str) -> None:
 @record_failure
 def begin_job(flow: Any) -> None:
     """Create the job's folder on this machine. Its store is written only after the checks have passed."""
-    job = Job.of(flow, current.run_id)
+    job = current_job(flow)
     job.folder.mkdir(parents=True, exist_ok=True)
     job.remember()
     mark_latest(job.name)
@@ -153,7 +161,7 @@ def run_preflight(flow: Any) -> list[dict]:
     from ebbflow.infra.preflight import failed_results, render_results
     from ebbflow.training.checks import WORKLOAD_CHECK
 
-    job = Job.of(flow, current.run_id)
+    job = current_job(flow)
     target = training_backend(flow) or "local"
     results = run_all_checks(job.config, flow.settings["path"], job=job.name, target=target)
     say(render_results(results))
@@ -183,13 +191,19 @@ def plan_capacity(flow: Any) -> dict:
     from ebbflow.cost.plan.plan_text import render_plan
     from ebbflow.cost.prices.source import open_prices
 
-    job = Job.of(flow, current.run_id)
+    job = current_job(flow)
     now = time.time()
-    measured = {} if flow.examined is None else {"shape": ModelShape.from_json(flow.examined["shape"])}
     config = with_queue_region(flow, job.config)
-    prices = open_prices(config, now, project_root=PROJECT_ROOT)
-    known = {"history": read_job_history(job), "progress": read_progress(job), "queues": available_queues(flow, config)}
-    plan = make_plan(config, now_utc=now, simulated=is_local(flow), prices=prices, **known, **measured)
+    plan = make_plan(
+        config,
+        now_utc=now,
+        simulated=is_local(flow),
+        shape=None if flow.examined is None else ModelShape.from_json(flow.examined["shape"]),
+        prices=open_prices(config, now, project_root=PROJECT_ROOT),
+        history=read_job_history(job),
+        progress=read_progress(job),
+        queues=available_queues(flow, config),
+    )
     say(render_plan(plan))
     job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())
     plan = plan.brief()
@@ -207,11 +221,12 @@ def examine_workload(flow: Any) -> dict | None:
     """Prepare a user's own workload, try one sample, and return its shape; None for the default workload."""
     from ebbflow.training.workloads.examine import examine
 
-    job = Job.of(flow, current.run_id)
+    job = current_job(flow)
     if job.config.workload is None:
         return None
     found = examine(job.config, prepare=True)
     say(found.text)
+    assert found.shape is not None
     return {"shape": found.shape.to_json(), "prepared": found.prepared}
 
 
@@ -220,7 +235,7 @@ def prepare_data(flow: Any) -> dict:
     """Prepare the data in the store, once for equal data, and return their fingerprint and statistics."""
     from ebbflow.training.data import prepare_tokens
 
-    job = Job.of(flow, current.run_id)
+    job = current_job(flow)
     if flow.examined is not None:
         prepared = flow.examined["prepared"]
         say(f"data {prepared['fingerprint'][:16]}: counted in {prepared['weight_unit']}")
@@ -242,7 +257,7 @@ def write_report(flow: Any) -> dict:
     from ebbflow.flows.reporting import write_report as write
 
     try:
-        return write(Job.of(flow, current.run_id)).to_json()
+        return write(current_job(flow)).to_json()
     except (InfraError, CostError) as error:  # the job keeps its outcome
         raise StepFailed(error.outcome, str(error)) from error
 
@@ -278,7 +293,7 @@ def certify(flow: Any) -> dict | None:
 
     if not flow.certify:
         return None
-    job = Job.of(flow, current.run_id)
+    job = current_job(flow)
     found = certify_in_child(job.config)
     with job.events("certify") as events:
         events.emit(CERTIFICATE, **found)

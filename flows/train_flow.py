@@ -9,6 +9,9 @@ Neither step decides how the run ends: `report` always runs and shows it, and `e
 complete.
 """
 
+# Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportArgumentType=false
+
 import sys
 from pathlib import Path
 

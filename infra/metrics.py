@@ -450,7 +450,7 @@ class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Bind without HTTPServer's look-up of the host's full name, which waits for an absent name server."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore readers that disconnect."""

@@ -203,14 +203,12 @@ def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> Atte
     """Turn a placement into an order. A single-node step cannot become a gang by itself."""
     from ebbflow.cost.capacity import with_placement
 
-    shape = {"nodes": placed.nodes, "processes_per_node": placed.processes_per_node}
+    order = AttemptOrder(nodes=placed.nodes, processes_per_node=placed.processes_per_node)
     if request.one_node and placed.nodes > 1:
-        return AttemptOrder(does="gang", **shape)
+        return replace(order, does="gang")
     if request.one_node and request.last:  # another round has new retries
-        return AttemptOrder(does="again", **shape)
-    return AttemptOrder(
-        does="train", placement=placed.to_json(), plan=with_placement(plan, placed).brief().to_json(), **shape
-    )
+        return replace(order, does="again")
+    return replace(order, placement=placed.to_json(), plan=with_placement(plan, placed).brief().to_json())
 
 
 def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] | None) -> Plan:
@@ -220,10 +218,14 @@ def make_fresh_plan(job: Job, events: Sequence[Event], examined: dict[str, Any] 
     from ebbflow.cost.prices.source import open_prices
 
     now = time.time()
-    measured = {} if examined is None else {"shape": ModelShape.from_json(examined["shape"])}
-    prices = open_prices(job.config, now, project_root=PROJECT_ROOT)
-    known = {"history": read_job_history(job), "progress": read_progress(events)}
-    return make_plan(job.config, now_utc=now, prices=prices, **known, **measured)
+    return make_plan(
+        job.config,
+        now_utc=now,
+        shape=None if examined is None else ModelShape.from_json(examined["shape"]),
+        prices=open_prices(job.config, now, project_root=PROJECT_ROOT),
+        history=read_job_history(job),
+        progress=read_progress(events),
+    )
 
 
 def give_up_reason(

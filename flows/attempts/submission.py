@@ -235,7 +235,7 @@ class Submission:
         from ebbflow.infra.events import Origin
 
         asked = self._asked
-        config = RunConfig(store=asked["store"])
+        config = RunConfig.model_validate({"store": asked["store"]})
         job = Job(name=asked["job"], run=asked["run"], config=config, request_seconds=_REQUEST_SECONDS)
         origin = Origin(
             job=job.name,

@@ -113,6 +113,7 @@ def _short_form(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> dict[str
     elif isinstance(node, yaml.SequenceNode):
         value = loader.construct_sequence(node, deep=True)
     else:
+        assert isinstance(node, yaml.MappingNode)
         value = loader.construct_mapping(node, deep=True)
     return {name if name in ("Ref", "Condition") else f"Fn::{name}": value}
 

@@ -247,7 +247,8 @@ def _job_times(
 ) -> tuple[float | None, float | None]:
     """Return (started, stopped) of a job, completed by the first start and the last stop of its nodes."""
     started, stopped = _seconds(job.get("startedAt")), _seconds(job.get("stoppedAt"))
-    starts, stops = ([one[which] for one in nodes if one[which] is not None] for which in (0, 1))
+    starts = [start for start, _ in nodes if start is not None]
+    stops = [stop for _, stop in nodes if stop is not None]
     return (
         min(starts, default=None) if started is None else started,
         max(stops, default=None) if stopped is None else stopped,

@@ -215,7 +215,7 @@ def _state(detail: Mapping[str, Any], known: Mapping[str, ComputeEnvironment]) -
 
 
 def _market(environments: Sequence[ComputeEnvironment]) -> Market | None:
-    markets = {_MARKETS.get(one.kind) for one in environments}
+    markets: set[Market | None] = {_MARKETS.get(one.kind) for one in environments}
     return markets.pop() if len(markets) == 1 else None
 
 

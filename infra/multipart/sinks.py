@@ -200,7 +200,7 @@ class _File:
     hung: bool = False  # an abandoned call may still use the descriptors, which are therefore never closed
 
     def run(self, call: Callable[[], None], seconds: float) -> None:
-        """Run one operation on the file. Raises StoreHung at the deadline; the file then accepts no more writes."""
+        """Run one operation on the file. Raises StoreTimeout at the deadline; the file then accepts no more writes."""
         if self.hung:
             raise StoreError(f"put {self.path}: an operation on this file hangs")
         try:
@@ -315,9 +315,9 @@ class os_errors_as_store_errors:  # noqa: N801 - reads as a phrase
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, OSError):
-            return False
+            return
         words = f"{self._what}: {error.strerror or error}"
         if isinstance(error, FileNotFoundError):
             raise ObjectNotFound(words) from error

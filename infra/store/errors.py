@@ -57,10 +57,9 @@ class as_store_errors:  # noqa: N801 - reads as a phrase: with translated("put",
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, BaseError | OSError):
             raise _store_error(self._operation, self._uri, error) from error
-        return False
 
 
 def _store_error(operation: str, uri: str, error: BaseException) -> StoreError:

@@ -16,7 +16,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar, cast
 
 from ebbflow.infra.errors import StoreError, StoreTimeout
 
@@ -38,7 +38,7 @@ class HangGuard:
         self._pid = os.getpid()
 
     def run(self, call: Callable[[], T], seconds: float, what: str) -> T:
-        """Return or raise the result of `call`. Raises StoreHung when it takes longer than `seconds`."""
+        """Return or raise the result of `call`. Raises StoreTimeout when it takes longer than `seconds`."""
         if self._pid != os.getpid():  # after a fork there are no threads here
             self.__init__()
         with self._lock:
@@ -58,7 +58,7 @@ class HangGuard:
             self._idle.append(thread)
         if task.error is not None:
             raise task.error
-        return task.result
+        return cast(T, task.result)
 
     def _abandon(self, task: _Task) -> bool:
         """Mark a task as abandoned. Returns False if it has just finished."""
@@ -73,11 +73,11 @@ class HangGuard:
             self._abandoned -= 1
 
 
-class _Task:
-    def __init__(self, call: Callable[[], object]) -> None:
+class _Task(Generic[T]):
+    def __init__(self, call: Callable[[], T]) -> None:
         self.call = call
         self.done = threading.Event()
-        self.result: object = None
+        self.result: T | None = None
         self.error: BaseException | None = None
         self._came_back: Callable[[], None] | None = None
         self._lock = threading.Lock()
@@ -142,7 +142,7 @@ _RUNNING = threading.local()  # task: the one that this thread runs
 
 
 def refuse_if_abandoned(what: str) -> None:
-    """Raise StoreHung in an abandoned call, because its caller has gone on and may have written something newer."""
+    """Raise StoreTimeout in an abandoned call, because its caller has gone on and may have written something newer."""
     task = getattr(_RUNNING, "task", None)
     if task is not None and task.abandoned:
         raise StoreTimeout(f"{what}: the file system answered after the deadline; nothing was changed")
